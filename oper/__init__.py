@@ -1,0 +1,67 @@
+"""OPER: fine-grained, statistics-driven placement of embedding tables.
+
+The names below are loaded on first use, so that ``import oper`` stays fast and imports neither
+torch nor torchrec nor a solver.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "shard": "oper.sharding",
+    "make_plan": "oper.search",
+    "collect": "oper.analysis",
+    "AccessStats": "oper.stats",
+    "TableStats": "oper.stats",
+    "Plan": "oper.plan",
+    "Topology": "oper.topology",
+    "TableSpec": "oper.tables",
+    "SGD": "oper.shmem.optimizers",
+    "RowWiseAdagrad": "oper.shmem.optimizers",
+    "OperError": "oper.errors",
+    "InvalidInputError": "oper.errors",
+    "FileFormatError": "oper.errors",
+    "PlanError": "oper.errors",
+    "PlanInfeasibleError": "oper.errors",
+    "MissingDependencyError": "oper.errors",
+    "PeerLostError": "oper.errors",
+    "DeadlineError": "oper.errors",
+}
+
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+
+if TYPE_CHECKING:
+    from oper.analysis import collect as collect
+    from oper.errors import (
+        DeadlineError as DeadlineError,
+        FileFormatError as FileFormatError,
+        InvalidInputError as InvalidInputError,
+        MissingDependencyError as MissingDependencyError,
+        OperError as OperError,
+        PeerLostError as PeerLostError,
+        PlanError as PlanError,
+        PlanInfeasibleError as PlanInfeasibleError,
+    )
+    from oper.plan import Plan as Plan
+    from oper.search import make_plan as make_plan
+    from oper.sharding import shard as shard
+    from oper.shmem.optimizers import SGD as SGD, RowWiseAdagrad as RowWiseAdagrad
+    from oper.stats import AccessStats as AccessStats, TableStats as TableStats
+    from oper.tables import TableSpec as TableSpec
+    from oper.topology import Topology as Topology
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _PUBLIC[name]
+    except KeyError:
+        raise AttributeError(f"module 'oper' has no attribute {name!r}") from None
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

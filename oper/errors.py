@@ -1,0 +1,46 @@
+"""Every error that OPER raises on purpose.
+
+The message form is ``<what failed>: <name>=<value>, expected <constraint>; <what to do>``.
+"""
+
+from __future__ import annotations
+
+
+class OperError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class InvalidInputError(OperError, ValueError):
+    """An argument, a table, a batch or a configuration breaks a stated constraint."""
+
+
+class FileFormatError(OperError, ValueError):
+    """A file is truncated, damaged, of another kind, or of an unsupported version."""
+
+
+class PlanError(OperError, ValueError):
+    """A plan contradicts itself, its tables, or the world it is executed in."""
+
+
+class PlanInfeasibleError(PlanError):
+    """No plan fits the topology; names need and capacity per rank and the smallest relaxation."""
+
+
+class MissingDependencyError(OperError, ImportError):
+    """An optional package or the compiled extension is missing; says how to install it."""
+
+
+class PeerLostError(OperError, RuntimeError):
+    """A peer process died while this rank needed it; names the rank."""
+
+
+class DeadlineError(OperError, TimeoutError):
+    """A peer did not arrive at a collective phase in time; names the rank and the phase."""
+
+
+def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:
+    """Format one error message in the package's form."""
+    text = repr(value)
+    if len(text) > 200:
+        text = text[:200] + "..."
+    return f"{what}: {name}={text}, expected {expected}; {todo}"

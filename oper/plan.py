@@ -1,0 +1,371 @@
+"""A plan: where every row of every table lives and how remote rows are exchanged.
+
+The rows of a table are taken in hotness order; *position* p is the p-th hottest row. A plan cuts a
+table into column pieces, each piece into tiers ``[start, stop)`` of positions, and places each tier:
+
+* ``replicated``: a copy on every rank of `ranks`; the master copy and the optimizer state are
+  striped over the same ranks.
+* ``striped``: row p lives on one rank of `ranks`, dealt in turn, or in proportion to `weights`.
+* ``owned``: all rows on the one rank of `ranks`.
+
+A plan file is JSON that may be edited by hand and is validated when read. The hotness order of
+tables whose ids are not already in that order is packed at its end.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper.errors import FileFormatError, InvalidInputError, PlanError, fail
+from oper.files import write_text
+from oper.tables import TableSpec, check_unique
+
+PLAN_KIND = "oper-plan"
+PLAN_VERSION = 1
+PLACEMENTS = ("replicated", "striped", "owned")
+MODES = ("pull", "push")
+MEMORIES = ("device", "host")
+MAX_PATTERN = 4096  # longest period of a weighted stripe
+_EMPTY = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Rows `[start, stop)` of the hotness order with one placement.
+
+    Attributes:
+        start, stop: positions.
+        placement: ``"replicated"``, ``"striped"`` or ``"owned"``.
+        ranks: rank set; its order is the order in which a stripe deals rows.
+        weights: rows that each rank of a stripe takes per turn; empty = one each.
+        mode: ``"pull"`` or ``"push"``.
+        memory: ``"device"`` or ``"host"`` (the slower region of the owner's arena).
+    """
+
+    start: int
+    stop: int
+    placement: str
+    ranks: tuple[int, ...]
+    weights: tuple[int, ...] = ()
+    mode: str = "pull"
+    memory: str = "device"
+
+    def pattern(self) -> list[int]:
+        """The ranks that one period of the deal goes to: position `start + k` lives on
+        `pattern[k % len(pattern)]`."""
+        if self.placement == "owned":
+            return [self.ranks[0]]
+        weights = self.weights or (1,) * len(self.ranks)
+        return _spread(self.ranks, weights)
+
+    def notation(self) -> str:
+        """Split / broadcast / partial in the notation of SBP papers (OneFlow, Yuan et al. 2021)."""
+        if self.placement == "replicated":
+            return "B"
+        return "P" if self.mode == "push" else "S(0)"
+
+
+def _spread(ranks: Sequence[int], weights: Sequence[int]) -> list[int]:
+    """Deal a weighted period as evenly as possible (largest deficit first, ties by order)."""
+    total = sum(weights)
+    given = [0] * len(ranks)
+    pattern = []
+    for turn in range(1, total + 1):
+        k = max(range(len(ranks)), key=lambda i: (weights[i] * turn - given[i] * total, -i))
+        given[k] += 1
+        pattern.append(ranks[k])
+    return pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Columns `[start, stop)` of a table and the tiers of its rows."""
+
+    start: int
+    stop: int
+    tiers: tuple[Tier, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TablePlan:
+    """Placement of one table.
+
+    Attributes:
+        table: the table.
+        pieces: column pieces, in order; one piece = no column split.
+        head_ids: int64 [H], the ids at positions 0..H-1. All other ids follow in ascending order.
+            Empty = positions are ids (ids already in hotness order, or a plan that does not care).
+    """
+
+    table: TableSpec
+    pieces: tuple[Piece, ...]
+    head_ids: np.ndarray = field(default_factory=lambda: _EMPTY)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Tiers of a table that is not split by columns."""
+        if len(self.pieces) != 1:
+            raise PlanError(fail("a column-split table has no single tier list", "pieces",
+                                 len(self.pieces), "1", "read TablePlan.pieces"))
+        return self.pieces[0].tiers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A validated placement of all tables.
+
+    Attributes:
+        world_size: ranks the plan is for.
+        tables: one entry per table, in the order of the collection.
+        objective: ``"training"`` or ``"inference"``.
+        batch_size: samples per rank and step that the plan was made for.
+        topology: name of the topology.
+        step_us: modelled time of a step (0 = unknown).
+        lower_bound_us: certified lower bound of that time over all plans (0 = unknown).
+        notes: anything else that the planner wants to say (JSON-able).
+    """
+
+    world_size: int
+    tables: tuple[TablePlan, ...]
+    objective: str = "training"
+    batch_size: int = 0
+    topology: str = ""
+    step_us: float = 0.0
+    lower_bound_us: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise PlanError(fail("invalid plan", "world_size", self.world_size, ">= 1", "correct it"))
+        if self.objective not in ("training", "inference"):
+            raise PlanError(fail("invalid plan", "objective", self.objective,
+                                 "training or inference", "correct it"))
+        check_unique(t.table for t in self.tables)
+        for table in self.tables:
+            _check_table(table, self.world_size)
+
+    @property
+    def gap(self) -> float:
+        """(step - bound) / bound; NaN when the plan carries no bound."""
+        if self.lower_bound_us <= 0:
+            return float("nan")
+        return self.step_us / self.lower_bound_us - 1.0
+
+    def table(self, name: str) -> TablePlan:
+        """The entry of table `name`; raises PlanError."""
+        for entry in self.tables:
+            if entry.table.name == name:
+                return entry
+        raise PlanError(fail("the plan does not know a table", "table", name,
+                             f"one of {[t.table.name for t in self.tables][:8]}",
+                             "make a plan for this model"))
+
+    def check_for(self, tables: Sequence[TableSpec], world_size: int) -> None:
+        """Raise PlanError unless the plan is for these tables and this world size."""
+        if self.world_size != world_size:
+            raise PlanError(fail("the plan is for another world", "plan.world_size", self.world_size,
+                                 f"{world_size}", "make a plan for this number of ranks"))
+        mine = {t.table.name: t.table for t in self.tables}
+        if set(mine) != {t.name for t in tables}:
+            raise PlanError(fail("the plan is for other tables", "tables",
+                                 sorted(set(mine) ^ {t.name for t in tables})[:8],
+                                 "the model's tables", "make a plan for this model"))
+        for t in tables:
+            have = mine[t.name]
+            for name in ("num_rows", "dim", "dtype"):
+                if getattr(have, name) != getattr(t, name):
+                    raise PlanError(fail(f"the plan is for another table {t.name!r}", name,
+                                         getattr(have, name), f"{getattr(t, name)}",
+                                         "make a plan for this model"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as a JSON file, atomically."""
+        write_text(path, self.to_text())
+
+    def to_text(self) -> str:
+        """The plan file's text; equal plans give equal text."""
+        tables, orders = [], {}
+        for t in self.tables:
+            tables.append({
+                "table": t.table.to_json(),
+                "pieces": [{"columns": [p.start, p.stop], "tiers": [_tier_json(x) for x in p.tiers]}
+                           for p in t.pieces]})
+            if t.head_ids.size:
+                orders[t.table.name] = _pack_ids(t.head_ids)
+        head = {
+            "kind": PLAN_KIND, "version": PLAN_VERSION, "world_size": self.world_size,
+            "objective": self.objective, "batch_size": self.batch_size, "topology": self.topology,
+            "step_us": self.step_us, "lower_bound_us": self.lower_bound_us, "notes": self.notes}
+        lines = [f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in head.items()]
+        body = ",\n".join("    " + json.dumps(t) for t in tables)
+        lines.append(f'  "tables": [\n{body}\n  ]')
+        packed = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in orders.items())
+        lines.append(f'  "orders": {{\n{packed}\n  }}' if orders else '  "orders": {}')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read and validate a plan file.
+
+        Raises:
+            FileFormatError: not a plan file, or damaged.
+            PlanError: a plan that contradicts itself.
+        """
+        what = f"cannot read {os.fspath(path)!r} as a plan"
+        try:
+            value = json.loads(Path(path).read_text(encoding="utf-8"))
+            kind, version = value["kind"], value["version"]
+        except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
+            raise FileFormatError(
+                f"{what}: {type(error).__name__} {error}, expected a JSON plan file; the file is "
+                "truncated, damaged or foreign, write it again") from None
+        if kind != PLAN_KIND or version != PLAN_VERSION:
+            raise FileFormatError(fail(what, "kind, version", (kind, version),
+                                       f"{(PLAN_KIND, PLAN_VERSION)}", "pass a plan of this release"))
+        try:
+            orders = value["orders"]
+            tables = []
+            for entry in value["tables"]:
+                spec = TableSpec.from_json(entry["table"])
+                pieces = tuple(
+                    Piece(int(p["columns"][0]), int(p["columns"][1]),
+                          tuple(_tier_from_json(x) for x in p["tiers"])) for p in entry["pieces"])
+                packed = orders.get(spec.name)
+                head = _EMPTY if packed is None else _unpack_ids(what, spec, packed)
+                tables.append(TablePlan(spec, pieces, head))
+            return Plan(
+                int(value["world_size"]), tuple(tables), str(value["objective"]),
+                int(value["batch_size"]), str(value["topology"]), float(value["step_us"]),
+                float(value["lower_bound_us"]), dict(value["notes"]))
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            if isinstance(error, PlanError | FileFormatError | InvalidInputError):
+                raise
+            raise FileFormatError(fail(what, "content", f"{type(error).__name__} {error}",
+                                       "a complete plan", "write it again")) from None
+
+
+def _tier_json(tier: Tier) -> dict[str, Any]:
+    value: dict[str, Any] = {"rows": [tier.start, tier.stop], "place": tier.placement,
+                             "ranks": list(tier.ranks), "mode": tier.mode}
+    if tier.weights:
+        value["weights"] = list(tier.weights)
+    if tier.memory != "device":
+        value["memory"] = tier.memory
+    return value
+
+
+def _tier_from_json(value: dict[str, Any]) -> Tier:
+    unknown = set(value) - {"rows", "place", "ranks", "mode", "weights", "memory"}
+    if unknown:
+        raise PlanError(fail("invalid tier", "keys", sorted(unknown), "known keys", "correct it"))
+    return Tier(int(value["rows"][0]), int(value["rows"][1]), str(value["place"]),
+                tuple(int(r) for r in value["ranks"]), tuple(int(w) for w in value.get("weights", ())),
+                str(value.get("mode", "pull")), str(value.get("memory", "device")))
+
+
+def _pack_ids(ids: np.ndarray) -> dict[str, Any]:
+    raw = np.ascontiguousarray(ids, "<i8").tobytes()
+    return {"num_ids": int(ids.size), "crc32": zlib.crc32(raw),
+            "zlib_base64": base64.b64encode(zlib.compress(raw, 6)).decode()}
+
+
+def _unpack_ids(what: str, spec: TableSpec, value: dict[str, Any]) -> np.ndarray:
+    name = f"orders[{spec.name!r}]"
+    count = int(value["num_ids"])
+    if not 0 <= count <= spec.num_rows:
+        raise FileFormatError(fail(what, f"{name}.num_ids", count, f"0..{spec.num_rows}",
+                                   "write it again"))
+    try:
+        stream = zlib.decompressobj()
+        raw = stream.decompress(base64.b64decode(value["zlib_base64"], validate=True), count * 8 + 1)
+    except (ValueError, zlib.error) as error:
+        raise FileFormatError(fail(what, name, str(error), "packed ids", "write it again")) from None
+    if len(raw) != count * 8 or zlib.crc32(raw) != value["crc32"]:
+        raise FileFormatError(fail(what, f"{name}.crc32", zlib.crc32(raw), f"{value['crc32']}",
+                                   "the file is damaged, write it again"))
+    return np.frombuffer(raw, "<i8").astype(np.int64)
+
+
+def _check_table(entry: TablePlan, world_size: int) -> None:
+    spec = entry.table
+    what = f"invalid plan of table {spec.name!r}"
+    ids = entry.head_ids
+    if ids.size and (ids.min() < 0 or ids.max() >= spec.num_rows or np.unique(ids).size != ids.size):
+        raise PlanError(fail(what, "head_ids", ids, f"distinct ids in 0..{spec.num_rows - 1}",
+                             "plan again from the statistics"))
+    at = 0
+    for piece in entry.pieces:
+        if piece.start != at or piece.stop <= piece.start:
+            raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
+                                 f"ranges that cover 0..{spec.dim} in order", "correct it"))
+        at = piece.stop
+        _check_tiers(what, piece.tiers, spec.num_rows, world_size)
+    if at != spec.dim:
+        raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
+                             f"ranges that cover 0..{spec.dim}", "correct it"))
+
+
+def _check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
+    at = 0
+    for tier in tiers:
+        if tier.start != at or tier.stop <= tier.start:
+            raise PlanError(fail(what, "rows", [(x.start, x.stop) for x in tiers],
+                                 f"ranges that cover 0..{num_rows} in order", "correct it"))
+        at = tier.stop
+        for name, allowed in (("placement", PLACEMENTS), ("mode", MODES), ("memory", MEMORIES)):
+            if getattr(tier, name) not in allowed:
+                raise PlanError(fail(what, name, getattr(tier, name), f"one of {allowed}",
+                                     "correct it"))
+        if (not tier.ranks or len(set(tier.ranks)) != len(tier.ranks)
+                or min(tier.ranks) < 0 or max(tier.ranks) >= world_size):
+            raise PlanError(fail(what, "ranks", tier.ranks,
+                                 f"distinct ranks in 0..{world_size - 1}", "correct it"))
+        if tier.placement == "owned" and len(tier.ranks) != 1:
+            raise PlanError(fail(what, "ranks", tier.ranks, "one rank for an owned tier",
+                                 "correct it"))
+        if tier.placement == "replicated" and tier.mode != "pull":
+            raise PlanError(fail(what, "mode", tier.mode, "pull for a replicated tier", "correct it"))
+        if tier.weights and (tier.placement != "striped" or len(tier.weights) != len(tier.ranks)
+                             or min(tier.weights) < 1 or sum(tier.weights) > MAX_PATTERN):
+            raise PlanError(fail(what, "weights", tier.weights,
+                                 f"one integer >= 1 per rank of a striped tier, sum <= {MAX_PATTERN}",
+                                 "correct it"))
+    if at != num_rows:
+        raise PlanError(fail(what, "rows", [(x.start, x.stop) for x in tiers],
+                             f"ranges that cover 0..{num_rows}", "correct it"))
+
+
+def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = "striped",
+                 **plan_fields: Any) -> Plan:
+    """A plan that places every table the same way, without statistics.
+
+    Args:
+        tables: the tables.
+        world_size: number of ranks.
+        placement: ``"replicated"``, ``"striped"`` or ``"owned"`` (largest first to the emptiest
+            rank).
+        plan_fields: other fields of `Plan`.
+
+    Stripes are rotated by table so that the heads of all tables do not meet on rank 0.
+    """
+    load = [0] * world_size
+    owner = {}
+    for t in sorted(tables, key=lambda t: (-t.num_bytes, t.name)):
+        owner[t.name] = min(range(world_size), key=lambda r: (load[r], r))
+        load[owner[t.name]] += t.num_bytes
+    entries = []
+    for k, t in enumerate(tables):
+        turned = tuple((r + k) % world_size for r in range(world_size))
+        ranks = (owner[t.name],) if placement == "owned" else turned
+        tier = Tier(0, t.num_rows, placement, ranks)
+        entries.append(TablePlan(t, (Piece(0, t.dim, (tier,)),)))
+    return Plan(world_size, tuple(entries), **plan_fields)

@@ -1,0 +1,361 @@
+"""Access statistics: what is known of the ids that a model looks up.
+
+Per table a head (explicit ids with their access counts, hotness order) and a tail (count-of-counts
+histogram of all other rows), the bag-length histogram, measured presence and time buckets. All of
+it merges by addition. A planner reads histogram and head, never a dense array of counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+from oper.files import read_arrays, write_arrays
+
+STATS_KIND = "oper-stats"
+STATS_VERSION = 1
+
+_EMPTY_I64 = np.zeros(0, np.int64)
+_EMPTY_F64 = np.zeros(0, np.float64)
+
+
+def hotness_order(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Positions that sort rows by count, descending, ties by id, ascending.
+
+    Args:
+        ids: int64 [H].
+        counts: int64 [H].
+
+    Returns:
+        int64 [H], indices into `ids`.
+    """
+    return np.lexsort((ids, -counts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimeBucket:
+    """Accesses of one table in one span of time (a day, say), for drift.
+
+    Attributes:
+        label: the span's name; equal labels add up in a merge.
+        ids: int64 [K], ascending.
+        counts: int64 [K], all >= 1.
+    """
+
+    label: str
+    ids: np.ndarray
+    counts: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableStats:
+    """Access statistics of one table.
+
+    Attributes:
+        num_rows: rows of the table.
+        head_ids: int64 [H], distinct, hotness order.
+        head_counts: int64 [H], accesses of each, all >= 1, descending.
+        tail_values: int64 [K], ascending access counts of rows outside the head (0 = untouched).
+        tail_num_rows: int64 [K], how many rows outside the head have that count.
+            `H + tail_num_rows.sum() == num_rows`.
+        length_values: int64 [P], ascending bag lengths (0 = empty bag).
+        length_counts: int64 [P], bags of that length, over all features of the table.
+        presence_samples: int64 [Q], numbers of samples n.
+        presence_rows: float64 [Q], mean distinct rows touched by n consecutive samples.
+        presence_windows: int64 [Q], windows behind each mean.
+        buckets: time buckets, in the order of time.
+    """
+
+    num_rows: int
+    head_ids: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
+    head_counts: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
+    tail_values: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
+    tail_num_rows: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
+    length_values: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
+    length_counts: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
+    presence_samples: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
+    presence_rows: np.ndarray = field(default_factory=lambda: _EMPTY_F64)
+    presence_windows: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
+    buckets: tuple[TimeBucket, ...] = ()
+
+    def __post_init__(self) -> None:
+        what = "invalid table statistics"
+        for name in ("head_ids", "head_counts", "tail_values", "tail_num_rows", "length_values",
+                     "length_counts", "presence_samples", "presence_windows"):
+            value = np.ascontiguousarray(getattr(self, name), np.int64)
+            if value.ndim != 1 or (value.size and value.min() < 0):
+                raise InvalidInputError(
+                    fail(what, name, value, "a flat array of values >= 0", "count again"))
+            object.__setattr__(self, name, value)
+        object.__setattr__(
+            self, "presence_rows", np.ascontiguousarray(self.presence_rows, np.float64))
+        pairs = (("head_ids", "head_counts"), ("tail_values", "tail_num_rows"),
+                 ("length_values", "length_counts"), ("presence_samples", "presence_rows"),
+                 ("presence_samples", "presence_windows"))
+        for a, b in pairs:
+            if getattr(self, a).shape != getattr(self, b).shape:
+                raise InvalidInputError(
+                    fail(what, f"len({a}), len({b})", (len(getattr(self, a)), len(getattr(self, b))),
+                         "equal lengths", "count again"))
+        if self.num_rows < 1:
+            raise InvalidInputError(fail(what, "num_rows", self.num_rows, ">= 1", "count again"))
+        if self.head_ids.size and int(self.head_ids.max()) >= self.num_rows:
+            raise InvalidInputError(
+                fail(what, "max(head_ids)", int(self.head_ids.max()), f"< num_rows={self.num_rows}",
+                     "pass the right number of rows"))
+        rows = self.head_ids.size + int(self.tail_num_rows.sum())
+        if rows != self.num_rows:
+            raise InvalidInputError(
+                fail(what, "rows in head and tail", rows, f"num_rows={self.num_rows}", "count again"))
+        if self.head_counts.size and (np.diff(self.head_counts).max(initial=0) > 0
+                                      or self.head_counts[-1] < 1):
+            raise InvalidInputError(
+                fail(what, "head_counts", self.head_counts, "descending and >= 1", "count again"))
+
+    @property
+    def num_accesses(self) -> int:
+        """Ids looked up, all bags together."""
+        return int(self.head_counts.sum()) + int(self.tail_values @ self.tail_num_rows)
+
+    @property
+    def num_bags(self) -> int:
+        """Bags seen, over all features of the table."""
+        return int(self.length_counts.sum())
+
+    @property
+    def pooling_factor(self) -> float:
+        """Mean ids per bag."""
+        return self.num_accesses / max(1, self.num_bags)
+
+    @property
+    def num_touched_rows(self) -> int:
+        """Distinct rows seen."""
+        return self.head_ids.size + int(self.tail_num_rows[self.tail_values > 0].sum())
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every touched row is in the head."""
+        return not bool((self.tail_num_rows[self.tail_values > 0] > 0).any())
+
+    @property
+    def unseen_mass(self) -> float:
+        """Good-Turing estimate: probability that the next id was never seen (Good 1953)."""
+        once = int((self.head_counts == 1).sum())
+        once += int(self.tail_num_rows[self.tail_values == 1].sum())
+        return once / max(1, self.num_accesses)
+
+    def count_histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        """Access counts (descending, int64 [K]) and how many rows have each (int64 [K])."""
+        values, rows = np.unique(self.head_counts, return_counts=True)
+        values = np.concatenate([values, self.tail_values])
+        rows = np.concatenate([rows.astype(np.int64), self.tail_num_rows])
+        unique, inverse = np.unique(values, return_inverse=True)
+        merged = np.bincount(inverse, rows, minlength=unique.size).astype(np.int64)
+        return unique[::-1].copy(), merged[::-1].copy()
+
+    def coverage(self, num_hot: int | np.ndarray) -> np.ndarray:
+        """Share of accesses taken by the `num_hot` hottest rows (float64, shape of `num_hot`)."""
+        values, rows = self.count_histogram()
+        ends = np.concatenate([[0], np.cumsum(rows)])
+        mass = np.concatenate([[0], np.cumsum(rows * values)])
+        return np.interp(num_hot, ends, mass) / max(1, int(mass[-1]))
+
+    @staticmethod
+    def from_counts(
+        num_rows: int,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        lengths: tuple[np.ndarray, np.ndarray],
+        presence: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+        buckets: tuple[TimeBucket, ...] = (),
+    ) -> TableStats:
+        """Exact statistics from the counts of all touched rows.
+
+        Args:
+            num_rows: rows of the table.
+            ids: int64 [H], distinct, any order.
+            counts: int64 [H]; zeros are dropped.
+            lengths: bag-length values and counts, int64 [P] each.
+            presence: samples int64 [Q], mean rows float64 [Q], windows int64 [Q].
+            buckets: time buckets.
+        """
+        ids, counts = np.asarray(ids, np.int64), np.asarray(counts, np.int64)
+        ids, counts = ids[counts > 0], counts[counts > 0]
+        order = hotness_order(ids, counts)
+        untouched = num_rows - ids.size
+        samples, rows, windows = presence or (_EMPTY_I64, _EMPTY_F64, _EMPTY_I64)
+        return TableStats(
+            num_rows, ids[order], counts[order],
+            np.array([0] if untouched else [], np.int64),
+            np.array([untouched] if untouched else [], np.int64),
+            lengths[0], lengths[1], samples, rows, windows, buckets)
+
+    def merge(self, other: TableStats) -> TableStats:
+        """Statistics of both parts together (exact parts only).
+
+        Raises:
+            InvalidInputError: the parts differ in rows, or one of them is not exact.
+        """
+        what = "cannot merge table statistics"
+        if self.num_rows != other.num_rows:
+            raise InvalidInputError(
+                fail(what, "num_rows", (self.num_rows, other.num_rows), "equal", "count again"))
+        if not (self.is_exact and other.is_exact):
+            raise InvalidInputError(
+                fail(what, "is_exact", False, "exact parts", "merge before cutting the tail"))
+        ids, counts = _add_counts(
+            [self.head_ids, other.head_ids], [self.head_counts, other.head_counts])
+        lengths = _add_counts(
+            [self.length_values, other.length_values], [self.length_counts, other.length_counts])
+        labels = dict.fromkeys(b.label for part in (self, other) for b in part.buckets)
+        buckets = []
+        for label in labels:
+            parts = [b for part in (self, other) for b in part.buckets if b.label == label]
+            buckets.append(TimeBucket(
+                label, *_add_counts([b.ids for b in parts], [b.counts for b in parts])))
+        return TableStats.from_counts(
+            self.num_rows, ids, counts, lengths, _merge_presence(self, other), tuple(buckets))
+
+
+def _add_counts(keys: list[np.ndarray], counts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    unique, inverse = np.unique(np.concatenate(keys), return_inverse=True)
+    total = np.zeros(unique.size, np.int64)
+    np.add.at(total, inverse, np.concatenate(counts))
+    return unique, total
+
+
+def _merge_presence(
+    a: TableStats, b: TableStats
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    samples, inverse = np.unique(
+        np.concatenate([a.presence_samples, b.presence_samples]), return_inverse=True)
+    windows = np.concatenate([a.presence_windows, b.presence_windows])
+    rows = np.concatenate([a.presence_rows, b.presence_rows])
+    total = np.bincount(inverse, windows, minlength=samples.size)
+    mean = np.bincount(inverse, rows * windows, minlength=samples.size) / np.maximum(total, 1)
+    return samples, mean, total.astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AccessStats:
+    """Access statistics of a model's tables.
+
+    Attributes:
+        num_samples: samples (rows of the log) counted.
+        tables: statistics by table name.
+        source: where they come from, for a person to read.
+        ids_in_hotness_order: whether ids were written in hotness order (row 0 = unseen/rare, then
+            rows by count), so that a row's tier is arithmetic on its id.
+    """
+
+    num_samples: int
+    tables: dict[str, TableStats]
+    source: str = ""
+    ids_in_hotness_order: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 0:
+            raise InvalidInputError(
+                fail("invalid statistics", "num_samples", self.num_samples, ">= 0", "count again"))
+
+    def merge(self, other: AccessStats) -> AccessStats:
+        """Statistics of both parts together; raises InvalidInputError when the tables differ."""
+        if set(self.tables) != set(other.tables):
+            raise InvalidInputError(
+                fail("cannot merge statistics", "tables", sorted(set(self.tables) ^ set(other.tables)),
+                     "the same tables in both parts", "count the same tables"))
+        return AccessStats(
+            self.num_samples + other.num_samples,
+            {name: t.merge(other.tables[name]) for name, t in self.tables.items()},
+            self.source if self.source == other.source else f"{self.source} + {other.source}",
+            self.ids_in_hotness_order and other.ids_in_hotness_order)
+
+    __add__ = merge
+
+    @staticmethod
+    def merge_all(parts: Iterable[AccessStats]) -> AccessStats:
+        """Statistics of all parts together, merged as a balanced tree."""
+        level = list(parts)
+        if not level:
+            raise InvalidInputError(
+                fail("cannot merge statistics", "parts", 0, "at least one part", "count something"))
+        while len(level) > 1:
+            level = [level[i].merge(level[i + 1]) if i + 1 < len(level) else level[i]
+                     for i in range(0, len(level), 2)]
+        return level[0]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the statistics to one checked file, atomically."""
+        arrays: dict[str, np.ndarray] = {}
+        tables = []
+        for index, (name, t) in enumerate(self.tables.items()):
+            for column in _COLUMNS:
+                arrays[f"{index}.{column}"] = _narrow(getattr(t, column))
+            for k, bucket in enumerate(t.buckets):
+                arrays[f"{index}.bucket{k}.ids"] = _narrow(bucket.ids)
+                arrays[f"{index}.bucket{k}.counts"] = _narrow(bucket.counts)
+            tables.append({"name": name, "num_rows": t.num_rows,
+                           "buckets": [b.label for b in t.buckets]})
+        meta = {"num_samples": self.num_samples, "source": self.source, "tables": tables,
+                "ids_in_hotness_order": self.ids_in_hotness_order}
+        write_arrays(path, STATS_KIND, STATS_VERSION, arrays, meta)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> AccessStats:
+        """Read statistics written by `save`.
+
+        Raises:
+            FileFormatError: truncated, damaged or foreign file.
+            InvalidInputError: the content contradicts itself.
+        """
+        arrays, meta = read_arrays(path, STATS_KIND, STATS_VERSION)
+        try:
+            tables = {}
+            for index, entry in enumerate(meta["tables"]):
+                buckets = tuple(
+                    TimeBucket(str(label), arrays[f"{index}.bucket{k}.ids"].astype(np.int64),
+                               arrays[f"{index}.bucket{k}.counts"].astype(np.int64))
+                    for k, label in enumerate(entry["buckets"]))
+                tables[str(entry["name"])] = TableStats(
+                    int(entry["num_rows"]), *(arrays[f"{index}.{c}"] for c in _COLUMNS),
+                    buckets=buckets)
+            return AccessStats(int(meta["num_samples"]), tables, str(meta["source"]),
+                               bool(meta["ids_in_hotness_order"]))
+        except (KeyError, TypeError) as error:
+            raise InvalidInputError(
+                fail(f"cannot read {os.fspath(path)!r}", "missing", str(error), "a complete header",
+                     "write it again")) from None
+
+
+_COLUMNS = ("head_ids", "head_counts", "tail_values", "tail_num_rows", "length_values",
+            "length_counts", "presence_samples", "presence_rows", "presence_windows")
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """The same integers in the narrowest unsigned type that holds them."""
+    if values.dtype.kind == "f":
+        return values
+    top = int(values.max(initial=0))
+    for dtype in (np.uint8, np.uint16, np.uint32):
+        if top <= np.iinfo(dtype).max:
+            return values.astype(dtype)
+    return values
+
+
+def table_stats_for(stats: AccessStats | Mapping[str, TableStats], name: str, num_rows: int) -> TableStats:
+    """Statistics of table `name`; raises InvalidInputError when missing or of another size."""
+    tables = stats.tables if isinstance(stats, AccessStats) else stats
+    found = tables.get(name)
+    if found is None:
+        raise InvalidInputError(
+            fail("no statistics for a table", "table", name, f"one of {sorted(tables)[:8]}",
+                 "collect statistics for this model"))
+    if found.num_rows != num_rows:
+        raise InvalidInputError(
+            fail(f"statistics are for another table {name!r}", "num_rows", found.num_rows,
+                 f"{num_rows}", "collect statistics for this model"))
+    return found

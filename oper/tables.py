@@ -1,0 +1,125 @@
+"""What an embedding table is, as plain validated data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from oper.errors import InvalidInputError, fail
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+POOLINGS = ("sum", "mean", "none")
+OPTIMIZER_STATE_BYTES = {  # bytes of optimizer state per row, given dim
+    "none": lambda dim: 0,
+    "sgd": lambda dim: 0,
+    "rowwise_adagrad": lambda dim: 4,
+    "adagrad": lambda dim: 4 * dim,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One embedding table.
+
+    Attributes:
+        name: unique within a collection.
+        num_rows: rows (TorchRec's ``num_embeddings``).
+        dim: columns `D`.
+        features: the features that look up in this table, in order.
+        pooling: ``"sum"``, ``"mean"`` or ``"none"`` (unpooled sequences).
+        dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        optimizer: ``"sgd"``, ``"rowwise_adagrad"`` or ``"none"``; sizes the optimizer state.
+    """
+
+    name: str
+    num_rows: int
+    dim: int
+    features: tuple[str, ...] = ()
+    pooling: str = "sum"
+    dtype: str = "float32"
+    optimizer: str = "rowwise_adagrad"
+
+    def __post_init__(self) -> None:
+        what = f"invalid table {self.name!r}"
+        if not self.name:
+            raise InvalidInputError(fail(what, "name", self.name, "a non-empty name", "name it"))
+        for field in ("num_rows", "dim"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidInputError(
+                    fail(what, field, value, "an integer >= 1", "correct the table")
+                )
+        for field, allowed in (
+            ("pooling", POOLINGS),
+            ("dtype", tuple(DTYPE_BYTES)),
+            ("optimizer", tuple(OPTIMIZER_STATE_BYTES)),
+        ):
+            value = getattr(self, field)
+            if value not in allowed:
+                raise InvalidInputError(
+                    fail(what, field, value, f"one of {allowed}", "correct the table")
+                )
+        object.__setattr__(self, "features", tuple(self.features))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's weights."""
+        return self.dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row's optimizer state."""
+        return OPTIMIZER_STATE_BYTES[self.optimizer](self.dim)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows with their optimizer state."""
+        return self.num_rows * (self.row_bytes + self.state_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as JSON-able values."""
+        return {
+            "name": self.name,
+            "num_rows": self.num_rows,
+            "dim": self.dim,
+            "features": list(self.features),
+            "pooling": self.pooling,
+            "dtype": self.dtype,
+            "optimizer": self.optimizer,
+        }
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> TableSpec:
+        """The table written by `to_json`; raises InvalidInputError on anything else."""
+        try:
+            return TableSpec(**{**value, "features": tuple(value.get("features", ()))})
+        except TypeError as error:
+            raise InvalidInputError(
+                fail("cannot read a table", "fields", value, "TableSpec's fields", str(error))
+            ) from None
+
+
+def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
+    """Return `tables` as a tuple; raises InvalidInputError when two share a name or there is none."""
+    result = tuple(tables)
+    names = [t.name for t in result]
+    if not names:
+        raise InvalidInputError(fail("no tables", "tables", [], "at least one table", "add one"))
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise InvalidInputError(
+            fail("two tables share a name", "names", twice, "unique names", "rename one")
+        )
+    return result
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` for a person: ``"1.43 GB"`` (powers of ten, as vendors and the papers count)."""
+    if not math.isfinite(num_bytes):
+        return f"{num_bytes} B"
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} B"

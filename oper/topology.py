@@ -1,0 +1,216 @@
+"""The machine that a plan is made for: memory domains, ranks, links and cost constants.
+
+A memory domain is a set of ranks that share one memory and its bandwidth: one GPU, or one NUMA node
+with several processes. Ranks are numbered through the domains in order. A topology is a TOML file::
+
+    name = "h100-8"
+    source = "published"            # measured | published | assumed
+
+    [[domain]]
+    copies = 8                      # this many equal domains
+    ranks = 1                       # ranks in each
+    host = 0
+    memory_bytes = "80GB"
+    read_gbps = 2400                # random row reads from memory, shared by the domain's ranks
+    cache_gbps = 5500               # repeated reads while the working set fits cache_bytes
+    cache_bytes = "50MB"
+    link_gbps = 360                 # to other domains of the host, per rank and direction
+    cross_gbps = 45                 # to other hosts, per rank and direction
+
+    [costs]
+    phase_us = 10.0
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from oper.errors import InvalidInputError, fail
+
+_SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+             "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: int | float | str) -> int:
+    """Bytes from a number or text such as ``"80GB"`` or ``"24GiB"``; raises InvalidInputError."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value)
+    text = str(value).strip().upper().replace(" ", "")
+    digits = text.rstrip("KMGTIB")
+    try:
+        return int(float(digits) * _SUFFIXES[text[len(digits):] or "B"])
+    except (KeyError, ValueError):
+        raise InvalidInputError(
+            fail("cannot read a size", "value", value, "a number or text like '80GB'", "correct it")
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Calibrated constants of the cost model that are not bandwidths.
+
+    Attributes:
+        phase_us: fixed cost of a phase (launch or call, barrier).
+        id_ns: per id in the forward pass (resolve, address, loop).
+        sort_ns: per id in the backward pass (sort, run lengths).
+        reduce_ns: per id in the backward pass (segment reduce), beside its bytes.
+        update_ns: per touched row at its owner (merge, optimizer arithmetic), beside its bytes.
+    """
+
+    phase_us: float = 5.0
+    id_ns: float = 0.0
+    sort_ns: float = 0.0
+    reduce_ns: float = 0.0
+    update_ns: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """One memory domain; the fields are those of the TOML file."""
+
+    ranks: tuple[int, ...]
+    host: int
+    memory_bytes: int
+    read_gbps: float
+    cache_gbps: float
+    cache_bytes: int
+    link_gbps: float
+    cross_gbps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Memory domains and constants of one machine.
+
+    Attributes:
+        name: for a person.
+        domains: ranks 0..W-1 in order through the domains.
+        costs: constants of the cost model.
+        source: ``"measured"``, ``"published"`` or ``"assumed"``.
+        host_memory_bytes: slower memory of each host that may hold rows (0 = none).
+        host_gbps: bandwidth of that memory per rank.
+    """
+
+    name: str
+    domains: tuple[Domain, ...]
+    costs: Costs = field(default_factory=Costs)
+    source: str = "assumed"
+    host_memory_bytes: int = 0
+    host_gbps: float = 0.0
+
+    def __post_init__(self) -> None:
+        what = f"invalid topology {self.name!r}"
+        numbered = [r for d in self.domains for r in d.ranks]
+        if not numbered or numbered != list(range(len(numbered))):
+            raise InvalidInputError(
+                fail(what, "ranks", numbered, "0..W-1 in order, at least one", "list the domains"))
+        for k, domain in enumerate(self.domains):
+            for name in ("memory_bytes", "read_gbps", "cache_gbps", "link_gbps", "cross_gbps"):
+                value = getattr(domain, name)
+                if not value > 0:
+                    raise InvalidInputError(
+                        fail(what, f"domain[{k}].{name}", value, "> 0", "state what the machine has"))
+        if self.source not in ("measured", "published", "assumed"):
+            raise InvalidInputError(
+                fail(what, "source", self.source, "measured, published or assumed", "correct it"))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks W."""
+        return sum(len(d.ranks) for d in self.domains)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return len({d.host for d in self.domains})
+
+    def domain_of(self) -> list[int]:
+        """Index of each rank's domain, by rank."""
+        return [k for k, d in enumerate(self.domains) for _ in d.ranks]
+
+    @staticmethod
+    def from_toml(path: str | os.PathLike[str]) -> Topology:
+        """Read a topology file; raises InvalidInputError on unknown, missing or bad fields."""
+        try:
+            value = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InvalidInputError(
+                fail("cannot read a topology", "path", os.fspath(path), "a TOML file", str(error))
+            ) from None
+        return Topology.from_dict(value)
+
+    @staticmethod
+    def from_dict(value: dict[str, Any]) -> Topology:
+        """The topology of a parsed TOML file; raises InvalidInputError."""
+        what = f"invalid topology {value.get('name', '')!r}"
+        _check_keys(what, value, {"name", "source", "domain", "costs", "host_memory_bytes",
+                                  "host_gbps"}, {"name", "domain"})
+        _check_keys(what, value.get("costs", {}), {f.name for f in fields(Costs)}, set())
+        domains: list[Domain] = []
+        next_rank = 0
+        for entry in value["domain"]:
+            _check_keys(what, entry, _DOMAIN_KEYS, {"memory_bytes", "read_gbps"})
+            try:
+                copies, ranks = int(entry.get("copies", 1)), int(entry.get("ranks", 1))
+                read = float(entry["read_gbps"])
+                rest = {
+                    "memory_bytes": parse_bytes(entry["memory_bytes"]),
+                    "read_gbps": read,
+                    "cache_gbps": float(entry.get("cache_gbps", read)),
+                    "cache_bytes": parse_bytes(entry.get("cache_bytes", 0)),
+                    "link_gbps": float(entry.get("link_gbps", read)),
+                    "cross_gbps": float(entry.get("cross_gbps", entry.get("link_gbps", read))),
+                }
+                host = int(entry.get("host", 0))
+            except (TypeError, ValueError) as error:
+                raise InvalidInputError(
+                    fail(what, "domain", entry, "numbers", str(error))) from None
+            per_host = int(entry.get("per_host", copies))
+            for copy in range(copies):
+                domains.append(Domain(
+                    tuple(range(next_rank, next_rank + ranks)), host + copy // max(1, per_host),
+                    **rest))
+                next_rank += ranks
+        return Topology(
+            str(value["name"]), tuple(domains), Costs(**value.get("costs", {})),
+            str(value.get("source", "assumed")), parse_bytes(value.get("host_memory_bytes", 0)),
+            float(value.get("host_gbps", 0.0)))
+
+    @staticmethod
+    def this_host(world_size: int, memory_share: float = 0.5) -> Topology:
+        """`world_size` processes on this machine: one memory domain, assumed constants.
+
+        Args:
+            world_size: number of ranks.
+            memory_share: share of the available memory that tables may take.
+
+        ``oper calibrate`` replaces the assumed constants by measured ones.
+        """
+        available = 8e9
+        try:
+            for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+                if line.startswith("MemAvailable:"):
+                    available = float(line.split()[1]) * 1024
+        except OSError:
+            pass
+        domain = Domain(tuple(range(world_size)), 0, max(1, int(available * memory_share)),
+                        40.0, 120.0, 32 << 20, 40.0, 40.0)
+        # Order of magnitude of one current server core; measured values come from calibration.
+        costs = Costs(phase_us=30.0, id_ns=3.0, sort_ns=5.0, reduce_ns=6.0, update_ns=12.0)
+        return Topology(f"this-host-{world_size}", (domain,), costs, "assumed")
+
+
+_DOMAIN_KEYS = {"copies", "per_host", "ranks", "host", "memory_bytes", "read_gbps", "cache_gbps",
+                "cache_bytes", "link_gbps", "cross_gbps"}
+
+
+def _check_keys(what: str, value: Any, known: set[str], needed: set[str]) -> None:
+    keys = set(value) if isinstance(value, dict) else None
+    if keys is None or keys - known or needed - keys:
+        raise InvalidInputError(
+            fail(what, "keys", sorted(keys) if keys is not None else value,
+                 f"{sorted(needed)} and at most {sorted(known)}", "correct the file"))
