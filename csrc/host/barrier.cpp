@@ -1,0 +1,109 @@
+#include "host/barrier.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+
+namespace oper::host {
+namespace {
+
+constexpr int64_t kSliceMs = 100;  // how often a waiting rank looks whether its peer still lives
+
+int64_t now_ms() {
+  timespec ts;
+  clock_gettime(CLOCK_MONOTONIC, &ts);
+  return ts.tv_sec * 1000 + ts.tv_nsec / 1000000;
+}
+
+void futex_wait(std::atomic<uint32_t>* word, uint32_t seen, int64_t ms) {
+  const timespec timeout{ms / 1000, (ms % 1000) * 1000000};
+  // Not the private form: the word is shared between processes.
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &timeout, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+bool has_exited(int pidfd) {
+  if (pidfd < 0) return false;
+  pollfd entry{pidfd, POLLIN, 0};
+  return poll(&entry, 1, 0) > 0;
+}
+
+int num_cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  return CPU_COUNT(&set);
+}
+
+void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Wrap-safe: has `epoch` reached `target`?
+bool reached(uint32_t epoch, uint32_t target) {
+  return static_cast<int32_t>(epoch - target) >= 0;
+}
+
+}  // namespace
+
+Barrier::Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vector<int> pidfds,
+                 int64_t deadline_ms)
+    : lines_(lines),
+      rank_(rank),
+      world_size_(world_size),
+      pidfds_(std::move(pidfds)),
+      deadline_ms_(deadline_ms),
+      // A long spin steals the core that the late rank needs; see the measured costs in docs.
+      spins_(num_cores() >= world_size ? 50 : 0) {}
+
+Barrier::Result Barrier::arrive(int32_t* culprit) {
+  if (failed_ == Result::kOk) {
+    const uint32_t target = ++epoch_;
+    BarrierLine& mine = lines_[rank_];
+    // seq_cst on both sides: either the waker sees the sleeper or the sleeper sees the epoch.
+    mine.epoch.store(target, std::memory_order_seq_cst);
+    if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&mine.epoch);
+    for (int32_t k = 1; k < world_size_ && failed_ == Result::kOk; ++k) {
+      const int32_t peer = (rank_ + k) % world_size_;
+      failed_ = wait_for(peer, target);
+      if (failed_ != Result::kOk) culprit_ = peer;
+    }
+  }
+  *culprit = culprit_;
+  return failed_;
+}
+
+Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
+  BarrierLine& line = lines_[peer];
+  for (int i = 0; i < spins_; ++i) {
+    if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;
+    pause_core();
+  }
+  const int64_t start = now_ms();
+  for (;;) {
+    uint32_t seen = line.epoch.load(std::memory_order_acquire);
+    if (reached(seen, target)) return Result::kOk;
+    line.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    seen = line.epoch.load(std::memory_order_seq_cst);
+    if (!reached(seen, target)) futex_wait(&line.epoch, seen, kSliceMs);
+    line.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;
+    if (has_exited(pidfds_[peer])) {
+      // It may have arrived just before it ended.
+      if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;
+      return Result::kPeerLost;
+    }
+    if (now_ms() - start >= deadline_ms_) return Result::kDeadline;
+  }
+}
+
+}  // namespace oper::host

@@ -1,0 +1,134 @@
+// What one rank's host back end knows: tables, features, arenas of all ranks, scratch memory.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "host/barrier.h"
+#include "oper/directory.h"
+#include "oper/optimizer.h"
+
+namespace oper::host {
+
+// One feature of the collection, in output order.
+struct Feature {
+  int32_t table;
+  int64_t column;  // first output column
+};
+
+// Rows of one replicated tier whose masters live on one owner.
+struct Refresh {
+  int32_t table;
+  int32_t owner;
+  int64_t slot_begin, slot_end;  // slots at the owner
+  int64_t first, stride;         // replica row of slot s: first + (s - slot_begin) * stride
+  const char* masters;           // the owner's shard of the table (slot 0)
+  char* replicas;                // this rank's copy of the tier, or null
+};
+
+struct Table {
+  int32_t dim;
+  int32_t mean;  // 1: mean pooling
+  TableMap read;  // id -> byte address of the row to read
+  TableMap home;  // id -> home key: owners in rank order, slots ascending
+  std::vector<int64_t> owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
+  float* rows;                       // this rank's shard [slots, dim]
+  float* state;                      // this rank's optimizer state [slots], or null
+  std::vector<int32_t> features;     // features that look up here
+  bool has_replicas;
+  std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
+  std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
+  int64_t row_bytes() const { return static_cast<int64_t>(dim) * 4; }
+};
+
+// Per-thread memory that only grows.
+class Scratch {
+ public:
+  template <class T>
+  T* get(int slot, int64_t count) {
+    Block& block = blocks_[slot];
+    const size_t need = static_cast<size_t>(count) * sizeof(T) + 64;
+    if (block.size < need) block.grow(need);
+    return reinterpret_cast<T*>(block.data);
+  }
+
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch();
+
+ private:
+  struct Block {
+    char* data = nullptr;
+    size_t size = 0;
+    void grow(size_t need);
+  };
+  Block blocks_[6];
+};
+
+// Where a rank leaves its reduced gradients: a header, then per table slots and gradient rows.
+struct OutboxTable {
+  int64_t slots_offset;  // bytes from the start of the outbox, uint32 [n]
+  int64_t rows_offset;   // bytes from the start of the outbox, float [n, dim]
+  // followed by int64 begin[W + 1]: entries of owner r are [begin[r], begin[r + 1])
+};
+
+struct Context {
+  int32_t rank = 0;
+  int32_t world_size = 1;
+  std::vector<Table> tables;
+  std::vector<Feature> features;
+  std::vector<Refresh> refreshes;
+  int64_t output_columns = 0;
+  std::vector<char*> outbox;  // [W]
+  int64_t outbox_bytes = 0;
+  std::unique_ptr<Barrier> barrier;  // null: single rank
+  // Backing store of every pointer above that the directory uses.
+  std::vector<std::vector<TierMap>> tier_storage;
+  std::vector<int64_t> map_storage;
+
+  Scratch* take_scratch();
+  void give_scratch(Scratch* scratch);
+  int64_t outbox_entry_bytes() const {
+    return static_cast<int64_t>(sizeof(OutboxTable)) + 8 * (world_size + 1);
+  }
+  OutboxTable* outbox_table(int32_t owner_rank, int64_t table) const {
+    return reinterpret_cast<OutboxTable*>(outbox[owner_rank] + table * outbox_entry_bytes());
+  }
+  static int64_t* outbox_begin(OutboxTable* entry) { return reinterpret_cast<int64_t*>(entry + 1); }
+
+ private:
+  std::mutex scratch_mutex_;
+  std::vector<std::unique_ptr<Scratch>> scratch_all_;
+  std::vector<Scratch*> scratch_free_;
+};
+
+// One batch of lookups; all pointers stay the caller's.
+struct Batch {
+  const void* ids;
+  bool ids_are_32_bit;
+  const int64_t* offsets;  // [num_keys * batch_size + 1], key-major, of all keys of the input
+  const int64_t* key_of;   // [F] key that carries each feature, -1: absent (empty bags)
+  const float* weights;    // per id, or null
+  int64_t batch_size;
+};
+
+struct Status {
+  int64_t code = 0;  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range
+  int64_t detail = -1;
+};
+
+// Runs body(begin, end) over [0, count); provided by the binding (torch's thread pool).
+using ParallelFor = void (*)(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
+
+// Pooled forward into out [batch_size, output_columns].
+Status forward(Context& context, const Batch& batch, float* out, ParallelFor parallel);
+
+// Segment-reduce gradients into the outbox, exchange, update. Collective over the ranks.
+Status backward(Context& context, const Batch& batch, const float* grad, int64_t grad_stride,
+                const OptimizerArgs& args, ParallelFor parallel);
+
+}  // namespace oper::host

@@ -1,0 +1,17 @@
+// Kernels for one instruction set; see kernels.h.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "host/kernels.h"
+
+#if defined(__x86_64__)
+// After the standard headers: their inline functions must stay callable on any processor.
+#pragma GCC target("avx2,bmi,bmi2,popcnt,lzcnt")
+#define OPER_KERNELS kavx2
+#define OPER_KERNELS_TABLE kKernelsAvx2
+#define OPER_KERNELS_NAME "avx2"
+#include "host/kernels.inl"
+#endif

@@ -1,0 +1,109 @@
+#include "host/memory.h"
+
+#include <sys/mman.h>
+
+#include <map>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
+namespace oper::host {
+namespace {
+
+size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Reserve address space of `bytes` that starts at a 2 MiB boundary.
+char* reserve_aligned(size_t bytes) {
+  const size_t total = bytes + kHugePage;
+  void* raw = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) return nullptr;
+  char* begin = static_cast<char*>(raw);
+  char* aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(begin), kHugePage));
+  if (aligned > begin) munmap(begin, static_cast<size_t>(aligned - begin));
+  char* end = aligned + round_up(bytes, 4096);
+  if (begin + total > end) munmap(end, static_cast<size_t>(begin + total - end));
+  return aligned;
+}
+
+struct Pool {
+  std::mutex mutex;
+  std::map<size_t, std::vector<void*>> free_blocks;
+};
+
+// Never destroyed: tensors may outlive static destructors.
+Pool& pool() {
+  static Pool* instance = new Pool;
+  return *instance;
+}
+
+size_t pool_size(size_t bytes) { return round_up(bytes, kHugePage); }
+
+}  // namespace
+
+void* map_shared(int fd, size_t bytes, bool writable) {
+  char* at = reserve_aligned(bytes);
+  if (at == nullptr) return nullptr;
+  const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
+  void* data = mmap(at, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+  if (data == MAP_FAILED) {
+    munmap(at, round_up(bytes, 4096));
+    return nullptr;
+  }
+  return data;
+}
+
+void unmap(void* data, size_t bytes) { munmap(data, round_up(bytes, 4096)); }
+
+size_t collapse_huge(void* data, size_t bytes) {
+  size_t done = 0;
+  char* begin = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(data), kHugePage));
+  char* end = static_cast<char*>(data) + bytes;
+  // One huge page per call: a page that cannot be collapsed does not stop the others.
+  for (; begin + kHugePage <= end; begin += kHugePage) {
+    if (madvise(begin, kHugePage, MADV_COLLAPSE) == 0) done += kHugePage;
+  }
+  return done;
+}
+
+void* pool_take(size_t bytes) {
+  const size_t size = pool_size(bytes);
+  {
+    std::lock_guard<std::mutex> lock(pool().mutex);
+    auto& blocks = pool().free_blocks[size];
+    if (!blocks.empty()) {
+      void* data = blocks.back();
+      blocks.pop_back();
+      return data;
+    }
+  }
+  char* at = reserve_aligned(size);
+  if (at == nullptr) throw std::bad_alloc();
+  if (mmap(at, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
+      MAP_FAILED) {
+    munmap(at, size);
+    throw std::bad_alloc();
+  }
+  madvise(at, size, MADV_HUGEPAGE);
+  return at;
+}
+
+void pool_give(void* data, size_t bytes) {
+  // Keep a few blocks of each size; more than that means that sizes vary, so let them go.
+  constexpr size_t kKeep = 4;
+  const size_t size = pool_size(bytes);
+  {
+    std::lock_guard<std::mutex> lock(pool().mutex);
+    auto& blocks = pool().free_blocks[size];
+    if (blocks.size() < kKeep) {
+      blocks.push_back(data);
+      return;
+    }
+  }
+  munmap(data, size);
+}
+
+}  // namespace oper::host

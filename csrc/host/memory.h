@@ -1,0 +1,24 @@
+// Mapping of shared segments and recycled, huge-page-backed buffers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace oper::host {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Map `bytes` of descriptor `fd` at a 2 MiB boundary. Returns null and sets errno on failure.
+void* map_shared(int fd, size_t bytes, bool writable);
+void unmap(void* data, size_t bytes);
+
+// Ask for huge pages behind an already touched range; returns the bytes that were collapsed.
+// MADV_COLLAPSE works for shared memory even where its huge pages are switched off by policy.
+size_t collapse_huge(void* data, size_t bytes);
+
+// Large buffers that are reused instead of returned to the kernel: a fresh 13 MB output costs
+// thousands of page faults per step otherwise.
+void* pool_take(size_t bytes);
+void pool_give(void* data, size_t bytes);
+
+}  // namespace oper::host

@@ -1,0 +1,347 @@
+// torch operators of the host back end, on libtorch's stable ABI.
+//
+// Placement data (addresses, deal tables, head maps) is laid out by Python and copied or referenced
+// here; see oper/shmem/directory.py for its meaning.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "host/context.h"
+#include "host/kernels.h"
+#include "host/memory.h"
+
+using torch::stable::Tensor;
+using torch::headeronly::ScalarType;
+
+namespace oper::host {
+namespace {
+
+void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument) {
+  torch::stable::parallel_for(0, count, 1,
+                              [=](int64_t begin, int64_t end) { body(begin, end, argument); });
+}
+
+// ---- tensors -----------------------------------------------------------------------------------
+
+Tensor pooled_tensor(ScalarType type, size_t item, std::vector<int64_t> sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t count = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = count;
+    count *= sizes[i];
+  }
+  const size_t bytes = static_cast<size_t>(count) * item;
+  void* data = pool_take(bytes);
+  return torch::stable::from_blob(
+      data, {sizes.data(), sizes.size()}, {strides.data(), strides.size()},
+      torch::stable::Device(torch::headeronly::DeviceType::CPU), type,
+      [bytes](void* block) { pool_give(block, bytes); });
+}
+
+const int64_t* int64_data(const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous(),
+                  "internal: expected a contiguous int64 tensor");
+  return static_cast<const int64_t*>(tensor.data_ptr());
+}
+
+// ---- contexts ----------------------------------------------------------------------------------
+
+struct Owned {
+  Context context;
+  std::vector<Tensor> keep_alive;  // head maps, referenced and not copied
+};
+
+std::mutex registry_mutex;
+std::map<int64_t, std::unique_ptr<Owned>>& registry() {
+  static auto* instance = new std::map<int64_t, std::unique_ptr<Owned>>;
+  return *instance;
+}
+
+Context& context_of(int64_t handle) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  auto found = registry().find(handle);
+  STD_TORCH_CHECK(found != registry().end(), "sharded tables used after they were closed");
+  return found->second->context;
+}
+
+int32_t log2_or_minus1(int64_t value) {
+  return (value & (value - 1)) == 0 ? __builtin_ctzll(static_cast<uint64_t>(value)) : -1;
+}
+
+// Columns of the int64 descriptions that Python passes.
+enum TableColumn { kNumRows, kDim, kMean, kTierBegin, kTierEnd, kRows, kState, kHead, kTableWidth };
+enum TierColumn { kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kTierWidth };
+enum RefreshColumn {
+  kTable, kOwner, kSlotBegin, kSlotEnd, kFirst, kStride, kMasters, kReplicas, kRefreshWidth
+};
+
+TierMap tier_map(const int64_t* maps, int64_t num_maps, int64_t start, int64_t at, int64_t period) {
+  TierMap tier;
+  tier.start = start;
+  tier.period = period;
+  tier.shift = log2_or_minus1(period);
+  tier.magic = tier.shift >= 0
+                   ? 0
+                   : static_cast<uint64_t>((static_cast<unsigned __int128>(1) << 64) / period) + 1;
+  tier.base = maps + at;
+  tier.step = maps + num_maps + at;
+  return tier;
+}
+
+void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
+                 const Tensor& tiers, const std::vector<Tensor>& heads) {
+  Context& context = owned.context;
+  const int64_t* table_data = int64_data(tables);
+  const int64_t* begin_data = int64_data(owner_begin);
+  const int64_t* tier_data = int64_data(tiers);
+  const int64_t* maps = context.map_storage.data();
+  const int64_t num_maps = static_cast<int64_t>(context.map_storage.size()) / 2;
+  const int64_t T = tables.size(0), W = context.world_size;
+  context.tier_storage.resize(static_cast<size_t>(2 * T));
+  context.tables.resize(static_cast<size_t>(T));
+  for (int64_t t = 0; t < T; ++t) {
+    const int64_t* d = table_data + t * kTableWidth;
+    Table& table = context.tables[t];
+    table.dim = static_cast<int32_t>(d[kDim]);
+    table.mean = static_cast<int32_t>(d[kMean]);
+    table.rows = reinterpret_cast<float*>(d[kRows]);
+    table.state = reinterpret_cast<float*>(d[kState]);
+    table.owner_begin.assign(begin_data + t * (W + 1), begin_data + (t + 1) * (W + 1));
+    table.has_replicas = false;
+    auto& read = context.tier_storage[2 * t];
+    auto& home = context.tier_storage[2 * t + 1];
+    for (int64_t k = d[kTierBegin]; k < d[kTierEnd]; ++k) {
+      const int64_t* x = tier_data + k * kTierWidth;
+      read.push_back(tier_map(maps, num_maps, x[kStart], x[kReadAt], x[kReadPeriod]));
+      home.push_back(tier_map(maps, num_maps, x[kStart], x[kHomeAt], x[kHomePeriod]));
+    }
+    HeadMap head{nullptr, nullptr, nullptr, 0};
+    if (d[kHead] >= 0) {
+      head.bits = static_cast<const uint64_t*>(heads[d[kHead]].data_ptr());
+      head.ranks = static_cast<const uint32_t*>(heads[d[kHead] + 1].data_ptr());
+      head.positions = static_cast<const uint32_t*>(heads[d[kHead] + 2].data_ptr());
+      head.num_head = heads[d[kHead] + 2].numel();
+    }
+    const int32_t n = static_cast<int32_t>(read.size());
+    table.read = TableMap{d[kNumRows], n, read.data(), head};
+    table.home = TableMap{d[kNumRows], n, home.data(), head};
+  }
+}
+
+void fill_replicas(Context& context, const Tensor& refreshes, const Tensor& touched) {
+  const int64_t* data = int64_data(refreshes);
+  const int64_t* lists = int64_data(touched);
+  const int64_t W = context.world_size;
+  for (int64_t i = 0; i < refreshes.size(0); ++i) {
+    const int64_t* x = data + i * kRefreshWidth;
+    Refresh part{static_cast<int32_t>(x[kTable]), static_cast<int32_t>(x[kOwner]),
+                 x[kSlotBegin], x[kSlotEnd], x[kFirst], x[kStride],
+                 reinterpret_cast<const char*>(x[kMasters]), reinterpret_cast<char*>(x[kReplicas])};
+    Table& table = context.tables[part.table];
+    table.has_replicas = true;
+    if (part.owner == context.rank)
+      table.replicated_slots.emplace_back(static_cast<uint32_t>(part.slot_begin),
+                                          static_cast<uint32_t>(part.slot_end));
+    context.refreshes.push_back(part);
+  }
+  for (size_t t = 0; t < context.tables.size(); ++t)
+    for (int64_t r = 0; r < W; ++r)
+      context.tables[t].touched.push_back(
+          reinterpret_cast<uint32_t*>(lists[static_cast<int64_t>(t) * W + r]));
+}
+
+int64_t context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor owner_begin,
+                       Tensor tiers, Tensor maps, Tensor features, Tensor refreshes,
+                       Tensor touched, Tensor outboxes, int64_t outbox_bytes,
+                       std::vector<Tensor> heads) {
+  auto owned = std::make_unique<Owned>();
+  owned->keep_alive = heads;
+  Context& context = owned->context;
+  context.rank = static_cast<int32_t>(rank);
+  context.world_size = static_cast<int32_t>(world_size);
+  const int64_t* map_data = int64_data(maps);
+  context.map_storage.assign(map_data, map_data + maps.numel());
+  fill_tables(*owned, tables, owner_begin, tiers, heads);
+  fill_replicas(context, refreshes, touched);
+  const int64_t* feature_data = int64_data(features);
+  for (int64_t f = 0; f < features.size(0); ++f) {
+    const int32_t table = static_cast<int32_t>(feature_data[2 * f]);
+    context.features.push_back({table, feature_data[2 * f + 1]});
+    context.tables[table].features.push_back(static_cast<int32_t>(f));
+    context.output_columns = std::max<int64_t>(context.output_columns,
+                                               feature_data[2 * f + 1] + context.tables[table].dim);
+  }
+  const int64_t* outbox_data = int64_data(outboxes);
+  for (int64_t r = 0; r < world_size; ++r)
+    context.outbox.push_back(reinterpret_cast<char*>(outbox_data[r]));
+  context.outbox_bytes = outbox_bytes;
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  static int64_t next_handle = 1;
+  registry()[next_handle] = std::move(owned);
+  return next_handle++;
+}
+
+void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> pidfds,
+                         int64_t deadline_ms) {
+  Context& context = context_of(handle);
+  context.barrier = std::make_unique<Barrier>(
+      reinterpret_cast<BarrierLine*>(lines), context.rank, context.world_size,
+      std::vector<int>(pidfds.begin(), pidfds.end()), deadline_ms);
+}
+
+std::tuple<int64_t, int64_t> context_barrier(int64_t handle) {
+  Context& context = context_of(handle);
+  if (!context.barrier) return {0, -1};
+  int32_t culprit = -1;
+  const auto result = context.barrier->arrive(&culprit);
+  return {static_cast<int64_t>(result), culprit};
+}
+
+void context_close(int64_t handle) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  registry().erase(handle);
+}
+
+// ---- lookups -----------------------------------------------------------------------------------
+
+// Status codes that Python turns into errors, after those of `Status`.
+constexpr int64_t kBadLengths = 5;  // a negative length, or lengths do not add up to the ids
+
+template <class Length>
+bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out) {
+  int64_t sum = 0;
+  bool negative = false;
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = sum;
+    negative |= lengths[i] < 0;
+    sum += lengths[i];
+  }
+  out[n] = sum;
+  return !negative && sum == total;
+}
+
+Batch make_batch(const Tensor& ids, const Tensor& offsets, const Tensor& key_of,
+                 const std::optional<Tensor>& weights, int64_t batch_size) {
+  Batch batch;
+  batch.ids = ids.data_ptr();
+  batch.ids_are_32_bit = ids.scalar_type() == ScalarType::Int;
+  batch.offsets = int64_data(offsets);
+  batch.key_of = int64_data(key_of);
+  batch.weights = weights.has_value() ? static_cast<const float*>(weights->data_ptr()) : nullptr;
+  batch.batch_size = batch_size;
+  return batch;
+}
+
+std::tuple<Tensor, Tensor, int64_t, int64_t> pooled_forward(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size) {
+  Context& context = context_of(handle);
+  const int64_t n = lengths.numel();
+  Tensor offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
+  int64_t* offset_data = static_cast<int64_t*>(offsets.data_ptr());
+  const bool good =
+      lengths.scalar_type() == ScalarType::Int
+          ? offsets_from(static_cast<const int32_t*>(lengths.data_ptr()), n, ids.numel(),
+                         offset_data)
+          : offsets_from(int64_data(lengths), n, ids.numel(), offset_data);
+  Tensor out = pooled_tensor(ScalarType::Float, 4, {batch_size, context.output_columns});
+  if (!good) return {out, offsets, kBadLengths, offset_data[n]};
+  const Batch batch = make_batch(ids, offsets, key_of, weights, batch_size);
+  const Status status =
+      forward(context, batch, static_cast<float*>(out.data_ptr()), parallel_over_tasks);
+  return {out, offsets, status.code, status.detail};
+}
+
+std::tuple<int64_t, int64_t> pooled_backward(int64_t handle, Tensor grad, Tensor ids,
+                                             Tensor offsets, std::optional<Tensor> weights,
+                                             Tensor key_of, int64_t batch_size, int64_t optimizer,
+                                             double learning_rate, double eps,
+                                             double gradient_scale) {
+  Context& context = context_of(handle);
+  const Batch batch = make_batch(ids, offsets, key_of, weights, batch_size);
+  const OptimizerArgs args{static_cast<Optimizer>(optimizer), static_cast<float>(learning_rate),
+                           static_cast<float>(eps), static_cast<float>(gradient_scale)};
+  const Status status = backward(context, batch, static_cast<const float*>(grad.data_ptr()),
+                                 batch_size > 0 ? grad.stride(0) : 0, args, parallel_over_tasks);
+  return {status.code, status.detail};
+}
+
+// ---- memory ------------------------------------------------------------------------------------
+
+int64_t map_segment(int64_t fd, int64_t bytes, bool writable) {
+  void* data = map_shared(static_cast<int>(fd), static_cast<size_t>(bytes), writable);
+  STD_TORCH_CHECK(data != nullptr, "cannot map a shared segment of ", bytes,
+                  " bytes: ", std::strerror(errno));
+  return reinterpret_cast<int64_t>(data);
+}
+
+void unmap_segment(int64_t address, int64_t bytes) {
+  unmap(reinterpret_cast<void*>(address), static_cast<size_t>(bytes));
+}
+
+int64_t collapse_segment(int64_t address, int64_t bytes) {
+  return static_cast<int64_t>(
+      collapse_huge(reinterpret_cast<void*>(address), static_cast<size_t>(bytes)));
+}
+
+// float32 view [rows, columns] of mapped memory; the caller keeps the mapping alive.
+Tensor segment_view(int64_t address, int64_t rows, int64_t columns) {
+  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
+  return torch::stable::from_blob(
+      reinterpret_cast<void*>(address), {sizes, 2}, {strides, 2},
+      torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Float);
+}
+
+std::string kernel_name() { return kernels().name; }
+
+}  // namespace
+}  // namespace oper::host
+
+STABLE_TORCH_LIBRARY(oper, m) {
+  m.def("map_segment(int fd, int bytes, bool writable) -> int");
+  m.def("unmap_segment(int address, int bytes) -> ()");
+  m.def("collapse_segment(int address, int bytes) -> int");
+  m.def("segment_view(int address, int rows, int columns) -> Tensor");
+  m.def("kernel_name() -> str");
+  m.def(
+      "context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, Tensor tiers, "
+      "Tensor maps, Tensor features, Tensor refreshes, Tensor touched, Tensor outboxes, "
+      "int outbox_bytes, Tensor[] heads) -> int");
+  m.def("context_set_barrier(int handle, int lines, int[] pidfds, int deadline_ms) -> ()");
+  m.def("context_barrier(int handle) -> (int, int)");
+  m.def("context_close(int handle) -> ()");
+  m.def(
+      "pooled_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+      "int batch_size) -> (Tensor, Tensor, int, int)");
+  m.def(
+      "pooled_backward(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
+      "Tensor key_of, int batch_size, int optimizer, float learning_rate, float eps, "
+      "float gradient_scale) -> (int, int)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
+  m.impl("map_segment", TORCH_BOX(&oper::host::map_segment));
+  m.impl("unmap_segment", TORCH_BOX(&oper::host::unmap_segment));
+  m.impl("collapse_segment", TORCH_BOX(&oper::host::collapse_segment));
+  m.impl("segment_view", TORCH_BOX(&oper::host::segment_view));
+  m.impl("kernel_name", TORCH_BOX(&oper::host::kernel_name));
+  m.impl("context_create", TORCH_BOX(&oper::host::context_create));
+  m.impl("context_set_barrier", TORCH_BOX(&oper::host::context_set_barrier));
+  m.impl("context_barrier", TORCH_BOX(&oper::host::context_barrier));
+  m.impl("context_close", TORCH_BOX(&oper::host::context_close));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
+  m.impl("pooled_forward", TORCH_BOX(&oper::host::pooled_forward));
+  m.impl("pooled_backward", TORCH_BOX(&oper::host::pooled_backward));
+}

@@ -1,0 +1,161 @@
+"""Layout of the arenas: where each rank's rows, optimizer states, replicas and outbox lie."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.shmem.directory import TableDirectory, TierLayout
+
+_ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill
+OUTBOX_ENV = "OPER_OUTBOX_BYTES"
+
+
+def outbox_bytes() -> int:
+    """Size of a rank's outbox (address space; pages are taken when used).
+
+    Default: a quarter of the machine's memory, overridden by ``OPER_OUTBOX_BYTES``.
+    """
+    value = os.environ.get(OUTBOX_ENV)
+    if value:
+        return int(float(value))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArenaLayout:
+    """Byte offsets in every rank's arena.
+
+    Attributes:
+        rows, state, replicas, touched: int64 [T, W], offset of a table's part, by rank.
+        outbox: int [W], offset of the outbox.
+        num_bytes: int [W], whole arena.
+        used_bytes: int [W], part before the outbox (what a huge-page request covers).
+        outbox_bytes: bytes of the outbox.
+    """
+
+    rows: np.ndarray
+    state: np.ndarray
+    replicas: np.ndarray
+    touched: np.ndarray
+    outbox: list[int]
+    num_bytes: list[int]
+    used_bytes: list[int]
+    outbox_bytes: int
+
+    @staticmethod
+    def build(directories: Sequence[TableDirectory], world_size: int, num_outbox_bytes: int
+              ) -> ArenaLayout:
+        """The layout that all ranks derive alike from the plan."""
+        shape = (len(directories), world_size)
+        rows, state = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        replicas, touched = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        outbox, total, used = [], [], []
+        for rank in range(world_size):
+            at = 0
+
+            def take(num_bytes: int) -> int:
+                nonlocal at
+                begin = at
+                at = -(-(at + int(num_bytes)) // _ALIGN) * _ALIGN
+                return begin
+
+            # All rows first: they are what lookups read, and what huge pages are wanted for.
+            for t, d in enumerate(directories):
+                rows[t, rank] = take(d.num_slots[rank] * d.table.row_bytes)
+            for t, d in enumerate(directories):
+                replicas[t, rank] = take(d.num_replica_rows[rank] * d.table.row_bytes)
+            for t, d in enumerate(directories):
+                state[t, rank] = take(d.num_slots[rank] * d.table.state_bytes)
+            for t, d in enumerate(directories):
+                touched[t, rank] = take(4 * (1 + replicated_slots(d, rank)))
+            at = -(-at // (2 << 20)) * (2 << 20)
+            used.append(at)
+            outbox.append(at)
+            total.append(at + num_outbox_bytes)
+        return ArenaLayout(rows, state, replicas, touched, outbox, total, used, num_outbox_bytes)
+
+
+def replicated_slots(directory: TableDirectory, rank: int) -> int:
+    """Slots of `rank` that hold masters of replicated rows."""
+    return sum(int(x.num_rows[rank]) for x in directory.tiers if x.tier.placement == "replicated")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelMaps:
+    """The arrays that `torch.ops.oper.context_create` takes; see csrc/ops_host.cpp.
+
+    Attributes:
+        tables: int64 [T, 8]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 5];
+        maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched: int64 [T, W];
+        heads: head maps, three arrays per table that needs them.
+    """
+
+    tables: np.ndarray
+    owner_begin: np.ndarray
+    tiers: np.ndarray
+    maps: np.ndarray
+    refreshes: np.ndarray
+    touched: np.ndarray
+    heads: list[np.ndarray]
+
+    @staticmethod
+    def build(directories: Sequence[TableDirectory], layout: ArenaLayout, addresses: list[int],
+              rank: int) -> KernelMaps:
+        """The maps of `rank`, which sees arena r at `addresses[r]`."""
+        bases: list[np.ndarray] = []
+        steps: list[np.ndarray] = []
+        tables, tiers, refreshes, heads = [], [], [], []
+        num_maps = 0
+
+        def add_map(base: np.ndarray, step: np.ndarray) -> tuple[int, int]:
+            nonlocal num_maps
+            bases.append(np.asarray(base, np.int64))
+            steps.append(np.asarray(step, np.int64))
+            num_maps += bases[-1].size
+            return num_maps - bases[-1].size, bases[-1].size
+
+        where = np.asarray(addresses, np.int64)
+        for t, d in enumerate(directories):
+            row_bytes = d.table.row_bytes
+            row_address = where + layout.rows[t]
+            replica_address = where + layout.replicas[t]
+            first_tier = len(tiers)
+            for x in d.tiers:
+                slot = x.slot_base[x.pattern] + x.within
+                home = add_map(d.owner_begin[x.pattern] + slot, x.weight[x.pattern])
+                if x.replica_base[rank] >= 0:
+                    copy = replica_address[rank] + x.replica_base[rank] * row_bytes
+                    read = add_map(np.array([copy]), np.array([row_bytes]))
+                else:
+                    read = add_map(row_address[x.pattern] + slot * row_bytes,
+                                   x.weight[x.pattern] * row_bytes)
+                tiers.append([x.tier.start, *read, *home])
+                if x.tier.placement == "replicated":
+                    refreshes += _refreshes(t, x, row_address, replica_address[rank], rank,
+                                            row_bytes)
+            head = d.head_map()
+            head_at = -1 if head is None else len(heads)
+            heads += [] if head is None else list(head)
+            state = int(where[rank] + layout.state[t, rank]) if d.table.state_bytes else 0
+            tables.append([d.table.num_rows, d.table.dim, int(d.table.pooling == "mean"),
+                           first_tier, len(tiers), int(row_address[rank]), state, head_at])
+        return KernelMaps(
+            np.array(tables, np.int64), np.stack([d.owner_begin for d in directories]),
+            np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),
+            np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched, heads)
+
+
+def _refreshes(table: int, x: TierLayout, row_address: np.ndarray, replica_address: np.int64, rank: int,
+               row_bytes: int) -> list[list[int]]:
+    copy = 0
+    if x.replica_base[rank] >= 0:
+        copy = int(replica_address + x.replica_base[rank] * row_bytes)
+    period = x.pattern.size
+    return [[table, owner, int(x.slot_base[owner]), int(x.slot_base[owner] + x.num_rows[owner]),
+             k, period, int(row_address[owner]), copy]
+            for k, owner in enumerate(x.pattern.tolist())]
+

@@ -1,0 +1,107 @@
+"""Who takes part: a small face over a process group, a single rank, or threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+from oper.errors import DeadlineError, fail
+
+
+class Group(Protocol):
+    """Ranks that share tables.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks W.
+        is_local: whether all ranks are threads of this process.
+    """
+
+    rank: int
+    world_size: int
+    is_local: bool
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank. Collective."""
+
+
+class SingleGroup:
+    """The only rank."""
+
+    rank = 0
+    world_size = 1
+    is_local = True
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class ProcessGroup:
+    """Ranks of a ``torch.distributed`` process group (the default group when None)."""
+
+    is_local = False
+
+    def __init__(self, process_group: Any = None) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        self._dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+class ThreadGroup:
+    """Virtual ranks: W threads of one process, for tests and for the `local` back end."""
+
+    is_local = True
+
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.world_size = shared.world_size
+        self._shared = shared
+
+    @staticmethod
+    def create(world_size: int, deadline_s: float = 60.0) -> list[ThreadGroup]:
+        """One group per virtual rank."""
+        shared = _Shared(world_size, deadline_s)
+        return [ThreadGroup(rank, shared) for rank in range(world_size)]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        shared = self._shared
+        shared.values[self.rank] = value
+        try:
+            shared.barrier.wait(shared.deadline_s)
+            values = list(shared.values)
+            shared.barrier.wait(shared.deadline_s)
+        except threading.BrokenBarrierError:
+            raise DeadlineError(
+                fail("a virtual rank is missing", "rank", self.rank, "all ranks to take part",
+                     "look for an error on another thread")) from None
+        return values
+
+    def abort(self) -> None:
+        """Break the others' waits; called by a thread that failed."""
+        self._shared.barrier.abort()
+
+
+class _Shared:
+    def __init__(self, world_size: int, deadline_s: float) -> None:
+        self.world_size = world_size
+        self.deadline_s = deadline_s
+        self.values: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size)
+
+
+def default_group(process_group: Any = None) -> Group:
+    """The group that a program means: `process_group`, the default one, or a single rank."""
+    if process_group is None:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return SingleGroup()
+    return ProcessGroup(process_group)

@@ -1,0 +1,217 @@
+"""The symmetric heap of one host: an arena per rank that every rank can address.
+
+Arenas are anonymous memory files (``memfd``): they have no name, so nothing is left behind by a
+killed process. Descriptors travel over private abstract Unix sockets to processes of the same user
+that the group has named. Peers map an arena read-only: that a rank writes only its own memory is
+enforced by the MMU. A small control segment with the barrier words is writable by all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import struct
+from pathlib import Path
+
+import torch
+
+from oper.errors import OperError, PlanError, fail
+from oper.shmem.group import Group
+from oper.shmem.library import load
+
+_LINE_BYTES = 128  # one barrier line per rank, see csrc/host/barrier.h
+_CONNECT_S = 60.0
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def _page_up(num_bytes: int) -> int:
+    return -(-num_bytes // 4096) * 4096
+
+
+def _create_segment(num_bytes: int) -> int:
+    fd = os.memfd_create("oper", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class HostHeap:
+    """Arenas of all ranks of a group on one host.
+
+    Args:
+        group: the ranks. Creation is collective.
+        num_bytes: int [W], size of each rank's arena; equal on all ranks.
+
+    Attributes:
+        addresses: int [W], where each arena is mapped in this process.
+        control: address of the control segment.
+        pidfds: int [W], descriptors that become readable when a peer ends; -1 = own process.
+        page_kind: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent), after `collapse`.
+
+    Raises:
+        PlanError: the ranks are not on one host.
+        OperError: memory or descriptors cannot be had.
+    """
+
+    def __init__(self, group: Group, num_bytes: list[int]) -> None:
+        load()
+        self._group = group
+        self._sizes = [_page_up(max(1, n)) for n in num_bytes]
+        self._control_bytes = _page_up(group.world_size * _LINE_BYTES)
+        self.pidfds = [-1] * group.world_size
+        self.page_kind = "4KiB"
+        self._mapped: list[tuple[int, int]] = []
+        self.addresses: list[int] = []
+        self.control = 0
+        fds: list[int] = []
+        try:
+            arena = _create_segment(self._sizes[group.rank])
+            fds.append(arena)
+            control = -1
+            if group.rank == 0:
+                control = _create_segment(self._control_bytes)
+                fds.append(control)
+            if group.is_local:
+                self._attach_local(arena, control)
+            else:
+                self._attach_peers(arena, control, fds)
+        except OSError as error:
+            self.close()
+            raise OperError(
+                fail("cannot create the shared arena", "bytes", self._sizes[group.rank],
+                     "free shared memory and descriptors", str(error))) from error
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _map(self, fd: int, num_bytes: int, writable: bool) -> int:
+        address = int(torch.ops.oper.map_segment(fd, num_bytes, writable))
+        self._mapped.append((address, num_bytes))
+        return address
+
+    def _attach_local(self, arena: int, control: int) -> None:
+        """Descriptors are already ours; every virtual rank still maps for itself, so that one
+        may close while another reads."""
+        everyone = self._group.all_gather((arena, control))
+        self._map_all([fd for fd, _ in everyone], everyone[0][1])
+
+    def _map_all(self, arenas: list[int], control: int) -> None:
+        for rank, fd in enumerate(arenas):
+            self.addresses.append(self._map(fd, self._sizes[rank], rank == self._group.rank))
+        self.control = self._map(control, self._control_bytes, True)
+        # Nobody may go on (and perhaps end) before all have what they need.
+        self._group.all_gather(None)
+
+    def _attach_peers(self, arena: int, control: int, fds: list[int]) -> None:
+        group = self._group
+        name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            server.bind(name)
+            server.listen(group.world_size)
+            server.settimeout(_CONNECT_S)
+            everyone = group.all_gather((_host_id(), os.getpid(), name))
+            hosts = {host for host, _, _ in everyone}
+            if len(hosts) > 1:
+                raise PlanError(
+                    fail("ranks cannot address each other's memory", "hosts", len(hosts), "1",
+                         "start all ranks of this group on one host"))
+            pids = [pid for _, pid, _ in everyone]
+            for rank, pid in enumerate(pids):
+                if rank != group.rank:
+                    self.pidfds[rank] = os.pidfd_open(pid)
+            received = _exchange_descriptors(
+                server, group.rank, pids, [n for _, _, n in everyone],
+                [arena] if control < 0 else [arena, control])
+        for got in received.values():
+            fds.extend(got)
+        arenas = [arena if r == group.rank else received[r][0] for r in range(group.world_size)]
+        self._map_all(arenas, control if group.rank == 0 else received[0][1])
+
+    def collapse(self, num_bytes: list[int]) -> None:
+        """Ask for huge pages behind the first `num_bytes[r]` bytes of every arena r.
+
+        To be called once the rows are written. Collective in effect: pages are shared, each
+        process maps them for itself.
+        """
+        want = done = 0
+        for address, size in zip(self.addresses, num_bytes, strict=True):
+            want += size // (2 << 20) * (2 << 20)
+            done += int(torch.ops.oper.collapse_segment(address, size))
+        share = done / want if want else 0.0
+        self.page_kind = "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else (
+            f"{share:.0%} 2MiB, rest 4KiB")
+
+    def close(self) -> None:
+        """Unmap everything; views of the arenas must not be used afterwards."""
+        for address, size in self._mapped:
+            torch.ops.oper.unmap_segment(address, size)
+        self._mapped = []
+        for fd in self.pidfds:
+            if fd >= 0:
+                os.close(fd)
+        self.pidfds = [-1] * len(self.pidfds)
+
+
+def _host_id() -> str:
+    """Equal for processes that share a kernel and a PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+def _exchange_descriptors(
+    server: socket.socket, rank: int, pids: list[int], names: list[str], mine: list[int]
+) -> dict[int, list[int]]:
+    """Send `mine` to every peer and return what each peer sent.
+
+    A connection from another user or from a process outside the group is dropped.
+    """
+    incoming: dict[int, socket.socket] = {}
+    received: dict[int, list[int]] = {}
+    try:
+        for peer, name in enumerate(names):
+            if peer == rank:
+                continue
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(_CONNECT_S)
+            incoming[peer] = connection
+            connection.connect(name)  # completes in the peer's backlog
+        served: set[int] = set()
+        wanted = {pid for r, pid in enumerate(pids) if r != rank}
+        while served != wanted:
+            connection, _ = server.accept()
+            with connection:
+                pid, uid = _peer_credentials(connection)
+                if uid == os.getuid() and pid in wanted:
+                    socket.send_fds(connection, [b"oper"], mine)
+                    served.add(pid)
+        for peer, connection in incoming.items():
+            data, fds, _, _ = socket.recv_fds(connection, 4, 2)
+            received[peer] = list(fds)
+            if data != b"oper" or len(fds) != (2 if peer == 0 else 1):
+                raise OperError(
+                    fail("cannot attach to a peer's arena", "rank", peer, "its descriptors",
+                         "look at that rank's log"))
+    except BaseException:
+        for fds in received.values():
+            for fd in fds:
+                os.close(fd)
+        raise
+    finally:
+        for connection in incoming.values():
+            connection.close()
+    return received

@@ -1,0 +1,340 @@
+"""Sharded tables of one collection: lookups, updates and access to rows in logical order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, PlanError, fail
+from oper.plan import Plan
+from oper.shmem.arena import OUTBOX_ENV, ArenaLayout, KernelMaps, outbox_bytes
+from oper.shmem.directory import TableDirectory
+from oper.shmem.group import Group
+from oper.shmem.heap import HostHeap
+from oper.shmem.library import load
+from oper.shmem.optimizers import Optimizer
+from oper.tables import TableSpec
+
+DEADLINE_ENV = "OPER_DEADLINE_S"
+MAX_DIM = 1024
+CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are read or written
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """One batch of pooled lookups.
+
+    Attributes:
+        ids: int64 or int32 [N], key-major.
+        lengths: int64 or int32 [num_keys * B], bag lengths, key-major.
+        key_of: int64 [F], which key carries each feature of the collection; -1 = absent.
+        batch_size: samples B.
+        weights: float32 [N], per-sample weights, or None.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+    key_of: torch.Tensor
+    batch_size: int
+    weights: torch.Tensor | None = None
+
+
+class ShardedTables:
+    """The tables of one collection, placed by a plan and shared by a group of ranks.
+
+    Args:
+        plan: placement of all tables.
+        features: (feature name, table name) in output order; the output of `lookup` has one block
+            of the table's dim per feature.
+        group: the ranks; construction is collective.
+        optimizer: applied in the backward pass; None = read-only tables.
+        gradient_scale: factor on table gradients (1 / W averages the ranks' losses).
+
+    Raises:
+        PlanError: the plan does not fit this world or cannot be executed here.
+    """
+
+    def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
+                 optimizer: Optimizer | None, gradient_scale: float = 1.0) -> None:
+        load()
+        self.plan = plan
+        self.group = group
+        self.features = list(features)
+        self.optimizer = optimizer
+        self.learning_rate = optimizer.lr if optimizer else 0.0
+        self.gradient_scale = gradient_scale
+        tables = [t.table for t in plan.tables]
+        plan.check_for(tables, group.world_size)
+        _check_supported(tables, optimizer)
+        self.tables = {t.name: k for k, t in enumerate(tables)}
+        self.directories = [TableDirectory(t, group.world_size) for t in plan.tables]
+        # A single rank updates without an exchange but through the same outbox.
+        self._layout = ArenaLayout.build(
+            self.directories, group.world_size, outbox_bytes() if optimizer else 4096)
+        self._heap: HostHeap | None = HostHeap(group, self._layout.num_bytes)
+        self._handle = self._create_context()
+        # Makes autograd call our backward although the tables are no parameters.
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    def _create_context(self) -> int:
+        heap, group = self._heap, self.group
+        assert heap is not None
+        maps = KernelMaps.build(self.directories, self._layout, heap.addresses, group.rank)
+        column = 0
+        features = []
+        for name, table in self.features:
+            if table not in self.tables:
+                raise PlanError(fail("a feature names a table that the plan lacks", "feature", name,
+                                     f"one of {list(self.tables)[:8]}", "plan for this model"))
+            features.append([self.tables[table], column])
+            column += self.directories[self.tables[table]].table.dim
+        self.output_columns = column
+        outboxes = [a + o for a, o in zip(heap.addresses, self._layout.outbox, strict=True)]
+        as_tensor = torch.from_numpy
+        handle = int(torch.ops.oper.context_create(
+            group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
+            as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
+            torch.tensor(features, dtype=torch.int64), as_tensor(maps.refreshes),
+            as_tensor(maps.touched), torch.tensor(outboxes, dtype=torch.int64),
+            self._layout.outbox_bytes, [as_tensor(h) for h in maps.heads]))
+        if group.world_size > 1:
+            deadline_ms = int(float(os.environ.get(DEADLINE_ENV, "300")) * 1000)
+            torch.ops.oper.context_set_barrier(handle, heap.control, heap.pidfds, deadline_ms)
+        return handle
+
+    # ---- lookups ---------------------------------------------------------------------------------
+
+    def lookup(self, batch: Lookup) -> torch.Tensor:
+        """Pooled embeddings, float32 [B, sum of the features' dims].
+
+        With gradients enabled and an optimizer, the backward pass of the result updates the
+        tables; that part is collective over the group. Without gradients nothing is collective.
+
+        Raises:
+            InvalidInputError: an id out of range, or lengths that do not fit the ids.
+        """
+        if self.optimizer is not None and torch.is_grad_enabled():
+            return _PooledLookup.apply(self._anchor, self, batch)
+        return self.forward(batch)[0]
+
+    def forward(self, batch: Lookup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pooled embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags."""
+        out, offsets, code, detail = torch.ops.oper.pooled_forward(
+            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size)
+        if code:
+            self._raise(code, detail, batch, offsets)
+        return out, offsets
+
+    def apply_gradients(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor) -> None:
+        """Reduce the gradients of `forward`'s output, exchange them and update. Collective.
+
+        Args:
+            grad: float32 [B, sum of dims].
+            batch: the batch of the forward pass.
+            offsets: what `forward` returned.
+
+        Raises:
+            PeerLostError: a peer has ended.
+            DeadlineError: a peer did not arrive in time.
+        """
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if grad.stride(1) != 1 or grad.stride(0) < grad.shape[1]:
+            grad = grad.contiguous()
+        code, detail = torch.ops.oper.pooled_backward(
+            self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
+            optimizer.code, self.learning_rate, optimizer.eps, self.gradient_scale)
+        if code:
+            self._raise(code, detail, batch, offsets)
+
+    def barrier(self) -> None:
+        """Wait for all ranks; raises PeerLostError or DeadlineError."""
+        code, detail = torch.ops.oper.context_barrier(self._handle)
+        if code:
+            self._raise(code, detail, None, None)
+
+    def _raise(self, code: int, detail: int, batch: Lookup | None,
+               offsets: torch.Tensor | None) -> None:
+        if code == 1:
+            raise PeerLostError(
+                fail("a peer process has ended", "rank", detail, "all ranks alive",
+                     "look at that rank's log and start all ranks again"))
+        if code == 2:
+            raise DeadlineError(
+                fail("a peer did not arrive at the gradient exchange", "rank", detail,
+                     f"arrival within {DEADLINE_ENV}={os.environ.get(DEADLINE_ENV, '300')} s",
+                     "every rank must run the same number of training steps; look at that rank"))
+        if code == 3:
+            raise OperError(
+                fail("the gradients of a batch do not fit the outbox", OUTBOX_ENV,
+                     self._layout.outbox_bytes, "room for the batch's distinct rows",
+                     f"raise {OUTBOX_ENV} or use a smaller batch"))
+        assert batch is not None and offsets is not None
+        if code == 5:
+            raise InvalidInputError(
+                fail("bag lengths do not fit the ids", "sum(lengths)", int(offsets[-1]),
+                     f"{batch.ids.numel()} with no negative length", "correct the batch"))
+        key = int(torch.searchsorted(offsets, detail, right=True)) - 1
+        key //= max(1, batch.batch_size)
+        feature = batch.key_of.tolist().index(key)
+        name, table = self.features[feature]
+        num_rows = self.directories[self.tables[table]].table.num_rows
+        raise InvalidInputError(
+            fail(f"lookup of feature {name!r} in table {table!r}", "id", int(batch.ids[detail]),
+                 f"0 <= id < {num_rows}", "correct the input or enlarge the table"))
+
+    # ---- rows in logical order -------------------------------------------------------------------
+
+    def _parts(self, table: str, begin: int, end: int
+               ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Rank, index into [begin, end) and slot of the rows `begin..end` of a table."""
+        import numpy as np
+
+        d = self.directories[self.tables[table]]
+        owner, slot = d.locate(d.position_of(np.arange(begin, end, dtype=np.int64)))
+        for rank in range(self.group.world_size):
+            at = np.flatnonzero(owner == rank)
+            if at.size:
+                yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
+
+    def _view(self, part: str, table: str, rank: int) -> torch.Tensor:
+        """A rank's shard [slots, dim] or optimizer state [slots, 1], mapped."""
+        heap, k = self._heap, self.tables[table]
+        if heap is None:
+            raise OperError(fail("sharded tables were closed", "table", table, "open tables",
+                                 "read them before close()"))
+        d = self.directories[k]
+        offset = (self._layout.rows if part == "rows" else self._layout.state)[k, rank]
+        columns = d.table.dim if part == "rows" else 1
+        return torch.ops.oper.segment_view(
+            heap.addresses[rank] + int(offset), int(d.num_slots[rank]), columns)
+
+    def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
+             ) -> torch.Tensor:
+        """Rows `[begin, end)` of a table in logical order, as a copy.
+
+        Args:
+            table: its name.
+            begin, end: ids; the whole table by default.
+            part: ``"rows"`` -> float32 [n, dim]; ``"state"`` -> float32 [n] (row-wise Adagrad).
+
+        One-sided: reads the owners' memory; no rank may be in an update meanwhile.
+        """
+        d = self.directories[self.tables[table]]
+        end = d.table.num_rows if end is None else end
+        if part == "state" and not d.table.state_bytes:
+            raise InvalidInputError(fail("the optimizer keeps no state", "table", table,
+                                         "a stateful optimizer", "read part='rows'"))
+        out = torch.empty(end - begin, d.table.dim if part == "rows" else 1)
+        for at in range(begin, end, CHUNK_ROWS):
+            stop = min(end, at + CHUNK_ROWS)
+            for rank, index, slot in self._parts(table, at, stop):
+                out[index + (at - begin)] = self._view(part, table, rank)[slot]
+        return out if part == "rows" else out[:, 0]
+
+    def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows") -> None:
+        """Write rows `[begin, begin + n)`; every rank stores those that it owns.
+
+        Args:
+            table: its name.
+            values: float32 [n, dim], or [n] for ``part="state"``; equal on all ranks.
+            begin: first id.
+            part: ``"rows"`` or ``"state"``.
+
+        Call `publish` afterwards.
+        """
+        values = values.detach().reshape(values.shape[0], -1)
+        mine = self._view(part, table, self.group.rank)
+        for at in range(0, values.shape[0], CHUNK_ROWS):
+            stop = min(values.shape[0], at + CHUNK_ROWS)
+            for rank, index, slot in self._parts(table, begin + at, begin + stop):
+                if rank == self.group.rank:
+                    mine[slot] = values[index + at].to(mine.dtype)
+
+    def publish(self) -> None:
+        """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
+        import numpy as np
+
+        self.barrier()
+        rank = self.group.rank
+        for name, k in self.tables.items():
+            d = self.directories[k]
+            for x in d.tiers:
+                if x.replica_base[rank] < 0:
+                    continue
+                assert self._heap is not None
+                base = self._heap.addresses[rank] + int(self._layout.replicas[k, rank])
+                rows = x.tier.stop - x.tier.start
+                copy = torch.ops.oper.segment_view(
+                    base + int(x.replica_base[rank]) * d.table.row_bytes, rows, d.table.dim)
+                for at in range(0, rows, CHUNK_ROWS):
+                    positions = np.arange(at, min(rows, at + CHUNK_ROWS)) + x.tier.start
+                    owner, slot = d.locate(positions)
+                    for peer in np.unique(owner):
+                        here = np.flatnonzero(owner == peer)
+                        source = self._view("rows", name, int(peer))
+                        copy[torch.from_numpy(here + at)] = source[torch.from_numpy(slot[here])]
+        self.barrier()
+
+    def replica(self, table: str, rank: int) -> torch.Tensor:
+        """A rank's copy of the replicated rows, float32 [rows, dim], mapped read-only for peers."""
+        assert self._heap is not None
+        k = self.tables[table]
+        d = self.directories[k]
+        return torch.ops.oper.segment_view(
+            self._heap.addresses[rank] + int(self._layout.replicas[k, rank]),
+            int(d.num_replica_rows[rank]), d.table.dim)
+
+    def use_huge_pages(self) -> str:
+        """Ask for huge pages behind the rows, once they are written; returns the page kind."""
+        assert self._heap is not None
+        self._heap.collapse(self._layout.used_bytes)
+        return self._heap.page_kind
+
+    @property
+    def page_kind(self) -> str:
+        """Kind of the pages behind the rows."""
+        return self._heap.page_kind if self._heap else "closed"
+
+    def close(self) -> None:
+        """Release the arenas of this rank. Peers that still read keep the memory alive."""
+        if self._heap is not None:
+            torch.ops.oper.context_close(self._handle)
+            self._heap.close()
+            self._heap = None
+
+
+class _PooledLookup(torch.autograd.Function):
+    """Forward: pooled lookup. Backward: the fused, collective update of the tables."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tables: ShardedTables, batch: Lookup
+                ) -> torch.Tensor:
+        out, offsets = tables.forward(batch)
+        ctx.call = (tables, batch, offsets)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        tables, batch, offsets = ctx.call
+        tables.apply_gradients(grads[0], batch, offsets)
+        return None, None, None
+
+
+def _check_supported(tables: Sequence[TableSpec], optimizer: Optimizer | None) -> None:
+    for t in tables:
+        what = f"cannot shard table {t.name!r}"
+        if t.dtype != "float32":
+            raise PlanError(fail(what, "dtype", t.dtype, "float32", "convert the table"))
+        if t.dim > MAX_DIM:
+            raise PlanError(fail(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns"))
+        if t.pooling == "none":
+            raise PlanError(fail(what, "pooling", t.pooling, "sum or mean",
+                                 "leave unpooled collections unsharded"))
+        if optimizer is not None and t.optimizer != optimizer.name:
+            raise PlanError(fail(what, "plan's optimizer", t.optimizer, optimizer.name,
+                                 "plan again for this optimizer"))
