@@ -1,0 +1,76 @@
+# For people: `make demo` and `make test` set up what they need. Versions are pinned in requirements/.
+#
+#   PYTHON      interpreter that .venv is made from (3.11 or newer)
+#   TORCH_SPEC  what pip is asked for when .venv has no torch yet, e.g. "torch==2.13.0"
+#   DATA        make demo: a click log in the Criteo format (.txt or .gz) instead of a synthetic one
+#   ARGS        more arguments for pytest (make test) or for `oper demo` (make demo)
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+DATA ?=
+ARGS ?=
+
+# A machine without a GPU must not fetch gigabytes of CUDA libraries. On Linux on x86-64 the plain
+# name means the CUDA build, so ask for the CPU build by its full version there.
+KIND := $(if $(wildcard /dev/nvidiactl),gpu,cpu)
+ifeq ($(KIND)-$(shell uname -sm),cpu-Linux x86_64)
+TORCH_SPEC ?= torch==2.13.0+cpu
+else
+TORCH_SPEC ?= torch==2.13.0
+endif
+
+.PHONY: help setup build demo test lint wheel-test clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo [DATA=train.txt]  the main job end to end, beside TorchRec"
+	@echo "make test [ARGS=...]        the tests"
+	@echo "make lint                   ruff and mypy"
+	@echo "make wheel-test             build a wheel, install it elsewhere, try it"
+	@echo "make setup                  only install into $(VENV) and build"
+	@echo "make clean                  remove what was built ($(VENV) stays)"
+
+setup: $(VENV)/.oper-installed build
+
+$(BIN)/python:
+	@echo "== making $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "OPER needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+	  || { rm -rf $(VENV); echo "cannot make $(VENV); install python3-venv" >&2; exit 1; }
+
+$(VENV)/.oper-installed: Makefile pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
+	@echo "== torch"
+	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "is there")' 2>/dev/null \
+	  || $(PIP) install $(TORCH_SPEC) \
+	  || { echo "pip finds no '$(TORCH_SPEC)'. Install a build of torch that suits this machine into" \
+	       "$(VENV) as pytorch.org shows (CPU build without a GPU), then run make again;" \
+	       "or name one with TORCH_SPEC=..." >&2; exit 1; }
+	@echo "== what OPER and its tests need ($(KIND))"
+	@$(PIP) install --quiet -r requirements/$(KIND).txt
+	@$(PIP) install --quiet --no-deps -r requirements/torchrec.txt
+	@echo "== OPER itself (compiles the host library)"
+	@$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+build: | $(VENV)/.oper-installed
+	@$(BIN)/python setup.py -q build_ext --inplace
+
+demo: setup
+	@$(BIN)/oper demo $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+wheel-test: setup
+	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info oper/_lib/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find oper tests -name __pycache__ -prune -exec rm -rf {} +
