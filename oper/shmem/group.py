@@ -45,13 +45,13 @@ class ProcessGroup:
         import torch.distributed as dist
 
         self._dist = dist
-        self._group = process_group
+        self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
 
     def all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
-        self._dist.all_gather_object(values, value, group=self._group)
+        self._dist.all_gather_object(values, value, group=self.process_group)
         return values
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -136,16 +137,20 @@ class HostHeap:
         arenas = [arena if r == group.rank else received[r][0] for r in range(group.world_size)]
         self._map_all(arenas, control if group.rank == 0 else received[0][1])
 
-    def collapse(self, num_bytes: list[int]) -> None:
-        """Ask for huge pages behind the first `num_bytes[r]` bytes of every arena r.
+    def collapse(self, num_bytes: list[int], sync: Callable[[], None]) -> None:
+        """Ask for huge pages behind the first `num_bytes[r]` bytes of every arena r. Collective.
 
-        To be called once the rows are written. Collective in effect: pages are shared, each
-        process maps them for itself.
+        Each rank first collapses its own arena, then maps the peers' by huge pages; `sync` is a
+        barrier, since two processes that collapse one page at once both fail.
         """
-        want = done = 0
-        for address, size in zip(self.addresses, num_bytes, strict=True):
-            want += size // (2 << 20) * (2 << 20)
-            done += int(torch.ops.oper.collapse_segment(address, size))
+        rank = self._group.rank
+        done = int(torch.ops.oper.collapse_segment(self.addresses[rank], num_bytes[rank]))
+        sync()
+        want = num_bytes[rank] // (2 << 20) * (2 << 20)
+        for peer, (address, size) in enumerate(zip(self.addresses, num_bytes, strict=True)):
+            if peer != rank:
+                want += size // (2 << 20) * (2 << 20)
+                done += int(torch.ops.oper.collapse_segment(address, size))
         share = done / want if want else 0.0
         self.page_kind = "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else (
             f"{share:.0%} 2MiB, rest 4KiB")

@@ -65,7 +65,8 @@ class ShardedTables:
         self.group = group
         self.features = list(features)
         self.optimizer = optimizer
-        self.learning_rate = optimizer.lr if optimizer else 0.0
+        # Shared with whoever schedules the rate, as TorchRec users do through param_groups.
+        self.param_groups: list[dict[str, Any]] = [{"lr": optimizer.lr if optimizer else 0.0}]
         self.gradient_scale = gradient_scale
         tables = [t.table for t in plan.tables]
         plan.check_for(tables, group.world_size)
@@ -147,7 +148,7 @@ class ShardedTables:
             grad = grad.contiguous()
         code, detail = torch.ops.oper.pooled_backward(
             self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
-            optimizer.code, self.learning_rate, optimizer.eps, self.gradient_scale)
+            optimizer.code, float(self.param_groups[0]["lr"]), optimizer.eps, self.gradient_scale)
         if code:
             self._raise(code, detail, batch, offsets)
 
@@ -290,9 +291,9 @@ class ShardedTables:
             int(d.num_replica_rows[rank]), d.table.dim)
 
     def use_huge_pages(self) -> str:
-        """Ask for huge pages behind the rows, once they are written; returns the page kind."""
+        """Ask for huge pages behind the written rows; returns the page kind. Collective."""
         assert self._heap is not None
-        self._heap.collapse(self._layout.used_bytes)
+        self._heap.collapse(self._layout.used_bytes, self.barrier)
         return self._heap.page_kind
 
     @property

@@ -1,0 +1,132 @@
+"""Sharded tables as ``state_dict`` entries, and back; loading of initial weights."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.shmem.runtime import CHUNK_ROWS, ShardedTables
+
+InitFn = Callable[[torch.Tensor], Any]
+
+
+def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> torch.Tensor:
+    """A table as a ``state_dict`` value, in logical order.
+
+    Returns:
+        One rank: float32 [num_rows, dim], a copy. Several ranks: a ``DTensor`` of that shape, of
+        which each rank holds one contiguous row range (``Shard(0)``), so that
+        ``torch.distributed.checkpoint`` saves and reshards it.
+    """
+    num_rows = tables.directories[tables.tables[name]].table.num_rows
+    world_size, rank = tables.group.world_size, tables.group.rank
+    if world_size == 1 or tables.group.is_local:
+        return tables.read(name, part=part)
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = _mesh(tables)
+    # torch.chunk's split, which Shard(0) assumes: ceil-sized ranges, the last ones short or empty.
+    size = -(-num_rows // world_size)
+    begin, end = min(num_rows, rank * size), min(num_rows, (rank + 1) * size)
+    local = tables.read(name, begin, end, part)
+    shape = torch.Size([num_rows, *local.shape[1:]])
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=shape,
+        stride=tuple(torch.empty(shape, device="meta").stride()))
+
+
+def _mesh(tables: ShardedTables) -> Any:
+    """A one-dimensional device mesh over the group, made once."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = getattr(tables, "_device_mesh", None)
+    if mesh is None:
+        group = getattr(tables.group, "process_group", None)
+        if group is None:
+            import torch.distributed as dist
+
+            group = dist.group.WORLD
+        mesh = DeviceMesh.from_group(group, "cpu")
+        tables._device_mesh = mesh  # type: ignore[attr-defined]
+    return mesh
+
+
+def load_entry(tables: ShardedTables, name: str, value: torch.Tensor, part: str = "rows") -> None:
+    """Write a ``state_dict`` value of a table; call ``tables.publish()`` after the last one.
+
+    Args:
+        tables: the tables.
+        name: table name.
+        value: a plain tensor of the global shape (equal on all ranks), or a ``DTensor`` of it.
+        part: ``"rows"`` or ``"state"``.
+
+    Raises:
+        InvalidInputError: another shape or kind of value.
+    """
+    spec = tables.directories[tables.tables[name]].table
+    full = getattr(value, "full_tensor", None)
+    if full is not None:
+        value = full()
+    want = (spec.num_rows, spec.dim) if part == "rows" else (spec.num_rows,)
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != want:
+        raise InvalidInputError(
+            fail(f"cannot load table {name!r}", "shape", tuple(getattr(value, "shape", ())),
+                 f"{want}", "load a state_dict of this model"))
+    tables.write(name, value, part=part)
+
+
+def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tensor, InitFn | None]]
+                 ) -> None:
+    """Fill freshly sharded tables. Collective.
+
+    Args:
+        tables: the tables.
+        weights: (table name, unsharded weight float32 [num_rows, dim], init function). A weight on
+            the meta device is initialised in place, chunk by chunk of logical rows, from a seed
+            that depends on the table and the chunk only: the same numbers for every plan. Other
+            weights are kept; where ranks disagree, rank 0's are taken, as DDP does.
+    """
+    for name, weight, init_fn in weights:
+        if weight.is_meta:
+            _initialise(tables, name, init_fn)
+            continue
+        if tables.group.world_size > 1 and not tables.group.is_local:
+            weight = _rank0_weight(tables, weight)
+        load_entry(tables, name, weight)
+    tables.publish()
+
+
+def _rank0_weight(tables: ShardedTables, weight: torch.Tensor) -> torch.Tensor:
+    data = weight.detach().contiguous()
+    sums = tables.group.all_gather(zlib.crc32(memoryview(data.numpy()).cast("B")))
+    if len(set(sums)) > 1:
+        import torch.distributed as dist
+
+        data = data.clone()
+        group = getattr(tables.group, "process_group", None)
+        root = 0 if group is None else dist.get_global_rank(group, 0)
+        dist.broadcast(data, root, group=group)
+    return data
+
+
+def _initialise(tables: ShardedTables, name: str, init_fn: InitFn | None) -> None:
+    spec = tables.directories[tables.tables[name]].table
+    bound = math.sqrt(1.0 / spec.num_rows)  # TorchRec's default range
+    # One seed for all ranks, drawn from rank 0's generator so that torch.manual_seed rules.
+    seed = tables.group.all_gather(torch.initial_seed())[0]
+    for chunk, begin in enumerate(range(0, spec.num_rows, CHUNK_ROWS)):
+        rows = min(CHUNK_ROWS, spec.num_rows - begin)
+        key = zlib.crc32(f"{name}/{chunk}".encode())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((seed * 1000003 + key) % (1 << 63))
+            values = torch.empty(rows, spec.dim)
+            if init_fn is None:
+                values.uniform_(-bound, bound)
+            else:
+                init_fn(values)
+        tables.write(name, values, begin)

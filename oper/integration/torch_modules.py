@@ -1,0 +1,113 @@
+"""PyTorch's edge: ``nn.EmbeddingBag`` executed by a plan. Needs no torchrec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.errors import InvalidInputError, fail
+from oper.integration.table_state import load_entry, table_entry
+from oper.shmem.runtime import Lookup, ShardedTables
+from oper.tables import TableSpec
+
+
+def bag_spec(name: str, bag: nn.EmbeddingBag, optimizer: str) -> TableSpec:
+    """The table of an ``nn.EmbeddingBag`` as plain data.
+
+    Raises:
+        InvalidInputError: an option that a sharded table does not have.
+    """
+    what = f"cannot shard nn.EmbeddingBag {name!r}"
+    refused: dict[str, tuple[Any, Any]] = {
+        "max_norm": (bag.max_norm, None),
+        "scale_grad_by_freq": (bag.scale_grad_by_freq, False),
+        "mode": (bag.mode, bag.mode if bag.mode in ("sum", "mean") else "sum or mean"),
+        "weight.dtype": (bag.weight.dtype, torch.float32),
+    }
+    for option, (value, allowed) in refused.items():
+        if value != allowed:
+            raise InvalidInputError(
+                fail(what, option, value, f"{allowed}", "leave this module out of modules="))
+    return TableSpec(name, bag.num_embeddings, bag.embedding_dim, (name,), bag.mode, "float32",
+                     optimizer)
+
+
+class ShardedEmbeddingBag(nn.Module):
+    """An ``nn.EmbeddingBag`` executed by a plan; same call, same ``state_dict``.
+
+    Args:
+        bag: the unsharded module; gives configuration, not memory.
+        tables: tables that hold it, already filled.
+        name: its table.
+    """
+
+    def __init__(self, bag: nn.EmbeddingBag, tables: ShardedTables, name: str) -> None:
+        super().__init__()
+        self.num_embeddings = bag.num_embeddings
+        self.embedding_dim = bag.embedding_dim
+        self.mode = bag.mode
+        self.include_last_offset = bag.include_last_offset
+        self.padding_idx = bag.padding_idx
+        self.tables = tables
+        self._name = name
+        self._key_of = torch.zeros(1, dtype=torch.int64)
+
+    def forward(self, input: torch.Tensor, offsets: torch.Tensor | None = None,
+                per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Pooled rows, float32 [B, dim].
+
+        Args:
+            input: ids int64 or int32, [B, L], or [N] with `offsets`.
+            offsets: int64 [B] (or [B + 1] with ``include_last_offset``).
+            per_sample_weights: float32, shape of `input`; mode ``"sum"`` only.
+        """
+        if per_sample_weights is not None and self.mode != "sum":
+            raise InvalidInputError(fail("cannot look up", "mode", self.mode,
+                                         "sum with per_sample_weights", "leave the weights out"))
+        if input.dim() == 2:
+            lengths = torch.full((input.shape[0],), input.shape[1], dtype=torch.int64)
+            input = input.reshape(-1)
+        else:
+            if offsets is None:
+                raise InvalidInputError(fail("cannot look up", "offsets", None,
+                                             "offsets with flat ids", "pass them"))
+            ends = offsets[1:] if self.include_last_offset else torch.cat(
+                [offsets[1:], offsets.new_tensor([input.numel()])])
+            lengths = ends - (offsets[:-1] if self.include_last_offset else offsets)
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.reshape(-1).contiguous()
+        if self.padding_idx is not None:
+            input, lengths, per_sample_weights = self._drop_padding(
+                input, lengths, per_sample_weights)
+        return self.tables.lookup(Lookup(input.contiguous(), lengths.contiguous(), self._key_of,
+                                         lengths.numel(), per_sample_weights))
+
+    def _drop_padding(self, ids: torch.Tensor, lengths: torch.Tensor,
+                      weights: torch.Tensor | None
+                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Padded ids neither count in the mean nor get a gradient, as in torch."""
+        keep = ids != self.padding_idx
+        bags = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+        left = torch.bincount(bags[keep], minlength=lengths.numel())
+        return ids[keep], left, None if weights is None else weights[keep]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = table_entry(self.tables, self._name)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
+                              local_metadata: Mapping[str, Any], strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str],
+                              error_msgs: list[str]) -> None:
+        key = f"{prefix}weight"
+        if key not in state_dict:
+            missing_keys.append(key)
+        else:
+            try:
+                load_entry(self.tables, self._name, state_dict[key])
+            except InvalidInputError as error:
+                error_msgs.append(str(error))
+        unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k != key)
+        self.tables.publish()
