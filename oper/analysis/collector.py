@@ -1,0 +1,216 @@
+"""From a loader of lookups to access statistics, without importing torch or torchrec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from oper.analysis.counting import CountOptions, TableCounter
+from oper.analysis.presence import Lookups
+from oper.errors import InvalidInputError, fail
+from oper.stats import AccessStats
+from oper.tables import TableSpec, check_unique
+
+
+def collect(
+    batches: Iterable[Any],
+    model_or_tables: Any,
+    *,
+    options: CountOptions | None = None,
+    bucket_of: Callable[[Any], str] | None = None,
+    source: str = "collected",
+) -> AccessStats:
+    """Count the lookups of a model's tables, exactly.
+
+    Args:
+        batches: each one a `KeyedJaggedTensor`, an object with `sparse_features` (TorchRec's
+            `Batch`), a mapping ``{feature: (ids, lengths)}`` or ``{feature: ids}`` (one id per
+            sample), or a tuple or list that contains some of these. A feature that a batch lacks
+            counts as not looked up. Take batches of the training part only.
+        model_or_tables: a module that contains `EmbeddingBagCollection`, `EmbeddingCollection`,
+            `nn.EmbeddingBag` or `nn.Embedding` (those by their path in the module, which is also
+            their feature name), or a sequence of `TableSpec`.
+        options: presence windows and memory.
+        bucket_of: label of a batch's time bucket, for drift; buckets should come in order.
+        source: where the lookups come from, for a person to read.
+
+    Returns:
+        Statistics by table name. Presence is measured on sampled windows (see `PresenceSampler`),
+        everything else on all ids.
+
+    Raises:
+        InvalidInputError: an id out of range, a batch of an unknown kind, a model without tables,
+            or a table whose features no batch has.
+    """
+    collector = Collector(tables_of(model_or_tables), options)
+    for batch in batches:
+        collector.add(batch, bucket_of(batch) if bucket_of else None)
+    return collector.finish(source)
+
+
+class Collector:
+    """Counts batches into `AccessStats` one at a time, e.g. beside a running training loop."""
+
+    def __init__(self, tables: Iterable[TableSpec], options: CountOptions | None = None) -> None:
+        """Start counting; a table without features looks up the feature of its own name."""
+        options = options or CountOptions()
+        self._tables = check_unique(tables)
+        dense = options.dense_tables([t.num_rows for t in self._tables])
+        self._counters = [
+            TableCounter(t.name, t.num_rows, d, options.presence_samples)
+            for t, d in zip(self._tables, dense, strict=True)]
+        self._num_samples = 0
+        self._seen: set[str] = set()
+
+    def add(self, batch: Any, bucket: str | None = None) -> None:
+        """Count one batch (the forms that `collect` takes); raises InvalidInputError."""
+        features: dict[str, Lookups] = {}
+        num_samples = 0
+        for source in _sources(batch):
+            found, samples = _read(source)
+            num_samples = max(num_samples, samples)
+            twice = sorted(features.keys() & found.keys())
+            if twice:
+                raise InvalidInputError(
+                    fail("cannot read a batch", "features", twice, "each feature once",
+                         "pass one part of the batch"))
+            features.update(found)
+        for table, counter in zip(self._tables, self._counters, strict=True):
+            lookups = [features[f] for f in table.features or (table.name,) if f in features]
+            if lookups:
+                counter.add(lookups, bucket)
+        self._seen.update(features)
+        self._num_samples += num_samples
+
+    def finish(self, source: str = "collected") -> AccessStats:
+        """The statistics; raises InvalidInputError when a table was never looked up."""
+        unseen = [t.name for t in self._tables
+                  if not self._seen.intersection(t.features or (t.name,))]
+        if unseen:
+            raise InvalidInputError(
+                fail("no lookups of some tables", "tables", unseen,
+                     f"a feature of each in the batches, which have {sorted(self._seen)[:12]}",
+                     "pass batches with these features, or only the other tables"))
+        return AccessStats(
+            self._num_samples,
+            {t.name: c.finish() for t, c in zip(self._tables, self._counters, strict=True)},
+            source)
+
+
+def tables_of(model_or_tables: Any) -> tuple[TableSpec, ...]:
+    """The tables of a module tree or of a sequence of `TableSpec`.
+
+    Modules are recognised by what they offer: `embedding_bag_configs()`, `embedding_configs()`, or
+    `num_embeddings` with `embedding_dim`. Raises InvalidInputError when there is none.
+    """
+    if hasattr(model_or_tables, "named_modules"):
+        tables = list(_module_tables(model_or_tables))
+        if not tables:
+            raise InvalidInputError(
+                fail("cannot collect statistics", "model", type(model_or_tables).__name__,
+                     "a module with embedding tables", "pass the model or its tables"))
+        return check_unique(tables)
+    if isinstance(model_or_tables, TableSpec):
+        return (model_or_tables,)
+    if isinstance(model_or_tables, Iterable):
+        tables = list(model_or_tables)
+        if all(isinstance(t, TableSpec) for t in tables):
+            return check_unique(tables)
+    raise InvalidInputError(
+        fail("cannot collect statistics", "model_or_tables", type(model_or_tables).__name__,
+             "a module or a sequence of TableSpec", "pass the model or its tables"))
+
+
+def _module_tables(model: Any) -> Iterator[TableSpec]:
+    collections: list[str] = []
+    for path, module in model.named_modules():
+        if any(path == c or path.startswith(f"{c}." if c else "") for c in collections):
+            continue  # inside a collection that has been listed as a whole
+        for method in ("embedding_bag_configs", "embedding_configs"):
+            if callable(getattr(module, method, None)):
+                collections.append(path)
+                for config in getattr(module, method)():
+                    yield TableSpec(config.name, int(config.num_embeddings),
+                                    int(config.embedding_dim), tuple(config.feature_names))
+                break
+        else:
+            rows, dim = (getattr(module, n, None) for n in ("num_embeddings", "embedding_dim"))
+            if isinstance(rows, int) and isinstance(dim, int):
+                name = path or type(module).__name__
+                yield TableSpec(name, rows, dim, (name,))
+
+
+def _is_kjt(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("keys", "values", "lengths"))
+
+
+def _sources(batch: Any) -> list[Any]:
+    """The KJTs and mappings in a batch."""
+    if isinstance(batch, Mapping) or _is_kjt(batch):
+        return [batch]
+    if hasattr(batch, "sparse_features"):
+        return _sources(batch.sparse_features)
+    if isinstance(batch, tuple | list):
+        found = [part for part in batch if isinstance(part, Mapping) or _is_kjt(part)
+                 or hasattr(part, "sparse_features")]
+        if found:
+            return [source for part in found for source in _sources(part)]
+    raise InvalidInputError(
+        fail("cannot read a batch", "type", type(batch).__name__,
+             "a KeyedJaggedTensor, an object with sparse_features, {feature: (ids, lengths)}, or a "
+             "tuple with one of these", "pass the part with the ids"))
+
+
+def _read(source: Any) -> tuple[dict[str, Lookups], int]:
+    """Lookups by feature, and the number of samples."""
+    if isinstance(source, Mapping):
+        features = {str(name): _pair(str(name), value) for name, value in source.items()}
+        return features, max((x.num_samples for x in features.values()), default=0)
+    return _read_kjt(source)
+
+
+def _pair(name: str, value: Any) -> Lookups:
+    if isinstance(value, tuple | list) and len(value) == 2 and not np.isscalar(value[0]):
+        return Lookups(_array(value[0]), None if value[1] is None else _array(value[1]))
+    array = _array(value)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise InvalidInputError(
+            fail(f"cannot read feature {name!r}", "ids", (array.dtype.name, array.shape),
+                 "(ids, lengths) or a flat integer array", "convert it"))
+    return Lookups(array)
+
+
+def _read_kjt(kjt: Any) -> tuple[dict[str, Lookups], int]:
+    names: Sequence[str] = list(kjt.keys())
+    if callable(getattr(kjt, "variable_stride_per_key", None)) and kjt.variable_stride_per_key():
+        raise InvalidInputError(
+            fail("cannot read a KeyedJaggedTensor", "stride_per_key", kjt.stride_per_key(),
+                 "one batch size for all features", "expand the de-duplicated features first"))
+    values, lengths = _array(kjt.values()), _array(kjt.lengths())
+    if not names:
+        return {}, 0
+    if lengths.size % len(names) or int(lengths.sum()) != values.size:
+        raise InvalidInputError(
+            fail("cannot read a KeyedJaggedTensor", "len(lengths), sum(lengths)",
+                 (lengths.size, int(lengths.sum())),
+                 f"a multiple of {len(names)} features and len(values)={values.size}",
+                 "build it again"))
+    per_feature = lengths.reshape(len(names), -1)
+    ends = np.concatenate([[0], np.cumsum(per_feature.sum(axis=1))])
+    features = {}
+    for k, name in enumerate(names):
+        bag_lengths = per_feature[k]
+        one_each = bag_lengths.size > 0 and bag_lengths.min() == 1 == bag_lengths.max()
+        features[name] = Lookups(values[ends[k]:ends[k + 1]], None if one_each else bag_lengths)
+    return features, per_feature.shape[1]
+
+
+def _array(value: Any) -> np.ndarray:
+    """A NumPy view (or copy from a device) of a tensor, array or sequence."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    array = np.asarray(value)
+    # An empty list has no integer type of its own.
+    return array if array.size or array.dtype.kind in "iu" else array.astype(np.int64)

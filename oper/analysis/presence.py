@@ -1,0 +1,139 @@
+"""Measured presence: how many distinct rows a run of consecutive samples touches.
+
+The independence formula `1 - (1 - p)^(nL)` overstates presence when ids of neighbouring samples are
+alike (a session, a burst), so it is measured as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+
+PRESENCE_SAMPLES = (512, 2048, 4096, 8192, 16384)
+_MAX_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """The bags that one feature looks up in one batch.
+
+    Attributes:
+        ids: integer [L], all bags one after the other.
+        lengths: integer [B], ids per bag; None = one id per bag.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Bags, one per sample."""
+        return int(self.ids.size if self.lengths is None else self.lengths.size)
+
+
+class PresenceSampler:
+    """Distinct rows per window of n samples of one table, for a few n at once.
+
+    The log is cut into blocks of `max(num_samples)` samples. Only sampled blocks are looked at:
+    every second one at first; whenever more than 16 have been measured every second of them is
+    dropped and the stride doubles. So the measured blocks are spread evenly over a log of any
+    length, at most half of the ids are ever sorted, and the share falls as the log grows. Within a
+    measured block every whole window of n samples counts.
+    """
+
+    def __init__(self, num_rows: int, num_samples: Sequence[int] = PRESENCE_SAMPLES) -> None:
+        """Start a sampler for a table of `num_rows` rows; `num_samples` are the window sizes n."""
+        sizes = sorted(set(int(n) for n in num_samples))
+        if not sizes or sizes[0] < 1:
+            raise InvalidInputError(
+                fail("cannot measure presence", "num_samples", list(num_samples),
+                     "at least one window size, all >= 1", "correct the sizes"))
+        self._sizes = sizes
+        self._block = sizes[-1]
+        self._bits = (self._block - 1).bit_length()
+        # Row and sample share one sort key; 32 bits sort about twice as fast as 64.
+        small = num_rows << self._bits <= 2**32
+        self._dtype: np.dtype[Any] = np.dtype(np.uint32 if small else np.int64)
+        self._stride = 2
+        self._at = 0
+        self._keys: list[np.ndarray] = []
+        self._records: list[dict[int, tuple[int, int]]] = []
+
+    def add(self, lookups: Sequence[Lookups]) -> None:
+        """Feed one batch: the bags of every feature of the table, all with the same samples."""
+        num_samples = lookups[0].num_samples
+        ends: list[np.ndarray | None] | None = None
+        done = 0
+        while done < num_samples:
+            inside = self._at % self._block
+            take = min(num_samples - done, self._block - inside)
+            if (self._at // self._block) % self._stride == 0:
+                if ends is None:
+                    ends = [None if x.lengths is None else np.cumsum(x.lengths) for x in lookups]
+                for part, end in zip(lookups, ends, strict=True):
+                    self._keep(part, end, done, take, inside)
+            done += take
+            self._at += take
+            if self._at % self._block == 0:
+                self._close(self._block)
+
+    def _keep(self, part: Lookups, end: np.ndarray | None, start: int, take: int,
+              inside: int) -> None:
+        samples = np.arange(inside, inside + take, dtype=self._dtype)
+        if part.lengths is None or end is None:
+            ids = part.ids[start:start + take]
+        else:
+            first = int(end[start - 1]) if start else 0
+            ids = part.ids[first:int(end[start + take - 1])]
+            samples = np.repeat(samples, part.lengths[start:start + take])
+        keys = ids.astype(self._dtype)  # a copy of its own
+        keys <<= self._bits
+        keys |= samples
+        self._keys.append(keys)
+
+    def _close(self, num_samples: int) -> None:
+        """Count the windows within the first `num_samples` samples of the block that ends here."""
+        if not self._keys:
+            return
+        keys = np.concatenate(self._keys)
+        self._keys = []
+        keys.sort()
+        rows = keys >> self._bits
+        sample = (keys & ((1 << self._bits) - 1)).astype(np.int32)
+        # Sample of the same row's previous access, -1 for none: an access is the first one of its
+        # row in window k exactly when the previous access lies in an earlier window.
+        previous = np.full(sample.size, -1, np.int32)
+        np.copyto(previous[1:], sample[:-1], where=rows[1:] == rows[:-1])
+        record = {}
+        for n in self._sizes:
+            windows = num_samples // n
+            if windows:
+                inside = slice(None) if windows * n == num_samples else sample < windows * n
+                s, p = sample[inside], previous[inside]
+                record[n] = (int(np.count_nonzero(p // np.int32(n) < s // np.int32(n))), windows)
+        self._records.append(record)
+        if len(self._records) > _MAX_BLOCKS:
+            self._records = self._records[::2]
+            self._stride *= 2
+
+    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Window sizes int64 [Q], mean distinct rows float64 [Q], windows counted int64 [Q].
+
+        A block that the log ends in counts with its whole windows. Sizes that no window fits are
+        left out.
+        """
+        self._close(self._at % self._block)
+        sizes, means, counts = [], [], []
+        for n in self._sizes:
+            pairs = [record[n] for record in self._records if n in record]
+            windows = sum(w for _, w in pairs)
+            if windows:
+                sizes.append(n)
+                means.append(sum(rows for rows, _ in pairs) / windows)
+                counts.append(windows)
+        return (np.array(sizes, np.int64), np.array(means, np.float64), np.array(counts, np.int64))

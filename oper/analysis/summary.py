@@ -1,0 +1,94 @@
+"""What access statistics say, for a person: skew, unseen mass and drift."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from oper.stats import AccessStats, TableStats, TimeBucket
+
+
+@dataclass(frozen=True, slots=True)
+class Skew:
+    """Skew of one table. Shares are of all accesses; "touched" rows are those that were looked up.
+
+    Attributes:
+        num_rows: rows of the table.
+        num_touched_rows: distinct rows looked up.
+        num_accesses: ids looked up.
+        pooling_factor: mean ids per bag.
+        hottest: share of the hottest row.
+        top_1pct: share of the hottest 1 % of the touched rows (rounded up).
+        top_10pct: share of the hottest 10 % of the touched rows (rounded up).
+        rows_for_half: hottest rows that together take half of the accesses.
+        rows_for_90pct: hottest rows that together take 90 % of the accesses.
+        unseen_mass: Good-Turing estimate of the probability that the next id is a new one.
+        drift: total variation distance of consecutive time buckets, mean; NaN without buckets.
+    """
+
+    num_rows: int
+    num_touched_rows: int
+    num_accesses: int
+    pooling_factor: float
+    hottest: float
+    top_1pct: float
+    top_10pct: float
+    rows_for_half: int
+    rows_for_90pct: int
+    unseen_mass: float
+    drift: float
+
+
+def skew(table: TableStats) -> Skew:
+    """Skew of one table's accesses."""
+    values, rows = table.count_histogram()
+    values, rows = values[values > 0], rows[values > 0]
+    mass = np.concatenate([[0.0], np.cumsum(values * rows, dtype=np.float64)])
+    ends = np.concatenate([[0.0], np.cumsum(rows, dtype=np.float64)])
+    touched = table.num_touched_rows
+    sizes = np.array([1, math.ceil(touched * 0.01), math.ceil(touched * 0.1)])
+    hottest, top_1pct, top_10pct = (float(share) for share in table.coverage(sizes))
+
+    def rows_for(share: float) -> int:
+        # Within one count every row weighs the same, so that mass is linear in rows there.
+        return math.ceil(float(np.interp(share * mass[-1], mass, ends)) - 1e-9)
+
+    return Skew(
+        table.num_rows, touched, table.num_accesses, table.pooling_factor,
+        hottest, top_1pct, top_10pct, rows_for(0.5), rows_for(0.9), table.unseen_mass, drift(table))
+
+
+def drift(table: TableStats) -> float:
+    """Mean total variation distance between consecutive time buckets, 0 (none) to 1 (disjoint).
+
+    Half the sum over rows of the difference of access shares; includes sampling noise, so that a
+    stationary log of many rare ids is above 0. NaN with fewer than two buckets.
+    """
+    pairs = list(zip(table.buckets, table.buckets[1:], strict=False))
+    return float(np.mean([_distance(a, b) for a, b in pairs])) if pairs else float("nan")
+
+
+def _distance(a: TimeBucket, b: TimeBucket) -> float:
+    _, at_a, at_b = np.intersect1d(a.ids, b.ids, assume_unique=True, return_indices=True)
+    share_a, share_b = a.counts / a.counts.sum(), b.counts / b.counts.sum()
+    # Sum of |x - y| / 2 over all rows equals one minus the sum of min(x, y).
+    return 1.0 - float(np.minimum(share_a[at_a], share_b[at_b]).sum())
+
+
+def describe(stats: AccessStats) -> dict[str, Any]:
+    """All tables' skew as JSON-able values (NaN becomes None)."""
+    tables = {}
+    for name, table in stats.tables.items():
+        fields = asdict(skew(table))
+        tables[name] = {k: None if isinstance(v, float) and math.isnan(v) else v
+                        for k, v in fields.items()}
+    return {
+        "source": stats.source,
+        "num_samples": stats.num_samples,
+        "ids_in_hotness_order": stats.ids_in_hotness_order,
+        "num_accesses": sum(t.num_accesses for t in stats.tables.values()),
+        "tables": tables,
+    }

@@ -1,0 +1,201 @@
+"""`collect` from the kinds of batches and models that users have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oper
+from oper.analysis import Collector, collect, tables_of
+from oper.errors import InvalidInputError
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+
+TABLES = (TableSpec("t1", 10, 4, ("a", "b")), TableSpec("t2", 6, 4, ("c",)))
+BATCH = {
+    "a": (np.array([1, 2, 3]), np.array([2, 0, 1])),
+    "b": (np.array([3, 9]), np.array([0, 1, 1])),
+    "c": (np.array([5, 5, 0]), np.array([1, 1, 1])),
+}
+
+
+class FakeJagged:
+    """The reading methods of a KeyedJaggedTensor, so that the test needs no torchrec."""
+
+    def __init__(self, keys: list[str], values: list[int], lengths: list[int]) -> None:
+        self._keys, self._values, self._lengths = keys, np.array(values), np.array(lengths)
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> np.ndarray:
+        return self._values
+
+    def lengths(self) -> np.ndarray:
+        return self._lengths
+
+
+def fake_jagged() -> FakeJagged:
+    # Keys in another order than the tables' features, and one that no table wants.
+    return FakeJagged(["c", "x", "b", "a"], [5, 5, 0, 4, 3, 9, 1, 2, 3],
+                      [1, 1, 1, 0, 1, 0, 0, 1, 1, 2, 0, 1])
+
+
+def check(stats: AccessStats, times: int = 1) -> None:
+    t1, t2 = stats.tables["t1"], stats.tables["t2"]
+    assert dict(zip(t1.head_ids.tolist(), t1.head_counts.tolist(), strict=True)) == {
+        3: 2 * times, 1: times, 2: times, 9: times}
+    assert t1.head_ids[0] == 3
+    assert dict(zip(t2.head_ids.tolist(), t2.head_counts.tolist(), strict=True)) == {
+        5: 2 * times, 0: times}
+    assert t1.length_values.tolist() == [0, 1, 2]
+    assert t1.length_counts.tolist() == [2 * times, 3 * times, times]
+    assert t2.length_counts.tolist() == [3 * times]
+    assert stats.num_samples == 3 * times
+
+
+@dataclass
+class FakeBatch:
+    sparse_features: FakeJagged
+    labels: list[int]
+
+
+@pytest.mark.parametrize("batch", [
+    BATCH,
+    fake_jagged(),
+    FakeBatch(fake_jagged(), [0, 1, 0]),
+    (np.zeros(3), fake_jagged(), [0, 1, 0]),
+    [np.zeros(3), FakeBatch(fake_jagged(), [])],
+    ({k: BATCH[k] for k in "ab"}, {"c": BATCH["c"][0]}),
+], ids=["mapping", "kjt", "batch", "tuple", "list with batch", "two mappings"])
+def test_kinds_of_batches(batch: Any) -> None:
+    check(collect([batch, batch], TABLES), 2)
+    check(oper.collect(iter([batch]), list(TABLES)))
+
+
+def test_a_feature_that_a_batch_lacks_is_not_looked_up() -> None:
+    stats = collect([BATCH, {"a": (np.array([7]), np.array([1, 0]))}], TABLES)
+    assert stats.tables["t1"].num_accesses == 6
+    assert stats.tables["t1"].num_bags == 8
+    assert stats.tables["t2"].num_accesses == 3
+    assert stats.num_samples == 5
+
+
+def test_a_table_without_lookups_is_an_error() -> None:
+    with pytest.raises(InvalidInputError, match=r"t2.*\['a'\]"):
+        collect([{"a": BATCH["a"]}], TABLES)
+
+
+@pytest.mark.parametrize(("batch", "words"), [
+    (np.zeros(3), ["ndarray", "KeyedJaggedTensor"]),
+    ({"a": (np.array([10]), np.array([1]))}, ["'t1'", "10", "num_rows=10"]),
+    (FakeJagged(["a", "b"], [1, 2, 3], [1, 1]), ["sum(lengths)", "len(values)=3"]),
+    (({"a": BATCH["a"]}, {"a": BATCH["a"]}), ["each feature once"]),
+    ({"a": np.array([0.5])}, ["'a'", "float64"]),
+])
+def test_bad_batches(batch: Any, words: list[str]) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        collect([batch], TABLES)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_variable_batch_sizes_per_feature_are_refused() -> None:
+    kjt = fake_jagged()
+    kjt.variable_stride_per_key = lambda: True  # type: ignore[attr-defined]
+    kjt.stride_per_key = lambda: [3, 2, 3, 3]  # type: ignore[attr-defined]
+    with pytest.raises(InvalidInputError, match="one batch size"):
+        collect([kjt], TABLES)
+
+
+def test_buckets_from_batches() -> None:
+    batches = [(day, BATCH) for day in ("d1", "d1", "d2")]
+    stats = collect(batches, TABLES, bucket_of=lambda batch: batch[0])
+    assert [(b.label, int(b.counts.sum())) for b in stats.tables["t2"].buckets] == [
+        ("d1", 6), ("d2", 3)]
+
+
+def test_statistics_survive_the_file_and_merge(tmp_path: Any) -> None:
+    part = collect([BATCH], TABLES)
+    part.save(tmp_path / "part")
+    check(AccessStats.load(tmp_path / "part") + part, 2)
+
+
+class Module:
+    """A module tree as `named_modules` shows it."""
+
+    def __init__(self, **children: Any) -> None:
+        self.children = children
+
+    def named_modules(self, prefix: str = "") -> Any:
+        yield prefix, self
+        for name, child in self.children.items():
+            path = f"{prefix}.{name}" if prefix else name
+            if isinstance(child, Module):
+                yield from child.named_modules(path)
+            else:
+                yield path, child
+
+
+def fake_collection(method: str, *configs: tuple[str, int, list[str]]) -> Module:
+    module = Module(embedding_bags=Module(
+        t=SimpleNamespace(num_embeddings=99, embedding_dim=4)))
+    setattr(module, method, lambda: [
+        SimpleNamespace(name=n, num_embeddings=r, embedding_dim=4, feature_names=f)
+        for n, r, f in configs])
+    return module
+
+
+def test_tables_of_a_module_tree() -> None:
+    model = Module(
+        sparse=Module(ebc=fake_collection("embedding_bag_configs", ("t1", 10, ["a", "b"]))),
+        sequence=fake_collection("embedding_configs", ("t2", 6, ["c"])),
+        user=SimpleNamespace(num_embeddings=5, embedding_dim=2),
+        head=SimpleNamespace(in_features=3))
+    tables = tables_of(model)
+    assert [(t.name, t.num_rows, t.dim, t.features) for t in tables] == [
+        ("t1", 10, 4, ("a", "b")), ("t2", 6, 4, ("c",)), ("user", 5, 2, ("user",))]
+    stats = collect([{**BATCH, "user": np.array([4, 4, 0])}], model)
+    check(stats)
+    assert stats.tables["user"].head_ids.tolist() == [4, 0]
+
+
+def test_models_without_tables_and_other_objects_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="a module with embedding tables"):
+        tables_of(Module())
+    with pytest.raises(InvalidInputError, match="sequence of TableSpec"):
+        tables_of([1, 2])
+    with pytest.raises(InvalidInputError, match="unique names"):
+        Collector([TABLES[0], TABLES[0]])
+
+
+def test_real_torch_modules_and_kjts() -> None:
+    torch = pytest.importorskip("torch")
+    modules = pytest.importorskip("torchrec.modules.embedding_modules")
+    configs = pytest.importorskip("torchrec.modules.embedding_configs")
+    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    bags = modules.EmbeddingBagCollection(tables=[
+        configs.EmbeddingBagConfig(name=t.name, num_embeddings=t.num_rows, embedding_dim=t.dim,
+                                   feature_names=list(t.features)) for t in TABLES])
+    model = torch.nn.ModuleDict({"ebc": bags, "user": torch.nn.EmbeddingBag(5, 2)})
+    assert tables_of(bags) == TABLES
+    fake = fake_jagged()
+    kjt = sparse.KeyedJaggedTensor(
+        keys=fake.keys(), values=torch.tensor(fake.values()), lengths=torch.tensor(fake.lengths()))
+    check(collect([kjt], bags))
+    stats = collect([(kjt, {"user": (torch.tensor([1, 1]), torch.tensor([2, 0, 0]))})], model)
+    check(stats)
+    assert stats.tables["user"].head_counts.tolist() == [2]
+
+
+def test_analysis_imports_neither_torch_nor_other_rooms() -> None:
+    code = ("import sys, oper.analysis as a; a.collect, a.skew, a.TableCounter, a.PresenceSampler;"
+            "rooms = [m for m in sys.modules if m.split('.')[0] in ('torch', 'torchrec', 'pyarrow')"
+            " or m.startswith(('oper.search', 'oper.shmem', 'oper.integration'))];"
+            "assert not rooms, rooms; assert callable(a.collect)")
+    subprocess.run([sys.executable, "-c", code], check=True)
