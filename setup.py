@@ -41,7 +41,8 @@ HOST, CUDA = "oper._lib.liboper_host", "oper._lib.liboper_cuda"
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
 # No -march: kernels for newer processors are chosen at run time. No contraction to fused
 # multiply-add: host and device, and every plan, must round alike.
-HOST_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-psabi"]
+HOST_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+              "-Wno-psabi"]
 CUDA_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-cudart", "shared", "-DUSE_CUDA", "-Xcompiler",
               "-fPIC,-fvisibility=hidden,-ffp-contract=off"]
 TORCH_LIBRARIES = ["-ltorch", "-ltorch_cpu", "-lc10"]
@@ -89,7 +90,7 @@ def cuda_sources() -> list[str]:
 
 
 def arch_flags() -> list[str]:
-    archs = [a for a in os.environ.get("OPER_CUDA_ARCHS", "80;90").replace(",", ";").split(";") if a]
+    archs = os.environ.get("OPER_CUDA_ARCHS", "80;90").replace(";", " ").replace(",", " ").split()
     if not archs:
         sys.exit("OPER_CUDA_ARCHS is empty, expected compute capabilities such as '80;90'.")
     codes = [(a, f"sm_{a}") for a in archs] + [(archs[-1], f"compute_{archs[-1]}")]
@@ -131,11 +132,15 @@ class BuildNative(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
 
+    def copy_extensions_to_source(self) -> None:
+        (ROOT / "oper" / "_lib").mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
+
     def build_extension(self, ext: Extension) -> None:
         is_cuda = ext.name == CUDA
         compiler = [find_nvcc() or "nvcc"] if is_cuda else shlex.split(os.environ.get("CXX", "g++"))
         if shutil.which(compiler[0]) is None:
-            sys.exit(f"oper's build needs the C++ compiler {compiler[0]!r}: install g++ or set CXX.")
+            sys.exit(f"oper's build needs the compiler {compiler[0]!r}: install g++ or set CXX.")
         flags = [*(CUDA_FLAGS + arch_flags() if is_cuda else HOST_FLAGS), *DEFINES,
                  "-Icsrc/include", "-Icsrc"]
         key = hashlib.sha256("\0".join([*compiler, *flags, *torch_version()[:1]]).encode())

@@ -26,6 +26,16 @@ _MAX_HEADER_BYTES = 64 << 20
 _ALLOWED_KINDS = "biuf"  # NumPy dtype kinds that may be stored: bool, int, unsigned, float
 
 
+def datasets_root() -> Path:
+    """The folder of data set recipes and cards, wherever this package runs from.
+
+    An installed wheel carries it inside the package; a checkout has it beside the package.
+    """
+    package = Path(__file__).resolve().parent
+    inside = package / "datasets"
+    return inside if inside.is_dir() else package.parent / "datasets"
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary sibling of `path` for writing and rename it over `path` on success.
@@ -137,7 +147,7 @@ def _read_header(
             fail(what, "header_bytes", info.file_size, f"<= {_MAX_HEADER_BYTES}", "write it again")
         )
     try:
-        header = json.loads(archive.read(info))
+        header: dict[str, Any] = json.loads(archive.read(info))
         found_kind, found_version = header["kind"], header["version"]
         ok = isinstance(header["meta"], dict) and all(
             isinstance(n, str) and isinstance(d, str) and all(isinstance(s, int) and s >= 0 for s in sh)

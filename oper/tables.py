@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from oper.errors import InvalidInputError, fail
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 POOLINGS = ("sum", "mean", "none")
-OPTIMIZER_STATE_BYTES = {  # bytes of optimizer state per row, given dim
+OPTIMIZER_STATE_BYTES: dict[str, Callable[[int], int]] = {  # bytes of optimizer state per row, given dim
     "none": lambda dim: 0,
     "sgd": lambda dim: 0,
     "rowwise_adagrad": lambda dim: 4,

@@ -1,0 +1,64 @@
+"""The ``oper`` command: finds the verb and imports only what that verb needs.
+
+A verb lives in a module with two functions, ``configure_<name>(parser)`` and
+``run_<name>(args) -> int``. Results go to stdout, everything else to stderr. Exit codes: 0 ok,
+1 failure, 2 usage, 3 infeasible plan, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from oper import __version__
+from oper.errors import OperError, PlanInfeasibleError
+
+VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
+    "doctor": ("oper.doctor", "what is installed, what the machine offers, what is missing"),
+}
+
+
+def build_parser(verb: str | None) -> argparse.ArgumentParser:
+    """The parser of the command line; only `verb` gets its own arguments (and its import)."""
+    parser = argparse.ArgumentParser(
+        prog="oper", description="Statistics-driven placement of embedding tables.",
+        epilog="'oper VERB --help' explains a verb. Exit codes: 0 ok, 1 failure, 2 usage, "
+               "3 infeasible plan. OPER_DEBUG=1 shows where an error comes from.")
+    parser.add_argument("--version", action="version", version=f"oper {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, (module, help_line) in VERBS.items():
+        about = help_line[:1].upper() + help_line[1:]
+        sub = verbs.add_parser(name, help=help_line, description=about)
+        if name == verb:
+            getattr(importlib.import_module(module), f"configure_{name}")(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code (usage errors exit with 2)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = next((w for w in words if not w.startswith("-")), None)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    logging.getLogger("oper").setLevel(logging.INFO)
+    try:
+        args = build_parser(verb).parse_args(words)
+        module = importlib.import_module(VERBS[args.verb][0])
+        code = int(getattr(module, f"run_{args.verb}")(args))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("oper: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone; do not complain again when stdout is closed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (OperError, OSError) as error:
+        if os.environ.get("OPER_DEBUG") == "1":
+            raise
+        print(f"oper: {error}", file=sys.stderr)
+        return 3 if isinstance(error, PlanInfeasibleError) else 1

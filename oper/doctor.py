@@ -1,0 +1,297 @@
+"""``oper doctor``: what is installed, what the machine offers, what is missing, how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oper import __version__
+from oper.errors import OperError
+from oper.tables import format_bytes
+
+# Every variable that the package, its build or its tests read; nothing else steers it.
+ENVIRONMENT = {
+    "OPER_DATA": "folder of real data for tests and benchmarks",
+    "OPER_DEBUG": "1 = show where an error comes from",
+    "OPER_OUTBOX_BYTES": "size of a rank's gradient outbox",
+    "OPER_DEADLINE_S": "how long a rank waits for its peers",
+    "OPER_CUDA": "build: auto, 0 or 1",
+    "OPER_CUDA_ARCHS": "build: compute capabilities, e.g. 80;90",
+    "CUDA_HOME": "build: the CUDA toolkit",
+    "CXX": "build: the C++ compiler",
+    "MAX_JOBS": "build: compilers at once",
+}
+
+_REQUIRED = {"torch": "pip install 'torch>=2.11'", "numpy": "pip install numpy",
+             "pyarrow": "pip install pyarrow", "highspy": "pip install highspy",
+             "tqdm": "pip install tqdm"}
+_OPTIONAL = {  # module: (distributions that provide it, what it is for, how to get it)
+    "torchrec": (("torchrec",), "TorchRec models and peers",
+                 "make setup, or pip install --no-deps torchrec"),
+    "fbgemm_gpu": (("fbgemm-gpu-cpu", "fbgemm-gpu"), "torchrec",
+                   "pip install fbgemm-gpu-cpu (fbgemm-gpu on a GPU machine)"),
+    "cvxpy": (("cvxpy",), "the readable statement of the planner", "pip install 'oper[plan]'"),
+    "matplotlib": (("matplotlib",), "reports", "pip install 'oper[report]'"),
+    "jinja2": (("jinja2",), "reports", "pip install 'oper[report]'"),
+}
+_HUGE_BYTES = 2 << 20
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that the command prints.
+
+    Attributes:
+        versions: by package; None = not installed.
+        libraries: by library, ``"loads"``, ``"not built"`` or what went wrong.
+        machine: processor, memory and page facts.
+        gpus: one line per device.
+        environment: variables that are set, of those OPER reads.
+        problems: what keeps the CPU path from working, and the way out.
+        hints: what is missing for optional parts, and how to get it.
+    """
+
+    versions: dict[str, str | None] = field(default_factory=dict)
+    libraries: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    gpus: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+
+
+def configure_doctor(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``oper doctor``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Examine the machine; 0 when everything that the CPU path needs is there."""
+    report = examine()
+    print(json.dumps(asdict(report), indent=2) if args.json else to_text(report))
+    return 1 if report.problems else 0
+
+
+def examine() -> Report:
+    """Look at packages, libraries and the machine."""
+    report = Report(environment={k: os.environ[k] for k in ENVIRONMENT if k in os.environ})
+    _examine_packages(report)
+    _examine_libraries(report)
+    report.machine = _machine()
+    report.machine["heap pages"] = "unknown"
+    if report.libraries["host"] == "loads":
+        try:
+            report.machine["heap pages"] = page_kind()
+        except (OSError, RuntimeError) as error:
+            report.problems.append(f"no shared memory between processes: {error}; allow "
+                                   "memfd_create and mmap in this container")
+    report.gpus = _gpus()
+    if report.gpus and report.libraries["cuda"] != "loads":
+        report.hints.append("the GPU library is not in use: install a CUDA build of torch and the "
+                            "CUDA toolkit, then run make setup")
+    return report
+
+
+def to_text(report: Report) -> str:
+    """The report for a person."""
+    def block(title: str, rows: dict[str, Any]) -> list[str]:
+        width = max((len(k) for k in rows), default=0)
+        return [title, *(f"  {k:<{width}}  {v}" for k, v in rows.items())]
+
+    lines = block("versions", {k: v or "not installed" for k, v in report.versions.items()})
+    lines += block("libraries", report.libraries)
+    lines += block("machine", report.machine)
+    lines += ["GPUs", *(f"  {g}" for g in report.gpus or ["none"])]
+    lines += block("environment", {k: f"{report.environment.get(k, 'not set')} ({about})"
+                                   for k, about in ENVIRONMENT.items()})
+    lines += ["missing", *(f"  {p}" for p in report.problems)]
+    lines += [f"  optional: {h}" for h in report.hints]
+    if not report.problems:
+        lines.append("  nothing that the CPU path needs")
+    return "\n".join(lines)
+
+
+def _version(*distributions: str) -> str | None:
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def _failure(module: str) -> str | None:
+    """Why `module` cannot be imported; None when it can."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            importlib.import_module(module)
+    except Exception as error:  # a damaged package may raise anything
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return None
+
+
+def _examine_packages(report: Report) -> None:
+    report.versions = {"oper": __version__, "python": platform.python_version()}
+    if sys.version_info < (3, 11):  # noqa: UP036  (a checkout may be run by any interpreter)
+        report.problems.append(f"python={platform.python_version()}, expected >= 3.11")
+    for module, command in _REQUIRED.items():
+        report.versions[module] = _version(module)
+        if (why := _failure(module)) is not None:
+            report.problems.append(f"{module}: {why}; {command}")
+    torch_version = report.versions["torch"]
+    if torch_version and tuple(map(int, torch_version.split(".")[:2])) < (2, 11):
+        report.problems.append(f"torch={torch_version}, expected >= 2.11; {_REQUIRED['torch']}")
+    for module, (distributions, purpose, command) in _OPTIONAL.items():
+        report.versions[module] = _version(*distributions)
+        if report.versions[module] is None:
+            report.hints.append(f"{module} is not installed (needed for {purpose}); {command}")
+        elif module in ("torchrec", "fbgemm_gpu") and (why := _failure(module)) is not None:
+            report.hints.append(f"{module} does not import ({why}); {command}")
+
+
+def _examine_libraries(report: Report) -> None:
+    rebuild = "run make setup, or python setup.py build_ext --inplace"
+    for name, must in (("host", True), ("cuda", False)):
+        path = Path(__file__).resolve().parent / "_lib" / f"liboper_{name}.so"
+        if not path.exists():
+            state = "not built"
+        else:
+            state = "loads" if (why := _load_failure(name, path)) is None else why
+        report.libraries[name] = state
+        if must and state != "loads":
+            report.problems.append(f"the {name} library: {state}; {rebuild}")
+    if report.libraries["host"] == "loads":
+        import torch
+
+        report.libraries["host kernels"] = torch.ops.oper.kernel_name()
+
+
+def _load_failure(name: str, path: Path) -> str | None:
+    try:
+        if name == "host":
+            from oper.shmem.library import load
+
+            load()
+            return None
+        import torch
+
+        if torch.version.cuda is None:
+            return "built, but torch has no CUDA"
+        torch.ops.load_library(str(path))
+    except (OperError, OSError, ImportError) as error:
+        return str(error)
+    return None
+
+
+def _machine() -> dict[str, Any]:
+    memory = {k: int(v.split()[0]) * 1024 for k, v in _colon_file("/proc/meminfo").items()
+              if v.endswith("kB")}
+    processor = _colon_file("/proc/cpuinfo")
+    flags = set(processor.get("flags", "").split())
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    vectors = [f for f in ("avx2", "avx512f", "avx512bw", "avx512vl") if f in flags]
+    facts: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": processor.get("model name", platform.machine()),
+        "cores": f"{usable} usable of {os.cpu_count()}",
+        "vector flags": " ".join(vectors) or "none",
+        "memory": f"{format_bytes(memory.get('MemTotal', 0))}, "
+                  f"{format_bytes(memory.get('MemAvailable', 0))} available",
+        "memory limit": _limit(),
+        "huge page pool": f"{_read('/proc/sys/vm/nr_hugepages') or '?'} of 2 MiB",
+    }
+    for name, file in (("private", "enabled"), ("shared", "shmem_enabled")):
+        text = _read(f"/sys/kernel/mm/transparent_hugepage/{file}")
+        facts[f"huge pages, {name}"] = _chosen(text) if text else "?"
+    facts["nvcc"] = _nvcc() or "not found"
+    return facts
+
+
+def page_kind() -> str:
+    """The kind of pages behind the rows of a shared arena here, tried out on a few megabytes.
+
+    Needs the host library to be loaded.
+    """
+    import torch
+
+    size = 4 * _HUGE_BYTES
+    address = 0
+    fd = os.memfd_create("oper-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size)
+        address = torch.ops.oper.map_segment(fd, size, True)
+        torch.ops.oper.segment_view(address, size // 256, 64).fill_(1.0)
+        collapsed = torch.ops.oper.collapse_segment(address, size)
+    finally:
+        if address:
+            torch.ops.oper.unmap_segment(address, size)
+        os.close(fd)
+    return "2 MiB (collapsed when rows are loaded)" if collapsed == size else "4 KiB"
+
+
+def _gpus() -> list[str]:
+    with contextlib.suppress(Exception):
+        import torch
+
+        if torch.cuda.is_available():
+            found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+            return [f"{p.name}, {format_bytes(p.total_memory)}" for p in found]
+    # A CPU build of torch sees no device; the driver may.
+    return _lines(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+
+
+def _nvcc() -> str | None:
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    for nvcc in [*(str(Path(h) / "bin" / "nvcc") for h in homes if h), shutil.which("nvcc")]:
+        if nvcc and os.access(nvcc, os.X_OK):
+            release = [x for x in _lines([nvcc, "--version"]) if "release" in x]
+            if release:
+                return f"{nvcc} ({release[0].split(',')[-1].strip()})"
+    return None
+
+
+def _lines(command: list[str]) -> list[str]:
+    """Lines that a command prints; none when it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return []
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        return done.stdout.strip().splitlines() if done.returncode == 0 else []
+    return []
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _colon_file(path: str) -> dict[str, str]:
+    """``key : value`` lines of a file in /proc; the first of equal keys."""
+    pairs: dict[str, str] = {}
+    for line in _read(path).splitlines():
+        key, _, value = line.partition(":")
+        pairs.setdefault(key.strip(), value.strip())
+    return pairs
+
+
+def _chosen(text: str) -> str:
+    """``never`` of ``always madvise [never]``."""
+    return text.partition("[")[2].partition("]")[0] or text
+
+
+def _limit() -> str:
+    """Memory limit of the control group, which may be below the machine's memory."""
+    text = (_read("/sys/fs/cgroup/memory.max")
+            or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    return format_bytes(int(text)) if text.isdigit() and int(text) < 1 << 60 else "none"
