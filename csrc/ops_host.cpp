@@ -207,6 +207,12 @@ std::tuple<int64_t, int64_t> context_barrier(int64_t handle) {
   return {static_cast<int64_t>(result), culprit};
 }
 
+// Nanoseconds of the last batch: forward, reduce, wait, update, wait, refresh.
+std::vector<int64_t> context_phases(int64_t handle) {
+  const Context& context = context_of(handle);
+  return {context.phase_ns, context.phase_ns + kNumPhases};
+}
+
 void context_close(int64_t handle) {
   std::lock_guard<std::mutex> lock(registry_mutex);
   registry().erase(handle);
@@ -319,6 +325,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
       "int outbox_bytes, Tensor[] heads) -> int");
   m.def("context_set_barrier(int handle, int lines, int[] pidfds, int deadline_ms) -> ()");
   m.def("context_barrier(int handle) -> (int, int)");
+  m.def("context_phases(int handle) -> int[]");
   m.def("context_close(int handle) -> ()");
   m.def(
       "pooled_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
@@ -338,6 +345,7 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("context_create", TORCH_BOX(&oper::host::context_create));
   m.impl("context_set_barrier", TORCH_BOX(&oper::host::context_set_barrier));
   m.impl("context_barrier", TORCH_BOX(&oper::host::context_barrier));
+  m.impl("context_phases", TORCH_BOX(&oper::host::context_phases));
   m.impl("context_close", TORCH_BOX(&oper::host::context_close));
 }
 

@@ -2,11 +2,13 @@
 #include "host/context.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 
 #include "host/kernels.h"
+#include "host/memory.h"
 
 namespace oper::host {
 
@@ -38,6 +40,41 @@ Scratch* Context::take_scratch() {
 void Context::give_scratch(Scratch* scratch) {
   std::lock_guard<std::mutex> lock(scratch_mutex_);
   scratch_free_.push_back(scratch);
+}
+
+namespace {
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+}  // namespace
+
+void Context::reset_outbox() {
+  const int64_t head =
+      static_cast<int64_t>(sizeof(OutboxHeader) + tables.size() * outbox_entry_bytes());
+  outbox_cursor_.store(round_up(head, 4096));
+}
+
+bool Context::take_outbox(const Table& table, int64_t count, OutboxTable* entry) {
+  const int64_t slot_bytes = round_up(count * 4, 64);
+  const int64_t bytes = slot_bytes + round_up(count * table.row_bytes(), 64);
+  entry->slots_offset = outbox_cursor_.fetch_add(bytes);
+  entry->rows_offset = entry->slots_offset + slot_bytes;
+  return entry->rows_offset + count * table.row_bytes() <= outbox_bytes;
+}
+
+void Context::collapse_outbox(int32_t owner_rank) {
+  OutboxHeader* header = outbox_header(owner_rank);
+  if (owner_rank == rank) {
+    const int64_t used = std::min(outbox_cursor_.load(), outbox_bytes);
+    if (used > header->used_bytes) header->used_bytes = used;
+  }
+  outbox_collapsed_.resize(static_cast<size_t>(world_size));
+  int64_t& done = outbox_collapsed_[owner_rank];
+  if (header->used_bytes <= done) return;
+  // A quarter more than needed, so that slowly growing batches do not come here every step.
+  const int64_t want = std::min(
+      round_up(header->used_bytes + header->used_bytes / 4, static_cast<int64_t>(kHugePage)),
+      outbox_bytes / static_cast<int64_t>(kHugePage) * static_cast<int64_t>(kHugePage));
+  if (want > done) collapse_huge(outbox[owner_rank] + done, static_cast<size_t>(want - done));
+  done = std::max(want, header->used_bytes);
 }
 
 const Kernels& kernels() {
@@ -98,24 +135,6 @@ int64_t num_ids(const Table& table, const Batch& batch) {
   return n;
 }
 
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
-// Lay the tables out in this rank's outbox; false when they do not fit.
-bool lay_out_outbox(Context& context, const Batch& batch) {
-  int64_t at = round_up(
-      static_cast<int64_t>(context.tables.size()) * context.outbox_entry_bytes(), 4096);
-  for (size_t t = 0; t < context.tables.size(); ++t) {
-    const Table& table = context.tables[t];
-    const int64_t most = std::min(num_ids(table, batch), table.home.num_rows);
-    OutboxTable* entry = context.outbox_table(context.rank, static_cast<int64_t>(t));
-    entry->slots_offset = at;
-    at = round_up(at + most * 4, 64);
-    entry->rows_offset = at;
-    at = round_up(at + most * table.row_bytes(), 64);
-  }
-  return at <= context.outbox_bytes;
-}
-
 // Copy the rows that their owners have just updated into this rank's replicas.
 void refresh_replicas(const Context& context) {
   for (const Refresh& part : context.refreshes) {
@@ -134,6 +153,22 @@ void refresh_replicas(const Context& context) {
   }
 }
 
+// Adds the time since the last call to a phase.
+class PhaseClock {
+ public:
+  explicit PhaseClock(Context& context) : context_(context), last_(Clock::now()) {}
+  void end(Phase phase) {
+    const auto now = Clock::now();
+    context_.phase_ns[phase] = std::chrono::nanoseconds(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Context& context_;
+  Clock::time_point last_;
+};
+
 Status barrier(Context& context) {
   if (!context.barrier) return {};
   int32_t culprit = -1;
@@ -144,6 +179,7 @@ Status barrier(Context& context) {
 }  // namespace
 
 Status forward(Context& context, const Batch& batch, float* out, ParallelFor parallel) {
+  PhaseClock clock(context);
   const int64_t B = batch.batch_size;
   // Bags are handed to threads in blocks of about a thousand.
   const int64_t F = static_cast<int64_t>(context.features.size());
@@ -166,13 +202,15 @@ Status forward(Context& context, const Batch& batch, float* out, ParallelFor par
                         batch.ids_are_32_bit};
     note_bad(bad, kernels().pool(table, bags, to, context.output_columns, scratch));
   });
+  clock.end(kForward);
   if (bad.load() >= 0) return {4, bad.load()};
   return {};
 }
 
 Status backward(Context& context, const Batch& batch, const float* grad, int64_t grad_stride,
                 const OptimizerArgs& args, ParallelFor parallel) {
-  if (!lay_out_outbox(context, batch)) return {3, -1};
+  PhaseClock clock(context);
+  context.reset_outbox();
   const int64_t T = static_cast<int64_t>(context.tables.size());
   // Largest table first, so that no thread starts the longest task last.
   std::vector<int32_t> order(static_cast<size_t>(T));
@@ -184,17 +222,30 @@ Status backward(Context& context, const Batch& batch, const float* grad, int64_t
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return sizes[a] > sizes[b]; });
   std::atomic<int64_t> bad{-1};
+  std::atomic<bool> full{false};
   run_tasks(context, T, parallel, [&](int64_t task, Scratch& scratch) {
-    note_bad(bad, kernels().reduce(context, order[task], batch, grad, grad_stride, scratch));
+    const int64_t result =
+        kernels().reduce(context, order[task], batch, grad, grad_stride, scratch);
+    if (result == kReduceFull) full.store(true);
+    note_bad(bad, result);
   });
   if (bad.load() >= 0) return {4, bad.load()};
+  if (full.load()) return {3, -1};
+  context.collapse_outbox(context.rank);
+  clock.end(kReduce);
   Status status = barrier(context);
   if (status.code != 0) return status;
+  for (int32_t r = 0; r < context.world_size; ++r)
+    if (r != context.rank) context.collapse_outbox(r);
+  clock.end(kWaitForGradients);
   run_tasks(context, T, parallel,
             [&](int64_t task, Scratch&) { kernels().update(context, order[task], args); });
+  clock.end(kUpdate);
   status = barrier(context);
   if (status.code != 0) return status;
+  clock.end(kWaitForUpdates);
   refresh_replicas(context);
+  clock.end(kRefresh);
   return {};
 }
 

@@ -70,11 +70,18 @@ class Scratch {
 };
 
 // Where a rank leaves its reduced gradients: a header, then per table slots and gradient rows.
+struct OutboxHeader {
+  int64_t used_bytes;  // high-water mark, for the readers' huge pages
+  int64_t reserved[7];
+};
+
 struct OutboxTable {
   int64_t slots_offset;  // bytes from the start of the outbox, uint32 [n]
   int64_t rows_offset;   // bytes from the start of the outbox, float [n, dim]
   // followed by int64 begin[W + 1]: entries of owner r are [begin[r], begin[r + 1])
 };
+
+enum Phase { kForward, kReduce, kWaitForGradients, kUpdate, kWaitForUpdates, kRefresh, kNumPhases };
 
 struct Context {
   int32_t rank = 0;
@@ -86,6 +93,8 @@ struct Context {
   std::vector<char*> outbox;  // [W]
   int64_t outbox_bytes = 0;
   std::unique_ptr<Barrier> barrier;  // null: single rank
+  // Wall time of the last batch by phase, see enum Phase.
+  int64_t phase_ns[kNumPhases] = {};
   // Backing store of every pointer above that the directory uses.
   std::vector<std::vector<TierMap>> tier_storage;
   std::vector<int64_t> map_storage;
@@ -95,15 +104,27 @@ struct Context {
   int64_t outbox_entry_bytes() const {
     return static_cast<int64_t>(sizeof(OutboxTable)) + 8 * (world_size + 1);
   }
-  OutboxTable* outbox_table(int32_t owner_rank, int64_t table) const {
-    return reinterpret_cast<OutboxTable*>(outbox[owner_rank] + table * outbox_entry_bytes());
+  OutboxHeader* outbox_header(int32_t owner_rank) const {
+    return reinterpret_cast<OutboxHeader*>(outbox[owner_rank]);
   }
+  OutboxTable* outbox_table(int32_t owner_rank, int64_t table) const {
+    return reinterpret_cast<OutboxTable*>(outbox[owner_rank] + sizeof(OutboxHeader) +
+                                          table * outbox_entry_bytes());
+  }
+  // Forget the last batch's gradients.
+  void reset_outbox();
+  // Room for `count` gradient rows and slots of a table; false when the outbox is full.
+  bool take_outbox(const Table& table, int64_t count, OutboxTable* entry);
+  // Huge pages behind the part of a rank's outbox that is in use and has none yet.
+  void collapse_outbox(int32_t owner_rank);
   static int64_t* outbox_begin(OutboxTable* entry) { return reinterpret_cast<int64_t*>(entry + 1); }
 
  private:
   std::mutex scratch_mutex_;
   std::vector<std::unique_ptr<Scratch>> scratch_all_;
   std::vector<Scratch*> scratch_free_;
+  std::atomic<int64_t> outbox_cursor_{0};
+  std::vector<int64_t> outbox_collapsed_;  // [W] bytes that were asked to be huge pages
 };
 
 // One batch of lookups; all pointers stay the caller's.

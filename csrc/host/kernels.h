@@ -16,14 +16,16 @@ struct BagRange {
   bool ids_are_32_bit;
 };
 
+constexpr int64_t kReduceOk = -1, kReduceFull = -2;
+
 struct Kernels {
   const char* name;
   // Pools the bags into out + bag * stride. Returns the first bad id's index in `ids`, or -1.
   int64_t (*pool)(const Table& table, const BagRange& bags, float* out, int64_t stride,
                   Scratch& scratch);
-  // Reduces the gradients of one table into the outbox entry, whose offsets are already set.
-  // Returns the first bad id's index, or -1.
-  int64_t (*reduce)(const Context& context, int32_t table, const Batch& batch, const float* grad,
+  // Reduces the gradients of one table into the outbox. Returns the first bad id's index, or
+  // kReduceOk, or kReduceFull when the outbox has no room.
+  int64_t (*reduce)(Context& context, int32_t table, const Batch& batch, const float* grad,
                     int64_t grad_stride, Scratch& scratch);
   // Merges what all ranks left for this rank's rows of one table and applies the optimizer.
   void (*update)(const Context& context, int32_t table, const OptimizerArgs& args);

@@ -281,15 +281,20 @@ int64_t gather_keys(const Table& table, const Batch& batch, TableBatch& out, Scr
 
 class Outbox {
  public:
-  Outbox(const Context& context, const Table& table, OutboxTable* entry)
+  // Takes room for `count` rows of `table`; `ok()` tells whether there was any.
+  Outbox(Context& context, const Table& table, int32_t index, int64_t count)
       : owner_begin_(table.owner_begin.data()),
-        begin_(Context::outbox_begin(entry)),
-        slots_(reinterpret_cast<uint32_t*>(context.outbox[context.rank] + entry->slots_offset)),
-        rows_(reinterpret_cast<float*>(context.outbox[context.rank] + entry->rows_offset)),
         world_size_(context.world_size),
         dim_(table.dim) {
+    OutboxTable* entry = context.outbox_table(context.rank, index);
+    begin_ = Context::outbox_begin(entry);
     begin_[0] = 0;
+    ok_ = context.take_outbox(table, count, entry);
+    if (!ok_) return;
+    slots_ = reinterpret_cast<uint32_t*>(context.outbox[context.rank] + entry->slots_offset);
+    rows_ = reinterpret_cast<float*>(context.outbox[context.rank] + entry->rows_offset);
   }
+  bool ok() const { return ok_; }
   // Destination of the next key, which is larger than all before.
   OPER_INLINE float* next(int64_t key) {
     while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
@@ -302,22 +307,23 @@ class Outbox {
 
  private:
   const int64_t* owner_begin_;
-  int64_t* begin_;
-  uint32_t* slots_;
-  float* rows_;
+  int64_t* begin_ = nullptr;
+  uint32_t* slots_ = nullptr;
+  float* rows_ = nullptr;
   int32_t world_size_;
   int64_t dim_;
   int32_t owner_ = 0;
   int64_t count_ = 0;
+  bool ok_ = false;
 };
 
 // ---- backward: small tables, accumulated in place ----------------------------------------------
 
 // Sums in the order of the input, as the sorted path does, so both give the same bits.
 template <int N>
-void reduce_dense(const Context& context, const Table& table, const Batch& batch,
-                  const TableBatch& in, const float* grad, int64_t stride, Outbox& outbox,
-                  Scratch& scratch) {
+bool reduce_dense(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
+                  const float* grad, int64_t stride, Scratch& scratch) {
+  const Table& table = context.tables[index];
   const int dim = table.dim;
   const int64_t num_rows = table.home.num_rows;
   float* sums = scratch.get<float>(2, num_rows * dim);
@@ -341,9 +347,15 @@ void reduce_dense(const Context& context, const Table& table, const Batch& batch
       value.store(sum, dim);
     }
   }
+  int64_t count = 0;
+  for (int64_t key = 0; key < num_rows; ++key) count += seen[key];
+  Outbox outbox(context, table, index, count);
+  if (!outbox.ok()) return false;
   for (int64_t key = 0; key < num_rows; ++key)
     if (seen[key])
       std::memcpy(outbox.next(key), sums + key * dim, static_cast<size_t>(dim) * 4);
+  outbox.close();
+  return true;
 }
 
 // ---- backward: everything else, sorted ---------------------------------------------------------
@@ -400,11 +412,16 @@ const float* stage_gradients(const Context& context, const Table& table, const B
   return staged;
 }
 
+struct PairBits {
+  int key, payload;
+};
+
 // K packs (key, payload); the payload is the combined bag, or the index in `in` with weights.
 template <int N, class K, bool kWeighted>
-void reduce_sorted(const Context& context, const Table& table, const Batch& batch,
-                   const TableBatch& in, const float* grad, int64_t stride, int payload_bits,
-                   int key_bits, Outbox& outbox, Scratch& scratch) {
+bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
+                   const float* grad, int64_t stride, PairBits bits, Scratch& scratch) {
+  const Table& table = context.tables[index];
+  const int payload_bits = bits.payload;
   const int dim = table.dim;
   const int64_t n = in.n;
   const int64_t row_bytes = table.row_bytes();
@@ -413,7 +430,7 @@ void reduce_sorted(const Context& context, const Table& table, const Batch& batc
   for (int64_t i = 0; i < n; ++i)
     pairs[i] = (static_cast<K>(in.keys[i]) << payload_bits) |
                static_cast<K>(kWeighted ? static_cast<uint32_t>(i) : in.bags[i]);
-  const K* sorted = radix_sort(pairs, spare, n, payload_bits, key_bits);
+  const K* sorted = radix_sort(pairs, spare, n, payload_bits, bits.key);
   const K mask = (K{1} << payload_bits) - 1;
 
   const int64_t bags = static_cast<int64_t>(table.features.size()) * batch.batch_size;
@@ -426,6 +443,11 @@ void reduce_sorted(const Context& context, const Table& table, const Batch& batc
     return staged ? staged + static_cast<int64_t>(bag) * dim
                   : bag_gradient(context, table, grad, stride, batch.batch_size, bag);
   };
+  int64_t count = n > 0 ? 1 : 0;
+  for (int64_t i = 1; i < n; ++i)
+    count += (sorted[i] >> payload_bits) != (sorted[i - 1] >> payload_bits);
+  Outbox outbox(context, table, index, count);
+  if (!outbox.ok()) return false;
   constexpr int64_t kAhead = 12;
   for (int64_t i = 0; i < n;) {
     const K key = sorted[i] >> payload_bits;
@@ -443,53 +465,43 @@ void reduce_sorted(const Context& context, const Table& table, const Batch& batc
     }
     sum.store(outbox.next(static_cast<int64_t>(key)), dim);
   }
+  outbox.close();
+  return true;
 }
 
 int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
 
 template <int N, class K>
-void reduce_packed(const Context& context, const Table& table, const Batch& batch,
-                   const TableBatch& in, const float* grad, int64_t stride, int payload_bits,
-                   int key_bits, Outbox& outbox, Scratch& scratch) {
-  if (in.weights) {
-    reduce_sorted<N, K, true>(context, table, batch, in, grad, stride, payload_bits, key_bits,
-                              outbox, scratch);
-  } else {
-    reduce_sorted<N, K, false>(context, table, batch, in, grad, stride, payload_bits, key_bits,
-                               outbox, scratch);
-  }
+bool reduce_packed(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
+                   const float* grad, int64_t stride, PairBits bits, Scratch& scratch) {
+  return in.weights
+             ? reduce_sorted<N, K, true>(context, index, batch, in, grad, stride, bits, scratch)
+             : reduce_sorted<N, K, false>(context, index, batch, in, grad, stride, bits, scratch);
 }
 
-int64_t reduce(const Context& context, int32_t index, const Batch& batch, const float* grad,
+int64_t reduce(Context& context, int32_t index, const Batch& batch, const float* grad,
                int64_t stride, Scratch& scratch) {
   const Table& table = context.tables[index];
   TableBatch in;
   const int64_t bad = batch.ids_are_32_bit ? gather_keys<int32_t>(table, batch, in, scratch)
                                            : gather_keys<int64_t>(table, batch, in, scratch);
   if (bad >= 0) return bad;
-  Outbox outbox(context, table, context.outbox_table(context.rank, index));
   // Sums of a small table stay in the cache, which then beats sorting.
   constexpr int64_t kDenseBytes = 256 << 10;
   const bool dense = table.home.num_rows * table.row_bytes() <= kDenseBytes &&
                      table.home.num_rows <= 4 * in.n;
-  const int key_bits = bits_for(static_cast<uint64_t>(table.home.num_rows));
   const uint64_t payloads = in.weights ? static_cast<uint64_t>(in.n)
                                        : table.features.size() * batch.batch_size;
-  const int payload_bits = bits_for(payloads);
-  with_row_width(table.dim, [&](auto width) {
+  const PairBits bits{bits_for(static_cast<uint64_t>(table.home.num_rows)), bits_for(payloads)};
+  const bool ok = with_row_width(table.dim, [&](auto width) {
     constexpr int N = decltype(width)::value;
-    if (dense) {
-      reduce_dense<N>(context, table, batch, in, grad, stride, outbox, scratch);
-    } else if (key_bits + payload_bits <= 32 && payload_bits < 32) {
-      reduce_packed<N, uint32_t>(context, table, batch, in, grad, stride, payload_bits, key_bits,
-                                 outbox, scratch);
-    } else {
-      reduce_packed<N, uint64_t>(context, table, batch, in, grad, stride, 32, key_bits, outbox,
-                                 scratch);
-    }
+    if (dense) return reduce_dense<N>(context, index, batch, in, grad, stride, scratch);
+    if (bits.key + bits.payload <= 32 && bits.payload < 32)
+      return reduce_packed<N, uint32_t>(context, index, batch, in, grad, stride, bits, scratch);
+    return reduce_packed<N, uint64_t>(context, index, batch, in, grad, stride,
+                                      PairBits{bits.key, 32}, scratch);
   });
-  outbox.close();
-  return -1;
+  return ok ? kReduceOk : kReduceFull;
 }
 
 // ---- update at the owner -----------------------------------------------------------------------
