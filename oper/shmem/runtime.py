@@ -21,6 +21,7 @@ from oper.tables import TableSpec
 
 DEADLINE_ENV = "OPER_DEADLINE_S"
 MAX_DIM = 1024
+_INTEGERS = (torch.int64, torch.int32)
 CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are read or written
 
 
@@ -118,12 +119,21 @@ class ShardedTables:
         Raises:
             InvalidInputError: an id out of range, or lengths that do not fit the ids.
         """
+        if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
+            raise InvalidInputError(
+                fail("cannot look up", "per-sample weights", "requires_grad=True",
+                     "weights that need no gradient", "detach them; they would not be trained"))
         if self.optimizer is not None and torch.is_grad_enabled():
-            return _PooledLookup.apply(self._anchor, self, batch)
+            out: torch.Tensor = _PooledLookup.apply(  # type: ignore[no-untyped-call]
+                self._anchor, self, batch)
+            return out
         return self.forward(batch)[0]
 
     def forward(self, batch: Lookup) -> tuple[torch.Tensor, torch.Tensor]:
         """Pooled embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags."""
+        _check_batch(batch)
+        if batch.batch_size == 0 and batch.ids.numel() == 0:
+            return torch.empty(0, self.output_columns), torch.zeros(1, dtype=torch.int64)
         out, offsets, code, detail = torch.ops.oper.pooled_forward(
             self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size)
         if code:
@@ -181,11 +191,13 @@ class ShardedTables:
                      f"{batch.ids.numel()} with no negative length", "correct the batch"))
         key = int(torch.searchsorted(offsets, detail, right=True)) - 1
         key //= max(1, batch.batch_size)
-        feature = batch.key_of.tolist().index(key)
-        name, table = self.features[feature]
-        num_rows = self.directories[self.tables[table]].table.num_rows
+        bad = int(batch.ids[detail])
+        for feature, carrier in zip(self.features, batch.key_of.tolist(), strict=True):
+            num_rows = self.directories[self.tables[feature[1]]].table.num_rows
+            if carrier == key and not 0 <= bad < num_rows:
+                break  # of a feature's tables the one that lacks the row
         raise InvalidInputError(
-            fail(f"lookup of feature {name!r} in table {table!r}", "id", int(batch.ids[detail]),
+            fail(f"lookup of feature {feature[0]!r} in table {feature[1]!r}", "id", bad,
                  f"0 <= id < {num_rows}", "correct the input or enlarge the table"))
 
     # ---- rows in logical order -------------------------------------------------------------------
@@ -324,6 +336,27 @@ class _PooledLookup(torch.autograd.Function):
         tables, batch, offsets = ctx.call
         tables.apply_gradients(grads[0], batch, offsets)
         return None, None, None
+
+
+def _check_batch(batch: Lookup) -> None:
+    """What the kernels take for granted: dtypes, sizes, contiguous memory."""
+    ids, lengths, weights = batch.ids, batch.lengths, batch.weights
+    for name, value in (("ids", ids), ("lengths", lengths)):
+        if value.dtype not in _INTEGERS or value.dim() != 1 or not value.is_contiguous():
+            raise InvalidInputError(
+                fail("cannot look up", name, (value.dtype, tuple(value.shape)),
+                     "contiguous int64 or int32, one dimension", "convert the batch"))
+    if lengths.numel() % max(1, batch.batch_size) or (not batch.batch_size and lengths.numel()):
+        raise InvalidInputError(
+            fail("cannot look up", "number of lengths", lengths.numel(),
+                 f"a multiple of the batch size {batch.batch_size}", "correct the batch"))
+    if weights is None:
+        return
+    if (weights.dtype != torch.float32 or weights.shape != ids.shape
+            or not weights.is_contiguous()):
+        raise InvalidInputError(
+            fail("cannot look up", "per-sample weights", (weights.dtype, tuple(weights.shape)),
+                 f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch"))
 
 
 def _check_supported(tables: Sequence[TableSpec], optimizer: Optimizer | None) -> None:

@@ -1,0 +1,368 @@
+"""Helpers of the runtime's tests: cases, batches, plans, a reference trainer, virtual ranks.
+
+The reference is plain torch and shares no code with the runtime: dense autograd over the mean of
+the ranks' losses, then FBGEMM's exact SGD or row-wise Adagrad in a few lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.group import ThreadGroup
+from oper.shmem.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.shmem.runtime import Lookup, ShardedTables
+from oper.tables import TableSpec
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": SGD(lr=0.5),
+    "rowwise_adagrad": RowWiseAdagrad(lr=0.05, eps=1e-8),
+}
+
+
+# ---- cases and batches ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tables, the input's keys and how a batch looks."""
+
+    tables: tuple[TableSpec, ...]
+    keys: tuple[str, ...]
+    weighted: bool = False
+    id_dtype: torch.dtype = torch.int64
+    length_dtype: torch.dtype = torch.int64
+    max_length: int = 4
+    base_batch: int = 16
+
+    @property
+    def features(self) -> list[tuple[str, str]]:
+        return [(f, t.name) for t in self.tables for f in t.features]
+
+    @property
+    def key_of(self) -> torch.Tensor:
+        return torch.tensor([self.keys.index(f) for f, _ in self.features])
+
+    @property
+    def columns(self) -> int:
+        return sum(t.dim * len(t.features) for t in self.tables)
+
+    def table(self, name: str) -> TableSpec:
+        return next(t for t in self.tables if t.name == name)
+
+    def with_optimizer(self, name: str) -> Case:
+        return replace(self, tables=tuple(replace(t, optimizer=name) for t in self.tables))
+
+
+@dataclass
+class Batch:
+    """One rank's input of one step: key-major ids and lengths, and a target for the loss."""
+
+    lengths: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+    target: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return self.target.shape[0]
+
+    def lookup(self, case: Case) -> Lookup:
+        return Lookup(self.ids, self.lengths, case.key_of, self.size, self.weights)
+
+
+def dlrm_case(optimizer: str = "rowwise_adagrad", **fields: Any) -> Case:
+    """Tables of all widths and sizes; shared features; keys in another order, two extra."""
+    shapes = [
+        ("one", 1, 4, ("only",), "sum"),
+        ("tiny", 7, 8, ("f1",), "mean"),
+        ("two_features", 1000, 12, ("a", "b"), "sum"),
+        ("means", 5000, 16, ("f3",), "mean"),
+        ("left", 300, 24, ("shared",), "sum"),
+        ("large", 20000, 64, ("f5",), "sum"),
+        ("right", 310, 96, ("shared",), "mean"),
+        ("wide", 3000, 128, ("f7",), "sum"),
+        ("widest", 2, 200, ("f8",), "mean"),
+    ]
+    tables = tuple(TableSpec(n, r, d, f, p, "float32", optimizer) for n, r, d, f, p in shapes)
+    keys = ("f8", "zz_extra", "b", "f5", "only", "shared", "a", "f7", "f3", "extra", "f1")
+    return Case(tables, keys, **fields)
+
+
+def make_batch(case: Case, seed: int, size: int) -> Batch:
+    """Skewed ids, about a third of the bags empty; extra keys carry ids that fit no table."""
+    rng = np.random.default_rng(seed)
+    rows = {k: min((case.table(t).num_rows for f, t in case.features if f == k), default=0)
+            for k in case.keys}
+    lengths = rng.integers(0, case.max_length + 1, (len(case.keys), size))
+    lengths[rng.random(lengths.shape) < 0.2] = 0
+    ids = []
+    for k, key in enumerate(case.keys):
+        n = int(lengths[k].sum())
+        hot = (rows[key] * rng.random(n) ** 4).astype(np.int64)
+        # Hot rows are scattered: 7919 is prime and divides no table's number of rows.
+        ids.append(hot * 7919 % rows[key] if rows[key] else np.full(n, 2**31 - 1))
+    flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
+    weights = torch.from_numpy(rng.normal(1, 0.5, flat.size).astype(np.float32))
+    target = torch.from_numpy(rng.normal(0, 1, (size, case.columns)).astype(np.float32))
+    return Batch(torch.from_numpy(lengths.reshape(-1)).to(case.length_dtype),
+                 torch.from_numpy(flat).to(case.id_dtype),
+                 weights if case.weighted else None, target)
+
+
+def make_steps(case: Case, world_size: int, steps: int, seed: int = 0) -> list[list[Batch]]:
+    """Batches by step and rank; sizes differ between ranks and some are empty."""
+    turns = (case.base_batch, case.base_batch // 3, 0, case.base_batch + 7)
+    return [[make_batch(case, 1000 * seed + 10 * s + r, turns[(r + s) % 4])
+             for r in range(world_size)] for s in range(steps)]
+
+
+def initial_weights(case: Case, seed: int = 7) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {t.name: torch.empty(t.num_rows, t.dim).uniform_(-0.5, 0.5, generator=g)
+            for t in case.tables}
+
+
+def rank_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean over a rank's own batch; 0 for an empty batch."""
+    return ((out - target.to(out.dtype)) ** 2).sum() / max(1, out.shape[0])
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def mixed_plan(tables: Sequence[TableSpec], world_size: int, seed: int) -> Plan:
+    """Tiers of all kinds, explicit heads, weighted stripes, replicas on some ranks only."""
+    rng = np.random.default_rng(seed)
+    entries = []
+    for t in tables:
+        head = rng.permutation(t.num_rows)[: int(rng.integers(0, t.num_rows + 1))]
+        cuts = np.unique(rng.integers(0, t.num_rows + 1, int(rng.integers(0, 5))))
+        cuts = sorted({0, t.num_rows, *cuts.tolist()})
+        tiers = [_random_tier(rng, a, b, world_size) for a, b in itertools.pairwise(cuts)]
+        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),), head.astype(np.int64)))
+    return Plan(world_size, tuple(entries))
+
+
+def _random_tier(rng: np.random.Generator, start: int, stop: int, world_size: int) -> Tier:
+    placement = ("replicated", "striped", "owned")[int(rng.integers(0, 3))]
+    ranks = rng.permutation(world_size)[: int(rng.integers(1, world_size + 1))].tolist()
+    if placement == "owned":
+        ranks = ranks[:1]
+    weights = ()
+    if placement == "striped" and rng.random() < 0.7:
+        weights = tuple(rng.integers(1, 6, len(ranks)).tolist())
+    return Tier(start, stop, placement, tuple(ranks), weights)
+
+
+def plans_for(tables: Sequence[TableSpec], world_size: int) -> dict[str, Plan]:
+    """The plans that every exactness test runs through."""
+    plans = {p: uniform_plan(tables, world_size, p) for p in ("replicated", "striped", "owned")}
+    for seed in range(3):
+        plans[f"mixed{seed}"] = mixed_plan(tables, world_size, seed)
+    return plans
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What a training run leaves: outputs [step][rank], weights and states by table."""
+
+    outputs: list[list[torch.Tensor]]
+    weights: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor]
+    replicas: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+
+def pool(weight: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, pooling: str,
+         weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum or mean of each bag, one row at a time."""
+    bags = torch.repeat_interleave(torch.arange(lengths.numel()), lengths.long())
+    rows = weight[ids.long()]
+    if weights is not None:
+        rows = rows * weights.to(rows.dtype)[:, None]
+    out = torch.zeros(lengths.numel(), weight.shape[1], dtype=weight.dtype).index_add(0, bags, rows)
+    if pooling == "mean":
+        out = out / lengths.clamp(min=1).to(out.dtype)[:, None]
+    return out
+
+
+def reference_forward(case: Case, tables: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+    lengths = batch.lengths.reshape(len(case.keys), batch.size)
+    ends = [0, *np.cumsum(lengths.sum(1).numpy()).tolist()]
+    blocks = []
+    for feature, name in case.features:
+        k = case.keys.index(feature)
+        part = slice(ends[k], ends[k + 1])
+        blocks.append(pool(tables[name], batch.ids[part], lengths[k], case.table(name).pooling,
+                           None if batch.weights is None else batch.weights[part]))
+    return torch.cat(blocks, 1)
+
+
+@torch.no_grad()
+def apply_optimizer(optimizer: Optimizer, weight: torch.Tensor, state: torch.Tensor,
+                    grad: torch.Tensor) -> None:
+    """One exact update of a whole table; a row without gradient does not move."""
+    if isinstance(optimizer, SGD):
+        weight -= optimizer.lr * grad
+        return
+    state += (grad * grad).mean(1)
+    weight -= optimizer.lr * grad / (state.sqrt() + optimizer.eps)[:, None]
+
+
+def train_reference(case: Case, steps: list[list[Batch]], optimizer: Optimizer,
+                    dtype: torch.dtype = torch.float32) -> Result:
+    """Train the unsharded tables on the mean of the ranks' losses."""
+    weights = {n: w.to(dtype, copy=True).requires_grad_() for n, w in initial_weights(case).items()}
+    states = {n: torch.zeros(w.shape[0], dtype=dtype) for n, w in weights.items()}
+    outputs = []
+    for batches in steps:
+        outs = [reference_forward(case, weights, b) for b in batches]
+        losses = [rank_loss(o, b.target) for o, b in zip(outs, batches, strict=True)]
+        (torch.stack(losses).sum() / len(losses)).backward()
+        for name, w in weights.items():
+            apply_optimizer(optimizer, w, states[name], w.grad)
+            w.grad = None
+        outputs.append([o.detach() for o in outs])
+    return Result(outputs, {n: w.detach() for n, w in weights.items()}, states)
+
+
+# ---- virtual ranks -------------------------------------------------------------------------------
+
+
+def run_ranks(world_size: int, body: Callable[[ThreadGroup], Any], num_threads: int = 1,
+              timeout_s: float = 120.0) -> list[Any]:
+    """Run `body(group)` on one thread per virtual rank; results by rank, or the first error."""
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+    before = torch.get_num_threads()
+
+    def work(group: ThreadGroup) -> None:
+        try:
+            torch.set_num_threads(num_threads)
+            results[group.rank] = body(group)
+        except BaseException as error:
+            errors.append(error)
+            group.abort()
+
+    threads = [threading.Thread(target=work, args=(g,), daemon=True)
+               for g in ThreadGroup.create(world_size)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout_s)
+    torch.set_num_threads(before)
+    if errors:
+        raise errors[0]
+    assert not any(t.is_alive() for t in threads), "a virtual rank hangs"
+    return results
+
+
+def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizer | None,
+                gradient_scale: float | None = None) -> ShardedTables:
+    """Sharded tables that hold the case's initial weights."""
+    scale = 1.0 / group.world_size if gradient_scale is None else gradient_scale
+    tables = ShardedTables(plan, case.features, group, optimizer, scale)
+    for name, weight in initial_weights(case).items():
+        tables.write(name, weight)
+    tables.publish()
+    return tables
+
+
+def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer,
+               group: Any) -> Result:
+    """One rank's part of a training run; every rank reads all tables at the end."""
+    tables = open_tables(case, plan, group, optimizer)
+    outputs = []
+    for batches in steps:
+        batch = batches[group.rank]
+        out = tables.lookup(batch.lookup(case))
+        rank_loss(out, batch.target).backward()
+        outputs.append([out.detach().clone()])
+    tables.barrier()
+    weights = {t.name: tables.read(t.name) for t in case.tables}
+    states = {t.name: tables.read(t.name, part="state") for t in case.tables if t.state_bytes}
+    replicas = {(t.name, r): tables.replica(t.name, r).clone()
+                for t in case.tables for r in range(group.world_size)}
+    tables.barrier()
+    tables.close()
+    return Result(outputs, weights, states, replicas)
+
+
+def merge_ranks(ranks: list[Result]) -> Result:
+    """One result of all ranks; asserts that all have read the same tables, bit for bit."""
+    first = ranks[0]
+    for other in ranks[1:]:
+        assert_bitwise(first.weights, other.weights, "weights read by two ranks")
+        assert_bitwise(first.states, other.states, "states read by two ranks")
+        assert_bitwise(first.replicas, other.replicas, "replicas read by two ranks")
+    steps = range(len(first.outputs))
+    return replace(first, outputs=[[r.outputs[s][0] for r in ranks] for s in steps])
+
+
+def train_virtual(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer,
+                  num_threads: int = 1) -> Result:
+    """Train on virtual ranks of this process."""
+    def body(group: ThreadGroup) -> Result:
+        return train_rank(case, plan, steps, optimizer, group)
+
+    return merge_ranks(run_ranks(plan.world_size, body, num_threads))
+
+
+# ---- comparisons ---------------------------------------------------------------------------------
+
+
+def assert_bitwise(a: Any, b: Any, what: str) -> None:
+    """Equal bit for bit, through dicts and lists."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), what
+        for key in a:
+            assert_bitwise(a[key], b[key], f"{what} {key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), what
+        for k, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_bitwise(x, y, f"{what} [{k}]")
+    else:
+        same = torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+        assert a.shape == b.shape and same, f"{what}: bits differ"
+
+
+def _named(case: Case, result: Result) -> dict[str, torch.Tensor]:
+    """Weights, states and, per feature, the outputs of all steps and ranks, as one tensor each."""
+    found = {f"weight {n}": w for n, w in result.weights.items()}
+    found |= {f"state {n}": s for n, s in result.states.items()}
+    out = torch.cat([o for step in result.outputs for o in step])
+    at = 0
+    for feature, name in case.features:
+        dim = case.table(name).dim
+        found[f"output {feature}@{name}"] = out[:, at:at + dim]
+        at += dim
+    return found
+
+
+def assert_exact(case: Case, got: Result, fp32: Result, fp64: Result) -> None:
+    """The project's criterion for the same numbers, tensor by tensor.
+
+    Within 1e-5 of the largest value of the unsharded fp32 run, and not further from the float64 run
+    than 4 times that run (plus half a unit in the last place: rounding the right value is allowed).
+    """
+    mine, ref, best = _named(case, got), _named(case, fp32), _named(case, fp64)
+    for name in mine:
+        largest = ref[name].abs().max().item() if ref[name].numel() else 0.0
+        gap = (mine[name] - ref[name]).abs().max().item() if ref[name].numel() else 0.0
+        assert gap <= 1e-5 * largest, f"{name}: differs by {gap}, largest value {largest}"
+        if not ref[name].numel():
+            continue
+        error = (mine[name].double() - best[name]).abs().max().item()
+        allowed = 4 * (ref[name].double() - best[name]).abs().max().item()
+        assert error <= allowed + largest * 2.0**-24, (
+            f"{name}: {error} from float64, the unsharded run is {allowed / 4}")
