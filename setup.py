@@ -197,7 +197,8 @@ class PlatformWheel(bdist_wheel):
 
 
 torch_version()  # before pip resolves dependencies: it would fetch a torch of its own choice
-extensions = [Extension(HOST, sources("csrc/host/*.cpp", "csrc/ops_host.cpp"))]
+host_sources = [s for s in sources("csrc/host/*.cpp", "csrc/ops_*.cpp") if not s.endswith("_cuda.cpp")]
+extensions = [Extension(HOST, host_sources)]
 if cuda_sources():
     extensions.append(Extension(CUDA, cuda_sources()))
 setup(ext_modules=extensions,

@@ -1,0 +1,47 @@
+// torch operator for the gather ceiling, which benchmarks set beside a lookup; see host/ceiling.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "host/ceiling.h"
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace oper::host {
+namespace {
+
+constexpr int64_t kGrain = 256;  // bags that a thread takes at least
+
+const int64_t* checked(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous(),
+                  "gather_ceiling: ", name, " is not a contiguous int64 tensor");
+  return static_cast<const int64_t*>(tensor.data_ptr());
+}
+
+void gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int64_t dim,
+                    int64_t prefetch, bool stream, Tensor out) {
+  const int64_t num_bags = destinations.numel();
+  GatherJob job{checked(addresses, "addresses"), checked(offsets, "offsets"),
+                checked(destinations, "destinations"), static_cast<float*>(out.data_ptr()),
+                dim, prefetch, stream};
+  STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && out.is_contiguous() &&
+                      out.numel() >= num_bags * dim && offsets.numel() == num_bags + 1 &&
+                      prefetch >= 0 && addresses.numel() >= job.offsets[num_bags] + prefetch,
+                  "gather_ceiling: shapes of addresses, offsets, destinations and out disagree");
+  torch::stable::parallel_for(0, num_bags, kGrain,
+                              [&job](int64_t begin, int64_t end) { gather(job, begin, end); });
+}
+
+}  // namespace
+}  // namespace oper::host
+
+STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
+  m.def(
+      "gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int dim, "
+      "int prefetch, bool stream, Tensor(a!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
+  m.impl("gather_ceiling", TORCH_BOX(&oper::host::gather_ceiling));
+}
