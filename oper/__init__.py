@@ -32,7 +32,7 @@ _PUBLIC = {
     "DeadlineError": "oper.errors",
 }
 
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+__all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
     from oper.analysis import collect as collect

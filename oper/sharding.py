@@ -60,7 +60,7 @@ def shard(
         stats: access statistics or their file (`oper.collect`, ``oper analyze``). Without them the
             plan is made from table sizes, with one warning.
         plan: a plan or plan file to execute instead of making one.
-        topology: the machine or its TOML file; by default this host with as many ranks as the group.
+        topology: the machine or its TOML file; by default this host and the group's ranks.
         modules: paths of the modules to shard; all by default.
         objective: ``"training"`` or ``"inference"`` (read-only tables).
         batch_size: samples per rank and step that the plan is made for.
@@ -141,8 +141,8 @@ def _refuse_shared_parameters(module: nn.Module, targets: list[_Target]) -> None
         for name, parameter in child.named_parameters(recurse=False):
             here = f"{path}.{name}".strip(".")
             first = owner.setdefault(id(parameter), here)
-            if first != here and any(
-                    x == p or p == "" or x.startswith(f"{p}.") for x in (first, here) for p in paths):
+            ours = any(p in ("", x) or x.startswith(f"{p}.") for x in (first, here) for p in paths)
+            if first != here and ours:
                 raise InvalidInputError(
                     fail("cannot shard a parameter shared between modules", "parameters",
                          (first, here), "each table in one module", "untie them"))
@@ -161,8 +161,9 @@ def _describe(target: _Target, objective: str, default: Optimizer | None) -> Non
         found.append(tagged or default)
     if objective == "training":
         if None in found:
+            where = target.path or "the model"
             raise InvalidInputError(
-                fail("cannot shard for training", f"optimizer of {target.path or 'the model'}", None,
+                fail("cannot shard for training", f"optimizer of {where}", None,
                      "one for every table",
                      "pass optimizer=oper.RowWiseAdagrad(lr=...), or tag the tables with "
                      "torchrec.optim.apply_optimizer_in_backward before sharding"))
@@ -233,11 +234,9 @@ def _build(target: _Target, plan: Plan, objective: str, group: Group) -> nn.Modu
     from oper.integration.table_state import load_weights
     from oper.shmem.runtime import ShardedTables
 
-    mine = {s.name for s in target.specs}
     # Own specs: a plan file need not know pooling or optimizer of the model that it is used for.
     own = {s.name: s for s in target.specs}
-    entries = tuple(replace(t, table=own[t.table.name]) for t in plan.tables if t.table.name in mine)
-    entries = tuple(sorted(entries, key=lambda t: list(own).index(t.table.name)))
+    entries = tuple(replace(plan.table(name), table=spec) for name, spec in own.items())
     features = [(f, s.name) for s in target.specs for f in s.features]
     tables = ShardedTables(replace(plan, tables=entries), features, group,
                            target.optimizer if objective == "training" else None,

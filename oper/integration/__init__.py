@@ -1,1 +1,1 @@
-"""TorchRec and PyTorch edges: sharded modules, their state, and what DistributedDataParallel sees."""
+"""TorchRec and PyTorch edges: sharded modules, and their state."""

@@ -46,11 +46,9 @@ def _mesh(tables: ShardedTables) -> Any:
 
     mesh = getattr(tables, "_device_mesh", None)
     if mesh is None:
-        group = getattr(tables.group, "process_group", None)
-        if group is None:
-            import torch.distributed as dist
+        import torch.distributed as dist
 
-            group = dist.group.WORLD
+        group: Any = getattr(tables.group, "process_group", None) or dist.group.WORLD
         mesh = DeviceMesh.from_group(group, "cpu")
         tables._device_mesh = mesh  # type: ignore[attr-defined]
     return mesh
@@ -103,7 +101,7 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
 
 def _rank0_weight(tables: ShardedTables, weight: torch.Tensor) -> torch.Tensor:
     data = weight.detach().contiguous()
-    sums = tables.group.all_gather(zlib.crc32(memoryview(data.numpy()).cast("B")))
+    sums = tables.group.all_gather(zlib.crc32(data.numpy().data.cast("B")))
     if len(set(sums)) > 1:
         import torch.distributed as dist
 

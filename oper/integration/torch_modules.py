@@ -94,7 +94,8 @@ class ShardedEmbeddingBag(nn.Module):
         left = torch.bincount(bags[keep], minlength=lengths.numel())
         return ids[keep], left, None if weights is None else weights[keep]
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
+                            ) -> None:
         destination[f"{prefix}weight"] = table_entry(self.tables, self._name)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,

@@ -1,9 +1,9 @@
 """TorchRec's edge: a pooled collection whose tables a plan has placed.
 
-`ShardedEmbeddingBags` is a TorchRec ``ShardedModule`` that can be put straight into a model: it works
-unwrapped, under DistributedDataParallel, under DistributedModelParallel (which keeps modules that
-are sharded already) and in TrainPipelineSparseDist. Its tables are no parameters: they appear in
-``state_dict`` under the names and with the shapes of the unsharded module, and nowhere else.
+`ShardedEmbeddingBags` is a TorchRec ``ShardedModule`` that can be put straight into a model: it
+works unwrapped, under DistributedDataParallel, under DistributedModelParallel (which keeps modules
+that are sharded already) and in TrainPipelineSparseDist. Its tables are no parameters: they appear
+in ``state_dict`` under the names and with the shapes of the unsharded module, and nowhere else.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ShardedEmbeddingBags(
 
     # ---- lookup ----------------------------------------------------------------------------------
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled embeddings of all features."""
         return self._keyed(self.tables.lookup(self._lookup(features)))
 
@@ -174,7 +174,7 @@ class ShardedEmbeddingBags(
     def create_context(self) -> _Context:
         return _Context()
 
-    def input_dist(self, ctx: _Context, features: KeyedJaggedTensor  # type: ignore[override]
+    def input_dist(self, ctx: _Context, features: KeyedJaggedTensor
                    ) -> Awaitable[Awaitable[Any]]:
         # TrainPipelineSparseDist flattens `.awaitables`; there is nothing to exchange.
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
@@ -215,7 +215,8 @@ class ShardedEmbeddingBags(
 
     # ---- state -----------------------------------------------------------------------------------
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
+                            ) -> None:
         for config in self._configs:
             destination[f"{prefix}embedding_bags.{config.name}.weight"] = table_entry(
                 self.tables, self._names[config.name])

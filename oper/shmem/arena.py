@@ -108,7 +108,10 @@ class KernelMaps:
         """The maps of `rank`, which sees arena r at `addresses[r]`."""
         bases: list[np.ndarray] = []
         steps: list[np.ndarray] = []
-        tables, tiers, refreshes, heads = [], [], [], []
+        tables: list[list[int]] = []
+        tiers: list[list[int]] = []
+        refreshes: list[list[int]] = []
+        heads: list[np.ndarray] = []
         num_maps = 0
 
         def add_map(base: np.ndarray, step: np.ndarray) -> tuple[int, int]:
@@ -149,8 +152,10 @@ class KernelMaps:
             np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched, heads)
 
 
-def _refreshes(table: int, x: TierLayout, row_address: np.ndarray, replica_address: np.int64, rank: int,
-               row_bytes: int) -> list[list[int]]:
+def _refreshes(
+    table: int, x: TierLayout, row_address: np.ndarray, replica_address: np.int64, rank: int,
+    row_bytes: int,
+) -> list[list[int]]:
     copy = 0
     if x.replica_base[rank] >= 0:
         copy = int(replica_address + x.replica_base[rank] * row_bytes)
