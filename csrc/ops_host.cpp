@@ -79,7 +79,13 @@ int32_t log2_or_minus1(int64_t value) {
 }
 
 // Columns of the int64 descriptions that Python passes.
-enum TableColumn { kNumRows, kDim, kMean, kTierBegin, kTierEnd, kRows, kState, kHead, kTableWidth };
+enum TableColumn {
+  kNumRows, kDim, kMean, kTierBegin, kTierEnd, kRows, kMomentum1, kMomentum2, kHead, kTableWidth
+};
+enum OptimizerColumn {
+  kKind, kDecay, kLearningRate, kEps, kWeightDecay, kBeta1, kBeta2, kCorrection1, kCorrection2,
+  kOptimizerWidth
+};
 enum TierColumn { kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kTierWidth };
 enum RefreshColumn {
   kTable, kOwner, kSlotBegin, kSlotEnd, kFirst, kStride, kMasters, kReplicas, kRefreshWidth
@@ -115,7 +121,8 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
     table.dim = static_cast<int32_t>(d[kDim]);
     table.mean = static_cast<int32_t>(d[kMean]);
     table.rows = reinterpret_cast<float*>(d[kRows]);
-    table.state = reinterpret_cast<float*>(d[kState]);
+    table.momentum1 = reinterpret_cast<float*>(d[kMomentum1]);
+    table.momentum2 = reinterpret_cast<float*>(d[kMomentum2]);
     table.owner_begin.assign(begin_data + t * (W + 1), begin_data + (t + 1) * (W + 1));
     table.has_replicas = false;
     auto& read = context.tier_storage[2 * t];
@@ -236,21 +243,63 @@ bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out)
   return !negative && sum == total;
 }
 
-Batch make_batch(const Tensor& ids, const Tensor& offsets, const Tensor& key_of,
-                 const std::optional<Tensor>& weights, int64_t batch_size) {
+// 0, 1, 2, ...: the bounds of bags with one id each. Grows; old blocks stay for their users.
+const int64_t* ascending(int64_t count) {
+  static std::mutex mutex;
+  static auto* blocks = new std::vector<std::unique_ptr<std::vector<int64_t>>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (blocks->empty() || static_cast<int64_t>(blocks->back()->size()) < count) {
+    auto block = std::make_unique<std::vector<int64_t>>(static_cast<size_t>(count + count / 2));
+    for (size_t i = 0; i < block->size(); ++i) (*block)[i] = static_cast<int64_t>(i);
+    blocks->push_back(std::move(block));
+  }
+  return blocks->back()->data();
+}
+
+// What identifies a batch of lookups in the operators below.
+struct Lookup {
+  Tensor ids, offsets, key_of;  // offsets int64 [num_keys * batch_size + 1], key_of int64 [F]
+  std::optional<Tensor> weights;
+  int64_t batch_size;
+  bool pooled;
+};
+
+// Pooled: features side by side in the columns of one row per sample. Unpooled: one row per id,
+// feature after feature.
+Batch make_batch(const Context& context, const Lookup& lookup, int64_t* num_rows) {
   Batch batch;
-  batch.ids = ids.data_ptr();
-  batch.ids_are_32_bit = ids.scalar_type() == ScalarType::Int;
-  batch.offsets = int64_data(offsets);
-  batch.key_of = int64_data(key_of);
-  batch.weights = weights.has_value() ? static_cast<const float*>(weights->data_ptr()) : nullptr;
-  batch.batch_size = batch_size;
+  batch.ids = lookup.ids.data_ptr();
+  batch.ids_are_32_bit = lookup.ids.scalar_type() == ScalarType::Int;
+  batch.weights = lookup.weights.has_value()
+                      ? static_cast<const float*>(lookup.weights->data_ptr())
+                      : nullptr;
+  const int64_t* offsets = int64_data(lookup.offsets);
+  const int64_t* key_of = int64_data(lookup.key_of);
+  const int64_t B = lookup.batch_size;
+  const int64_t* ones = lookup.pooled ? nullptr : ascending(lookup.ids.numel() + 1);
+  int64_t rows = 0;
+  for (size_t f = 0; f < context.features.size(); ++f) {
+    const int64_t* bounds = offsets + key_of[f] * B;
+    if (lookup.pooled) {
+      batch.features.push_back({bounds, B, context.features[f].column});
+      rows = B;
+    } else {
+      const int64_t n = bounds[B] - bounds[0];
+      const int64_t dim = context.tables[context.features[f].table].dim;
+      batch.features.push_back({ones + bounds[0], n, rows * dim});
+      rows += n;
+    }
+  }
+  batch.out_stride = lookup.pooled ? context.output_columns : context.tables[0].dim;
+  *num_rows = rows;
   return batch;
 }
 
-std::tuple<Tensor, Tensor, int64_t, int64_t> pooled_forward(
-    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
-    int64_t batch_size) {
+std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(int64_t handle, Tensor ids,
+                                                            Tensor lengths,
+                                                            std::optional<Tensor> weights,
+                                                            Tensor key_of, int64_t batch_size,
+                                                            bool pooled) {
   Context& context = context_of(handle);
   const int64_t n = lengths.numel();
   Tensor offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
@@ -260,25 +309,54 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> pooled_forward(
           ? offsets_from(static_cast<const int32_t*>(lengths.data_ptr()), n, ids.numel(),
                          offset_data)
           : offsets_from(int64_data(lengths), n, ids.numel(), offset_data);
-  Tensor out = pooled_tensor(ScalarType::Float, 4, {batch_size, context.output_columns});
-  if (!good) return {out, offsets, kBadLengths, offset_data[n]};
-  const Batch batch = make_batch(ids, offsets, key_of, weights, batch_size);
+  if (!good) return {offsets, offsets, kBadLengths, offset_data[n]};
+  int64_t rows = 0;
+  const Batch batch =
+      make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
+  Tensor out = pooled_tensor(ScalarType::Float, 4, {rows, batch.out_stride});
   const Status status =
       forward(context, batch, static_cast<float*>(out.data_ptr()), parallel_over_tasks);
   return {out, offsets, status.code, status.detail};
 }
 
-std::tuple<int64_t, int64_t> pooled_backward(int64_t handle, Tensor grad, Tensor ids,
-                                             Tensor offsets, std::optional<Tensor> weights,
-                                             Tensor key_of, int64_t batch_size, int64_t optimizer,
-                                             double learning_rate, double eps,
-                                             double gradient_scale) {
+Tensor lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids, Tensor offsets,
+                              Tensor weights, Tensor key_of, int64_t batch_size) {
   Context& context = context_of(handle);
-  const Batch batch = make_batch(ids, offsets, key_of, weights, batch_size);
-  const OptimizerArgs args{static_cast<Optimizer>(optimizer), static_cast<float>(learning_rate),
-                           static_cast<float>(eps), static_cast<float>(gradient_scale)};
+  int64_t rows = 0;
+  const Batch batch =
+      make_batch(context, {ids, offsets, key_of, weights, batch_size, true}, &rows);
+  Tensor out = torch::stable::new_zeros(weights, {ids.numel()});
+  weight_gradient(context, batch, static_cast<const float*>(grad.data_ptr()),
+                  static_cast<float*>(out.data_ptr()), parallel_over_tasks);
+  return out;
+}
+
+std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
+                                             Tensor offsets, std::optional<Tensor> weights,
+                                             Tensor key_of, int64_t batch_size, bool pooled,
+                                             Tensor optimizers, double gradient_scale) {
+  Context& context = context_of(handle);
+  STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
+                      optimizers.numel() ==
+                          static_cast<int64_t>(context.tables.size()) * kOptimizerWidth,
+                  "internal: optimizers must be float64 [T, ", int64_t{kOptimizerWidth}, "]");
+  const double* data = static_cast<const double*>(optimizers.data_ptr());
+  for (size_t t = 0; t < context.tables.size(); ++t) {
+    const double* x = data + t * kOptimizerWidth;
+    context.tables[t].optimizer = {
+        static_cast<Optimizer>(static_cast<int32_t>(x[kKind])),
+        static_cast<Decay>(static_cast<int32_t>(x[kDecay])),
+        static_cast<float>(x[kLearningRate]), static_cast<float>(x[kEps]),
+        static_cast<float>(x[kWeightDecay]), static_cast<float>(x[kBeta1]),
+        static_cast<float>(x[kBeta2]), static_cast<float>(x[kCorrection1]),
+        static_cast<float>(x[kCorrection2])};
+  }
+  int64_t rows = 0;
+  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
+  // The output's layout, but for a gradient that is a slice of wider rows.
+  if (rows > 0) batch.out_stride = grad.stride(0);
   const Status status = backward(context, batch, static_cast<const float*>(grad.data_ptr()),
-                                 batch_size > 0 ? grad.stride(0) : 0, args, parallel_over_tasks);
+                                 static_cast<float>(gradient_scale), parallel_over_tasks);
   return {status.code, status.detail};
 }
 
@@ -328,12 +406,15 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def("context_phases(int handle) -> int[]");
   m.def("context_close(int handle) -> ()");
   m.def(
-      "pooled_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-      "int batch_size) -> (Tensor, Tensor, int, int)");
+      "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+      "int batch_size, bool pooled) -> (Tensor, Tensor, int, int)");
   m.def(
-      "pooled_backward(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
-      "Tensor key_of, int batch_size, int optimizer, float learning_rate, float eps, "
-      "float gradient_scale) -> (int, int)");
+      "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
+      "Tensor key_of, int batch_size) -> Tensor");
+  m.def(
+      "lookup_backward(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
+      "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale) -> "
+      "(int, int)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
@@ -350,6 +431,7 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
-  m.impl("pooled_forward", TORCH_BOX(&oper::host::pooled_forward));
-  m.impl("pooled_backward", TORCH_BOX(&oper::host::pooled_backward));
+  m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
+  m.impl("lookup_weight_gradient", TORCH_BOX(&oper::host::lookup_weight_gradient));
+  m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ class _Target:
     path: str
     module: Any
     is_collection: bool
-    optimizer: Optimizer | None = None
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # by table, own names
     specs: list[TableSpec] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)  # own name -> name in the plan
 
@@ -51,9 +50,9 @@ def shard(
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
 
-    Replaces every ``EmbeddingBagCollection`` and ``nn.EmbeddingBag`` in place by a module with the
-    same call, the same output order and the same ``state_dict`` names and shapes; the tables keep
-    their weights. The rest of the program stays as it was. Collective over `process_group`.
+    Replaces every ``EmbeddingBagCollection``, ``EmbeddingCollection``, ``nn.EmbeddingBag`` and
+    ``nn.Embedding`` in place by a module with the same call, the same output order and the same
+    ``state_dict`` names and shapes; the tables keep their weights. The rest of the program stays as it was. Collective over `process_group`.
 
     Args:
         module: the model, or a collection itself.
@@ -107,29 +106,21 @@ def _find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[_Targ
 
     # A model can only contain TorchRec modules when torchrec has been imported.
     torchrec = sys.modules.get("torchrec.modules.embedding_modules")
-    bags = getattr(torchrec, "EmbeddingBagCollection", ()) if torchrec else ()
-    unpooled = (nn.Embedding, *([torchrec.EmbeddingCollection] if torchrec else []))
-    targets, skipped, inside = [], [], ""
+    collections = (torchrec.EmbeddingBagCollection, torchrec.EmbeddingCollection) if torchrec else ()
+    targets: list[_Target] = []
     for path, child in module.named_modules():
-        if inside and path.startswith(inside):
-            continue
+        if any(t.path == "" or path.startswith(f"{t.path}.") for t in targets):
+            continue  # a collection's own nn.EmbeddingBag
         if wanted is not None and path not in wanted:
             continue
-        if type(child) is bags or type(child) is nn.EmbeddingBag:
-            inside = f"{path}." if path else "\0"
-            targets.append(_Target(path, child, type(child) is bags))
-            if path == "":
-                break
-        elif type(child) in unpooled and not inside.startswith(path):
-            skipped.append(path)
+        if type(child) in (*collections, nn.EmbeddingBag, nn.Embedding):
+            targets.append(_Target(path, child, type(child) in collections))
     missing = set(wanted or ()) - {t.path for t in targets}
     if missing or not targets:
         raise InvalidInputError(
             fail("nothing to shard", "modules", sorted(missing) or type(module).__name__,
-                 "paths of EmbeddingBagCollection or nn.EmbeddingBag modules",
-                 "name pooled embedding modules of this model"))
-    if skipped:
-        warnings.warn(f"left unsharded, since they are not pooled: {skipped[:5]}", stacklevel=3)
+                 "paths of EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag or "
+                 "nn.Embedding modules", "name embedding modules of this model"))
     _refuse_shared_parameters(module, targets)
     return targets
 
@@ -149,39 +140,39 @@ def _refuse_shared_parameters(module: nn.Module, targets: list[_Target]) -> None
 
 
 def _describe(target: _Target, objective: str, default: Optimizer | None) -> None:
-    """Fill in tables and optimizer."""
-    parameters = dict(target.module.named_parameters())
-    found: list[Optimizer | None] = []
-    for parameter in parameters.values():
-        tagged = None
-        if hasattr(parameter, "_optimizer_classes"):
-            from oper.integration.torchrec_modules import tagged_optimizer
+    """Fill in tables and optimizers."""
+    from torch import nn
 
-            tagged = tagged_optimizer(parameter)
-        found.append(tagged or default)
+    # A collection's parameters are <kind>.<table>.weight, a torch module's is weight.
+    own = {p.split(".")[1] if target.is_collection else target.path or "weight": parameter
+           for p, parameter in target.module.named_parameters()}
     if objective == "training":
-        if None in found:
-            where = target.path or "the model"
-            raise InvalidInputError(
-                fail("cannot shard for training", f"optimizer of {where}", None,
-                     "one for every table",
-                     "pass optimizer=oper.RowWiseAdagrad(lr=...), or tag the tables with "
-                     "torchrec.optim.apply_optimizer_in_backward before sharding"))
-        if any(o != found[0] for o in found):
-            raise InvalidInputError(
-                fail("cannot shard for training", f"optimizers of {target.path or 'the model'}",
-                     sorted({str(o) for o in found}), "one optimizer per collection",
-                     "tag all of its tables alike"))
-        target.optimizer = found[0]
-    name = target.optimizer.name if target.optimizer else "none"
+        for table, parameter in own.items():
+            tagged = None
+            if hasattr(parameter, "_optimizer_classes"):
+                from oper.integration.torchrec_modules import tagged_optimizer
+
+                tagged = tagged_optimizer(parameter)
+            chosen = tagged or default
+            if chosen is None:
+                raise InvalidInputError(
+                    fail("cannot shard for training",
+                         f"optimizer of table {table!r} in {target.path or 'the model'}", None,
+                         "one for every table",
+                         "pass optimizer=oper.RowWiseAdagrad(lr=...), or tag the tables with "
+                         "torchrec.optim.apply_optimizer_in_backward before sharding"))
+            target.optimizers[table] = chosen
+    names = {t: target.optimizers[t].name if target.optimizers else "none" for t in own}
     if target.is_collection:
         from oper.integration.torchrec_modules import table_specs
 
-        target.specs = table_specs(target.module, name)
+        target.specs = table_specs(target.module, names)
     else:
-        from oper.integration.torch_modules import bag_spec
+        from oper.integration.torch_modules import module_spec
 
-        target.specs = [bag_spec(target.path or "weight", target.module, name)]
+        assert isinstance(target.module, nn.EmbeddingBag | nn.Embedding)
+        ((name, optimizer),) = names.items()
+        target.specs = [module_spec(name, target.module, optimizer)]
 
 
 def _name_tables(targets: list[_Target]) -> None:
@@ -235,26 +226,38 @@ def _build(target: _Target, plan: Plan, objective: str, group: Group) -> nn.Modu
     from oper.shmem.runtime import ShardedTables
 
     # Own specs: a plan file need not know pooling or optimizer of the model that it is used for.
-    own = {s.name: s for s in target.specs}
-    entries = tuple(replace(plan.table(name), table=spec) for name, spec in own.items())
-    features = [(f, s.name) for s in target.specs for f in s.features]
-    tables = ShardedTables(replace(plan, tables=entries), features, group,
-                           target.optimizer if objective == "training" else None,
+    entries = tuple(replace(plan.table(spec.name), table=spec) for spec in target.specs)
+    features = [(f, spec.name) for spec in target.specs for f in spec.features]
+    optimizers = None
+    if objective == "training":
+        optimizers = {target.names[table]: o for table, o in target.optimizers.items()}
+    tables = ShardedTables(replace(plan, tables=entries), features, group, optimizers,
                            _gradient_scale(target, group))
-    if target.is_collection:
-        from oper.integration.torchrec_modules import ShardedEmbeddingBags
-
-        configs = {c.name: c for c in target.module.embedding_bag_configs()}
-        load_weights(tables, (
-            (target.names[n], bag.weight, configs[n].init_fn)
-            for n, bag in target.module.embedding_bags.items()))
-        tables.use_huge_pages()
-        return ShardedEmbeddingBags(target.module, tables, target.names)
-    from oper.integration.torch_modules import ShardedEmbeddingBag
-
-    load_weights(tables, [(target.specs[0].name, target.module.weight, None)])
+    load_weights(tables, _weights(target))
     tables.use_huge_pages()
-    return ShardedEmbeddingBag(target.module, tables, target.specs[0].name)
+    if target.is_collection:
+        from oper.integration import torchrec_modules as edge
+
+        pooled = target.specs[0].pooling != "none"
+        return (edge.ShardedEmbeddingBags if pooled else edge.ShardedEmbeddings)(
+            target.module, tables, target.names)
+    from oper.integration import torch_modules as plain
+
+    make = plain.ShardedEmbedding if target.specs[0].pooling == "none" else (
+        plain.ShardedEmbeddingBag)
+    return make(target.module, tables, target.specs[0].name)
+
+
+def _weights(target: _Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    """Table, unsharded weight and init function of every table."""
+    if not target.is_collection:
+        yield target.specs[0].name, target.module.weight, None
+        return
+    from oper.integration.torchrec_modules import configs_of
+
+    for config, (_, weight) in zip(
+            configs_of(target.module), target.module.named_parameters(), strict=True):
+        yield target.names[config.name], weight, config.init_fn
 
 
 def _gradient_scale(target: _Target, group: Group) -> float:

@@ -16,6 +16,8 @@ OPTIMIZER_STATE_BYTES: dict[str, Callable[[int], int]] = {  # bytes of optimizer
     "sgd": lambda dim: 0,
     "rowwise_adagrad": lambda dim: 4,
     "adagrad": lambda dim: 4 * dim,
+    "adam": lambda dim: 8 * dim,
+    "partial_rowwise_adam": lambda dim: 4 * dim + 4,
 }
 
 
@@ -30,7 +32,7 @@ class TableSpec:
         features: the features that look up in this table, in order.
         pooling: ``"sum"``, ``"mean"`` or ``"none"`` (unpooled sequences).
         dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        optimizer: ``"sgd"``, ``"rowwise_adagrad"`` or ``"none"``; sizes the optimizer state.
+        optimizer: a key of `OPTIMIZER_STATE_BYTES`; sizes the optimizer state.
     """
 
     name: str

@@ -128,11 +128,30 @@ void note_bad(std::atomic<int64_t>& bad, int64_t found) {
 int64_t num_ids(const Table& table, const Batch& batch) {
   int64_t n = 0;
   for (int32_t f : table.features) {
-    const int64_t key = batch.key_of[f];
-    if (key >= 0)
-      n += batch.offsets[(key + 1) * batch.batch_size] - batch.offsets[key * batch.batch_size];
+    const FeatureBags& bags = batch.features[f];
+    n += bags.bounds[bags.num_bags] - bags.bounds[0];
   }
   return n;
+}
+
+// Runs task(feature, range of its bags, scratch) over the whole batch in blocks of about a
+// thousand bags.
+template <class Task>
+void run_bag_tasks(Context& context, const Batch& batch, ParallelFor parallel, const Task& task) {
+  constexpr int64_t kBags = 1024;
+  std::vector<int64_t> first;  // first task of each feature
+  int64_t count = 0;
+  for (const FeatureBags& bags : batch.features) {
+    first.push_back(count);
+    count += (bags.num_bags + kBags - 1) / kBags;
+  }
+  run_tasks(context, count, parallel, [&](int64_t index, Scratch& scratch) {
+    const size_t f = static_cast<size_t>(
+        std::upper_bound(first.begin(), first.end(), index) - first.begin() - 1);
+    const FeatureBags& bags = batch.features[f];
+    const int64_t begin = (index - first[f]) * kBags;
+    task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kBags)}, scratch);
+  });
 }
 
 // Copy the rows that their owners have just updated into this rank's replicas.
@@ -180,35 +199,26 @@ Status barrier(Context& context) {
 
 Status forward(Context& context, const Batch& batch, float* out, ParallelFor parallel) {
   PhaseClock clock(context);
-  const int64_t B = batch.batch_size;
-  // Bags are handed to threads in blocks of about a thousand.
-  const int64_t F = static_cast<int64_t>(context.features.size());
-  const int64_t blocks = std::max<int64_t>(1, (B + 1023) / 1024);
-  const int64_t step = (B + blocks - 1) / blocks;
   std::atomic<int64_t> bad{-1};
-  run_tasks(context, F * blocks, parallel, [&](int64_t task, Scratch& scratch) {
-    const int64_t f = task / blocks, begin = (task % blocks) * step;
-    const int64_t end = std::min(B, begin + step);
-    const Feature& feature = context.features[f];
-    const Table& table = context.tables[feature.table];
-    const int64_t key = batch.key_of[f];
-    float* to = out + feature.column;
-    if (key < 0) {
-      for (int64_t b = begin; b < end; ++b)
-        std::memset(to + b * context.output_columns, 0, static_cast<size_t>(table.row_bytes()));
-      return;
-    }
-    const BagRange bags{batch.ids, batch.offsets + key * B, batch.weights, begin, end,
-                        batch.ids_are_32_bit};
-    note_bad(bad, kernels().pool(table, bags, to, context.output_columns, scratch));
+  run_bag_tasks(context, batch, parallel, [&](size_t f, const BagRange& range, Scratch& scratch) {
+    const Table& table = context.tables[context.features[f].table];
+    note_bad(bad, kernels().pool(table, range, out, scratch));
   });
   clock.end(kForward);
   if (bad.load() >= 0) return {4, bad.load()};
   return {};
 }
 
-Status backward(Context& context, const Batch& batch, const float* grad, int64_t grad_stride,
-                const OptimizerArgs& args, ParallelFor parallel) {
+void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
+                     ParallelFor parallel) {
+  run_bag_tasks(context, batch, parallel, [&](size_t f, const BagRange& range, Scratch& scratch) {
+    const Table& table = context.tables[context.features[f].table];
+    kernels().weight_gradient(table, range, grad, out, scratch);
+  });
+}
+
+Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
+                ParallelFor parallel) {
   PhaseClock clock(context);
   context.reset_outbox();
   const int64_t T = static_cast<int64_t>(context.tables.size());
@@ -224,8 +234,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, int64_t
   std::atomic<int64_t> bad{-1};
   std::atomic<bool> full{false};
   run_tasks(context, T, parallel, [&](int64_t task, Scratch& scratch) {
-    const int64_t result =
-        kernels().reduce(context, order[task], batch, grad, grad_stride, scratch);
+    const int64_t result = kernels().reduce(context, order[task], batch, grad, scratch);
     if (result == kReduceFull) full.store(true);
     note_bad(bad, result);
   });
@@ -238,8 +247,9 @@ Status backward(Context& context, const Batch& batch, const float* grad, int64_t
   for (int32_t r = 0; r < context.world_size; ++r)
     if (r != context.rank) context.collapse_outbox(r);
   clock.end(kWaitForGradients);
-  run_tasks(context, T, parallel,
-            [&](int64_t task, Scratch&) { kernels().update(context, order[task], args); });
+  run_tasks(context, T, parallel, [&](int64_t task, Scratch&) {
+    kernels().update(context, order[task], gradient_scale);
+  });
   clock.end(kUpdate);
   status = barrier(context);
   if (status.code != 0) return status;

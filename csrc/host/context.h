@@ -16,7 +16,7 @@ namespace oper::host {
 // One feature of the collection, in output order.
 struct Feature {
   int32_t table;
-  int64_t column;  // first output column
+  int64_t column;  // first output column (pooled)
 };
 
 // Rows of one replicated tier whose masters live on one owner.
@@ -36,7 +36,9 @@ struct Table {
   TableMap home;  // id -> home key: owners in rank order, slots ascending
   std::vector<int64_t> owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
   float* rows;                       // this rank's shard [slots, dim]
-  float* state;                      // this rank's optimizer state [slots], or null
+  float* momentum1;                  // optimizer state [slots, dim or 1], or null
+  float* momentum2;                  // likewise
+  OptimizerArgs optimizer;           // set for every update
   std::vector<int32_t> features;     // features that look up here
   bool has_replicas;
   std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
@@ -127,14 +129,22 @@ struct Context {
   std::vector<int64_t> outbox_collapsed_;  // [W] bytes that were asked to be huge pages
 };
 
-// One batch of lookups; all pointers stay the caller's.
+// The bags of one feature in a batch. Bag b holds the ids [bounds[b], bounds[b + 1]) and its
+// pooled row is at out[out_begin + b * out_stride].
+struct FeatureBags {
+  const int64_t* bounds;  // [num_bags + 1]
+  int64_t num_bags;
+  int64_t out_begin;  // floats
+};
+
+// One batch of lookups; all pointers stay the caller's. An unpooled lookup is one of bags that
+// hold one id each.
 struct Batch {
   const void* ids;
   bool ids_are_32_bit;
-  const int64_t* offsets;  // [num_keys * batch_size + 1], key-major, of all keys of the input
-  const int64_t* key_of;   // [F] key that carries each feature, -1: absent (empty bags)
-  const float* weights;    // per id, or null
-  int64_t batch_size;
+  const float* weights;               // per id, or null
+  std::vector<FeatureBags> features;  // [F]
+  int64_t out_stride;                 // floats between pooled rows
 };
 
 struct Status {
@@ -145,11 +155,16 @@ struct Status {
 // Runs body(begin, end) over [0, count); provided by the binding (torch's thread pool).
 using ParallelFor = void (*)(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
 
-// Pooled forward into out [batch_size, output_columns].
 Status forward(Context& context, const Batch& batch, float* out, ParallelFor parallel);
 
-// Segment-reduce gradients into the outbox, exchange, update. Collective over the ranks.
-Status backward(Context& context, const Batch& batch, const float* grad, int64_t grad_stride,
-                const OptimizerArgs& args, ParallelFor parallel);
+// Gradient of the per-sample weights: for every id the dot product of its row with the gradient of
+// its bag. `grad` is laid out as the output of `forward`.
+void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
+                     ParallelFor parallel);
+
+// Segment-reduce gradients into the outbox, exchange, update. Collective over the ranks. `grad` is
+// laid out as the output of `forward`, scaled by `gradient_scale` after the exchange.
+Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
+                ParallelFor parallel);
 
 }  // namespace oper::host

@@ -7,28 +7,28 @@
 
 namespace oper::host {
 
-// Bags [bag_begin, bag_end) of one feature; offsets[b] indexes `ids` (and `weights`).
+// Bags [begin, end) of one feature of a batch.
 struct BagRange {
-  const void* ids;
-  const int64_t* offsets;
-  const float* weights;
-  int64_t bag_begin, bag_end;
-  bool ids_are_32_bit;
+  const Batch& batch;
+  const FeatureBags& bags;
+  int64_t begin, end;
 };
 
 constexpr int64_t kReduceOk = -1, kReduceFull = -2;
 
 struct Kernels {
   const char* name;
-  // Pools the bags into out + bag * stride. Returns the first bad id's index in `ids`, or -1.
-  int64_t (*pool)(const Table& table, const BagRange& bags, float* out, int64_t stride,
-                  Scratch& scratch);
+  // Pools the bags into `out`. Returns the first bad id's index in the batch, or -1.
+  int64_t (*pool)(const Table& table, const BagRange& range, float* out, Scratch& scratch);
+  // Gradient of the per-sample weights of the bags.
+  void (*weight_gradient)(const Table& table, const BagRange& range, const float* grad, float* out,
+                          Scratch& scratch);
   // Reduces the gradients of one table into the outbox. Returns the first bad id's index, or
   // kReduceOk, or kReduceFull when the outbox has no room.
   int64_t (*reduce)(Context& context, int32_t table, const Batch& batch, const float* grad,
-                    int64_t grad_stride, Scratch& scratch);
+                    Scratch& scratch);
   // Merges what all ranks left for this rank's rows of one table and applies the optimizer.
-  void (*update)(const Context& context, int32_t table, const OptimizerArgs& args);
+  void (*update)(const Context& context, int32_t table, float gradient_scale);
 };
 
 extern const Kernels kKernelsGeneric;

@@ -39,6 +39,13 @@ OPER_INLINE void store_part(float* p, const Lanes& v, int count) {
   }
 }
 
+// A fixed tree, so that every instruction set gives the same bits.
+OPER_INLINE float sum_of_lanes(Lanes s) {
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) s[i] += s[i + width];
+  return s[0];
+}
+
 // A row of `dim` floats. N > 0: exactly 16 * N columns, kept in registers. N == 0: any dim.
 template <int N>
 struct Row {
@@ -46,6 +53,7 @@ struct Row {
 
   static OPER_INLINE int full(int dim) { return N > 0 ? N : dim / 16; }
   static OPER_INLINE int part(int dim) { return N > 0 ? 0 : dim % 16; }
+  static OPER_INLINE int vectors(int dim) { return full(dim) + (part(dim) ? 1 : 0); }
 
   OPER_INLINE void load(const float* p, int dim) {
     const int n = full(dim);
@@ -64,15 +72,15 @@ struct Row {
     if (part(dim)) v[n] += load_part(p + 16 * n, part(dim)) * w;
   }
   OPER_INLINE void scale(float w, int dim) {
-    const int n = full(dim) + (part(dim) ? 1 : 0);
+    const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] *= w;
   }
   OPER_INLINE void divide(float w, int dim) {
-    const int n = full(dim) + (part(dim) ? 1 : 0);
+    const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] /= w;
   }
   OPER_INLINE void zero(int dim) {
-    const int n = full(dim) + (part(dim) ? 1 : 0);
+    const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] = Lanes{};
   }
   OPER_INLINE void store(float* p, int dim) const {
@@ -81,12 +89,18 @@ struct Row {
     if (part(dim)) store_part(p + 16 * n, v[n], part(dim));
   }
   OPER_INLINE float sum_of_squares(int dim) const {
-    const int n = full(dim) + (part(dim) ? 1 : 0);
+    const int n = vectors(dim);
     Lanes s = v[0] * v[0];
     for (int i = 1; i < n; ++i) s += v[i] * v[i];
-    for (int width = 8; width > 0; width /= 2)
-      for (int i = 0; i < width; ++i) s[i] += s[i + width];
-    return s[0];
+    return sum_of_lanes(s);
+  }
+  OPER_INLINE float dot(const float* p, int dim) const {
+    Row other;
+    other.load(p, dim);
+    const int n = vectors(dim);
+    Lanes s = v[0] * other.v[0];
+    for (int i = 1; i < n; ++i) s += v[i] * other.v[i];
+    return sum_of_lanes(s);
   }
 };
 
@@ -185,90 +199,130 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
   }
 }
 
-template <class Id>
-int64_t pool_ids(const Table& table, const BagRange& bags, float* out, int64_t stride,
-                 Scratch& scratch) {
-  const Id* ids = static_cast<const Id*>(bags.ids);
-  int64_t b = bags.bag_begin;
-  while (b < bags.bag_end) {
+// Calls body(first bag, last bag, addresses of their rows) for blocks of bags; returns the first bad
+// id's index in the batch, or -1.
+template <class Id, class Body>
+int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
+  const Id* ids = static_cast<const Id*>(range.batch.ids);
+  const int64_t* bounds = range.bags.bounds;
+  int64_t b = range.begin;
+  while (b < range.end) {
     // As many bags as fit a block, at least one.
-    const int64_t first = bags.offsets[b];
+    const int64_t first = bounds[b];
     int64_t end = b + 1;
-    while (end < bags.bag_end && bags.offsets[end + 1] - first <= kBlockIds) ++end;
-    const int64_t n = bags.offsets[end] - first;
+    while (end < range.end && bounds[end + 1] - first <= kBlockIds) ++end;
+    const int64_t n = bounds[end] - first;
     int64_t* addresses = scratch.get<int64_t>(0, n + kPrefetch);
     const int64_t bad = resolve(table.read, ids + first, n, addresses);
     if (bad >= 0) return first + bad;
     for (int64_t i = 0; i < kPrefetch; ++i) addresses[n + i] = n > 0 ? addresses[n - 1] : 0;
     for (int64_t i = 0; i < std::min(n, kPrefetch); ++i)
       prefetch_row(reinterpret_cast<const void*>(addresses[i]), table.row_bytes());
-    with_row_width(table.dim, [&](auto width) {
-      constexpr int N = decltype(width)::value;
-      if (bags.weights != nullptr) {
-        pool_block<N, true>(table, addresses, bags.offsets + b, bags.weights, end - b,
-                            out + b * stride, stride);
-      } else {
-        pool_block<N, false>(table, addresses, bags.offsets + b, nullptr, end - b,
-                             out + b * stride, stride);
-      }
-    });
+    body(b, end, addresses);
     b = end;
   }
   return -1;
 }
 
-int64_t pool(const Table& table, const BagRange& bags, float* out, int64_t stride,
-             Scratch& scratch) {
-  return bags.ids_are_32_bit ? pool_ids<int32_t>(table, bags, out, stride, scratch)
-                             : pool_ids<int64_t>(table, bags, out, stride, scratch);
+template <class Id>
+int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
+  const int64_t* bounds = range.bags.bounds;
+  const int64_t stride = range.batch.out_stride;
+  const float* weights = range.batch.weights;
+  return for_blocks<Id>(table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
+    float* to = out + range.bags.out_begin + b * stride;
+    with_row_width(table.dim, [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      if (weights != nullptr) {
+        pool_block<N, true>(table, rows, bounds + b, weights, end - b, to, stride);
+      } else {
+        pool_block<N, false>(table, rows, bounds + b, nullptr, end - b, to, stride);
+      }
+    });
+  });
+}
+
+int64_t pool(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
+  return range.batch.ids_are_32_bit ? pool_ids<int32_t>(table, range, out, scratch)
+                                    : pool_ids<int64_t>(table, range, out, scratch);
+}
+
+template <class Id>
+void weight_gradient_ids(const Table& table, const BagRange& range, const float* grad, float* out,
+                         Scratch& scratch) {
+  const int64_t* bounds = range.bags.bounds;
+  for_blocks<Id>(table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
+    with_row_width(table.dim, [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      const int64_t* at = rows;
+      for (; b < end; ++b) {
+        const int64_t n = bounds[b + 1] - bounds[b];
+        Row<N> g;
+        g.load(grad + range.bags.out_begin + b * range.batch.out_stride, table.dim);
+        if (table.mean && n > 1) g.divide(static_cast<float>(n), table.dim);
+        for (int64_t i = 0; i < n; ++i, ++at) {
+          prefetch_row(reinterpret_cast<const void*>(at[kPrefetch]), table.row_bytes());
+          out[bounds[b] + i] = g.dot(reinterpret_cast<const float*>(*at), table.dim);
+        }
+      }
+    });
+  });
+}
+
+void weight_gradient(const Table& table, const BagRange& range, const float* grad, float* out,
+                     Scratch& scratch) {
+  if (range.batch.ids_are_32_bit) {
+    weight_gradient_ids<int32_t>(table, range, grad, out, scratch);
+  } else {
+    weight_gradient_ids<int64_t>(table, range, grad, out, scratch);
+  }
 }
 
 // ---- backward: gather the batch's keys ---------------------------------------------------------
 
-// The lookups of one table over all its features: home keys and the combined bag of each id
-// (feature index within the table * batch size + bag).
+// The lookups of one table over all its features: home keys, and for each id its bag, numbered
+// through the table's features.
 struct TableBatch {
-  uint32_t* keys;        // [n]
-  uint32_t* bags;        // [n]
-  const float* weights;  // per id of the whole input, or null
-  int64_t* positions;    // [n] index of each id in the input (weights only)
+  uint32_t* keys;      // [n]
+  uint32_t* bags;      // [n]
+  int64_t* positions;  // [n] index of each id in the batch (only with weights)
   int64_t n;
+  int64_t num_bags;
 };
 
-OPER_INLINE const float* bag_gradient(const Context& context, const Table& table,
-                                      const float* grad, int64_t stride, int64_t batch_size,
-                                      uint32_t bag) {
-  int64_t feature = 0, b = bag;
-  if (table.features.size() > 1) {
-    feature = bag / batch_size;
-    b = bag - feature * batch_size;
+// Gradient of a bag numbered through the table's features.
+OPER_INLINE const float* bag_gradient(const Table& table, const Batch& batch, const float* grad,
+                                      int64_t bag) {
+  const FeatureBags* feature = &batch.features[table.features[0]];
+  for (size_t k = 1; bag >= feature->num_bags; ++k) {
+    bag -= feature->num_bags;
+    feature = &batch.features[table.features[k]];
   }
-  return grad + b * stride + context.features[table.features[feature]].column;
+  return grad + feature->out_begin + bag * batch.out_stride;
 }
 
 template <class Id>
 int64_t gather_keys(const Table& table, const Batch& batch, TableBatch& out, Scratch& scratch) {
-  const int64_t B = batch.batch_size;
-  out.n = 0;
-  for (int32_t f : table.features)
-    if (batch.key_of[f] >= 0)
-      out.n += batch.offsets[(batch.key_of[f] + 1) * B] - batch.offsets[batch.key_of[f] * B];
+  out.n = out.num_bags = 0;
+  for (int32_t f : table.features) {
+    const FeatureBags& bags = batch.features[f];
+    out.n += bags.bounds[bags.num_bags] - bags.bounds[0];
+    out.num_bags += bags.num_bags;
+  }
   out.keys = scratch.get<uint32_t>(0, out.n);
   out.bags = scratch.get<uint32_t>(1, out.n);
-  out.weights = batch.weights;
   out.positions = batch.weights ? scratch.get<int64_t>(5, out.n) : nullptr;
   const Id* ids = static_cast<const Id*>(batch.ids);
   int64_t at = 0;
-  for (size_t k = 0; k < table.features.size(); ++k) {
-    const int64_t key = batch.key_of[table.features[k]];
-    if (key < 0) continue;
-    const int64_t* offsets = batch.offsets + key * B;
-    const int64_t n = offsets[B] - offsets[0];
-    const int64_t bad = resolve(table.home, ids + offsets[0], n, out.keys + at);
-    if (bad >= 0) return offsets[0] + bad;
-    for (int64_t b = 0; b < B; ++b) {
-      const uint32_t bag = static_cast<uint32_t>(k * B + b);
-      for (int64_t i = offsets[b]; i < offsets[b + 1]; ++i) {
+  uint32_t bag = 0;
+  for (int32_t f : table.features) {
+    const FeatureBags& bags = batch.features[f];
+    const int64_t* bounds = bags.bounds;
+    const int64_t n = bounds[bags.num_bags] - bounds[0];
+    const int64_t bad = resolve(table.home, ids + bounds[0], n, out.keys + at);
+    if (bad >= 0) return bounds[0] + bad;
+    for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {
+      for (int64_t i = bounds[b]; i < bounds[b + 1]; ++i) {
         if (out.positions) out.positions[at] = i;
         out.bags[at++] = bag;
       }
@@ -322,7 +376,7 @@ class Outbox {
 // Sums in the order of the input, as the sorted path does, so both give the same bits.
 template <int N>
 bool reduce_dense(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
-                  const float* grad, int64_t stride, Scratch& scratch) {
+                  const float* grad, Scratch& scratch) {
   const Table& table = context.tables[index];
   const int dim = table.dim;
   const int64_t num_rows = table.home.num_rows;
@@ -335,13 +389,13 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
     int64_t end = i + 1;
     while (end < in.n && in.bags[end] == bag) ++end;
     Row<N> g;
-    g.load(bag_gradient(context, table, grad, stride, batch.batch_size, bag), dim);
+    g.load(bag_gradient(table, batch, grad, bag), dim);
     if (table.mean && end - i > 1) g.divide(static_cast<float>(end - i), dim);
     for (; i < end; ++i) {
       const uint32_t key = in.keys[i];
       float* sum = sums + static_cast<int64_t>(key) * dim;
       Row<N> value = g;
-      if (in.weights) value.scale(in.weights[in.positions[i]], dim);
+      if (in.positions) value.scale(batch.weights[in.positions[i]], dim);
       if (seen[key]) value.add(sum, dim);
       seen[key] = 1;
       value.store(sum, dim);
@@ -389,24 +443,23 @@ K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
 // Rows in the caller's layout are `output_columns` apart, which maps a table's slice to a fraction
 // of the cache sets; reading each one several times from there thrashes.
 template <int N>
-const float* stage_gradients(const Context& context, const Table& table, const Batch& batch,
-                             const float* grad, int64_t stride, Scratch& scratch) {
-  const int64_t B = batch.batch_size;
+const float* stage_gradients(const Table& table, const Batch& batch, const float* grad,
+                             int64_t num_bags, Scratch& scratch) {
   const int dim = table.dim;
-  float* staged = scratch.get<float>(4, static_cast<int64_t>(table.features.size()) * B * dim);
-  for (size_t k = 0; k < table.features.size(); ++k) {
-    const int64_t key = batch.key_of[table.features[k]];
-    if (key < 0) continue;
-    const int64_t* offsets = batch.offsets + key * B;
-    const float* from = grad + context.features[table.features[k]].column;
-    for (int64_t b = 0; b < B; ++b) {
-      const int64_t n = offsets[b + 1] - offsets[b];
+  float* staged = scratch.get<float>(4, num_bags * dim);
+  float* to = staged;
+  for (int32_t f : table.features) {
+    const FeatureBags& bags = batch.features[f];
+    const float* from = grad + bags.out_begin;
+    for (int64_t b = 0; b < bags.num_bags; ++b, to += dim) {
+      const int64_t n = bags.bounds[b + 1] - bags.bounds[b];
       if (n == 0) continue;
-      if (b + 8 < B) prefetch_row(from + (b + 8) * stride, table.row_bytes());
+      if (b + 8 < bags.num_bags)
+        prefetch_row(from + (b + 8) * batch.out_stride, table.row_bytes());
       Row<N> g;
-      g.load(from + b * stride, dim);
+      g.load(from + b * batch.out_stride, dim);
       if (table.mean && n > 1) g.divide(static_cast<float>(n), dim);
-      g.store(staged + (static_cast<int64_t>(k) * B + b) * dim, dim);
+      g.store(to, dim);
     }
   }
   return staged;
@@ -419,7 +472,7 @@ struct PairBits {
 // K packs (key, payload); the payload is the combined bag, or the index in `in` with weights.
 template <int N, class K, bool kWeighted>
 bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
-                   const float* grad, int64_t stride, PairBits bits, Scratch& scratch) {
+                   const float* grad, PairBits bits, Scratch& scratch) {
   const Table& table = context.tables[index];
   const int payload_bits = bits.payload;
   const int dim = table.dim;
@@ -433,15 +486,14 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   const K* sorted = radix_sort(pairs, spare, n, payload_bits, bits.key);
   const K mask = (K{1} << payload_bits) - 1;
 
-  const int64_t bags = static_cast<int64_t>(table.features.size()) * batch.batch_size;
-  const float* staged = table.mean || n >= 2 * bags
-                            ? stage_gradients<N>(context, table, batch, grad, stride, scratch)
+  const float* staged = table.mean || n >= 2 * in.num_bags
+                            ? stage_gradients<N>(table, batch, grad, in.num_bags, scratch)
                             : nullptr;
   auto gradient = [&](K pair) -> const float* {
     const uint32_t payload = static_cast<uint32_t>(pair & mask);
     const uint32_t bag = kWeighted ? in.bags[payload] : payload;
     return staged ? staged + static_cast<int64_t>(bag) * dim
-                  : bag_gradient(context, table, grad, stride, batch.batch_size, bag);
+                  : bag_gradient(table, batch, grad, bag);
   };
   int64_t count = n > 0 ? 1 : 0;
   for (int64_t i = 1; i < n; ++i)
@@ -454,11 +506,11 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
     Row<N> sum;
     if (i + kAhead < n) prefetch_row(gradient(sorted[i + kAhead]), row_bytes);
     sum.load(gradient(sorted[i]), dim);
-    if (kWeighted) sum.scale(in.weights[in.positions[sorted[i] & mask]], dim);
+    if (kWeighted) sum.scale(batch.weights[in.positions[sorted[i] & mask]], dim);
     for (++i; i < n && (sorted[i] >> payload_bits) == key; ++i) {
       if (i + kAhead < n) prefetch_row(gradient(sorted[i + kAhead]), row_bytes);
       if (kWeighted) {
-        sum.add_scaled(gradient(sorted[i]), in.weights[in.positions[sorted[i] & mask]], dim);
+        sum.add_scaled(gradient(sorted[i]), batch.weights[in.positions[sorted[i] & mask]], dim);
       } else {
         sum.add(gradient(sorted[i]), dim);
       }
@@ -473,14 +525,13 @@ int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(coun
 
 template <int N, class K>
 bool reduce_packed(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
-                   const float* grad, int64_t stride, PairBits bits, Scratch& scratch) {
-  return in.weights
-             ? reduce_sorted<N, K, true>(context, index, batch, in, grad, stride, bits, scratch)
-             : reduce_sorted<N, K, false>(context, index, batch, in, grad, stride, bits, scratch);
+                   const float* grad, PairBits bits, Scratch& scratch) {
+  return in.positions ? reduce_sorted<N, K, true>(context, index, batch, in, grad, bits, scratch)
+                      : reduce_sorted<N, K, false>(context, index, batch, in, grad, bits, scratch);
 }
 
 int64_t reduce(Context& context, int32_t index, const Batch& batch, const float* grad,
-               int64_t stride, Scratch& scratch) {
+               Scratch& scratch) {
   const Table& table = context.tables[index];
   TableBatch in;
   const int64_t bad = batch.ids_are_32_bit ? gather_keys<int32_t>(table, batch, in, scratch)
@@ -490,16 +541,16 @@ int64_t reduce(Context& context, int32_t index, const Batch& batch, const float*
   constexpr int64_t kDenseBytes = 256 << 10;
   const bool dense = table.home.num_rows * table.row_bytes() <= kDenseBytes &&
                      table.home.num_rows <= 4 * in.n;
-  const uint64_t payloads = in.weights ? static_cast<uint64_t>(in.n)
-                                       : table.features.size() * batch.batch_size;
-  const PairBits bits{bits_for(static_cast<uint64_t>(table.home.num_rows)), bits_for(payloads)};
+  const int64_t payloads = in.positions ? in.n : in.num_bags;
+  const PairBits bits{bits_for(static_cast<uint64_t>(table.home.num_rows)),
+                      bits_for(static_cast<uint64_t>(payloads))};
   const bool ok = with_row_width(table.dim, [&](auto width) {
     constexpr int N = decltype(width)::value;
-    if (dense) return reduce_dense<N>(context, index, batch, in, grad, stride, scratch);
+    if (dense) return reduce_dense<N>(context, index, batch, in, grad, scratch);
     if (bits.key + bits.payload <= 32 && bits.payload < 32)
-      return reduce_packed<N, uint32_t>(context, index, batch, in, grad, stride, bits, scratch);
-    return reduce_packed<N, uint64_t>(context, index, batch, in, grad, stride,
-                                      PairBits{bits.key, 32}, scratch);
+      return reduce_packed<N, uint32_t>(context, index, batch, in, grad, bits, scratch);
+    return reduce_packed<N, uint64_t>(context, index, batch, in, grad, PairBits{bits.key, 32},
+                                      scratch);
   });
   return ok ? kReduceOk : kReduceFull;
 }
@@ -512,12 +563,82 @@ struct Incoming {  // what one rank left for this owner
   int64_t at, end;
 };
 
+// One optimizer step of a row; `g` is the exact gradient. FBGEMM's definitions, see optimizer.h.
 template <int N>
-void update_rows(const Context& context, const Table& table, Incoming* in,
-                 const OptimizerArgs& args, uint32_t* touched) {
+OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, Row<N>& g) {
+  const OptimizerArgs& args = table.optimizer;
+  const int dim = table.dim;
+  const int n = Row<N>::vectors(dim);
+  float* row = table.rows + slot * dim;
+  Row<N> w;
+  w.load(row, dim);
+  switch (args.kind) {
+    case Optimizer::kNone:
+      return;
+    case Optimizer::kSgd:
+      for (int i = 0; i < n; ++i) w.v[i] -= g.v[i] * args.learning_rate;
+      break;
+    case Optimizer::kRowWiseAdagrad: {
+      if (args.decay == Decay::kL2)
+        for (int i = 0; i < n; ++i) g.v[i] += w.v[i] * args.weight_decay;
+      const float multiplier = rowwise_adagrad_multiplier(table.momentum1 + slot,
+                                                          g.sum_of_squares(dim), dim, args);
+      if (args.decay == Decay::kDecoupled) {
+        const float keep = 1.0f - args.learning_rate * args.weight_decay;
+        for (int i = 0; i < n; ++i) w.v[i] *= keep;
+      }
+      for (int i = 0; i < n; ++i) w.v[i] -= g.v[i] * multiplier;
+      break;
+    }
+    case Optimizer::kAdagrad: {
+      Row<N> m;
+      m.load(table.momentum1 + slot * dim, dim);
+      for (int i = 0; i < n; ++i) {
+        m.v[i] += g.v[i] * g.v[i];
+        for (int k = 0; k < 16; ++k)
+          w.v[i][k] -= args.learning_rate * g.v[i][k] / (std::sqrt(m.v[i][k]) + args.eps);
+      }
+      m.store(table.momentum1 + slot * dim, dim);
+      break;
+    }
+    case Optimizer::kAdam:
+    case Optimizer::kPartialRowWiseAdam: {
+      Row<N> m;
+      m.load(table.momentum1 + slot * dim, dim);
+      for (int i = 0; i < n; ++i)
+        m.v[i] = m.v[i] * args.beta1 + g.v[i] * (1.0f - args.beta1);
+      m.store(table.momentum1 + slot * dim, dim);
+      if (args.kind == Optimizer::kPartialRowWiseAdam) {
+        const float root = partial_adam_root(table.momentum2 + slot, g.sum_of_squares(dim), dim, args);
+        for (int i = 0; i < n; ++i)
+          w.v[i] -= ((m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay) *
+                    args.learning_rate;
+      } else {
+        Row<N> s;
+        s.load(table.momentum2 + slot * dim, dim);
+        for (int i = 0; i < n; ++i) {
+          s.v[i] = s.v[i] * args.beta2 + g.v[i] * g.v[i] * (1.0f - args.beta2);
+          Lanes root;
+          for (int k = 0; k < 16; ++k)
+            root[k] = std::sqrt(s.v[i][k] / args.correction2) + args.eps;
+          w.v[i] -= ((m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay) *
+                    args.learning_rate;
+        }
+        s.store(table.momentum2 + slot * dim, dim);
+      }
+      break;
+    }
+  }
+  w.store(row, dim);
+}
+
+template <int N>
+void update_rows(const Context& context, const Table& table, Incoming* in, float gradient_scale,
+                 uint32_t* touched) {
   const int dim = table.dim;
   const int32_t W = context.world_size;
   const int64_t row_bytes = table.row_bytes();
+  const bool row_state = table.optimizer.kind == Optimizer::kRowWiseAdagrad;
   constexpr int64_t kAhead = 10;
   constexpr uint64_t kNone = ~uint64_t{0};
   auto replicated = [&](uint32_t slot) {
@@ -546,25 +667,17 @@ void update_rows(const Context& context, const Table& table, Incoming* in,
       if (box.at + kAhead < box.end) {
         const int64_t ahead = box.slots[box.at + kAhead];
         prefetch_row_for_write(table.rows + ahead * dim, row_bytes);
-        if (table.state) __builtin_prefetch(table.state + ahead, 1, 3);
+        if (row_state) __builtin_prefetch(table.momentum1 + ahead, 1, 3);
       }
     }
-    if (args.gradient_scale != 1.0f) g.scale(args.gradient_scale, dim);
-    float multiplier = args.learning_rate;
-    if (args.kind == Optimizer::kRowWiseAdagrad)
-      multiplier = rowwise_adagrad_multiplier(table.state + slot, g.sum_of_squares(dim), dim, args);
-    Row<N> w;
-    float* row = table.rows + static_cast<int64_t>(slot) * dim;
-    w.load(row, dim);
-    const int vectors = Row<N>::full(dim) + (Row<N>::part(dim) ? 1 : 0);
-    for (int i = 0; i < vectors; ++i) w.v[i] -= g.v[i] * multiplier;
-    w.store(row, dim);
+    if (gradient_scale != 1.0f) g.scale(gradient_scale, dim);
+    apply_optimizer<N>(table, static_cast<int64_t>(slot), g);
     if (touched && replicated(static_cast<uint32_t>(slot)))
       touched[++touched[0]] = static_cast<uint32_t>(slot);
   }
 }
 
-void update(const Context& context, int32_t index, const OptimizerArgs& args) {
+void update(const Context& context, int32_t index, float gradient_scale) {
   const Table& table = context.tables[index];
   std::vector<Incoming> in(static_cast<size_t>(context.world_size));
   for (int32_t r = 0; r < context.world_size; ++r) {
@@ -578,13 +691,14 @@ void update(const Context& context, int32_t index, const OptimizerArgs& args) {
   uint32_t* touched = table.has_replicas ? table.touched[context.rank] : nullptr;
   if (touched) touched[0] = 0;
   with_row_width(table.dim, [&](auto width) {
-    update_rows<decltype(width)::value>(context, table, in.data(), args, touched);
+    update_rows<decltype(width)::value>(context, table, in.data(), gradient_scale, touched);
   });
 }
 
 }  // namespace OPER_KERNELS
 
-const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::pool, OPER_KERNELS::reduce,
+const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::pool,
+                                    OPER_KERNELS::weight_gradient, OPER_KERNELS::reduce,
                                     OPER_KERNELS::update};
 
 }  // namespace oper::host

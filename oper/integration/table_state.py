@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> torch.T
     """A table as a ``state_dict`` value, in logical order.
 
     Returns:
-        One rank: float32 [num_rows, dim], a copy. Several ranks: a ``DTensor`` of that shape, of
+        One rank: float32, a copy of the global shape. Several ranks: a ``DTensor`` of that shape, of
         which each rank holds one contiguous row range (``Shard(0)``), so that
         ``torch.distributed.checkpoint`` saves and reshards it.
     """
-    num_rows = tables.directories[tables.tables[name]].table.num_rows
+    shape = torch.Size(tables.shape(name, part))
+    num_rows = shape[0]
     world_size, rank = tables.group.world_size, tables.group.rank
     if world_size == 1 or tables.group.is_local:
         return tables.read(name, part=part)
@@ -34,7 +35,6 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> torch.T
     size = -(-num_rows // world_size)
     begin, end = min(num_rows, rank * size), min(num_rows, (rank + 1) * size)
     local = tables.read(name, begin, end, part)
-    shape = torch.Size([num_rows, *local.shape[1:]])
     return DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=shape,
         stride=tuple(torch.empty(shape, device="meta").stride()))
@@ -61,21 +61,43 @@ def load_entry(tables: ShardedTables, name: str, value: torch.Tensor, part: str 
         tables: the tables.
         name: table name.
         value: a plain tensor of the global shape (equal on all ranks), or a ``DTensor`` of it.
-        part: ``"rows"`` or ``"state"``.
+        part: ``"rows"`` or a part of the optimizer state.
 
     Raises:
         InvalidInputError: another shape or kind of value.
     """
-    spec = tables.directories[tables.tables[name]].table
     full = getattr(value, "full_tensor", None)
     if full is not None:
         value = full()
-    want = (spec.num_rows, spec.dim) if part == "rows" else (spec.num_rows,)
+    want = tables.shape(name, part)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != want:
         raise InvalidInputError(
             fail(f"cannot load table {name!r}", "shape", tuple(getattr(value, "shape", ())),
                  f"{want}", "load a state_dict of this model"))
     tables.write(name, value, part=part)
+
+
+def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
+                names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
+                error_msgs: list[str]) -> None:
+    """The work of ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
+
+    Args:
+        tables: the tables. Collective.
+        state_dict, prefix, missing_keys, unexpected_keys, error_msgs: as torch passes them.
+        names: table by parameter name (without prefix).
+    """
+    for name, table in names.items():
+        if f"{prefix}{name}" not in state_dict:
+            missing_keys.append(f"{prefix}{name}")
+            continue
+        try:
+            load_entry(tables, table, state_dict[f"{prefix}{name}"])
+        except InvalidInputError as error:
+            error_msgs.append(str(error))
+    wanted = {f"{prefix}{name}" for name in names}
+    unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k not in wanted)
+    tables.publish()
 
 
 def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tensor, InitFn | None]]

@@ -1,4 +1,4 @@
-"""PyTorch's edge: ``nn.EmbeddingBag`` executed by a plan. Needs no torchrec."""
+"""PyTorch's edge: ``nn.EmbeddingBag`` and ``nn.Embedding`` executed by a plan, without torchrec."""
 
 from __future__ import annotations
 
@@ -9,33 +9,59 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
-from oper.integration.table_state import load_entry, table_entry
+from oper.integration.table_state import load_tables, table_entry
 from oper.shmem.runtime import Lookup, ShardedTables
 from oper.tables import TableSpec
 
 
-def bag_spec(name: str, bag: nn.EmbeddingBag, optimizer: str) -> TableSpec:
-    """The table of an ``nn.EmbeddingBag`` as plain data.
+def module_spec(name: str, module: nn.EmbeddingBag | nn.Embedding, optimizer: str) -> TableSpec:
+    """The table of an ``nn.EmbeddingBag`` or ``nn.Embedding`` as plain data.
 
     Raises:
         InvalidInputError: an option that a sharded table does not have.
     """
-    what = f"cannot shard nn.EmbeddingBag {name!r}"
+    what = f"cannot shard {type(module).__name__} {name!r}"
+    pooling = getattr(module, "mode", "none")
     refused: dict[str, tuple[Any, Any]] = {
-        "max_norm": (bag.max_norm, None),
-        "scale_grad_by_freq": (bag.scale_grad_by_freq, False),
-        "mode": (bag.mode, bag.mode if bag.mode in ("sum", "mean") else "sum or mean"),
-        "weight.dtype": (bag.weight.dtype, torch.float32),
+        "max_norm": (module.max_norm, None),
+        "scale_grad_by_freq": (module.scale_grad_by_freq, False),
+        "mode": (pooling, pooling if pooling in ("sum", "mean", "none") else "sum or mean"),
+        "weight.dtype": (module.weight.dtype, torch.float32),
     }
     for option, (value, allowed) in refused.items():
         if value != allowed:
             raise InvalidInputError(
                 fail(what, option, value, f"{allowed}", "leave this module out of modules="))
-    return TableSpec(name, bag.num_embeddings, bag.embedding_dim, (name,), bag.mode, "float32",
-                     optimizer)
+    return TableSpec(name, module.num_embeddings, module.embedding_dim, (name,), pooling,
+                     "float32", optimizer)
 
 
-class ShardedEmbeddingBag(nn.Module):
+class _ShardedModule(nn.Module):
+    """One table with the ``state_dict`` of an unsharded module."""
+
+    def __init__(self, module: nn.EmbeddingBag | nn.Embedding, tables: ShardedTables, name: str
+                 ) -> None:
+        super().__init__()
+        self.num_embeddings = module.num_embeddings
+        self.embedding_dim = module.embedding_dim
+        self.padding_idx = module.padding_idx
+        self.tables = tables
+        self._name = name
+        self._key_of = torch.zeros(1, dtype=torch.int64)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
+                            ) -> None:
+        destination[f"{prefix}weight"] = table_entry(self.tables, self._name)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
+                              local_metadata: Mapping[str, Any], strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str],
+                              error_msgs: list[str]) -> None:
+        load_tables(self.tables, state_dict, prefix, {"weight": self._name}, missing_keys,
+                    unexpected_keys, error_msgs)
+
+
+class ShardedEmbeddingBag(_ShardedModule):
     """An ``nn.EmbeddingBag`` executed by a plan; same call, same ``state_dict``.
 
     Args:
@@ -45,15 +71,9 @@ class ShardedEmbeddingBag(nn.Module):
     """
 
     def __init__(self, bag: nn.EmbeddingBag, tables: ShardedTables, name: str) -> None:
-        super().__init__()
-        self.num_embeddings = bag.num_embeddings
-        self.embedding_dim = bag.embedding_dim
+        super().__init__(bag, tables, name)
         self.mode = bag.mode
         self.include_last_offset = bag.include_last_offset
-        self.padding_idx = bag.padding_idx
-        self.tables = tables
-        self._name = name
-        self._key_of = torch.zeros(1, dtype=torch.int64)
 
     def forward(self, input: torch.Tensor, offsets: torch.Tensor | None = None,
                 per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -94,21 +114,32 @@ class ShardedEmbeddingBag(nn.Module):
         left = torch.bincount(bags[keep], minlength=lengths.numel())
         return ids[keep], left, None if weights is None else weights[keep]
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
-                            ) -> None:
-        destination[f"{prefix}weight"] = table_entry(self.tables, self._name)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
-                              local_metadata: Mapping[str, Any], strict: bool,
-                              missing_keys: list[str], unexpected_keys: list[str],
-                              error_msgs: list[str]) -> None:
-        key = f"{prefix}weight"
-        if key not in state_dict:
-            missing_keys.append(key)
-        else:
-            try:
-                load_entry(self.tables, self._name, state_dict[key])
-            except InvalidInputError as error:
-                error_msgs.append(str(error))
-        unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k != key)
-        self.tables.publish()
+class ShardedEmbedding(_ShardedModule):
+    """An ``nn.Embedding`` executed by a plan; same call, same ``state_dict``.
+
+    Args:
+        module: the unsharded module; gives configuration, not memory.
+        tables: tables that hold it, already filled.
+        name: its table.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows, float32 [*input.shape, dim], of ids int64 or int32 of any shape.
+
+        The gradient of ``padding_idx`` is dropped, as in torch.
+        """
+        ids = input.reshape(-1).contiguous()
+        lengths = torch.tensor([ids.numel()], dtype=torch.int64)
+        out = self.tables.lookup(Lookup(ids, lengths, self._key_of, 1, pooled=False))
+        if self.padding_idx is not None and out.requires_grad:
+            out = _drop_gradient(out, ids == self.padding_idx)
+        return out.view(*input.shape, self.embedding_dim)
+
+
+def _drop_gradient(rows: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """`rows` unchanged, with zero gradient where told.
+
+    A zero gradient still touches the row: without decay it stays as it is.
+    """
+    return torch.where(where[:, None], rows.detach(), rows)

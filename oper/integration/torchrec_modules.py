@@ -1,47 +1,87 @@
-"""TorchRec's edge: a pooled collection whose tables a plan has placed.
+"""TorchRec's edge: collections whose tables a plan has placed.
 
-`ShardedEmbeddingBags` is a TorchRec ``ShardedModule`` that can be put straight into a model: it
-works unwrapped, under DistributedDataParallel, under DistributedModelParallel (which keeps modules
-that are sharded already) and in TrainPipelineSparseDist. Its tables are no parameters: they appear
-in ``state_dict`` under the names and with the shapes of the unsharded module, and nowhere else.
+`ShardedEmbeddingBags` and `ShardedEmbeddings` are TorchRec ``ShardedModule``s that can be put
+straight into a model: they work unwrapped, under DistributedDataParallel, under
+DistributedModelParallel (which keeps modules that are sharded already) and in
+TrainPipelineSparseDist. Their tables are no parameters: they appear in ``state_dict`` under the
+names and with the shapes of the unsharded module, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, NoWait, ShardedModule
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
 from oper.errors import InvalidInputError, fail
-from oper.integration.table_state import load_entry, table_entry
-from oper.shmem.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.integration.table_state import load_entry, load_tables, table_entry
+from oper.shmem.optimizers import (
+    SGD,
+    STATE_PARTS,
+    Adagrad,
+    Adam,
+    Optimizer,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+)
 from oper.shmem.runtime import Lookup, ShardedTables
 from oper.tables import TableSpec
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 
 
-def table_specs(collection: EmbeddingBagCollection, optimizer: str = "rowwise_adagrad"
-                ) -> list[TableSpec]:
-    """The tables of a collection as plain data."""
+# What TorchRec calls the parts of an optimizer's state.
+_STATE_NAMES = {"momentum1": "momentum1", "momentum2": "exp_avg_sq"}
+
+
+def configs_of(collection: EmbeddingBagCollection | EmbeddingCollection
+               ) -> Sequence[BaseEmbeddingConfig]:
+    """The configurations of a pooled or unpooled collection."""
+    if isinstance(collection, EmbeddingCollection):
+        return collection.embedding_configs()
+    return collection.embedding_bag_configs()
+
+
+def table_specs(collection: EmbeddingBagCollection | EmbeddingCollection,
+                optimizer: str | Mapping[str, str] = "rowwise_adagrad") -> list[TableSpec]:
+    """The tables of a collection as plain data.
+
+    Args:
+        collection: pooled or unpooled.
+        optimizer: `TableSpec.optimizer`, for all tables or by table name.
+    """
     specs = []
-    for config in collection.embedding_bag_configs():
+    for config in configs_of(collection):
         dtype = _DTYPES.get(config.data_type)
         if dtype is None:
             raise InvalidInputError(
                 fail(f"cannot shard table {config.name!r}", "data_type", config.data_type,
                      f"one of {[d.name for d in _DTYPES]}", "convert the table"))
-        pooling = "mean" if config.pooling == PoolingType.MEAN else "sum"
+        pooling = "none"
+        if isinstance(config, EmbeddingBagConfig):
+            pooling = "mean" if config.pooling == PoolingType.MEAN else "sum"
+        name = optimizer if isinstance(optimizer, str) else optimizer[config.name]
         specs.append(TableSpec(config.name, config.num_embeddings, config.embedding_dim,
-                               tuple(config.feature_names), pooling, dtype, optimizer))
+                               tuple(config.feature_names), pooling, dtype, name))
     return specs
 
 
@@ -54,24 +94,34 @@ def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
     classes = getattr(parameter, "_optimizer_classes", None)
     if not classes:
         return None
-    kwargs: Mapping[str, Any] = getattr(parameter, "_optimizer_kwargs", [{}])[0]
+    kwargs = dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
     name = classes[0].__name__
     what = "cannot use the optimizer of apply_optimizer_in_backward"
-    known = {"SGD": {"lr"}, "RowWiseAdagrad": {"lr", "eps"}}
-    if len(classes) != 1 or name not in known:
+    if len(classes) != 1 or name not in _KNOWN_OPTIMIZERS:
         raise InvalidInputError(
-            fail(what, "optimizer", [c.__name__ for c in classes], f"one of {sorted(known)}",
-                 "tag the tables with one of these"))
-    neutral = {"weight_decay": 0, "momentum": 0, "dampening": 0, "nesterov": False, "lr_decay": 0,
-               "initial_accumulator_value": 0, "maximize": False}
+            fail(what, "optimizer", [c.__name__ for c in classes],
+                 f"one of {sorted(_KNOWN_OPTIMIZERS)}", "tag the tables with one of these"))
+    make, arguments = _KNOWN_OPTIMIZERS[name]
     for key, value in kwargs.items():
-        if key not in known[name] and (key not in neutral or value != neutral[key]):
+        if key not in arguments and (key not in _NEUTRAL or value != _NEUTRAL[key]):
             raise InvalidInputError(
-                fail(what, f"{name}.{key}", value, f"{neutral.get(key, 'not given')}",
+                fail(what, f"{name}.{key}", value, f"{_NEUTRAL.get(key, 'not given')}",
                      "leave that argument out"))
-    if name == "SGD":
-        return SGD(lr=float(kwargs.get("lr", 1e-3)))
-    return RowWiseAdagrad(lr=float(kwargs.get("lr", 1e-2)), eps=float(kwargs.get("eps", 1e-10)))
+    return make(**{k: kwargs.get(k, default) for k, default in arguments.items()})
+
+
+# By class name: our optimizer, and the arguments with the defaults of torch and TorchRec.
+_KNOWN_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "SGD": (SGD, {"lr": 1e-3}),
+    "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+    "Adagrad": (Adagrad, {"lr": 1e-2, "eps": 1e-10}),
+    "Adam": (Adam, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+    "PartialRowWiseAdam": (
+        PartialRowWiseAdam, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+}
+# Arguments of theirs that ours do not have, at the values that change nothing.
+_NEUTRAL = {"weight_decay": 0, "momentum": 0, "dampening": 0, "nesterov": False, "lr_decay": 0,
+            "initial_accumulator_value": 0, "maximize": False, "amsgrad": False}
 
 
 class _Context(Multistreamable):
@@ -79,21 +129,61 @@ class _Context(Multistreamable):
 
     def __init__(self) -> None:
         self.sharding_contexts: list[Any] = []
+        self.features: KeyedJaggedTensor | None = None
 
     def record_stream(self, stream: Any) -> None:
         """Nothing of ours lives on a stream."""
 
 
 class _FusedOptimizer(FusedOptimizer):
-    """The face that learning-rate schedulers and TorchRec see; updates happen in backward."""
+    """The face that schedulers and checkpoints see; updates happen in the backward pass.
 
-    def __init__(self, tables: ShardedTables, names: list[str]) -> None:
+    ``state_dict()`` has TorchRec's form, ``{"state": {"<table parameter>": {"<table>.momentum1":
+    ...}}}``, with one canonical state per row whatever the plan.
+    """
+
+    def __init__(self, tables: ShardedTables, names: Mapping[str, str], parameters: Mapping[str, str]
+                 ) -> None:
         self._tables = tables
+        self._names = dict(names)
         # Keys need tensors to stand for the tables, which are no parameters.
-        params = {f"embedding_bags.{n}.weight": torch.empty(0) for n in names}
-        group = tables.param_groups[0]
-        group["params"] = list(params.values())
-        super().__init__(params, {}, tables.param_groups)
+        self._stand_ins = {table: torch.empty(0) for table in parameters}
+        own = {full: table for table, full in names.items()}
+        for group in tables.param_groups:
+            group["params"] = [self._stand_ins[own[t]] for t in group["tables"]]
+        self._shown: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        super().__init__({parameters[t]: x for t, x in self._stand_ins.items()}, {},
+                         tables.param_groups)
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """Copies of the optimizer state by parameter; `post_load_state_dict` writes them back."""
+        self._shown = {}
+        for table, stand_in in self._stand_ins.items():
+            full = self._names[table]
+            spec = self._tables.directories[self._tables.tables[full]].table
+            parts = {f"{table}.{_STATE_NAMES[part]}": table_entry(self._tables, full, part)
+                     for part, _ in STATE_PARTS[spec.optimizer]}
+            if parts and "adam" in spec.optimizer:
+                parts[f"{table}.step"] = torch.tensor(float(self._tables.num_steps))
+            if parts:
+                self._shown[stand_in] = parts
+        return self._shown
+
+    @state.setter
+    def state(self, value: Mapping[Any, Any]) -> None:
+        """The base class assigns an empty state at construction."""
+
+    def post_load_state_dict(self) -> None:
+        for table, stand_in in self._stand_ins.items():
+            full = self._names[table]
+            shown = self._shown.get(stand_in, {})
+            for part, name in _STATE_NAMES.items():
+                if f"{table}.{name}" in shown:
+                    load_entry(self._tables, full, shown[f"{table}.{name}"], part)
+            if f"{table}.step" in shown:
+                self._tables.num_steps = int(shown[f"{table}.step"])
+        self._tables.publish()
 
     def step(self, closure: Any = None) -> None:
         """Nothing to do: the backward pass has updated the tables."""
@@ -102,43 +192,34 @@ class _FusedOptimizer(FusedOptimizer):
         """Nothing to do: table gradients are never stored."""
 
 
-class ShardedEmbeddingBags(
-    ShardedModule[KeyedJaggedTensor, torch.Tensor, KeyedTensor, _Context], FusedOptimizerModule
-):
-    """An ``EmbeddingBagCollection`` executed by a plan.
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How one kind of collection names things."""
 
-    Args:
-        collection: the unsharded collection; gives configuration, not memory.
-        tables: its tables, already filled.
-        names: table names in `tables` by config name.
+    prefix: str  # of table parameters in the state_dict
+    unsharded: type
+    pooled: bool
 
-    ``forward(KJT) -> KeyedTensor`` with keys in config order (``feature@table`` for a feature of
-    several tables), values float32 [B, sum of dims].
-    """
 
-    def __init__(self, collection: EmbeddingBagCollection, tables: ShardedTables,
-                 names: Mapping[str, str]) -> None:
+class _ShardedCollection(ShardedModule, FusedOptimizerModule):
+    """What pooled and unpooled collections have in common."""
+
+    kind: _Kind
+
+    def __init__(self, collection: EmbeddingBagCollection | EmbeddingCollection,
+                 tables: ShardedTables, names: Mapping[str, str]) -> None:
         super().__init__()
-        configs = collection.embedding_bag_configs()
-        self._configs = configs
-        self._is_weighted = collection.is_weighted()
+        self._configs = list(configs_of(collection))
         self.tables = tables
         self._names = dict(names)
-        self._features = [f for c in configs for f in c.feature_names]
-        self._output_names = [n for group in get_embedding_names_by_table(configs) for n in group]
-        self._dims = [c.embedding_dim for c in configs for _ in c.feature_names]
-        self._offsets = [0]
-        for dim in self._dims:
-            self._offsets.append(self._offsets[-1] + dim)
-        self._index = {name: k for k, name in enumerate(self._output_names)}
+        self._features = [f for c in self._configs for f in c.feature_names]
+        self._output_names = [
+            n for group in get_embedding_names_by_table(self._configs) for n in group]
         self._key_of: dict[tuple[str, ...], torch.Tensor] = {}
-        self._optimizer = _FusedOptimizer(tables, [c.name for c in configs])
-
-    # ---- lookup ----------------------------------------------------------------------------------
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled embeddings of all features."""
-        return self._keyed(self.tables.lookup(self._lookup(features)))
+        self._is_weighted = False
+        self._parameters_of = {
+            c.name: f"{self.kind.prefix}.{c.name}.weight" for c in self._configs}
+        self._optimizer = _FusedOptimizer(tables, names, self._parameters_of)
 
     def _lookup(self, features: KeyedJaggedTensor) -> Lookup:
         if features.variable_stride_per_key():
@@ -153,7 +234,7 @@ class ShardedEmbeddingBags(
         if weights is not None and weights.dtype != torch.float32:
             weights = weights.float()
         return Lookup(features.values().contiguous(), features.lengths().contiguous(), key_of,
-                      features.stride(), weights)
+                      features.stride(), weights, self.kind.pooled)
 
     def _match(self, keys: tuple[str, ...]) -> torch.Tensor:
         at = {key: k for k, key in enumerate(keys)}
@@ -166,9 +247,6 @@ class ShardedEmbeddingBags(
         self._key_of[keys] = key_of
         return key_of
 
-    def _keyed(self, values: torch.Tensor) -> KeyedTensor:
-        return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
-
     # ---- TorchRec's pipelines --------------------------------------------------------------------
 
     def create_context(self) -> _Context:
@@ -180,20 +258,76 @@ class ShardedEmbeddingBags(
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
     def compute(self, ctx: _Context, dist_input: Any) -> torch.Tensor:
+        ctx.features = dist_input[0]
         return self.tables.lookup(self._lookup(dist_input[0]))
 
-    def output_dist(self, ctx: _Context, output: torch.Tensor) -> LazyAwaitable[KeyedTensor]:
-        return LazyNoWait(self._keyed(output))
-
     @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
-        return EmbeddingBagCollection
+    def unsharded_module_type(self) -> type:
+        return self.kind.unsharded
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
         return self._optimizer
 
-    # ---- what the unsharded collection offers ----------------------------------------------------
+    @property
+    def device(self) -> torch.device:
+        """Where the tables live."""
+        return torch.device("cpu")
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Names of the tables, which data-parallel wrappers must leave alone."""
+        for name in self._parameters_of.values():
+            yield f"{prefix}.{name}" if prefix and not prefix.endswith(".") else f"{prefix}{name}"
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
+                            ) -> None:
+        for table, name in self._parameters_of.items():
+            destination[f"{prefix}{name}"] = table_entry(self.tables, self._names[table])
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
+                              local_metadata: Mapping[str, Any], strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str],
+                              error_msgs: list[str]) -> None:
+        load_tables(self.tables, state_dict, prefix,
+                    {name: self._names[table] for table, name in self._parameters_of.items()},
+                    missing_keys, unexpected_keys, error_msgs)
+
+
+class ShardedEmbeddingBags(_ShardedCollection):
+    """An ``EmbeddingBagCollection`` executed by a plan.
+
+    Args:
+        collection: the unsharded collection; gives configuration, not memory.
+        tables: its tables, already filled.
+        names: table names in `tables` by config name.
+
+    ``forward(KJT) -> KeyedTensor`` with keys in config order (``feature@table`` for a feature of
+    several tables), values float32 [B, sum of dims].
+    """
+
+    kind = _Kind("embedding_bags", EmbeddingBagCollection, True)
+
+    def __init__(self, collection: EmbeddingBagCollection, tables: ShardedTables,
+                 names: Mapping[str, str]) -> None:
+        super().__init__(collection, tables, names)
+        self._is_weighted = collection.is_weighted()
+        self._dims = [c.embedding_dim for c in self._configs for _ in c.feature_names]
+        self._offsets = [0]
+        for dim in self._dims:
+            self._offsets.append(self._offsets[-1] + dim)
+        self._index = {name: k for k, name in enumerate(self._output_names)}
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled embeddings of all features."""
+        return self._keyed(self.tables.lookup(self._lookup(features)))
+
+    def output_dist(self, ctx: _Context, output: torch.Tensor) -> LazyAwaitable[KeyedTensor]:
+        return LazyNoWait(self._keyed(output))
+
+    def _keyed(self, values: torch.Tensor) -> KeyedTensor:
+        return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Configurations, as the unsharded collection."""
@@ -203,40 +337,52 @@ class ShardedEmbeddingBags(
         """Whether lookups carry per-sample weights."""
         return self._is_weighted
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tables live."""
-        return torch.device("cpu")
 
-    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Names of the tables, which data-parallel wrappers must leave alone."""
-        for config in self._configs:
-            yield _join(prefix, f"embedding_bags.{config.name}.weight")
+class ShardedEmbeddings(_ShardedCollection):
+    """An ``EmbeddingCollection`` (sequences) executed by a plan.
 
-    # ---- state -----------------------------------------------------------------------------------
+    Args:
+        collection: the unsharded collection; gives configuration, not memory.
+        tables: its tables, already filled.
+        names: table names in `tables` by config name.
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
-                            ) -> None:
-        for config in self._configs:
-            destination[f"{prefix}embedding_bags.{config.name}.weight"] = table_entry(
-                self.tables, self._names[config.name])
+    ``forward(KJT) -> {feature: JaggedTensor}`` in config order, values float32 [ids of the feature,
+    D], lengths as in the input.
+    """
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
-                              local_metadata: Mapping[str, Any], strict: bool,
-                              missing_keys: list[str], unexpected_keys: list[str],
-                              error_msgs: list[str]) -> None:
-        wanted = {f"{prefix}embedding_bags.{c.name}.weight": c.name for c in self._configs}
-        for key, name in wanted.items():
-            if key not in state_dict:
-                missing_keys.append(key)
-                continue
-            try:
-                load_entry(self.tables, self._names[name], state_dict[key])
-            except InvalidInputError as error:
-                error_msgs.append(str(error))
-        unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k not in wanted)
-        self.tables.publish()
+    kind = _Kind("embeddings", EmbeddingCollection, False)
 
+    def __init__(self, collection: EmbeddingCollection, tables: ShardedTables,
+                 names: Mapping[str, str]) -> None:
+        super().__init__(collection, tables, names)
+        self._need_indices = collection.need_indices()
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix and not prefix.endswith(".") else f"{prefix}{name}"
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """One embedding per id."""
+        return self._jagged(self.tables.lookup(self._lookup(features)), features)
+
+    def output_dist(self, ctx: _Context, output: torch.Tensor
+                    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        assert ctx.features is not None
+        return LazyNoWait(self._jagged(output, ctx.features))
+
+    def _jagged(self, values: torch.Tensor, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        inputs = features.to_dict()
+        of_feature = [inputs[f] for f in self._features]
+        parts = torch.split(values, [jt.values().numel() for jt in of_feature])
+        return {
+            name: JaggedTensor(values=part, lengths=jt.lengths(),
+                               weights=jt.values() if self._need_indices else None)
+            for name, part, jt in zip(self._output_names, parts, of_feature, strict=True)}
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """Configurations, as the unsharded collection."""
+        return self._configs
+
+    def embedding_dim(self) -> int:
+        """Columns D, common to all tables."""
+        return self._configs[0].embedding_dim
+
+    def need_indices(self) -> bool:
+        """Whether outputs carry their ids as weights."""
+        return self._need_indices

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.shmem.directory import TableDirectory, TierLayout
+from oper.shmem.optimizers import STATE_PARTS
 
 _ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"
@@ -30,7 +31,8 @@ class ArenaLayout:
     """Byte offsets in every rank's arena.
 
     Attributes:
-        rows, state, replicas, touched: int64 [T, W], offset of a table's part, by rank.
+        rows, momentum1, momentum2, replicas, touched: int64 [T, W], offset of a table's part, by
+            rank.
         outbox: int [W], offset of the outbox.
         num_bytes: int [W], whole arena.
         used_bytes: int [W], part before the outbox (what a huge-page request covers).
@@ -38,7 +40,8 @@ class ArenaLayout:
     """
 
     rows: np.ndarray
-    state: np.ndarray
+    momentum1: np.ndarray
+    momentum2: np.ndarray
     replicas: np.ndarray
     touched: np.ndarray
     outbox: list[int]
@@ -51,8 +54,8 @@ class ArenaLayout:
               ) -> ArenaLayout:
         """The layout that all ranks derive alike from the plan."""
         shape = (len(directories), world_size)
-        rows, state = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        replicas, touched = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        parts = {name: np.zeros(shape, np.int64)
+                 for name in ("rows", "momentum1", "momentum2", "replicas", "touched")}
         outbox, total, used = [], [], []
         for rank in range(world_size):
             at = 0
@@ -65,18 +68,21 @@ class ArenaLayout:
 
             # All rows first: they are what lookups read, and what huge pages are wanted for.
             for t, d in enumerate(directories):
-                rows[t, rank] = take(d.num_slots[rank] * d.table.row_bytes)
+                parts["rows"][t, rank] = take(d.num_slots[rank] * d.table.row_bytes)
             for t, d in enumerate(directories):
-                replicas[t, rank] = take(d.num_replica_rows[rank] * d.table.row_bytes)
+                parts["replicas"][t, rank] = take(d.num_replica_rows[rank] * d.table.row_bytes)
             for t, d in enumerate(directories):
-                state[t, rank] = take(d.num_slots[rank] * d.table.state_bytes)
+                for name, per_row in STATE_PARTS[d.table.optimizer]:
+                    parts[name][t, rank] = take(
+                        d.num_slots[rank] * 4 * (1 if per_row else d.table.dim))
             for t, d in enumerate(directories):
-                touched[t, rank] = take(4 * (1 + replicated_slots(d, rank)))
+                parts["touched"][t, rank] = take(4 * (1 + replicated_slots(d, rank)))
             at = -(-at // (2 << 20)) * (2 << 20)
             used.append(at)
             outbox.append(at)
             total.append(at + num_outbox_bytes)
-        return ArenaLayout(rows, state, replicas, touched, outbox, total, used, num_outbox_bytes)
+        return ArenaLayout(**parts, outbox=outbox, num_bytes=total, used_bytes=used,
+                           outbox_bytes=num_outbox_bytes)
 
 
 def replicated_slots(directory: TableDirectory, rank: int) -> int:
@@ -89,7 +95,7 @@ class KernelMaps:
     """The arrays that `torch.ops.oper.context_create` takes; see csrc/ops_host.cpp.
 
     Attributes:
-        tables: int64 [T, 8]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 5];
+        tables: int64 [T, 9]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 5];
         maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched: int64 [T, W];
         heads: head maps, three arrays per table that needs them.
     """
@@ -143,9 +149,11 @@ class KernelMaps:
             head = d.head_map()
             head_at = -1 if head is None else len(heads)
             heads += [] if head is None else list(head)
-            state = int(where[rank] + layout.state[t, rank]) if d.table.state_bytes else 0
+            state = {name: int(where[rank] + getattr(layout, name)[t, rank])
+                     for name, _ in STATE_PARTS[d.table.optimizer]}
             tables.append([d.table.num_rows, d.table.dim, int(d.table.pooling == "mean"),
-                           first_tier, len(tiers), int(row_address[rank]), state, head_at])
+                           first_tier, len(tiers), int(row_address[rank]),
+                           state.get("momentum1", 0), state.get("momentum2", 0), head_at])
         return KernelMaps(
             np.array(tables, np.int64), np.stack([d.owner_begin for d in directories]),
             np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),

@@ -1,48 +1,127 @@
-"""Optimizers that are applied in the backward pass, exact on duplicates, as FBGEMM defines them."""
+"""Optimizers that are applied in the backward pass, exact on duplicates, as FBGEMM defines them.
+
+Duplicates of a row within a global batch are summed before one update, and only rows that the batch
+touches change ("lazy" moments: a row's moments do not decay while it is not touched). The arithmetic
+stands in csrc/include/oper/optimizer.h. Where torch differs: torch's Adagrad and Adam change rows
+with a zero gradient too (moments decay, weight decay applies), and its Adam adds L2 decay to the
+gradient where FBGEMM adds it to the step.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from oper.errors import InvalidInputError, fail
 
+# Names of the state of each optimizer and whether it is one number per row (else one per column).
+STATE_PARTS: dict[str, tuple[tuple[str, bool], ...]] = {
+    "none": (),
+    "sgd": (),
+    "rowwise_adagrad": (("momentum1", True),),
+    "adagrad": (("momentum1", False),),
+    "adam": (("momentum1", False), ("momentum2", False)),
+    "partial_rowwise_adam": (("momentum1", False), ("momentum2", True)),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SGD:
-    """``w -= lr * g`` on touched rows (FBGEMM's EXACT_SGD)."""
+    """``w -= lr * g`` (FBGEMM's EXACT_SGD)."""
 
     lr: float = 0.01
 
     name = "sgd"
-    code = 1
-    eps = 0.0
 
     def __post_init__(self) -> None:
-        _check_positive("SGD", "lr", self.lr, zero=True)
+        _check("SGD", lr=self.lr)
+
+    def arguments(self, lr: float, step: int) -> list[float]:
+        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
+        return [1, 0, lr, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 @dataclass(frozen=True, slots=True)
 class RowWiseAdagrad:
-    """``s += mean(g^2); w -= lr / (sqrt(s) + eps) * g`` on touched rows.
+    """``s += mean(g^2); w -= lr / (sqrt(s) + eps) * g``.
 
-    FBGEMM's EXACT_ROWWISE_ADAGRAD, TorchRec's ``RowWiseAdagrad`` without decay.
+    FBGEMM's EXACT_ROWWISE_ADAGRAD, TorchRec's ``RowWiseAdagrad``.
+
+    Attributes:
+        weight_decay: 0 = none.
+        decoupled: FBGEMM's decoupled decay (``w *= 1 - lr * wd``) instead of L2 (``g += wd * w``).
     """
 
     lr: float = 0.01
     eps: float = 1e-10
+    weight_decay: float = 0.0
+    decoupled: bool = False
 
     name = "rowwise_adagrad"
-    code = 2
 
     def __post_init__(self) -> None:
-        _check_positive("RowWiseAdagrad", "lr", self.lr, zero=True)
-        _check_positive("RowWiseAdagrad", "eps", self.eps, zero=True)
+        _check("RowWiseAdagrad", lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+
+    def arguments(self, lr: float, step: int) -> list[float]:
+        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
+        decay = 0 if self.weight_decay == 0 else 2 if self.decoupled else 1
+        return [2, decay, lr, self.eps, self.weight_decay, 0.0, 0.0, 1.0, 1.0]
 
 
-Optimizer = SGD | RowWiseAdagrad
+@dataclass(frozen=True, slots=True)
+class Adagrad:
+    """``s += g^2; w -= lr * g / (sqrt(s) + eps)`` (FBGEMM's EXACT_ADAGRAD)."""
+
+    lr: float = 0.01
+    eps: float = 1e-10
+
+    name = "adagrad"
+
+    def __post_init__(self) -> None:
+        _check("Adagrad", lr=self.lr, eps=self.eps)
+
+    def arguments(self, lr: float, step: int) -> list[float]:
+        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
+        return [3, 0, lr, self.eps, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def _check_positive(what: str, name: str, value: float, zero: bool) -> None:
-    if not (value >= 0 if zero else value > 0):
-        raise InvalidInputError(
-            fail(f"invalid {what}", name, value, ">= 0" if zero else "> 0", "correct it"))
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Adam on touched rows; bias correction by the number of optimizer steps (FBGEMM's ADAM)."""
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    name = "adam"
+    code = 4
+
+    def __post_init__(self) -> None:
+        _check(type(self).__name__, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        for k, beta in enumerate(self.betas):
+            if not 0 <= beta < 1:
+                raise InvalidInputError(fail(f"invalid {type(self).__name__}", f"betas[{k}]", beta,
+                                             "0 <= beta < 1", "correct it"))
+
+    def arguments(self, lr: float, step: int) -> list[float]:
+        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
+        b1, b2 = self.betas
+        return [self.code, 0, lr, self.eps, self.weight_decay, b1, b2, 1 - b1**step, 1 - b2**step]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRowWiseAdam(Adam):
+    """Adam with one second moment per row, of the mean square (FBGEMM's PARTIAL_ROWWISE_ADAM)."""
+
+    name = "partial_rowwise_adam"
+    code = 5
+
+
+Optimizer = SGD | RowWiseAdagrad | Adagrad | Adam | PartialRowWiseAdam
+
+
+def _check(what: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise InvalidInputError(fail(f"invalid {what}", name, value, ">= 0", "correct it"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from oper.shmem.directory import TableDirectory
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
-from oper.shmem.optimizers import Optimizer
+from oper.shmem.optimizers import STATE_PARTS, Optimizer
 from oper.tables import TableSpec
 
 DEADLINE_ENV = "OPER_DEADLINE_S"
@@ -27,14 +27,16 @@ CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are re
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """One batch of pooled lookups.
+    """One batch of lookups.
 
     Attributes:
         ids: int64 or int32 [N], key-major.
         lengths: int64 or int32 [num_keys * B], bag lengths, key-major.
         key_of: int64 [F], which key carries each feature of the collection; -1 = absent.
         batch_size: samples B.
-        weights: float32 [N], per-sample weights, or None.
+        weights: float32 [N], per-sample weights, or None (pooled only).
+        pooled: one row per sample with the features side by side, or one row per id, feature after
+            feature.
     """
 
     ids: torch.Tensor
@@ -42,6 +44,7 @@ class Lookup:
     key_of: torch.Tensor
     batch_size: int
     weights: torch.Tensor | None = None
+    pooled: bool = True
 
 
 class ShardedTables:
@@ -52,7 +55,8 @@ class ShardedTables:
         features: (feature name, table name) in output order; the output of `lookup` has one block
             of the table's dim per feature.
         group: the ranks; construction is collective.
-        optimizer: applied in the backward pass; None = read-only tables.
+        optimizers: applied in the backward pass, one for all tables or by table name; None =
+            read-only tables.
         gradient_scale: factor on table gradients (1 / W averages the ranks' losses).
 
     Raises:
@@ -60,23 +64,29 @@ class ShardedTables:
     """
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
-                 optimizer: Optimizer | None, gradient_scale: float = 1.0) -> None:
+                 optimizers: Optimizer | Mapping[str, Optimizer] | None, gradient_scale: float = 1.0
+                 ) -> None:
         load()
         self.plan = plan
         self.group = group
         self.features = list(features)
-        self.optimizer = optimizer
-        # Shared with whoever schedules the rate, as TorchRec users do through param_groups.
-        self.param_groups: list[dict[str, Any]] = [{"lr": optimizer.lr if optimizer else 0.0}]
-        self.gradient_scale = gradient_scale
         tables = [t.table for t in plan.tables]
+        if optimizers is not None and not isinstance(optimizers, Mapping):
+            optimizers = {t.name: optimizers for t in tables}
+        self.optimizers = dict(optimizers) if optimizers is not None else None
+        self.num_steps = 0
+        # One group per distinct optimizer; shared with whoever schedules learning rates.
+        self.param_groups: list[dict[str, Any]] = [
+            {"lr": o.lr, "tables": [n for n, x in (optimizers or {}).items() if x == o]}
+            for o in dict.fromkeys((optimizers or {}).values())]
+        self.gradient_scale = gradient_scale
         plan.check_for(tables, group.world_size)
-        _check_supported(tables, optimizer)
+        _check_supported(tables, self.optimizers)
         self.tables = {t.name: k for k, t in enumerate(tables)}
         self.directories = [TableDirectory(t, group.world_size) for t in plan.tables]
         # A single rank updates without an exchange but through the same outbox.
         self._layout = ArenaLayout.build(
-            self.directories, group.world_size, outbox_bytes() if optimizer else 4096)
+            self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096)
         self._heap: HostHeap | None = HostHeap(group, self._layout.num_bytes)
         self._handle = self._create_context()
         # Makes autograd call our backward although the tables are no parameters.
@@ -111,7 +121,7 @@ class ShardedTables:
     # ---- lookups ---------------------------------------------------------------------------------
 
     def lookup(self, batch: Lookup) -> torch.Tensor:
-        """Pooled embeddings, float32 [B, sum of the features' dims].
+        """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
 
         With gradients enabled and an optimizer, the backward pass of the result updates the
         tables; that part is collective over the group. Without gradients nothing is collective.
@@ -119,23 +129,26 @@ class ShardedTables:
         Raises:
             InvalidInputError: an id out of range, or lengths that do not fit the ids.
         """
+        if self.optimizers is not None and torch.is_grad_enabled():
+            out: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+                self._anchor, batch.weights, self, batch)
+            return out
         if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
             raise InvalidInputError(
-                fail("cannot look up", "per-sample weights", "requires_grad=True",
-                     "weights that need no gradient", "detach them; they would not be trained"))
-        if self.optimizer is not None and torch.is_grad_enabled():
-            out: torch.Tensor = _PooledLookup.apply(  # type: ignore[no-untyped-call]
-                self._anchor, self, batch)
-            return out
+                fail("cannot look up in read-only tables", "per-sample weights",
+                     "requires_grad=True", "weights that need no gradient",
+                     "detach them; they would not be trained"))
         return self.forward(batch)[0]
 
     def forward(self, batch: Lookup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pooled embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags."""
+        """Embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags."""
         _check_batch(batch)
         if batch.batch_size == 0 and batch.ids.numel() == 0:
-            return torch.empty(0, self.output_columns), torch.zeros(1, dtype=torch.int64)
-        out, offsets, code, detail = torch.ops.oper.pooled_forward(
-            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size)
+            dim = self.output_columns if batch.pooled else self.directories[0].table.dim
+            return torch.empty(0, dim), torch.zeros(1, dtype=torch.int64)
+        out, offsets, code, detail = torch.ops.oper.lookup_forward(
+            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
+            batch.pooled)
         if code:
             self._raise(code, detail, batch, offsets)
         return out, offsets
@@ -144,7 +157,7 @@ class ShardedTables:
         """Reduce the gradients of `forward`'s output, exchange them and update. Collective.
 
         Args:
-            grad: float32 [B, sum of dims].
+            grad: float32, shape of that output.
             batch: the batch of the forward pass.
             offsets: what `forward` returned.
 
@@ -152,15 +165,30 @@ class ShardedTables:
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
-        optimizer = self.optimizer
-        assert optimizer is not None
-        if grad.stride(1) != 1 or grad.stride(0) < grad.shape[1]:
-            grad = grad.contiguous()
-        code, detail = torch.ops.oper.pooled_backward(
+        grad = _rows_in_order(grad, batch.pooled)
+        code, detail = torch.ops.oper.lookup_backward(
             self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
-            optimizer.code, float(self.param_groups[0]["lr"]), optimizer.eps, self.gradient_scale)
+            batch.pooled, self._optimizer_arguments(self.num_steps + 1), self.gradient_scale)
         if code:
             self._raise(code, detail, batch, offsets)
+        self.num_steps += 1
+
+    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
+                        ) -> torch.Tensor:
+        """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
+        assert batch.weights is not None
+        gradient: torch.Tensor = torch.ops.oper.lookup_weight_gradient(
+            self._handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
+            batch.batch_size)
+        return gradient
+
+    def _optimizer_arguments(self, step: int) -> torch.Tensor:
+        """float64 [T, 9], what every table's optimizer needs at this step."""
+        assert self.optimizers is not None
+        rates = {name: float(g["lr"]) for g in self.param_groups for name in g["tables"]}
+        return torch.tensor(
+            [self.optimizers[name].arguments(rates[name], step) for name in self.tables],
+            dtype=torch.float64)
 
     def barrier(self) -> None:
         """Wait for all ranks; raises PeerLostError or DeadlineError."""
@@ -215,14 +243,14 @@ class ShardedTables:
                 yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
 
     def _view(self, part: str, table: str, rank: int) -> torch.Tensor:
-        """A rank's shard [slots, dim] or optimizer state [slots, 1], mapped."""
+        """A rank's shard [slots, dim] or part of its optimizer state [slots, dim or 1], mapped."""
         heap, k = self._heap, self.tables[table]
         if heap is None:
             raise OperError(fail("sharded tables were closed", "table", table, "open tables",
                                  "read them before close()"))
         d = self.directories[k]
-        offset = (self._layout.rows if part == "rows" else self._layout.state)[k, rank]
-        columns = d.table.dim if part == "rows" else 1
+        offset = getattr(self._layout, part)[k, rank]
+        columns = self._columns(part, table)
         return torch.ops.oper.segment_view(
             heap.addresses[rank] + int(offset), int(d.num_slots[rank]), columns)
 
@@ -233,30 +261,49 @@ class ShardedTables:
         Args:
             table: its name.
             begin, end: ids; the whole table by default.
-            part: ``"rows"`` -> float32 [n, dim]; ``"state"`` -> float32 [n] (row-wise Adagrad).
+            part: ``"rows"``, or a part of the optimizer's state (`STATE_PARTS`).
+
+        Returns:
+            float32 [n, dim], or [n] for a state with one number per row.
 
         One-sided: reads the owners' memory; no rank may be in an update meanwhile.
         """
         d = self.directories[self.tables[table]]
         end = d.table.num_rows if end is None else end
-        if part == "state" and not d.table.state_bytes:
-            raise InvalidInputError(fail("the optimizer keeps no state", "table", table,
-                                         "a stateful optimizer", "read part='rows'"))
-        out = torch.empty(end - begin, d.table.dim if part == "rows" else 1)
+        columns = self._columns(part, table)
+        out = torch.empty(end - begin, columns)
         for at in range(begin, end, CHUNK_ROWS):
             stop = min(end, at + CHUNK_ROWS)
             for rank, index, slot in self._parts(table, at, stop):
                 out[index + (at - begin)] = self._view(part, table, rank)[slot]
-        return out if part == "rows" else out[:, 0]
+        return out[:, 0] if self._is_per_row(part, table) else out
+
+    def _is_per_row(self, part: str, table: str) -> bool:
+        spec = self.directories[self.tables[table]].table
+        parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
+        if part not in parts:
+            raise InvalidInputError(
+                fail(f"table {table!r} has no such part", "part", part, f"one of {list(parts)}",
+                     f"its optimizer is {spec.optimizer}"))
+        return parts[part]
+
+    def _columns(self, part: str, table: str) -> int:
+        per_row = self._is_per_row(part, table)
+        return 1 if per_row else self.directories[self.tables[table]].table.dim
+
+    def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
+        """Global shape of a table or of a part of its optimizer state."""
+        rows = self.directories[self.tables[table]].table.num_rows
+        return (rows,) if self._is_per_row(part, table) else (rows, self._columns(part, table))
 
     def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows") -> None:
         """Write rows `[begin, begin + n)`; every rank stores those that it owns.
 
         Args:
             table: its name.
-            values: float32 [n, dim], or [n] for ``part="state"``; equal on all ranks.
+            values: float32, the shape that `read` returns; equal on all ranks.
             begin: first id.
-            part: ``"rows"`` or ``"state"``.
+            part: as for `read`.
 
         Call `publish` afterwards.
         """
@@ -321,21 +368,31 @@ class ShardedTables:
             self._heap = None
 
 
-class _PooledLookup(torch.autograd.Function):
-    """Forward: pooled lookup. Backward: the fused, collective update of the tables."""
+class _Lookup(torch.autograd.Function):
+    """Forward: lookup. Backward: the fused, collective update of the tables."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tables: ShardedTables, batch: Lookup
-                ) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
+                tables: ShardedTables, batch: Lookup) -> torch.Tensor:
         out, offsets = tables.forward(batch)
         ctx.call = (tables, batch, offsets)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor
+                 ) -> tuple[None, torch.Tensor | None, None, None]:
         tables, batch, offsets = ctx.call
+        weights = None
+        if ctx.needs_input_grad[1]:  # before the rows change
+            weights = tables.weight_gradient(grads[0], batch, offsets)
         tables.apply_gradients(grads[0], batch, offsets)
-        return None, None, None
+        return None, weights, None, None
+
+
+def _rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
+    """`grad` with columns side by side and rows that do not overlap, as the kernels read it."""
+    wide = pooled and grad.dim() == 2 and grad.stride(1) == 1 and grad.stride(0) >= grad.shape[1]
+    return grad if wide else grad.contiguous()
 
 
 def _check_batch(batch: Lookup) -> None:
@@ -359,16 +416,15 @@ def _check_batch(batch: Lookup) -> None:
                  f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch"))
 
 
-def _check_supported(tables: Sequence[TableSpec], optimizer: Optimizer | None) -> None:
+def _check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimizer] | None
+                     ) -> None:
     for t in tables:
         what = f"cannot shard table {t.name!r}"
         if t.dtype != "float32":
             raise PlanError(fail(what, "dtype", t.dtype, "float32", "convert the table"))
         if t.dim > MAX_DIM:
             raise PlanError(fail(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns"))
-        if t.pooling == "none":
-            raise PlanError(fail(what, "pooling", t.pooling, "sum or mean",
-                                 "leave unpooled collections unsharded"))
-        if optimizer is not None and t.optimizer != optimizer.name:
-            raise PlanError(fail(what, "plan's optimizer", t.optimizer, optimizer.name,
+        name = "none" if optimizers is None else optimizers[t.name].name
+        if t.optimizer != name:
+            raise PlanError(fail(what, "plan's optimizer", t.optimizer, name,
                                  "plan again for this optimizer"))

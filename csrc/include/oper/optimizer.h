@@ -1,8 +1,15 @@
 // Optimizer arithmetic per row, in FBGEMM's definitions. Shared by host and device.
 //
-// EXACT optimizers: duplicates of a row within a global batch are summed before one update.
-//   SGD:              w -= lr * g
-//   row-wise Adagrad: s += mean_d(g_d^2);  w -= lr / (sqrt(s) + eps) * g
+// EXACT optimizers: duplicates of a row within a global batch are summed before one update, and only
+// touched rows change.
+//   SGD:                   w -= lr * g
+//   row-wise Adagrad:      s += mean_d(g_d^2);  w -= lr / (sqrt(s) + eps) * g
+//                          L2 decay: g += wd * w first; decoupled: w *= 1 - lr * wd before
+//   Adagrad:               s_d += g_d^2;  w_d -= lr * g_d / (sqrt(s_d) + eps)
+//   Adam:                  m = b1 m + (1 - b1) g;  s = b2 s + (1 - b2) g^2
+//                          w -= lr * (m / (1 - b1^t) / (sqrt(s / (1 - b2^t)) + eps) + wd * w)
+//   partial row-wise Adam: the same with s = b2 s + (1 - b2) mean_d(g_d^2), one per row
+// t counts the optimizer's steps, not the touches of a row.
 #pragma once
 
 #include <cmath>
@@ -11,13 +18,25 @@
 
 namespace oper {
 
-enum class Optimizer : int32_t { kNone = 0, kSgd = 1, kRowWiseAdagrad = 2 };
+enum class Optimizer : int32_t {
+  kNone = 0,
+  kSgd = 1,
+  kRowWiseAdagrad = 2,
+  kAdagrad = 3,
+  kAdam = 4,
+  kPartialRowWiseAdam = 5,
+};
+
+enum class Decay : int32_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
 
 struct OptimizerArgs {
-  Optimizer kind;
-  float learning_rate;
-  float eps;
-  float gradient_scale;  // 1 / world size where gradients are averaged over ranks
+  Optimizer kind = Optimizer::kNone;
+  Decay decay = Decay::kNone;
+  float learning_rate = 0.0f;
+  float eps = 0.0f;
+  float weight_decay = 0.0f;
+  float beta1 = 0.0f, beta2 = 0.0f;
+  float correction1 = 1.0f, correction2 = 1.0f;  // 1 - beta^t
 };
 
 // Factor that multiplies the gradient; updates the row's state.
@@ -26,6 +45,15 @@ OPER_HD float rowwise_adagrad_multiplier(float* state, float sum_of_squares, int
   const float sum = *state + sum_of_squares / static_cast<float>(dim);
   *state = sum;
   return args.learning_rate / (sqrtf(sum) + args.eps);
+}
+
+// Denominator of partial row-wise Adam; updates the row's second moment.
+OPER_HD float partial_adam_root(float* state, float sum_of_squares, int32_t dim,
+                                const OptimizerArgs& args) {
+  const float mean = sum_of_squares / static_cast<float>(dim);
+  const float moment = *state * args.beta2 + mean * (1.0f - args.beta2);
+  *state = moment;
+  return sqrtf(moment / args.correction2) + args.eps;
 }
 
 }  // namespace oper
