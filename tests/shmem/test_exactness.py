@@ -7,34 +7,48 @@ import functools
 import pytest
 import torch
 
-from oper.plan import Plan
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.group import ProcessGroup, SingleGroup
+from oper.shmem.optimizers import SGD, RowWiseAdagrad
+from oper.tables import TableSpec
 from tests.runtime_support import (
     OPTIMIZERS,
     Batch,
     Case,
     Result,
+    assert_bitwise,
     assert_exact,
     dlrm_case,
+    initial_weights,
+    make_batch,
     make_steps,
+    merge_ranks,
+    mixed_plan,
+    open_tables,
     plans_for,
+    rank_loss,
+    reference_forward,
+    run_ranks,
+    train_rank,
     train_reference,
     train_virtual,
 )
+from tests.world_support import run_world
 
 STEPS = 20
 PLANS = ("replicated", "striped", "owned", "mixed0", "mixed1", "mixed2")
 
 
 @functools.cache
-def references(case: Case, world_size: int, optimizer: str
+def references(case: Case, world_size: int, optimizer: str, num_steps: int
                ) -> tuple[list[list[Batch]], Result, Result]:
-    steps = make_steps(case, world_size, STEPS)
+    steps = make_steps(case, world_size, num_steps)
     args = (case, steps, OPTIMIZERS[optimizer])
     return steps, train_reference(*args), train_reference(*args, torch.float64)
 
 
-def check(case: Case, plan: Plan, optimizer: str) -> Result:
-    steps, fp32, fp64 = references(case, plan.world_size, optimizer)
+def check(case: Case, plan: Plan, optimizer: str, num_steps: int = STEPS) -> Result:
+    steps, fp32, fp64 = references(case, plan.world_size, optimizer, num_steps)
     got = train_virtual(case, plan, steps, OPTIMIZERS[optimizer])
     assert_exact(case, got, fp32, fp64)
     return got
@@ -46,3 +60,172 @@ def check(case: Case, plan: Plan, optimizer: str) -> Result:
 def test_training_equals_the_unsharded_run(world_size: int, plan: str, optimizer: str) -> None:
     case = dlrm_case(optimizer)
     check(case, plans_for(case.tables, world_size)[plan], optimizer)
+
+
+def test_the_cases_have_what_they_promise() -> None:
+    # The tests above prove little if their batches lack the awkward parts.
+    case = dlrm_case()
+    steps = make_steps(case, 4, STEPS)
+    sizes = {b.size for step in steps for b in step}
+    assert 0 in sizes and len(sizes) > 2
+    lengths = torch.cat([b.lengths for step in steps for b in step])
+    assert (lengths == 0).float().mean() > 0.2 and lengths.max() == case.max_length
+    features = [f for f, _ in case.features]
+    assert len(set(features)) < len(features) and set(case.keys) - set(features)
+    assert [k for k in case.keys if k in features] != list(dict.fromkeys(features))
+    start, end = initial_weights(case), references(case, 4, "sgd", STEPS)[1].weights
+    untouched = [(start[t] == end[t]).all(1).any().item() for t in start]
+    assert any(untouched) and all((start[t] != end[t]).any() for t in start)
+    placements = {(x.placement, bool(x.weights)) for seed in range(3)
+                  for t in mixed_plan(case.tables, 4, seed).tables for x in t.tiers}
+    assert placements == {("replicated", False), ("owned", False), ("striped", False),
+                          ("striped", True)}
+
+
+@pytest.mark.parametrize("plan", ["striped", "mixed0"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_per_sample_weights(world_size: int, plan: str) -> None:
+    case = dlrm_case("rowwise_adagrad", weighted=True)
+    check(case, plans_for(case.tables, world_size)[plan], "rowwise_adagrad")
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lengths", [torch.int32, torch.int64])
+def test_id_and_length_dtypes(ids: torch.dtype, lengths: torch.dtype) -> None:
+    case = dlrm_case("sgd", id_dtype=ids, length_dtype=lengths)
+    check(case, mixed_plan(case.tables, 2, 5), "sgd", num_steps=5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_many_bags_and_long_bags(weighted: bool) -> None:
+    """More bags than one task takes, and bags longer than one block of resolved ids."""
+    tables = (TableSpec("t", 9000, 24, ("f",), "sum"), TableSpec("m", 700, 16, ("g",), "mean"))
+    many = Case(tables, ("g", "f"), weighted, max_length=6, base_batch=1500)
+    check(many, mixed_plan(tables, 2, 1), "rowwise_adagrad", num_steps=4)
+    few = Case(tables, ("f", "g"), weighted, max_length=3000, base_batch=3)
+    check(few, mixed_plan(tables, 2, 2), "rowwise_adagrad", num_steps=4)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_keys_and_bags_that_need_more_than_32_bits(weighted: bool) -> None:
+    tables = (TableSpec("t", 1 << 20, 4, ("f", "g"), "sum", optimizer="sgd"),)
+    case = Case(tables, ("g", "f"), weighted, max_length=2, base_batch=4100)
+    check(case, uniform_plan(tables, 2, "striped"), "sgd", num_steps=3)
+
+
+def test_dims_that_are_no_multiple_of_four() -> None:
+    tables = tuple(TableSpec(f"t{d}", 50, d, (f"f{d}",), "sum") for d in (1, 2, 3, 5, 17, 31, 1023))
+    case = Case(tables, tuple(f"f{t.dim}" for t in tables))
+    check(case, mixed_plan(tables, 2, 3), "rowwise_adagrad", num_steps=5)
+
+
+def test_gradient_scale_of_one_sums_the_losses() -> None:
+    case = dlrm_case("sgd")
+    steps = make_steps(case, 2, 1)
+    plan = uniform_plan(case.tables, 2, "striped")
+    name = "two_features"
+
+    def train(group, scale):
+        tables = open_tables(case, plan, group, SGD(lr=0.1), scale)
+        batch = steps[0][group.rank]
+        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+        tables.barrier()
+        return tables.read(name)
+
+    start = initial_weights(case)[name]
+    mean, total = (run_ranks(2, lambda g, s=s: train(g, s))[0] - start for s in (0.5, 1.0))
+    assert torch.allclose(total, 2 * mean, rtol=1e-4, atol=1e-6) and mean.abs().max() > 1e-3
+
+
+def test_duplicates_are_summed_before_one_update() -> None:
+    tables = (TableSpec("t", 4, 8, ("f",), "sum"),)
+    case = Case(tables, ("f",))
+    optimizer = RowWiseAdagrad(lr=1.0, eps=0.0)
+    start = initial_weights(case)["t"]
+    sharded = open_tables(case, uniform_plan(tables, 1), SingleGroup(), optimizer)
+    batch = Batch(torch.tensor([3, 2]), torch.tensor([1, 1, 2, 1, 1]), None, torch.zeros(2, 8))
+    sharded.lookup(batch.lookup(case)).sum().backward()
+    # Row 1 was met four times: its gradient is 4 everywhere, so s = 16 and the step is 1, not 4.
+    state = sharded.read("t", part="state")
+    assert state.tolist() == [0.0, 16.0, 1.0, 0.0]
+    moved = start - sharded.read("t")
+    assert torch.allclose(moved, torch.tensor([0.0, 1.0, 1.0, 0.0])[:, None].expand(4, 8))
+
+
+def test_a_backward_pass_uses_its_own_batch() -> None:
+    """Two forwards before two backwards: gradient accumulation in the manner of DDP."""
+    case = dlrm_case("sgd")
+    (first,), (second,) = make_steps(case, 1, 2)
+    second = make_batch(case, 99, 9)
+    lr = SGD(lr=0.3)
+    sharded = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), lr)
+    outs = [sharded.lookup(b.lookup(case)) for b in (first, second)]
+    for out, batch in zip(outs, (first, second), strict=True):
+        rank_loss(out, batch.target).backward()
+    weights = {n: w.requires_grad_() for n, w in initial_weights(case).items()}
+    sum(rank_loss(reference_forward(case, weights, b), b.target) for b in (first, second)).backward()
+    for name, w in weights.items():
+        want = (w - lr.lr * w.grad).detach()
+        assert torch.allclose(sharded.read(name), want, rtol=1e-5, atol=1e-5), name
+
+
+def _world_body(rank: int, world_size: int, case: Case, plan: Plan, steps: list[list[Batch]],
+                optimizer: str) -> Result:
+    return train_rank(case, plan, steps, OPTIMIZERS[optimizer], ProcessGroup())
+
+
+@pytest.mark.parametrize("world_size, plan, optimizer", [
+    (2, "mixed0", "rowwise_adagrad"), (2, "striped", "sgd"), (4, "mixed1", "rowwise_adagrad")])
+def test_processes_equal_virtual_ranks(world_size: int, plan: str, optimizer: str) -> None:
+    case = dlrm_case(optimizer)
+    chosen = plans_for(case.tables, world_size)[plan]
+    steps, fp32, fp64 = references(case, world_size, optimizer, STEPS)
+    got = merge_ranks(run_world(world_size, _world_body, case, chosen, steps, optimizer))
+    assert_exact(case, got, fp32, fp64)
+    virtual = train_virtual(case, chosen, steps, OPTIMIZERS[optimizer])
+    assert_bitwise(got.weights, virtual.weights, "processes and virtual ranks")
+    assert_bitwise(got.outputs, virtual.outputs, "outputs of processes and virtual ranks")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equals_fbgemm(weighted: bool) -> None:
+    tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    common = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
+    ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    tables = tuple(TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum")
+                   for k, (rows, dim) in enumerate([(50, 8), (4000, 64), (1, 16), (900, 128)]))
+    case = Case(tables, tuple(f"f{k}" for k in range(4)), weighted, max_length=5)
+    optimizer = RowWiseAdagrad(lr=0.05, eps=1e-8)
+    peer = tbe.SplitTableBatchedEmbeddingBagsCodegen(
+        [(t.num_rows, t.dim, ops.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU) for t in tables],
+        optimizer=common.EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=optimizer.lr,
+        eps=optimizer.eps)
+    start = initial_weights(case)
+    for weight, t in zip(peer.split_embedding_weights(), tables, strict=True):
+        weight.copy_(start[t.name])
+    sharded = open_tables(case, uniform_plan(tables, 1), SingleGroup(), optimizer)
+    for step in range(STEPS):
+        batch = make_batch(case, step, 20)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)])
+        theirs = peer(batch.ids, offsets, batch.weights)
+        ours = sharded.lookup(batch.lookup(case))
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        rank_loss(theirs, batch.target).backward()
+        rank_loss(ours, batch.target).backward()
+    for weight, (state,), t in zip(peer.split_embedding_weights(), peer.split_optimizer_states(),
+                                   tables, strict=True):
+        assert (sharded.read(t.name) - weight).abs().max() <= 1e-5 * weight.abs().max()
+        gap = (sharded.read(t.name, part="state") - state.flatten()).abs().max()
+        assert gap <= 1e-5 * state.abs().max()
+
+
+def test_ids_outside_every_statistic() -> None:
+    """Rows that no statistic ranked follow the head in ascending order, wherever they are."""
+    table = TableSpec("t", 1000, 8, ("f",), "sum", optimizer="sgd")
+    import numpy as np
+
+    head = np.array([999, 0, 500], np.int64)
+    tiers = (Tier(0, 3, "replicated", (0, 1)), Tier(3, 1000, "striped", (1, 0), (3, 2)))
+    plan = Plan(2, (TablePlan(table, (Piece(0, 8, tiers),), head),))
+    case = Case((table,), ("f",), base_batch=64)
+    check(case, plan, "sgd", num_steps=5)

@@ -1,0 +1,147 @@
+"""Real worlds for the tests: one process per rank over gloo, none of which outlives its test."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# A server that has imported the slow packages forks the ranks; it never runs torch code itself.
+_PRELOAD = ["torch", "torch.distributed", "numpy", "torchrec.models.dlrm",
+            "torchrec.distributed.train_pipeline", "tests.runtime_support"]
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(_PRELOAD)
+
+
+class RankFailedError(AssertionError):
+    """A rank has raised; the message is its traceback."""
+
+
+class World:
+    """Processes of one gloo group, running `body(rank, world_size, *args)`.
+
+    A rank may report before it ends with `report(value)`; its return value is its last report.
+    """
+
+    def __init__(self, world_size: int, body: Callable[..., Any], *args: Any,
+                 env: dict[str, str] | None = None, timeout_s: float = 90.0) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._deadline = time.monotonic() + timeout_s
+        self._pipes: list[Connection] = []
+        self.processes = []
+        store = str(Path(self._folder.name) / "store")
+        for rank in range(world_size):
+            mine, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_main, daemon=True,
+                args=(rank, world_size, store, theirs, dict(env or {}), body, args))
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self.processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [p.pid or 0 for p in self.processes]
+
+    def receive(self, rank: int) -> Any:
+        """A rank's next report; raises RankFailedError with its traceback, or on silence."""
+        left = max(0.0, self._deadline - time.monotonic())
+        if not self._pipes[rank].poll(left):
+            raise RankFailedError(f"rank {rank} says nothing in time")
+        try:
+            good, value = pickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            self.processes[rank].join(5)
+            raise RankFailedError(
+                f"rank {rank} ended with {self.processes[rank].exitcode}") from None
+        if not good:
+            raise RankFailedError(f"rank {rank}:\n{value}")
+        return value
+
+    def close(self) -> None:
+        """End what is left."""
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process in self.processes:
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def world(world_size: int, body: Callable[..., Any], *args: Any, **options: Any
+          ) -> Iterator[World]:
+    """A world that is gone at the end of the block."""
+    running = World(world_size, body, *args, **options)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def run_world(world_size: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """What `body(rank, world_size, *args)` returns on every rank."""
+    with world(world_size, body, *args, **options) as running:
+        return [running.receive(rank) for rank in range(world_size)]
+
+
+_report: Callable[[Any], None] | None = None
+
+
+def report(value: Any) -> None:
+    """Send an intermediate report from a rank."""
+    assert _report is not None, "not a rank of a World"
+    _report(value)
+
+
+def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[str, str],
+          body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    global _report
+    # The kernels read this one once, through C's getenv: os.environ reaches it.
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **env})
+    import torch
+    import torch.distributed as dist
+
+    def send(good: bool, value: Any) -> None:
+        # Plain pickle: torch's own reducers would pass shared memory files.
+        pipe.send_bytes(pickle.dumps((good, value)))
+
+    def send_good(value: Any) -> None:
+        send(True, value)
+
+    _report = send_good
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+                                world_size=world_size)
+        send(True, body(rank, world_size, *args))
+        dist.destroy_process_group()
+    except BaseException:
+        send(False, traceback.format_exc())
+
+
+def leftovers(pids: list[int]) -> list[str]:
+    """Processes, named shared memory and sockets of `pids` that are still there."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z":
+                found.append(f"process {pid} ({state})")
+        found += [str(p) for p in Path("/dev/shm").iterdir() if str(pid) in p.name]
+    found += [str(p) for p in Path("/dev/shm").iterdir() if "oper" in p.name]
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        if any(f"oper-{pid}-" in line for pid in pids):
+            found.append(f"socket {line.split()[-1]}")
+    return found
