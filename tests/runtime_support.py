@@ -293,7 +293,7 @@ def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Opti
         outputs.append([out.detach().clone()])
     tables.barrier()
     weights = {t.name: tables.read(t.name) for t in case.tables}
-    states = {t.name: tables.read(t.name, part="state") for t in case.tables if t.state_bytes}
+    states = {t.name: tables.read(t.name, part="momentum1") for t in case.tables if t.state_bytes}
     replicas = {(t.name, r): tables.replica(t.name, r).clone()
                 for t in case.tables for r in range(group.world_size)}
     tables.barrier()

@@ -97,9 +97,11 @@ const Kernels& kernels() {
 namespace {
 
 // Runs `task(index, scratch)` for index in [0, count), largest tasks first when the caller orders
-// them so; each thread takes the next one. Results do not depend on who takes what.
+// them so; each thread takes the next one. Results do not depend on who takes what. `small`: not
+// worth waking other threads.
 template <class Task>
-void run_tasks(Context& context, int64_t count, ParallelFor parallel, const Task& task) {
+void run_tasks(Context& context, int64_t count, bool small, ParallelFor parallel,
+               const Task& task) {
   struct Shared {
     Context& context;
     const Task& task;
@@ -107,15 +109,17 @@ void run_tasks(Context& context, int64_t count, ParallelFor parallel, const Task
     int64_t count;
   } shared{context, task, {}, count};
   shared.count = count;
-  parallel(
-      count,
-      [](int64_t, int64_t, void* argument) {
-        Shared& s = *static_cast<Shared*>(argument);
-        Scratch* scratch = s.context.take_scratch();
-        for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.task(i, *scratch);
-        s.context.give_scratch(scratch);
-      },
-      &shared);
+  const auto body = [](int64_t, int64_t, void* argument) {
+    Shared& s = *static_cast<Shared*>(argument);
+    Scratch* scratch = s.context.take_scratch();
+    for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.task(i, *scratch);
+    s.context.give_scratch(scratch);
+  };
+  if (small) {
+    body(0, count, &shared);
+  } else {
+    parallel(count, body, &shared);
+  }
 }
 
 void note_bad(std::atomic<int64_t>& bad, int64_t found) {
@@ -134,6 +138,14 @@ int64_t num_ids(const Table& table, const Batch& batch) {
   return n;
 }
 
+// Fewer ids than this take less time than waking a thread.
+bool is_small(const Batch& batch) {
+  constexpr int64_t kSmallIds = 2048;
+  int64_t n = 0;
+  for (const FeatureBags& bags : batch.features) n += bags.bounds[bags.num_bags] - bags.bounds[0];
+  return n < kSmallIds;
+}
+
 // Runs task(feature, range of its bags, scratch) over the whole batch in blocks of about a
 // thousand bags.
 template <class Task>
@@ -145,7 +157,7 @@ void run_bag_tasks(Context& context, const Batch& batch, ParallelFor parallel, c
     first.push_back(count);
     count += (bags.num_bags + kBags - 1) / kBags;
   }
-  run_tasks(context, count, parallel, [&](int64_t index, Scratch& scratch) {
+  run_tasks(context, count, is_small(batch), parallel, [&](int64_t index, Scratch& scratch) {
     const size_t f = static_cast<size_t>(
         std::upper_bound(first.begin(), first.end(), index) - first.begin() - 1);
     const FeatureBags& bags = batch.features[f];
@@ -233,7 +245,8 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
                    [&](int32_t a, int32_t b) { return sizes[a] > sizes[b]; });
   std::atomic<int64_t> bad{-1};
   std::atomic<bool> full{false};
-  run_tasks(context, T, parallel, [&](int64_t task, Scratch& scratch) {
+  const bool small = is_small(batch);
+  run_tasks(context, T, small, parallel, [&](int64_t task, Scratch& scratch) {
     const int64_t result = kernels().reduce(context, order[task], batch, grad, scratch);
     if (result == kReduceFull) full.store(true);
     note_bad(bad, result);
@@ -247,7 +260,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   for (int32_t r = 0; r < context.world_size; ++r)
     if (r != context.rank) context.collapse_outbox(r);
   clock.end(kWaitForGradients);
-  run_tasks(context, T, parallel, [&](int64_t task, Scratch&) {
+  run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
     kernels().update(context, order[task], gradient_scale);
   });
   clock.end(kUpdate);
