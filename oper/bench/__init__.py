@@ -1,1 +1,1 @@
-"""bench."""
+"""Benchmarks against peers and against physical limits."""

@@ -1,0 +1,159 @@
+"""What every benchmark record holds: versions, machine, timings; and how it is written."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper import __version__
+from oper.files import write_text
+
+# Variables that change what is measured; each record holds those that are set.
+ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
+               "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD", "OPER_OUTBOX_BYTES")
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "highspy")
+
+
+def versions() -> dict[str, str]:
+    """Versions by package, of those that are installed."""
+    found = {"oper": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory (bytes), kernel and the kernel's huge-page settings."""
+    pages = Path("/sys/kernel/mm/transparent_hugepage")
+    return {
+        "cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "transparent_huge_pages": _chosen(pages / "enabled"),
+        "shared_huge_pages": _chosen(pages / "shmem_enabled"),
+    }
+
+
+def _cpu_model() -> str:
+    model: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            model.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    name = model.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in model:
+        name += f" (family {model['cpu family']} model {model.get('model', '?')})"
+    return name
+
+
+def _chosen(path: Path) -> str:
+    """The bracketed word of a kernel setting file."""
+    try:
+        text = path.read_text(encoding="ascii")
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0] or text.strip()
+
+
+def load_average() -> float:
+    """Runnable processes, mean of the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def busy_seconds() -> float:
+    """Processor time (s) that the whole machine has spent since boot, all cores together."""
+    try:
+        line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+    except OSError:
+        return 0.0
+    ticks = [int(x) for x in line.split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def summary(seconds: np.ndarray) -> dict[str, float]:
+    """Median, 10th and 90th percentile and minimum in milliseconds, of float64 [n] seconds."""
+    ms = np.asarray(seconds, np.float64) * 1e3
+    low, middle, high = np.percentile(ms, [10, 50, 90])
+    return {"median_ms": round(float(middle), 4), "p10_ms": round(float(low), 4),
+            "p90_ms": round(float(high), 4), "min_ms": round(float(ms.min()), 4), "n": int(ms.size)}
+
+
+def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], None], rounds: int,
+               per_round: int, lead_in: int = 1) -> dict[str, np.ndarray]:
+    """Time several contenders in one run, turn by turn.
+
+    In every round each contender makes `lead_in` untimed and then `per_round` timed calls; the
+    order of the contenders rotates from round to round. Call k of each contender gets the number
+    k, so that all of them see the same inputs in the same order.
+
+    Args:
+        runs: contender by name; takes the number of the call.
+        align: brings all ranks to the same point before every call; not timed.
+        rounds, per_round, lead_in: see above.
+
+    Returns:
+        float64 [rounds * per_round] seconds by contender, of this rank.
+    """
+    names = list(runs)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    calls = dict.fromkeys(names, 0)
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            run = runs[name]
+            for k in range(lead_in + per_round):
+                align()
+                begin = time.perf_counter()
+                run(calls[name])
+                end = time.perf_counter()
+                calls[name] += 1
+                if k >= lead_in:
+                    taken[name].append(end - begin)
+    return {name: np.array(t) for name, t in taken.items()}
+
+
+def record(benchmark: str, command: Sequence[str], cases: Sequence[Mapping[str, Any]],
+           load_before: float) -> dict[str, Any]:
+    """The one object that a benchmark writes.
+
+    Args:
+        benchmark: its name.
+        command: the command line that made it.
+        cases: the cases, each with at least a ``name``.
+        load_before: load average when it began.
+    """
+    return {
+        "benchmark": benchmark, "command": " ".join(command), "versions": versions(),
+        "machine": {**machine(), "load_before": load_before, "load_after": load_average()},
+        "cases": [dict(c) for c in cases],
+    }
+
+
+def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
+    """Write a record as JSON, atomically."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns for a person: the first left-aligned, the others right-aligned."""
+    cells = [[str(x) for x in row] for row in [headers, *rows]]
+    widths = [max(len(row[k]) for row in cells) for k in range(len(headers))]
+    lines = []
+    for row in cells:
+        rest = [x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)

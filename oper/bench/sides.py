@@ -1,0 +1,191 @@
+"""The contenders of the training benchmark: OPER and TorchRec on the same model and numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from oper.bench.torchrec_peer import BagsOnly, PeerOptions, build_peer
+from oper.bench.workload import NUM_DENSE, Workload
+from oper.shmem.optimizers import RowWiseAdagrad
+
+if TYPE_CHECKING:
+    from oper.plan import Plan
+    from oper.shmem.runtime import ShardedTables
+
+LEARNING_RATE = 0.02  # row-wise Adagrad of the tables and SGD of the dense part
+EPS = 1e-8
+DENSE_LAYERS, OVER_LAYERS = (512, 256), (512, 512, 256, 1)  # the dense arch ends with `dim`
+
+
+@dataclass(slots=True)
+class Side:
+    """One contender.
+
+    Attributes:
+        name: for the record.
+        model: what is called.
+        collection: the sharded embedding bag collection inside it.
+        optimizers: step after every backward pass.
+        gradient: output gradient float32 [B, sum of dims] in the order of the collection's keys;
+            None for a whole DLRM.
+        features: keys in the order of the configuration.
+        plan: what it executes, for the record.
+        tables: OPER's tables; None on TorchRec's side.
+    """
+
+    name: str
+    model: nn.Module
+    collection: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    gradient: torch.Tensor | None
+    features: list[str]
+    plan: dict[str, Any] = field(default_factory=dict)
+    tables: ShardedTables | None = None
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Forward, backward, update; returns the pooled embeddings or the logits."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if self.gradient is not None:
+            out = self.model(batch.sparse_features).values()
+            out.backward(self.gradient)
+        else:
+            loss, (_, out, _) = self.model(batch)
+            loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return out
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Forward without gradient."""
+        with torch.no_grad():
+            if self.gradient is not None:
+                return self.model(batch.sparse_features).values()
+            return self.model(batch)[1][1]
+
+    def in_order(self, values: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Pooled embeddings with their features in the order of the configuration."""
+        if self.gradient is None:
+            return values
+        keys = self._keys(batch.sparse_features)
+        blocks = dict(zip(keys, values.detach().chunk(len(keys), dim=1), strict=True))
+        return torch.cat([blocks[f] for f in self.features], dim=1)
+
+    def lookup(self, features: Any) -> torch.Tensor:
+        """Pooled embeddings in the order of the configuration, without gradient."""
+        with torch.no_grad():
+            found = self.collection(features).to_dict()
+            return torch.cat([found[f] for f in self.features], dim=1)
+
+    def order_gradient(self, gradient: torch.Tensor, batch: Any) -> None:
+        """Take an output gradient, given in the order of the configuration."""
+        keys = self._keys(batch.sparse_features)
+        blocks = dict(zip(self.features, gradient.chunk(len(keys), dim=1), strict=True))
+        self.gradient = torch.cat([blocks[k] for k in keys], dim=1).contiguous()
+
+    def _keys(self, features: Any) -> list[str]:
+        with torch.no_grad():
+            return list(self.collection(features).keys())
+
+    def dense_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters outside the tables, by their plain names."""
+        found = {}
+        for name, value in self.model.named_parameters():
+            if "embedding_bag" not in name:
+                plain = name.replace("_dmp_wrapped_module.", "").replace("module.", "")
+                found[plain] = value.detach()
+        return found
+
+
+def _initialise(weight: torch.Tensor, num_rows: int, seed: int) -> torch.Tensor:
+    """TorchRec's default range, from a seed: the same numbers on every side."""
+    bound = math.sqrt(1.0 / num_rows)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        return weight.uniform_(-bound, bound, generator=generator)
+
+
+def make_collection(work: Workload, device: str) -> Any:
+    """The unsharded collection of a workload on ``"cpu"`` or ``"meta"``."""
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    configs = [
+        EmbeddingBagConfig(
+            num_embeddings=t.num_rows, embedding_dim=t.dim, name=t.name,
+            feature_names=list(t.features),
+            init_fn=functools.partial(_initialise, num_rows=t.num_rows, seed=work.seed + k))
+        for k, t in enumerate(work.tables())]
+    return EmbeddingBagCollection(tables=configs, device=torch.device(device))
+
+
+def make_dlrm(work: Workload, collection: Any) -> Any:
+    """DLRM for training: dense 512-256-dim, over 512-512-256-1, dot interaction."""
+    from torchrec.models.dlrm import DLRM, DLRMTrain
+
+    torch.manual_seed(work.seed)
+    return DLRMTrain(DLRM(collection, NUM_DENSE, [*DENSE_LAYERS, work.dim], list(OVER_LAYERS),
+                          dense_device=torch.device("cpu")))
+
+
+def build_oper(work: Workload, whole_model: bool, plan: Plan, keep_reference: bool
+               ) -> tuple[Side, Any]:
+    """OPER's side, and the unsharded model when `keep_reference`. Collective."""
+    from oper.integration.torchrec_modules import ShardedEmbeddingBags
+    from oper.sharding import shard
+
+    collection = make_collection(work, "cpu")
+    model = make_dlrm(work, collection) if whole_model else BagsOnly(collection)
+    reference = None
+    if keep_reference:
+        # The tables themselves are shared: sharding copies them into the arena.
+        reference = copy.deepcopy(model, {id(collection): collection})
+    sharded = shard(model, plan=plan, optimizer=RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS))
+    bags = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingBags))
+    optimizers: list[torch.optim.Optimizer] = []
+    if whole_model:
+        optimizers.append(torch.optim.SGD(sharded.parameters(), lr=LEARNING_RATE))
+        sharded = _data_parallel(sharded)
+    side = Side("oper", sharded, bags, optimizers, None, work.features,
+                _plan_summary(plan), bags.tables)
+    return side, reference
+
+
+def _data_parallel(model: nn.Module) -> nn.Module:
+    """DDP with the settings that TorchRec's own wrapper uses."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return model
+    return nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True,
+        bucket_cap_mb=25)
+
+
+def _plan_summary(plan: Plan) -> dict[str, Any]:
+    """How many rows each placement takes, and what the planner predicts."""
+    rows: dict[str, int] = {}
+    for entry in plan.tables:
+        for piece in entry.pieces:
+            for tier in piece.tiers:
+                name = f"{tier.placement} {tier.mode}"
+                rows[name] = rows.get(name, 0) + tier.stop - tier.start
+    return {"rows": rows, "step_us": plan.step_us, "lower_bound_us": plan.lower_bound_us,
+            "notes": plan.notes}
+
+
+def build_torchrec(work: Workload, whole_model: bool, kind: str, world_size: int) -> Side:
+    """TorchRec's side by one of its plans. Collective."""
+    collection = make_collection(work, "meta")
+    module = make_dlrm(work, collection) if whole_model else collection
+    peer = build_peer(module, PeerOptions(kind, work.batch_size // world_size, work.pooling,
+                                          LEARNING_RATE, EPS))
+    return Side(kind, peer.model, peer.collection(), peer.optimizers, None, work.features,
+                {"tables": peer.plan, "optimizers": [type(o).__name__ for o in peer.optimizers]})

@@ -1,0 +1,271 @@
+"""One case of the training benchmark, as every rank runs it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from oper.bench import record
+from oper.bench.ceiling import Ceiling
+from oper.bench.sides import Side, build_oper, build_torchrec
+from oper.bench.torchrec_peer import PLAN_KINDS
+from oper.bench.verify import Checks, Reference, verify
+from oper.bench.workload import (
+    CHECKED,
+    TIMED,
+    Workload,
+    batch_ids,
+    collect_stats,
+    make_batch,
+)
+from oper.plan import Plan, uniform_plan
+from oper.stats import AccessStats
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case.
+
+    Attributes:
+        name: for the record.
+        work: the workload.
+        whole_model: a DLRM instead of the collection alone.
+        num_batches: distinct batches that are timed.
+        num_stats_batches: other batches that the statistics come from.
+        rounds, per_round: see `record.interleave`.
+    """
+
+    name: str
+    work: Workload
+    whole_model: bool
+    num_batches: int = 32
+    num_stats_batches: int = 32
+    rounds: int = 20
+    per_round: int = 5
+
+    def to_json(self) -> dict[str, Any]:
+        """For `from_json` in a worker."""
+        return {"name": self.name, "work": self.work.to_json(), "whole_model": self.whole_model,
+                "num_batches": self.num_batches, "num_stats_batches": self.num_stats_batches,
+                "rounds": self.rounds, "per_round": self.per_round}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Case:
+        """The case written by `to_json`."""
+        return Case(**{**value, "work": Workload.from_json(value["work"])})
+
+
+def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Build, verify and measure one case; the worker function. Collective.
+
+    Returns:
+        The case's entry of the record on rank 0, nothing elsewhere.
+    """
+    case = Case.from_json(value)
+    runner = _Runner(case, lambda text: progress(f"{case.name}: {text}"))
+    try:
+        return runner.run()
+    finally:
+        runner.close()
+
+
+class _Runner:
+    def __init__(self, case: Case, progress: Progress) -> None:
+        self.case, self.work, self.progress = case, case.work, progress
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.sides: list[Side] = []
+
+    def run(self) -> dict[str, Any]:
+        load_before = record.load_average()
+        self.progress("drawing batches")
+        ids = [batch_ids(self.work, self.rank, self.world_size, k)
+               for k in range(self.case.num_batches)]
+        batches = [make_batch(self.work, x, (TIMED, self.rank, k)) for k, x in enumerate(ids)]
+        plan, plan_s = self._plan()
+        reference = self._build(plan)
+        checks = Checks.make(self.work, self.rank, self.world_size)
+        verdicts = verify(self.sides, checks, reference, self.progress)
+        reference = None
+        gc.collect()
+        gc.freeze()
+        ceiling = Ceiling(self._tables, ids, self.work.pooling)
+        timings = self._measure(batches, ceiling)
+        entry = {
+            "name": self.case.name, **self._figures(timings, verdicts, ids),
+            "ceiling": ceiling.settings, "page_kind": self._tables.page_kind,
+            "workload": self.work.to_json(), "world_size": self.world_size,
+            "threads_per_rank": torch.get_num_threads(), "num_batches": self.case.num_batches,
+            "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(plan_s, 3),
+            "load_before": load_before, "load_after": record.load_average()}
+        return entry if self.rank == 0 else {}
+
+    @property
+    def _tables(self) -> Any:
+        assert self.sides[0].tables is not None
+        return self.sides[0].tables
+
+    def close(self) -> None:
+        """Free the models; the next case needs the memory."""
+        if self.sides:
+            dist.barrier()
+            self._tables.close()
+        self.sides = []
+        gc.unfreeze()
+        gc.collect()
+
+    def _plan(self) -> tuple[Plan, float]:
+        """The plan that OPER chooses from statistics of other batches, and how long that took."""
+        self.progress("collecting statistics and planning")
+        mine = collect_stats(self.work, self.rank, self.world_size, self.case.num_stats_batches)
+        parts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(parts, mine)
+        chosen: list[Any] = [None]
+        begin = time.perf_counter()
+        if self.rank == 0:
+            stats = AccessStats.merge_all(parts)
+            chosen = [choose_plan(self.work, stats, self.world_size)]
+        seconds = time.perf_counter() - begin
+        dist.broadcast_object_list(chosen)
+        return chosen[0], seconds
+
+    def _build(self, plan: Plan) -> Reference | None:
+        """All contenders, alive together; the unsharded model on rank 0."""
+        whole = self.case.whole_model
+        self.progress("building OPER's side")
+        oper, model = build_oper(self.work, whole, plan, keep_reference=self.rank == 0)
+        self.sides = [oper]
+        for kind in PLAN_KINDS:
+            self.progress(f"building TorchRec's {kind} side")
+            self.sides.append(build_torchrec(self.work, whole, kind, self.world_size))
+        gradient = None
+        if not whole:
+            gradient = self._set_gradients()
+        if self.rank:
+            return None
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+        bags = next(m for m in model.modules() if isinstance(m, EmbeddingBagCollection))
+        return Reference(model, bags, gradient, self.world_size)
+
+    def _set_gradients(self) -> torch.Tensor:
+        """Give every side the same output gradient; returns that of all ranks, by rank."""
+        columns = self.work.dim * len(self.work.num_rows)
+        generator = torch.Generator().manual_seed(self.work.seed)
+        joint = torch.randn(self.work.batch_size, columns, generator=generator) * 1e-3
+        mine = joint.chunk(self.world_size)[self.rank].clone()
+        ids = batch_ids(self.work, self.rank, self.world_size, 0, CHECKED)
+        sample = make_batch(self.work, ids, (CHECKED, self.rank, 0))
+        for side in self.sides:
+            side.order_gradient(mine, sample)
+        return joint
+
+    def _measure(self, batches: Sequence[Any], ceiling: Ceiling) -> dict[str, np.ndarray]:
+        """Seconds by phase and contender, the maximum over ranks of every call."""
+        align = self._tables.barrier
+        rounds, per_round = self.case.rounds, self.case.per_round
+        self.progress("finding the gather ceiling's best settings")
+        ceiling.tune(align, self._slowest)
+        found: dict[str, np.ndarray] = {}
+        for phase in ("step", "forward"):
+            runs: dict[str, Callable[[int], Any]] = {}
+            for side in self.sides:
+                side.model.train(phase == "step")
+                runs[side.name] = _over(batches, side.step if phase == "step" else side.forward)
+            if phase == "forward":
+                runs["ceiling"] = ceiling.run
+            self.progress(f"warming up: {phase}")
+            record.interleave(runs, align, 1, 2)
+            self.progress(f"measuring: {phase}, {rounds} rounds of {per_round}")
+            busy, begin = record.busy_seconds(), time.perf_counter()
+            mine = record.interleave(runs, align, rounds, per_round)
+            wall = time.perf_counter() - begin
+            for name, seconds in mine.items():
+                found[f"{phase} {name}"] = np.array(self._slowest(seconds.tolist()))
+            found[f"{phase} busy cores"] = np.array([(record.busy_seconds() - busy) / wall])
+        return found
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        """The maximum over ranks of each value."""
+        joint = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(joint, op=dist.ReduceOp.MAX)
+        return joint.tolist()
+
+    def _figures(self, timings: dict[str, np.ndarray], verdicts: dict[str, dict[str, Any]],
+                 ids: Sequence[np.ndarray]) -> dict[str, Any]:
+        moved = moved_bytes(self.work, ids)
+        parts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(parts, moved)
+        total = {k: sum(p[k] for p in parts) for k in moved}
+        plans: dict[str, Any] = {}
+        for side in self.sides:
+            plans[side.name] = {
+                phase: record.summary(timings[f"{phase} {side.name}"])
+                for phase in ("step", "forward")}
+            plans[side.name]["plan"] = side.plan
+            plans[side.name]["verification"] = verdicts.get(side.name)
+        best = min(PLAN_KINDS, key=lambda kind: plans[kind]["step"]["median_ms"])
+
+        def median(name: str, phase: str) -> float:
+            return float(np.median(timings[f"{phase} {name}"]))
+
+        ceiling = median("ceiling", "forward")
+        return {
+            "ratio_step": round(median(best, "step") / median("oper", "step"), 3),
+            "ratio_forward": round(median(best, "forward") / median("oper", "forward"), 3),
+            "oper_step_ms": plans["oper"]["step"]["median_ms"],
+            "oper_forward_ms": plans["oper"]["forward"]["median_ms"],
+            "torchrec_best": best,
+            "torchrec_step_ms": plans[best]["step"]["median_ms"],
+            "torchrec_forward_ms": plans[best]["forward"]["median_ms"],
+            "gather_ceiling_ms": record.summary(timings["forward ceiling"])["median_ms"],
+            "gather_ceiling_gbps": round(total["forward"] / ceiling / 1e9, 3),
+            "forward_fraction_of_ceiling": round(ceiling / median("oper", "forward"), 4),
+            "verified": bool(verdicts) and all(v["passed"] for v in verdicts.values()),
+            "bytes_moved": total, "plans": plans,
+            "busy_cores": {phase: round(float(timings[f"{phase} busy cores"][0]), 2)
+                           for phase in ("step", "forward")}}
+
+
+def _over(batches: Sequence[Any], call: Callable[[Any], Any]) -> Callable[[int], Any]:
+    """`call` on batch number k, modulo their number."""
+    return lambda k: call(batches[k % len(batches)])
+
+
+def choose_plan(work: Workload, stats: AccessStats, world_size: int) -> Plan:
+    """The plan that ``oper plan`` chooses for this host."""
+    from oper.topology import Topology
+
+    try:
+        from oper.search import make_plan
+    except ImportError:
+        return uniform_plan(work.tables(), world_size, notes={"planner": "uniform stripes"})
+    return make_plan(work.tables(), stats, Topology.this_host(world_size), objective="training",
+                     batch_size=work.batch_size // world_size)
+
+
+def moved_bytes(work: Workload, ids: Sequence[np.ndarray]) -> dict[str, int]:
+    """Bytes that a rank has to move per batch, mean over batches.
+
+    Returns:
+        ``forward``: rows read, one per id, and outputs written. ``step``: that, plus the output
+        gradient read once per id, a gradient row written and read per distinct row of the batch,
+        and weight and row-wise state of each of them read and written.
+    """
+    row = work.dim * 4
+    forward = distinct = 0
+    for batch in ids:
+        forward += batch.size * row + batch.size // work.pooling * row
+        distinct += sum(np.unique(x).size for x in batch)
+    lookups = sum(x.size for x in ids)
+    step = forward + lookups * row + distinct * (2 * row + 2 * (row + 4))
+    return {"forward": forward // len(ids), "step": step // len(ids),
+            "distinct_rows": distinct // len(ids)}

@@ -1,0 +1,63 @@
+"""``oper bench``: measure against peers and against physical limits."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import shlex
+import sys
+from typing import Any
+
+from oper.bench import record
+from oper.errors import InvalidInputError, fail
+
+# A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
+# record per case, and ``report(entries)``.
+BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
+    "train": ("oper.bench.train", "training steps, beside TorchRec's plans, in two processes"),
+}
+
+
+def configure_bench(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``oper bench``."""
+    subs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    for name, (_, help_line) in BENCHMARKS.items():
+        sub = subs.add_parser(name, help=help_line, description=f"Measure {help_line}.")
+        sub.add_argument("--json", metavar="F", help="also write the record to this file")
+        sub.add_argument("--cases", metavar="GLOB", default="*",
+                         help="only cases whose name matches, e.g. 'ebc-*'")
+        sub.add_argument("--quick", action="store_true",
+                         help="main cases only, with few repetitions")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run one benchmark; 1 when a case could not be verified."""
+    module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
+    every = module.cases(args.quick)
+    chosen = [c for c in every if fnmatch.fnmatch(c.name, args.cases)]
+    if not chosen:
+        raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--cases",
+                                     args.cases, f"a pattern for {[c.name for c in every]}",
+                                     "correct it"))
+    load_before = record.load_average()
+    entries: list[dict[str, Any]] = []
+    for case, entry in zip(chosen, module.run(args, chosen), strict=True):
+        entries.append(entry)
+        print(f"{len(entries)}/{len(chosen)} {case.name} done", file=sys.stderr, flush=True)
+        if args.json:  # after every case: an interrupted run keeps what it has
+            record.write(args.json, record.record(args.benchmark, _command(args), entries,
+                                                  load_before))
+    print(module.report(entries), end="")
+    if args.json:
+        print(f"record: {args.json}")
+    return 0 if all(e["verified"] for e in entries) else 1
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    words = ["oper", "bench", args.benchmark]
+    if args.cases != "*":
+        words += ["--cases", shlex.quote(args.cases)]
+    if args.quick:
+        words.append("--quick")
+    return [*words, "--json", shlex.quote(args.json)] if args.json else words
