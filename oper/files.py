@@ -8,11 +8,16 @@ checked against the ZIP directory before anything is allocated, and nothing is e
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
+import math
 import os
+import re
+import struct
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,8 +27,14 @@ import numpy as np
 from oper.errors import FileFormatError, fail
 
 _HEADER = "header.json"
-_MAX_HEADER_BYTES = 64 << 20
+_NPY_VERSION = (2, 0)
 _ALLOWED_KINDS = "biuf"  # NumPy dtype kinds that may be stored: bool, int, unsigned, float
+_DTYPE = re.compile(r"\|b1|\|[iu]1|[<>](i[248]|u[248]|f[248])")
+# What zipfile and its helpers raise on files that are cut, damaged or made by others.
+_DAMAGE = (
+    zipfile.BadZipFile, EOFError, NotImplementedError, OSError, OverflowError, RuntimeError,
+    ValueError, struct.error, zlib.error,
+)
 
 
 def datasets_root() -> Path:
@@ -41,8 +52,13 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary sibling of `path` for writing and rename it over `path` on success.
 
     A reader sees the old file or the whole new one. On an error the temporary file is removed.
+    A symbolic link stays and its target is replaced; a pipe or device is written directly.
     """
-    target = Path(path)
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        with open(path, "wb") as file:
+            yield file
+        return
+    target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
@@ -83,6 +99,9 @@ def write_arrays(
         arrays: bool, integer or float arrays of any shape.
         meta: JSON-able values.
     """
+    for name, array in arrays.items():
+        if array.dtype.kind not in _ALLOWED_KINDS:
+            raise TypeError(f"array {name!r} has dtype {array.dtype}, which is not storable")
     header = {
         "kind": kind,
         "version": version,
@@ -95,11 +114,9 @@ def write_arrays(
     ):
         archive.writestr(_HEADER, json.dumps(header))
         for name, array in arrays.items():
-            if array.dtype.kind not in _ALLOWED_KINDS:
-                raise TypeError(f"array {name!r} has dtype {array.dtype}, which is not storable")
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(
-                    member, np.ascontiguousarray(array), version=(2, 0), allow_pickle=False
+                    member, np.asarray(array, order="C"), version=_NPY_VERSION, allow_pickle=False
                 )
 
 
@@ -113,81 +130,107 @@ def read_arrays(
 
     Raises:
         FileFormatError: truncated, damaged, foreign, or of another kind or version.
-        FileNotFoundError: no such file.
+        OSError: the file cannot be opened or read.
     """
     what = f"cannot read {os.fspath(path)!r} as {kind}"
-    try:
-        with zipfile.ZipFile(path) as archive:
-            header = _read_header(archive, what, kind, version)
-            arrays = {
-                name: _read_member(archive, what, name, dtype, shape)
-                for name, (dtype, shape) in header["arrays"].items()
-            }
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                _check_sizes(archive, what, os.fstat(file.fileno()).st_size)
+                header = _read_header(archive, what, kind, version)
+                arrays = {
+                    name: _read_member(archive, what, name, dtype, shape)
+                    for name, (dtype, shape) in header["arrays"].items()
+                }
+        except FileFormatError:
             raise
-        raise FileFormatError(
-            f"{what}: {error}, expected a complete file; the file is truncated, damaged or "
-            f"foreign, write it again"
-        ) from error
+        except _DAMAGE as error:
+            # Damaged offsets make the library seek to impossible places; anything else that the
+            # system reports is not the file's fault.
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                raise
+            raise FileFormatError(
+                f"{what}: {error}, expected a complete file; the file is truncated, damaged or "
+                f"foreign, write it again"
+            ) from error
     return arrays, header["meta"]
 
 
-def _read_header(
-    archive: zipfile.ZipFile, what: str, kind: str, version: int
-) -> dict[str, Any]:
+def _check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:
+    """Refuse a ZIP directory that promises more than the file can hold."""
+    for info in archive.infolist():
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise FileFormatError(
+                fail(what, info.filename, "compressed", "a stored member", "write it again")
+            )
+        if info.file_size > file_bytes:
+            raise FileFormatError(
+                fail(what, f"{info.filename} bytes", info.file_size,
+                     f"<= {file_bytes}, the file's size", "the file is damaged, write it again")
+            )
+
+
+def _read_stored(archive: zipfile.ZipFile, what: str, name: str) -> bytes:
     try:
-        info = archive.getinfo(_HEADER)
+        return archive.read(name)
     except KeyError:
+        found = archive.namelist()[:5]
         raise FileFormatError(
-            fail(what, "members", archive.namelist()[:5], f"a member {_HEADER}", "use an OPER file")
+            fail(what, "members", found, f"a member {name!r}", "pass an OPER file")
         ) from None
-    if info.file_size > _MAX_HEADER_BYTES:
-        raise FileFormatError(
-            fail(what, "header_bytes", info.file_size, f"<= {_MAX_HEADER_BYTES}", "write it again")
-        )
+
+
+def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -> dict[str, Any]:
+    raw = _read_stored(archive, what, _HEADER)
     try:
-        header: dict[str, Any] = json.loads(archive.read(info))
+        header: dict[str, Any] = json.loads(raw)
         found_kind, found_version = header["kind"], header["version"]
-        ok = isinstance(header["meta"], dict) and all(
-            isinstance(n, str) and isinstance(d, str) and all(isinstance(s, int) and s >= 0 for s in sh)
-            for n, (d, sh) in header["arrays"].items()
+        is_complete = isinstance(header["meta"], dict) and all(
+            isinstance(dtype, str)
+            and isinstance(shape, list)
+            and all(type(size) is int and size >= 0 for size in shape)
+            for dtype, shape in header["arrays"].values()
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(fail(what, "header", str(error), "a JSON header", "write it again")) from None
+        raise FileFormatError(
+            fail(what, "header", str(error), "a JSON header", "write it again")
+        ) from None
     if found_kind != kind:
         raise FileFormatError(fail(what, "kind", found_kind, f"{kind!r}", "pass the right file"))
     if found_version != version:
         raise FileFormatError(
             fail(what, "version", found_version, f"{version}", "write it again with this release")
         )
-    if not ok:
-        raise FileFormatError(fail(what, "header", "malformed", "arrays and meta", "write it again"))
+    if not is_complete:
+        raise FileFormatError(
+            fail(what, "header", "malformed", "arrays and meta", "write it again")
+        )
     return header
 
 
 def _read_member(
     archive: zipfile.ZipFile, what: str, name: str, dtype: str, shape: list[int]
 ) -> np.ndarray:
-    try:
-        info = archive.getinfo(f"{name}.npy")
-        want = np.dtype(dtype)
-    except (KeyError, TypeError) as error:
-        raise FileFormatError(fail(what, "array", name, "a stored array", "write it again")) from error
-    num_bytes = want.itemsize * int(np.prod([int(s) for s in shape], dtype=object))
-    # The .npy header is at most 64 KiB; anything else means that header and data disagree.
-    if want.kind not in _ALLOWED_KINDS or not 0 <= info.file_size - num_bytes <= 1 << 16:
+    if not _DTYPE.fullmatch(dtype):
         raise FileFormatError(
-            fail(what, f"{name}_bytes", info.file_size, f"{num_bytes} plus a header", "write it again")
+            fail(what, f"dtype of {name}", dtype, "bool, integer or float", "write it again")
         )
-    if info.compress_size > info.file_size + 1024 or info.compress_type != zipfile.ZIP_STORED:
-        raise FileFormatError(fail(what, name, "compressed", "a stored member", "write it again"))
+    want = np.dtype(dtype)
+    num_bytes = want.itemsize * math.prod(shape)
+    raw = _read_stored(archive, what, f"{name}.npy")
+    member = io.BytesIO(raw)
     try:
-        array = np.lib.format.read_array(io.BytesIO(archive.read(info)), allow_pickle=False)
+        npy_version = np.lib.format.read_magic(member)
+        found_shape, is_fortran, found = np.lib.format.read_array_header_2_0(member)
     except ValueError as error:
-        raise FileFormatError(fail(what, name, str(error), "a .npy member", "write it again")) from None
-    if array.dtype != want or list(array.shape) != list(shape):
         raise FileFormatError(
-            fail(what, name, (array.dtype.str, array.shape), f"{(dtype, shape)}", "write it again")
+            fail(what, name, str(error), "a .npy member", "write it again")
+        ) from None
+    # The array's own header could lie about its size: trust no allocation to it.
+    num_left = len(raw) - member.tell()
+    described = (npy_version, found.str, list(found_shape), is_fortran, num_left)
+    if described != (_NPY_VERSION, want.str, shape, False, num_bytes):
+        raise FileFormatError(
+            fail(what, name, described, f"{(dtype, shape, num_bytes)}", "write it again")
         )
-    return array
+    return np.frombuffer(raw, want, offset=member.tell()).reshape(shape).copy()

@@ -1,7 +1,8 @@
 """A plan: where every row of every table lives and how remote rows are exchanged.
 
 The rows of a table are taken in hotness order; *position* p is the p-th hottest row. A plan cuts a
-table into column pieces, each piece into tiers ``[start, stop)`` of positions, and places each tier:
+table into column pieces, each piece into tiers ``[start, stop)`` of positions, and places every
+tier:
 
 * ``replicated``: a copy on every rank of `ranks`; the master copy and the optimizer state are
   striped over the same ranks.
@@ -145,10 +146,16 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
-            raise PlanError(fail("invalid plan", "world_size", self.world_size, ">= 1", "correct it"))
+            raise PlanError(fail("invalid plan", "world_size", self.world_size, ">= 1",
+                                 "correct it"))
         if self.objective not in ("training", "inference"):
             raise PlanError(fail("invalid plan", "objective", self.objective,
                                  "training or inference", "correct it"))
+        for name in ("batch_size", "step_us", "lower_bound_us"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise PlanError(fail("invalid plan", name, value, ">= 0 and finite (0 = unknown)",
+                                     "correct it"))
         check_unique(t.table for t in self.tables)
         for table in self.tables:
             _check_table(table, self.world_size)
@@ -172,8 +179,9 @@ class Plan:
     def check_for(self, tables: Sequence[TableSpec], world_size: int) -> None:
         """Raise PlanError unless the plan is for these tables and this world size."""
         if self.world_size != world_size:
-            raise PlanError(fail("the plan is for another world", "plan.world_size", self.world_size,
-                                 f"{world_size}", "make a plan for this number of ranks"))
+            raise PlanError(fail("the plan is for another world", "plan.world_size",
+                                 self.world_size, f"{world_size}",
+                                 "make a plan for this number of ranks"))
         mine = {t.table.name: t.table for t in self.tables}
         if set(mine) != {t.name for t in tables}:
             raise PlanError(fail("the plan is for other tables", "tables",
@@ -224,27 +232,31 @@ class Plan:
         try:
             value = json.loads(Path(path).read_text(encoding="utf-8"))
             kind, version = value["kind"], value["version"]
-        except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise FileFormatError(
                 f"{what}: {type(error).__name__} {error}, expected a JSON plan file; the file is "
                 "truncated, damaged or foreign, write it again") from None
         if kind != PLAN_KIND or version != PLAN_VERSION:
             raise FileFormatError(fail(what, "kind, version", (kind, version),
-                                       f"{(PLAN_KIND, PLAN_VERSION)}", "pass a plan of this release"))
+                                       f"{(PLAN_KIND, PLAN_VERSION)}",
+                                       "pass a plan of this release"))
         try:
-            orders = value["orders"]
+            orders = dict(value["orders"])
             tables = []
             for entry in value["tables"]:
                 spec = TableSpec.from_json(entry["table"])
                 pieces = tuple(
-                    Piece(int(p["columns"][0]), int(p["columns"][1]),
-                          tuple(_tier_from_json(x) for x in p["tiers"])) for p in entry["pieces"])
-                packed = orders.get(spec.name)
+                    Piece(*_range(p["columns"]), tuple(_tier_from_json(x) for x in p["tiers"]))
+                    for p in entry["pieces"])
+                packed = orders.pop(spec.name, None)
                 head = _EMPTY if packed is None else _unpack_ids(what, spec, packed)
                 tables.append(TablePlan(spec, pieces, head))
+            if orders:
+                raise PlanError(fail(what, "orders", sorted(orders), "orders of the plan's tables",
+                                     "name a table and its order alike"))
             return Plan(
-                int(value["world_size"]), tuple(tables), str(value["objective"]),
-                int(value["batch_size"]), str(value["topology"]), float(value["step_us"]),
+                _whole(value["world_size"]), tuple(tables), str(value["objective"]),
+                _whole(value["batch_size"]), str(value["topology"]), float(value["step_us"]),
                 float(value["lower_bound_us"]), dict(value["notes"]))
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             if isinstance(error, PlanError | FileFormatError | InvalidInputError):
@@ -267,9 +279,22 @@ def _tier_from_json(value: dict[str, Any]) -> Tier:
     unknown = set(value) - {"rows", "place", "ranks", "mode", "weights", "memory"}
     if unknown:
         raise PlanError(fail("invalid tier", "keys", sorted(unknown), "known keys", "correct it"))
-    return Tier(int(value["rows"][0]), int(value["rows"][1]), str(value["place"]),
-                tuple(int(r) for r in value["ranks"]), tuple(int(w) for w in value.get("weights", ())),
+    return Tier(*_range(value["rows"]), str(value["place"]),
+                tuple(_whole(r) for r in value["ranks"]),
+                tuple(_whole(w) for w in value.get("weights", ())),
                 str(value.get("mode", "pull")), str(value.get("memory", "device")))
+
+
+def _range(value: Any) -> tuple[int, int]:
+    start, stop = value
+    return _whole(start), _whole(stop)
+
+
+def _whole(value: Any) -> int:
+    """An integer of a file edited by hand; 1.5 or "1" are mistakes, not numbers to round."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not an integer")
+    return value
 
 
 def _pack_ids(ids: np.ndarray) -> dict[str, Any]:
@@ -280,15 +305,16 @@ def _pack_ids(ids: np.ndarray) -> dict[str, Any]:
 
 def _unpack_ids(what: str, spec: TableSpec, value: dict[str, Any]) -> np.ndarray:
     name = f"orders[{spec.name!r}]"
-    count = int(value["num_ids"])
+    count = _whole(value["num_ids"])
     if not 0 <= count <= spec.num_rows:
         raise FileFormatError(fail(what, f"{name}.num_ids", count, f"0..{spec.num_rows}",
                                    "write it again"))
     try:
-        stream = zlib.decompressobj()
-        raw = stream.decompress(base64.b64decode(value["zlib_base64"], validate=True), count * 8 + 1)
+        packed = base64.b64decode(value["zlib_base64"], validate=True)
+        raw = zlib.decompressobj().decompress(packed, count * 8 + 1)
     except (ValueError, zlib.error) as error:
-        raise FileFormatError(fail(what, name, str(error), "packed ids", "write it again")) from None
+        raise FileFormatError(fail(what, name, str(error), "packed ids",
+                                   "write it again")) from None
     if len(raw) != count * 8 or zlib.crc32(raw) != value["crc32"]:
         raise FileFormatError(fail(what, f"{name}.crc32", zlib.crc32(raw), f"{value['crc32']}",
                                    "the file is damaged, write it again"))
@@ -299,8 +325,9 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
     spec = entry.table
     what = f"invalid plan of table {spec.name!r}"
     ids = entry.head_ids
-    if ids.size and (ids.min() < 0 or ids.max() >= spec.num_rows or np.unique(ids).size != ids.size):
-        raise PlanError(fail(what, "head_ids", ids, f"distinct ids in 0..{spec.num_rows - 1}",
+    if ids.ndim != 1 or ids.dtype != np.int64 or (ids.size and (
+            ids.min() < 0 or ids.max() >= spec.num_rows or np.unique(ids).size != ids.size)):
+        raise PlanError(fail(what, "head_ids", ids, f"int64, distinct, in 0..{spec.num_rows - 1}",
                              "plan again from the statistics"))
     at = 0
     for piece in entry.pieces:
@@ -333,12 +360,13 @@ def _check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: 
             raise PlanError(fail(what, "ranks", tier.ranks, "one rank for an owned tier",
                                  "correct it"))
         if tier.placement == "replicated" and tier.mode != "pull":
-            raise PlanError(fail(what, "mode", tier.mode, "pull for a replicated tier", "correct it"))
+            raise PlanError(fail(what, "mode", tier.mode, "pull for a replicated tier",
+                                 "correct it"))
         if tier.weights and (tier.placement != "striped" or len(tier.weights) != len(tier.ranks)
                              or min(tier.weights) < 1 or sum(tier.weights) > MAX_PATTERN):
             raise PlanError(fail(what, "weights", tier.weights,
-                                 f"one integer >= 1 per rank of a striped tier, sum <= {MAX_PATTERN}",
-                                 "correct it"))
+                                 "one integer >= 1 per rank of a striped tier, "
+                                 f"sum <= {MAX_PATTERN}", "correct it"))
     if at != num_rows:
         raise PlanError(fail(what, "rows", [(x.start, x.stop) for x in tiers],
                              f"ranges that cover 0..{num_rows}", "correct it"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
@@ -40,6 +40,26 @@ def hotness_order(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.argsort(below.astype(np.uint16) if below.max() < 2**16 else below, kind="stable")
 
 
+def _whole_numbers(what: str, name: str, values: np.ndarray) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or array.min() < 0)):
+        raise InvalidInputError(
+            fail(what, name, values, "a flat array of integers >= 0", "count again"))
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _check_equal_lengths(what: str, owner: object, *names: str) -> None:
+    sizes = [np.shape(getattr(owner, name)) for name in names]
+    if len(set(sizes)) > 1:
+        raise InvalidInputError(
+            fail(what, f"shapes of {', '.join(names)}", sizes, "equal shapes", "count again"))
+
+
+def _check_ascending(what: str, name: str, values: np.ndarray) -> None:
+    if (np.diff(values) <= 0).any():
+        raise InvalidInputError(fail(what, name, values, "ascending values", "count again"))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TimeBucket:
     """Accesses of one table in one span of time (a day, say), for drift.
@@ -53,6 +73,15 @@ class TimeBucket:
     label: str
     ids: np.ndarray
     counts: np.ndarray
+
+    def __post_init__(self) -> None:
+        what = f"invalid time bucket {self.label!r}"
+        for name in ("ids", "counts"):
+            object.__setattr__(self, name, _whole_numbers(what, name, getattr(self, name)))
+        _check_equal_lengths(what, self, "ids", "counts")
+        _check_ascending(what, "ids", self.ids)
+        if self.counts.min(initial=1) < 1:
+            raise InvalidInputError(fail(what, "counts", self.counts, ">= 1", "count again"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,37 +117,44 @@ class TableStats:
 
     def __post_init__(self) -> None:
         what = "invalid table statistics"
-        for name in ("head_ids", "head_counts", "tail_values", "tail_num_rows", "length_values",
-                     "length_counts", "presence_samples", "presence_windows"):
-            value = np.ascontiguousarray(getattr(self, name), np.int64)
-            if value.ndim != 1 or (value.size and value.min() < 0):
-                raise InvalidInputError(
-                    fail(what, name, value, "a flat array of values >= 0", "count again"))
-            object.__setattr__(self, name, value)
-        object.__setattr__(
-            self, "presence_rows", np.ascontiguousarray(self.presence_rows, np.float64))
-        pairs = (("head_ids", "head_counts"), ("tail_values", "tail_num_rows"),
-                 ("length_values", "length_counts"), ("presence_samples", "presence_rows"),
-                 ("presence_samples", "presence_windows"))
-        for a, b in pairs:
-            if getattr(self, a).shape != getattr(self, b).shape:
-                raise InvalidInputError(
-                    fail(what, f"len({a}), len({b})", (len(getattr(self, a)), len(getattr(self, b))),
-                         "equal lengths", "count again"))
+        for name in _COLUMNS:
+            if name != "presence_rows":
+                object.__setattr__(self, name, _whole_numbers(what, name, getattr(self, name)))
+        rows = np.ascontiguousarray(self.presence_rows, np.float64)
+        object.__setattr__(self, "presence_rows", rows)
+        for a, b in (("head_ids", "head_counts"), ("tail_values", "tail_num_rows"),
+                     ("length_values", "length_counts"), ("presence_samples", "presence_rows"),
+                     ("presence_samples", "presence_windows")):
+            _check_equal_lengths(what, self, a, b)
+        for name in ("tail_values", "length_values", "presence_samples"):
+            _check_ascending(what, name, getattr(self, name))
+        if not (np.isfinite(rows).all() and rows.min(initial=0.0) >= 0):
+            raise InvalidInputError(fail(what, "presence_rows", rows, "values >= 0", "count again"))
         if self.num_rows < 1:
             raise InvalidInputError(fail(what, "num_rows", self.num_rows, ">= 1", "count again"))
-        if self.head_ids.size and int(self.head_ids.max()) >= self.num_rows:
+        ids = [self.head_ids, *(b.ids for b in self.buckets)]
+        top = max((int(i.max()) for i in ids if i.size), default=-1)
+        if top >= self.num_rows:
             raise InvalidInputError(
-                fail(what, "max(head_ids)", int(self.head_ids.max()), f"< num_rows={self.num_rows}",
+                fail(what, "largest id", top, f"< num_rows={self.num_rows}",
                      "pass the right number of rows"))
-        rows = self.head_ids.size + int(self.tail_num_rows.sum())
-        if rows != self.num_rows:
+        known = self.head_ids.size + int(self.tail_num_rows.sum())
+        if known != self.num_rows:
             raise InvalidInputError(
-                fail(what, "rows in head and tail", rows, f"num_rows={self.num_rows}", "count again"))
-        if self.head_counts.size and (np.diff(self.head_counts).max(initial=0) > 0
-                                      or self.head_counts[-1] < 1):
+                fail(what, "rows in head and tail", known, f"num_rows={self.num_rows}",
+                     "count again"))
+        self._check_head(what)
+
+    def _check_head(self, what: str) -> None:
+        counts, ids = self.head_counts, self.head_ids
+        steps = np.diff(counts)
+        is_ordered = not (steps > 0).any() and not (np.diff(ids)[steps == 0] <= 0).any()
+        if counts.size and (not is_ordered or counts[-1] < 1):
             raise InvalidInputError(
-                fail(what, "head_counts", self.head_counts, "descending and >= 1", "count again"))
+                fail(what, "head_counts", counts, "counts >= 1, descending, ties by ascending id",
+                     "count again"))
+        if np.unique(ids).size != ids.size:
+            raise InvalidInputError(fail(what, "head_ids", ids, "distinct ids", "count again"))
 
     @property
     def num_accesses(self) -> int:
@@ -166,7 +202,8 @@ class TableStats:
         values, rows = self.count_histogram()
         ends = np.concatenate([[0], np.cumsum(rows)])
         mass = np.concatenate([[0], np.cumsum(rows * values)])
-        return np.interp(num_hot, ends, mass) / max(1, int(mass[-1]))
+        share: np.ndarray = np.interp(num_hot, ends, mass) / max(1, int(mass[-1]))
+        return share
 
     @staticmethod
     def from_counts(
@@ -200,6 +237,8 @@ class TableStats:
 
     def merge(self, other: TableStats) -> TableStats:
         """Statistics of both parts together (exact parts only).
+
+        Only the order of time buckets depends on the order of the parts: put earlier ones first.
 
         Raises:
             InvalidInputError: the parts differ in rows, or one of them is not exact.
@@ -270,12 +309,13 @@ class AccessStats:
         """Statistics of both parts together; raises InvalidInputError when the tables differ."""
         if set(self.tables) != set(other.tables):
             raise InvalidInputError(
-                fail("cannot merge statistics", "tables", sorted(set(self.tables) ^ set(other.tables)),
+                fail("cannot merge statistics", "tables",
+                     sorted(set(self.tables) ^ set(other.tables)),
                      "the same tables in both parts", "count the same tables"))
         return AccessStats(
             self.num_samples + other.num_samples,
             {name: t.merge(other.tables[name]) for name, t in self.tables.items()},
-            self.source if self.source == other.source else f"{self.source} + {other.source}",
+            " + ".join(dict.fromkeys(f"{self.source} + {other.source}".split(" + "))),
             self.ids_in_hotness_order and other.ids_in_hotness_order)
 
     __add__ = merge
@@ -321,18 +361,18 @@ class AccessStats:
             tables = {}
             for index, entry in enumerate(meta["tables"]):
                 buckets = tuple(
-                    TimeBucket(str(label), arrays[f"{index}.bucket{k}.ids"].astype(np.int64),
-                               arrays[f"{index}.bucket{k}.counts"].astype(np.int64))
+                    TimeBucket(str(label), arrays[f"{index}.bucket{k}.ids"],
+                               arrays[f"{index}.bucket{k}.counts"])
                     for k, label in enumerate(entry["buckets"]))
+                columns = {c: arrays[f"{index}.{c}"] for c in _COLUMNS}
                 tables[str(entry["name"])] = TableStats(
-                    int(entry["num_rows"]), *(arrays[f"{index}.{c}"] for c in _COLUMNS),
-                    buckets=buckets)
+                    int(entry["num_rows"]), buckets=buckets, **columns)
             return AccessStats(int(meta["num_samples"]), tables, str(meta["source"]),
                                bool(meta["ids_in_hotness_order"]))
-        except (KeyError, TypeError) as error:
-            raise InvalidInputError(
-                fail(f"cannot read {os.fspath(path)!r}", "missing", str(error), "a complete header",
-                     "write it again")) from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FileFormatError(
+                fail(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "missing", str(error),
+                     "a complete header", "write it again")) from None
 
 
 _COLUMNS = ("head_ids", "head_counts", "tail_values", "tail_num_rows", "length_values",
@@ -350,7 +390,8 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def table_stats_for(stats: AccessStats | Mapping[str, TableStats], name: str, num_rows: int) -> TableStats:
+def table_stats_for(stats: AccessStats | Mapping[str, TableStats], name: str, num_rows: int
+                    ) -> TableStats:
     """Statistics of table `name`; raises InvalidInputError when missing or of another size."""
     tables = stats.tables if isinstance(stats, AccessStats) else stats
     found = tables.get(name)

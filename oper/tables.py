@@ -11,7 +11,8 @@ from oper.errors import InvalidInputError, fail
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 POOLINGS = ("sum", "mean", "none")
-OPTIMIZER_STATE_BYTES: dict[str, Callable[[int], int]] = {  # bytes of optimizer state per row, given dim
+# Bytes of optimizer state per row, given dim.
+OPTIMIZER_STATE_BYTES: dict[str, Callable[[int], int]] = {
     "none": lambda dim: 0,
     "sgd": lambda dim: 0,
     "rowwise_adagrad": lambda dim: 4,
@@ -45,8 +46,13 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         what = f"invalid table {self.name!r}"
-        if not self.name:
+        if not isinstance(self.name, str) or not self.name:
             raise InvalidInputError(fail(what, "name", self.name, "a non-empty name", "name it"))
+        features: object = self.features  # whatever a caller or a file gave
+        if not isinstance(features, tuple | list) or not all(isinstance(f, str) for f in features):
+            raise InvalidInputError(
+                fail(what, "features", self.features, "a sequence of names", "correct the table")
+            )
         for field in ("num_rows", "dim"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -96,7 +102,7 @@ class TableSpec:
     def from_json(value: dict[str, Any]) -> TableSpec:
         """The table written by `to_json`; raises InvalidInputError on anything else."""
         try:
-            return TableSpec(**{**value, "features": tuple(value.get("features", ()))})
+            return TableSpec(**value)
         except TypeError as error:
             raise InvalidInputError(
                 fail("cannot read a table", "fields", value, "TableSpec's fields", str(error))
@@ -104,7 +110,7 @@ class TableSpec:
 
 
 def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
-    """Return `tables` as a tuple; raises InvalidInputError when two share a name or there is none."""
+    """`tables` as a tuple; raises InvalidInputError when two share a name or there is none."""
     result = tuple(tables)
     names = [t.name for t in result]
     if not names:

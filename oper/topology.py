@@ -7,9 +7,10 @@ with several processes. Ranks are numbered through the domains in order. A topol
     source = "published"            # measured | published | assumed
 
     [[domain]]
-    copies = 8                      # this many equal domains
+    copies = 8                      # this many equal domains,
+    per_host = 8                    # so many of them on one host (all, when left out)
     ranks = 1                       # ranks in each
-    host = 0
+    host = 0                        # number of the first host
     memory_bytes = "80GB"
     read_gbps = 2400                # random row reads from memory, shared by the domain's ranks
     cache_gbps = 5500               # repeated reads while the working set fits cache_bytes
@@ -23,9 +24,11 @@ with several processes. Ranks are numbered through the domains in order. A topol
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +40,17 @@ _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
 
 def parse_bytes(value: int | float | str) -> int:
     """Bytes from a number or text such as ``"80GB"`` or ``"24GiB"``; raises InvalidInputError."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return int(value)
     text = str(value).strip().upper().replace(" ", "")
     digits = text.rstrip("KMGTIB")
     try:
-        return int(float(digits) * _SUFFIXES[text[len(digits):] or "B"])
+        size = float(digits) * _SUFFIXES[text[len(digits):] or "B"]
     except (KeyError, ValueError):
+        size = -1.0
+    if not 0 <= size < 1 << 63 or isinstance(value, bool):
         raise InvalidInputError(
-            fail("cannot read a size", "value", value, "a number or text like '80GB'", "correct it")
-        ) from None
+            fail("cannot read a size", "value", value, "a number >= 0 or text like '80GB'",
+                 "correct it"))
+    return int(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,10 @@ class Costs:
     sort_ns: float = 0.0
     reduce_ns: float = 0.0
     update_ns: float = 0.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check_number("invalid costs", f.name, getattr(self, f.name), at_least=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +118,15 @@ class Topology:
                 fail(what, "ranks", numbered, "0..W-1 in order, at least one", "list the domains"))
         for k, domain in enumerate(self.domains):
             for name in ("memory_bytes", "read_gbps", "cache_gbps", "link_gbps", "cross_gbps"):
-                value = getattr(domain, name)
-                if not value > 0:
-                    raise InvalidInputError(
-                        fail(what, f"domain[{k}].{name}", value, "> 0", "state what the machine has"))
+                _check_number(what, f"domain[{k}].{name}", getattr(domain, name), above=0)
+            _check_number(what, f"domain[{k}].ranks", len(domain.ranks), at_least=1)
+            _check_number(what, f"domain[{k}].cache_bytes", domain.cache_bytes, at_least=0)
+        _check_number(what, "host_memory_bytes", self.host_memory_bytes, at_least=0)
+        _check_number(what, "host_gbps", self.host_gbps, at_least=0)
+        if self.host_memory_bytes and not self.host_gbps:
+            raise InvalidInputError(
+                fail(what, "host_gbps", self.host_gbps, "> 0 beside host_memory_bytes",
+                     "state how fast the ranks read that memory"))
         if self.source not in ("measured", "published", "assumed"):
             raise InvalidInputError(
                 fail(what, "source", self.source, "measured, published or assumed", "correct it"))
@@ -150,35 +163,16 @@ class Topology:
         _check_keys(what, value, {"name", "source", "domain", "costs", "host_memory_bytes",
                                   "host_gbps"}, {"name", "domain"})
         _check_keys(what, value.get("costs", {}), {f.name for f in fields(Costs)}, set())
+        if not isinstance(value["domain"], list):
+            raise InvalidInputError(
+                fail(what, "domain", value["domain"], "[[domain]] entries", "correct the file"))
         domains: list[Domain] = []
-        next_rank = 0
         for entry in value["domain"]:
-            _check_keys(what, entry, _DOMAIN_KEYS, {"memory_bytes", "read_gbps"})
-            try:
-                copies, ranks = int(entry.get("copies", 1)), int(entry.get("ranks", 1))
-                read = float(entry["read_gbps"])
-                rest = {
-                    "memory_bytes": parse_bytes(entry["memory_bytes"]),
-                    "read_gbps": read,
-                    "cache_gbps": float(entry.get("cache_gbps", read)),
-                    "cache_bytes": parse_bytes(entry.get("cache_bytes", 0)),
-                    "link_gbps": float(entry.get("link_gbps", read)),
-                    "cross_gbps": float(entry.get("cross_gbps", entry.get("link_gbps", read))),
-                }
-                host = int(entry.get("host", 0))
-            except (TypeError, ValueError) as error:
-                raise InvalidInputError(
-                    fail(what, "domain", entry, "numbers", str(error))) from None
-            per_host = int(entry.get("per_host", copies))
-            for copy in range(copies):
-                domains.append(Domain(
-                    tuple(range(next_rank, next_rank + ranks)), host + copy // max(1, per_host),
-                    **rest))
-                next_rank += ranks
+            domains += _domains_of(what, entry, sum(len(d.ranks) for d in domains))
         return Topology(
             str(value["name"]), tuple(domains), Costs(**value.get("costs", {})),
             str(value.get("source", "assumed")), parse_bytes(value.get("host_memory_bytes", 0)),
-            float(value.get("host_gbps", 0.0)))
+            value.get("host_gbps", 0.0))
 
     @staticmethod
     def this_host(world_size: int, memory_share: float = 0.5) -> Topology:
@@ -206,6 +200,38 @@ class Topology:
 
 _DOMAIN_KEYS = {"copies", "per_host", "ranks", "host", "memory_bytes", "read_gbps", "cache_gbps",
                 "cache_bytes", "link_gbps", "cross_gbps"}
+
+
+def _domains_of(what: str, entry: Any, first_rank: int) -> list[Domain]:
+    """The domains of one ``[[domain]]`` entry, ranks counted from `first_rank`."""
+    _check_keys(what, entry, _DOMAIN_KEYS, {"memory_bytes", "read_gbps"})
+    copies, ranks = entry.get("copies", 1), entry.get("ranks", 1)
+    per_host, host = entry.get("per_host", copies), entry.get("host", 0)
+    for name, value, low in (("copies", copies, 1), ("ranks", ranks, 1), ("per_host", per_host, 1),
+                             ("host", host, 0)):
+        if type(value) is not int or value < low:
+            raise InvalidInputError(
+                fail(what, name, value, f"an integer >= {low}", "correct the file"))
+    read = entry["read_gbps"]
+    link = entry.get("link_gbps", read)
+    return [
+        Domain(tuple(range(first_rank + k * ranks, first_rank + (k + 1) * ranks)),
+               host + k // per_host, parse_bytes(entry["memory_bytes"]), read,
+               entry.get("cache_gbps", read), parse_bytes(entry.get("cache_bytes", 0)), link,
+               entry.get("cross_gbps", link))
+        for k in range(copies)]
+
+
+def _check_number(what: str, name: str, value: Any, *, above: float = -math.inf,
+                  at_least: float = -math.inf) -> None:
+    """Raise InvalidInputError unless `value` is a finite number within its limit."""
+    is_number = isinstance(value, Real | int) and value is not True and value is not False
+    number = float(value) if is_number else math.nan
+    if math.isfinite(number) and number > above and number >= at_least:
+        return
+    limit = f">= {at_least}" if above == -math.inf else f"> {above}"
+    raise InvalidInputError(
+        fail(what, name, value, f"a number {limit}", "state what the machine has"))
 
 
 def _check_keys(what: str, value: Any, known: set[str], needed: set[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from oper.errors import PlanError, fail
 from oper.plan import TablePlan, Tier
 
-MAX_SLOTS = 2**32 - 1  # slots travel as 32-bit numbers
+MAX_ROWS = 2**32 - 1  # home keys and slots are 32-bit numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,10 +75,10 @@ class TableDirectory:
         self.num_slots = slots  # int64 [W]
         self.num_replica_rows = replicas  # int64 [W]
         self.owner_begin = np.concatenate([[0], np.cumsum(slots)])  # int64 [W + 1]
-        if int(slots.max()) > MAX_SLOTS:
+        if plan.table.num_rows > MAX_ROWS:
             raise PlanError(
-                fail(f"a shard of table {self.table.name!r} is too large", "rows", int(slots.max()),
-                     f"<= {MAX_SLOTS}", "spread the table over more ranks"))
+                fail(f"table {self.table.name!r} is too large", "rows", plan.table.num_rows,
+                     f"<= {MAX_ROWS}", "hash its ids into fewer rows or split it in two"))
 
     @staticmethod
     def _check_executable(plan: TablePlan) -> None:

@@ -100,8 +100,9 @@ class ShardedTables:
         features = []
         for name, table in self.features:
             if table not in self.tables:
-                raise PlanError(fail("a feature names a table that the plan lacks", "feature", name,
-                                     f"one of {list(self.tables)[:8]}", "plan for this model"))
+                raise PlanError(
+                    fail("a feature names a table that the plan lacks", "feature, table",
+                         (name, table), f"one of {list(self.tables)[:8]}", "plan for this model"))
             features.append([self.tables[table], column])
             column += self.directories[self.tables[table]].table.dim
         self.output_columns = column
@@ -403,10 +404,11 @@ def _check_batch(batch: Lookup) -> None:
             raise InvalidInputError(
                 fail("cannot look up", name, (value.dtype, tuple(value.shape)),
                      "contiguous int64 or int32, one dimension", "convert the batch"))
-    if lengths.numel() % max(1, batch.batch_size) or (not batch.batch_size and lengths.numel()):
+    num_keys, rest = divmod(lengths.numel(), max(1, batch.batch_size))
+    if rest or (num_keys <= int(batch.key_of.max()) if batch.batch_size else num_keys):
         raise InvalidInputError(
             fail("cannot look up", "number of lengths", lengths.numel(),
-                 f"a multiple of the batch size {batch.batch_size}", "correct the batch"))
+                 f"one per key and sample of batch size {batch.batch_size}", "correct the batch"))
     if weights is None:
         return
     if (weights.dtype != torch.float32 or weights.shape != ids.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,7 +164,8 @@ def test_a_backward_pass_uses_its_own_batch() -> None:
     for out, batch in zip(outs, (first, second), strict=True):
         rank_loss(out, batch.target).backward()
     weights = {n: w.requires_grad_() for n, w in initial_weights(case).items()}
-    sum(rank_loss(reference_forward(case, weights, b), b.target) for b in (first, second)).backward()
+    for batch in (first, second):
+        rank_loss(reference_forward(case, weights, batch), batch.target).backward()
     for name, w in weights.items():
         want = (w - lr.lr * w.grad).detach()
         assert torch.allclose(sharded.read(name), want, rtol=1e-5, atol=1e-5), name
@@ -222,8 +224,6 @@ def test_equals_fbgemm(weighted: bool) -> None:
 def test_ids_outside_every_statistic() -> None:
     """Rows that no statistic ranked follow the head in ascending order, wherever they are."""
     table = TableSpec("t", 1000, 8, ("f",), "sum", optimizer="sgd")
-    import numpy as np
-
     head = np.array([999, 0, 500], np.int64)
     tiers = (Tier(0, 3, "replicated", (0, 1)), Tier(3, 1000, "striped", (1, 0), (3, 2)))
     plan = Plan(2, (TablePlan(table, (Piece(0, 8, tiers),), head),))

@@ -1,0 +1,78 @@
+"""What tests of several rooms share: small plans, hypothesis strategies, the real data."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.stats import AccessStats, TableStats, TimeBucket
+from oper.tables import TableSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def real_data(name: str) -> Path:
+    """A file or folder of real data; skips the test, by name, where it is not."""
+    folder = os.environ.get("OPER_DATA")
+    if not folder:
+        pytest.skip(f"{name}: OPER_DATA is not set")
+    path = Path(folder) / name
+    if not path.exists():
+        pytest.skip(f"{name}: not in OPER_DATA={folder}")
+    return path
+
+
+def run_oper(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT
+             ) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m oper`` with these words."""
+    return subprocess.run([sys.executable, "-m", "oper", *words], cwd=cwd, capture_output=True,
+                          text=True, check=False, timeout=120, env={**os.environ, **(env or {})})
+
+
+def mixed_plan() -> Plan:
+    """Two ranks, two tables: all placements, a weighted stripe, a column split, a head order."""
+    hot = TableSpec("hot", 10, 8, ("a", "b"))
+    wide = TableSpec("wide", 6, 4, ("c",), pooling="mean")
+    return Plan(2, (
+        TablePlan(hot, (Piece(0, 8, (
+            Tier(0, 2, "replicated", (0, 1)),
+            Tier(2, 6, "striped", (1, 0), (3, 1)),
+            Tier(6, 10, "owned", (1,), mode="push"))),), np.array([7, 3, 9], np.int64)),
+        TablePlan(wide, (
+            Piece(0, 2, (Tier(0, 6, "owned", (0,), memory="host"),)),
+            Piece(2, 4, (Tier(0, 6, "striped", (0, 1)),)))),
+    ), batch_size=64, topology="test", step_us=12.5, lower_bound_us=10.0, notes={"seed": 3})
+
+
+@st.composite
+def table_stats(draw: st.DrawFn, num_rows: int = 40) -> TableStats:
+    """Exact statistics of one table of `num_rows` rows."""
+    def counts(keys: st.SearchStrategy[int], max_size: int) -> tuple[np.ndarray, np.ndarray]:
+        pairs = draw(st.dictionaries(keys, st.integers(1, 1 << 40), max_size=max_size))
+        ordered = sorted(pairs.items())
+        return (np.array([k for k, _ in ordered], np.int64),
+                np.array([v for _, v in ordered], np.int64))
+
+    ids = st.integers(0, num_rows - 1)
+    samples = np.array(sorted(draw(st.sets(st.sampled_from([1, 8, 64, 512])))), np.int64)
+    rows = np.array([draw(st.floats(0, num_rows)) for _ in samples])
+    windows = np.array([draw(st.integers(1, 1000)) for _ in samples], np.int64)
+    labels = sorted(draw(st.sets(st.sampled_from(["day-0", "day-1", "day-2"]))))
+    buckets = tuple(TimeBucket(label, *counts(ids, 5)) for label in labels)
+    return TableStats.from_counts(num_rows, *counts(ids, num_rows),
+                                  counts(st.integers(0, 30), 6), (samples, rows, windows), buckets)
+
+
+@st.composite
+def access_stats(draw: st.DrawFn) -> AccessStats:
+    """Exact statistics of two tables."""
+    return AccessStats(draw(st.integers(0, 1 << 40)),
+                       {"a": draw(table_stats(40)), "b": draw(table_stats(7))},
+                       draw(st.sampled_from(["", "log", "day 1"])), draw(st.booleans()))

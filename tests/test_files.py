@@ -1,0 +1,233 @@
+"""Checked files: what was written comes back, what was damaged is refused, no half writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from oper.errors import FileFormatError
+from oper.files import atomic_write, datasets_root, read_arrays, write_arrays, write_text
+
+KIND = "oper-test"
+ARRAYS = {
+    "ids": np.arange(300, dtype=np.uint16),
+    "values": np.linspace(0, 1, 12).reshape(3, 4).astype(np.float32),
+    "none": np.zeros((0, 5), np.int64),
+    "scalar": np.array(7, np.int8),
+    "flags": np.array([True, False]),
+    "big_endian": np.array([1, 2], ">i4"),
+    "transposed": np.arange(6).reshape(2, 3).T,
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "x.npz"
+    write_arrays(file, KIND, 2, ARRAYS, {"name": "ünïcode", "list": [1, None]})
+    return file
+
+
+def test_round_trip(path: Path) -> None:
+    arrays, meta = read_arrays(path, KIND, 2)
+    assert meta == {"name": "ünïcode", "list": [1, None]}
+    assert list(arrays) == list(ARRAYS)
+    for name, array in ARRAYS.items():
+        assert arrays[name].dtype == array.dtype
+        assert arrays[name].shape == array.shape
+        assert arrays[name].flags.writeable
+        np.testing.assert_array_equal(arrays[name], array)
+
+
+def test_numpy_reads_the_same_file(path: Path) -> None:
+    with np.load(path, allow_pickle=False) as loaded:
+        np.testing.assert_array_equal(loaded["values"], ARRAYS["values"])
+
+
+def test_truncation_anywhere_is_refused(path: Path) -> None:
+    whole = path.read_bytes()
+    for size in [*range(0, len(whole), 37), *range(len(whole) - 80, len(whole))]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(FileFormatError, match="write it again"):
+            read_arrays(path, KIND, 2)
+
+
+def test_a_flipped_bit_is_refused_or_harmless(path: Path) -> None:
+    """Dates and flags that nobody reads may change; content, names and sizes may not."""
+    whole = path.read_bytes()
+    expected, meta = read_arrays(path, KIND, 2)
+    refused = 0
+    for bit in random.Random(0).sample(range(8 * len(whole)), 1000):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            arrays, found_meta = read_arrays(path, KIND, 2)
+        except FileFormatError:
+            refused += 1
+            continue
+        assert found_meta == meta
+        assert all(np.array_equal(arrays[n], expected[n]) for n in expected)
+    assert refused > 700
+
+
+def rewrite(path: Path, header: dict[str, Any] | None = None,
+            members: dict[str, bytes] | None = None, compression: int = zipfile.ZIP_STORED) -> None:
+    """Write the archive again with valid checksums but another header or other members."""
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    if header is not None:
+        content["header.json"] = json.dumps(
+            {**json.loads(content["header.json"]), **header}).encode()
+    content.update(members or {})
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version=(2, 0))
+    return file.getvalue()
+
+
+def npy_that_claims(shape: str, dtype: str = "<i8") -> bytes:
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little") + text + bytes(8)
+
+
+@pytest.mark.parametrize(("header", "words"), [
+    ({"kind": "oper-plan"}, "kind='oper-plan', expected 'oper-test'"),
+    ({"version": 3}, "version=3, expected 2; write it again with this release"),
+    ({"meta": []}, "header='malformed'"),
+    ({"arrays": []}, "expected a JSON header"),
+    ({"arrays": {"ids": ["<u2"]}}, "expected a JSON header"),
+    ({"arrays": {"ids": ["<u2", [-300]]}}, "header='malformed'"),
+    ({"arrays": {"ids": ["<u2", [300.0]]}}, "header='malformed'"),
+    ({"arrays": {"ids": ["|O", [300]]}}, "expected bool, integer or float"),
+    ({"arrays": {"ids": ["<u2,<u2", [300]]}}, "expected bool, integer or float"),
+    ({"arrays": {"ids": ["<u2", [301]]}}, "write it again"),
+    ({"arrays": {"ids": ["<i2", [300]]}}, "write it again"),
+    ({"arrays": {"ids": ["<u2", [3, 100]]}}, "write it again"),
+    ({"arrays": {"ids": ["<u2", [10**30]]}}, "write it again"),
+    ({"arrays": {"lost": ["<u2", [300]]}}, "expected a member 'lost.npy'"),
+])
+def test_a_header_that_lies_is_refused(path: Path, header: dict[str, Any], words: str) -> None:
+    rewrite(path, header)
+    with pytest.raises(FileFormatError, match=words.replace("|", "[|]")):
+        read_arrays(path, KIND, 2)
+
+
+@pytest.mark.parametrize("member", [
+    npy_that_claims("(300, 1000000, 1000000)"), npy_that_claims("(300,)", "|O"), b"", b"garbage",
+    npy(np.arange(299, dtype=np.uint16)), npy(np.asfortranarray(np.zeros((2, 150), np.uint16))),
+    npy(ARRAYS["ids"]) + b"more",
+])
+def test_a_member_that_lies_is_refused(path: Path, member: bytes) -> None:
+    rewrite(path, members={"ids.npy": member})
+    with pytest.raises(FileFormatError, match="write it again"):
+        read_arrays(path, KIND, 2)
+
+
+def test_compressed_members_are_refused(path: Path) -> None:
+    """A small file must not unpack to a huge one."""
+    rewrite(path, members={"ids.npy": npy(np.zeros(1 << 20))}, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(FileFormatError, match="compressed"):
+        read_arrays(path, KIND, 2)
+
+
+def test_a_directory_that_promises_too_much_is_refused(path: Path) -> None:
+    whole = path.read_bytes()
+    entry = whole.rindex(b"PK\x01\x02", 0, whole.rindex(b"PK\x05\x06"))
+    damaged = bytearray(whole)
+    damaged[entry + 20:entry + 28] = (1 << 31).to_bytes(4, "little") * 2  # both sizes
+    path.write_bytes(damaged)
+    with pytest.raises(FileFormatError, match="the file's size"):
+        read_arrays(path, KIND, 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"hello", b'{"kind": "oper-test"}',
+                                     bytes(5000)])
+def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "foreign").write_bytes(content)
+    with pytest.raises(FileFormatError, match="truncated, damaged or foreign"):
+        read_arrays(tmp_path / "foreign", KIND, 2)
+
+
+def test_a_foreign_archive_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "plain.npz", ids=np.arange(3))
+    with pytest.raises(FileFormatError, match=r"expected a member 'header\.json'"):
+        read_arrays(tmp_path / "plain.npz", KIND, 2)
+
+
+def test_a_missing_file_is_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_arrays(tmp_path / "none", KIND, 2)
+
+
+def test_objects_are_not_storable(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not storable"):
+        write_arrays(tmp_path / "x", KIND, 1, {"o": np.array([{}])}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(content=st.binary(max_size=200))
+def test_no_bytes_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, content: bytes
+                                      ) -> None:
+    file = tmp_path_factory.mktemp("any") / "x"
+    file.write_bytes(b"PK\x03\x04" + content)
+    with pytest.raises(FileFormatError):
+        read_arrays(file, KIND, 1)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    write_text(tmp_path / "x", "old")
+
+    def fail_half_way() -> None:
+        with atomic_write(tmp_path / "x") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail_half_way()
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_text() == "old"
+
+
+def test_a_write_makes_folders_and_ordinary_permissions(tmp_path: Path) -> None:
+    write_text(tmp_path / "a" / "b" / "x", "text")
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / "a" / "b" / "x").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_text(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "text"
+
+
+def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(tmp_path / "pipe", "text")
+        assert os.read(reader, 100) == b"text"
+    finally:
+        os.close(reader)
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_recipes_are_found_in_a_checkout() -> None:
+    root = datasets_root()
+    assert root.name == "datasets"
+    assert list(root.glob("**/*.toml"))

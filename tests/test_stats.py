@@ -1,0 +1,244 @@
+"""Access statistics: merging, derived numbers, the file, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from oper.errors import FileFormatError, InvalidInputError
+from oper.files import read_arrays, write_arrays
+from oper.stats import (
+    STATS_KIND,
+    STATS_VERSION,
+    AccessStats,
+    TableStats,
+    TimeBucket,
+    table_stats_for,
+)
+from tests.support import access_stats, table_stats
+
+INT = np.int64
+
+
+def assert_equal(a: TableStats, b: TableStats, any_bucket_order: bool = False) -> None:
+    for f in fields(TableStats):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        if f.name == "presence_rows":
+            np.testing.assert_allclose(x, y, rtol=1e-12)
+        elif f.name == "buckets":
+            p = [(k.label, k.ids.tolist(), k.counts.tolist()) for k in x]
+            q = [(k.label, k.ids.tolist(), k.counts.tolist()) for k in y]
+            assert (sorted(p) == sorted(q)) if any_bucket_order else (p == q)
+        elif isinstance(x, np.ndarray):
+            assert x.dtype == y.dtype
+            assert x.tolist() == y.tolist()
+        else:
+            assert x == y
+
+
+def dense_counts(stats: TableStats) -> np.ndarray:
+    counts = np.zeros(stats.num_rows, INT)
+    counts[stats.head_ids] = stats.head_counts
+    return counts
+
+
+@given(table_stats(), table_stats())
+def test_merge_adds_counts_and_is_commutative(a: TableStats, b: TableStats) -> None:
+    both = a.merge(b)
+    total = dense_counts(a) + dense_counts(b)
+    np.testing.assert_array_equal(dense_counts(both), total)
+    order = [r for r in np.lexsort((np.arange(total.size), -total)) if total[r]]
+    assert both.head_ids.tolist() == order
+    lengths: Counter[int] = Counter()
+    for part in (a, b):
+        lengths.update(dict(zip(part.length_values.tolist(), part.length_counts.tolist(),
+                                strict=True)))
+    assert dict(zip(both.length_values.tolist(), both.length_counts.tolist(), strict=True)
+                ) == lengths
+    assert_equal(both, b.merge(a), any_bucket_order=True)
+
+
+@given(table_stats(), table_stats(), table_stats())
+def test_merge_is_associative(a: TableStats, b: TableStats, c: TableStats) -> None:
+    assert_equal(a.merge(b).merge(c), a.merge(b.merge(c)))
+
+
+@given(table_stats())
+def test_merge_with_nothing_changes_nothing(a: TableStats) -> None:
+    nothing = TableStats.from_counts(a.num_rows, np.zeros(0, INT), np.zeros(0, INT),
+                                     (np.zeros(0, INT), np.zeros(0, INT)))
+    assert_equal(a.merge(nothing), a)
+
+
+def test_presence_merges_as_a_weighted_mean() -> None:
+    def part(samples: list[int], rows: list[float], windows: list[int]) -> TableStats:
+        empty = np.zeros(0, INT)
+        return TableStats.from_counts(9, empty, empty, (empty, empty), (
+            np.array(samples, INT), np.array(rows), np.array(windows, INT)))
+
+    both = part([8, 64], [2.0, 5.0], [3, 1]).merge(part([8, 16], [6.0, 4.0], [1, 2]))
+    assert both.presence_samples.tolist() == [8, 16, 64]
+    assert both.presence_rows.tolist() == [3.0, 4.0, 5.0]
+    assert both.presence_windows.tolist() == [4, 2, 1]
+
+
+@given(st.lists(access_stats(), min_size=1, max_size=5))
+def test_merge_all_is_merging_one_by_one(parts: list[AccessStats]) -> None:
+    tree, chain = AccessStats.merge_all(parts), reduce(lambda a, b: a + b, parts)
+    assert tree.num_samples == chain.num_samples == sum(p.num_samples for p in parts)
+    assert tree.ids_in_hotness_order == all(p.ids_in_hotness_order for p in parts)
+    for name in ("a", "b"):
+        assert_equal(tree.tables[name], chain.tables[name])
+
+
+@given(table_stats())
+def test_derived_numbers(stats: TableStats) -> None:
+    counts = np.sort(dense_counts(stats))[::-1]
+    total = int(counts.sum())
+    assert stats.num_accesses == total
+    assert stats.num_touched_rows == (counts > 0).sum()
+    assert stats.is_exact
+    assert stats.unseen_mass == (counts == 1).sum() / max(1, total)
+    values, rows = stats.count_histogram()
+    assert np.repeat(values, rows).tolist() == counts.tolist()
+    assert (np.diff(values) < 0).all()
+    hot = np.arange(stats.num_rows + 1)
+    expected = np.concatenate([[0], np.cumsum(counts)]) / max(1, total)
+    np.testing.assert_allclose(stats.coverage(hot), expected, rtol=1e-12)
+
+
+def test_numbers_with_a_tail() -> None:
+    """Two rows in the head, then three rows seen once, four never."""
+    stats = TableStats(9, np.array([5, 2]), np.array([10, 7]), np.array([0, 1]), np.array([4, 3]),
+                       np.array([0, 2]), np.array([2, 10]))
+    assert stats.num_accesses == 20
+    assert stats.num_bags == 12
+    assert stats.pooling_factor == 20 / 12
+    assert stats.num_touched_rows == 5
+    assert not stats.is_exact
+    assert stats.unseen_mass == 3 / 20
+    assert stats.coverage(np.array([0, 1, 2, 3, 9])).tolist() == [0, 0.5, 0.85, 0.9, 1.0]
+    with pytest.raises(InvalidInputError, match="merge before cutting the tail"):
+        stats.merge(stats)
+
+
+def test_merge_refuses_other_tables() -> None:
+    a = TableStats(3, tail_values=np.array([0]), tail_num_rows=np.array([3]))
+    b = TableStats(4, tail_values=np.array([0]), tail_num_rows=np.array([4]))
+    with pytest.raises(InvalidInputError, match=r"num_rows=\(3, 4\)"):
+        a.merge(b)
+    with pytest.raises(InvalidInputError, match=r"tables=\['u', 'v'\]"):
+        AccessStats(0, {"t": a, "u": a}).merge(AccessStats(0, {"t": a, "v": a}))
+    with pytest.raises(InvalidInputError, match="at least one part"):
+        AccessStats.merge_all([])
+
+
+VALID: dict[str, Any] = {
+    "num_rows": 5, "head_ids": [3, 0, 4], "head_counts": [9, 2, 2], "tail_values": [0],
+    "tail_num_rows": [2], "length_values": [0, 1], "length_counts": [2, 13],
+    "presence_samples": [4], "presence_rows": [1.5], "presence_windows": [3]}
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"num_rows": 0}, "num_rows=0"),
+    ({"num_rows": 6}, "rows in head and tail=5, expected num_rows=6"),
+    ({"head_ids": [3, 0, 5]}, "largest id=5"),
+    ({"head_ids": [3, 0, -1]}, "head_ids="),
+    ({"head_ids": [3, 0, 3]}, "distinct ids"),
+    ({"head_ids": [3, 4, 0]}, "ties by ascending id"),
+    ({"head_ids": [3, 0]}, "equal shapes"),
+    ({"head_ids": [[3, 0, 4]]}, "a flat array"),
+    ({"head_ids": [3.5, 0.0, 4.0]}, "a flat array of integers"),
+    ({"head_counts": [2, 9, 2]}, "descending"),
+    ({"head_counts": [9, 2, 0]}, "counts >= 1"),
+    ({"tail_values": [1, 0], "tail_num_rows": [1, 1]}, "tail_values"),
+    ({"length_values": [1, 1]}, "ascending"),
+    ({"presence_rows": [float("nan")]}, "presence_rows"),
+    ({"presence_windows": []}, "equal shapes"),
+])
+def test_contradictions_are_refused(change: dict[str, Any], words: str) -> None:
+    TableStats(**{k: np.asarray(v) if k != "num_rows" else v for k, v in VALID.items()})
+    with pytest.raises(InvalidInputError, match=words):
+        TableStats(**{k: np.asarray(v) if k != "num_rows" else v
+                      for k, v in {**VALID, **change}.items()})
+
+
+@pytest.mark.parametrize(("ids", "counts", "words"), [
+    ([1, 0], [1, 1], "ascending"), ([0, 1], [1, 0], ">= 1"), ([0], [1, 1], "equal shapes"),
+    ([0, 9], [1, 1], "largest id=9")])
+def test_bad_time_buckets_are_refused(ids: list[int], counts: list[int], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        TableStats(5, tail_values=np.array([0]), tail_num_rows=np.array([5]),
+                   buckets=(TimeBucket("day", np.array(ids), np.array(counts)),))
+
+
+@given(stats=access_stats())
+def test_save_and_load(tmp_path_factory: pytest.TempPathFactory, stats: AccessStats) -> None:
+    path = tmp_path_factory.mktemp("stats") / "x.npz"
+    stats.save(path)
+    loaded = AccessStats.load(path)
+    for name in ("num_samples", "source", "ids_in_hotness_order"):
+        assert getattr(loaded, name) == getattr(stats, name)
+    assert list(loaded.tables) == list(stats.tables)
+    for name, table in stats.tables.items():
+        assert_equal(loaded.tables[name], table)
+
+
+def saved(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    table = TableStats.from_counts(5, np.array([3, 0]), np.array([9, 2]),
+                                   (np.array([1]), np.array([11])))
+    AccessStats(11, {"t": table}, "log").save(path)
+    return read_arrays(path, STATS_KIND, STATS_VERSION)
+
+
+def test_numbers_are_stored_narrow(tmp_path: Path) -> None:
+    arrays, _ = saved(tmp_path / "x")
+    assert arrays["0.head_ids"].dtype == np.uint8
+
+
+@pytest.mark.parametrize("field", ["tables", "num_samples", "source", "ids_in_hotness_order"])
+def test_a_file_without_a_field_is_refused(tmp_path: Path, field: str) -> None:
+    arrays, meta = saved(tmp_path / "x")
+    del meta[field]
+    write_arrays(tmp_path / "x", STATS_KIND, STATS_VERSION, arrays, meta)
+    with pytest.raises(FileFormatError, match=f"missing=\"'{field}'\""):
+        AccessStats.load(tmp_path / "x")
+
+
+def test_a_file_without_an_array_is_refused(tmp_path: Path) -> None:
+    arrays, meta = saved(tmp_path / "x")
+    del arrays["0.head_counts"]
+    write_arrays(tmp_path / "x", STATS_KIND, STATS_VERSION, arrays, meta)
+    with pytest.raises(FileFormatError, match=r"0\.head_counts"):
+        AccessStats.load(tmp_path / "x")
+
+
+def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    arrays, meta = saved(tmp_path / "x")
+    arrays["0.head_ids"] = np.array([3, 7], np.uint8)
+    write_arrays(tmp_path / "x", STATS_KIND, STATS_VERSION, arrays, meta)
+    with pytest.raises(InvalidInputError, match="largest id=7"):
+        AccessStats.load(tmp_path / "x")
+
+
+def test_statistics_of_another_table_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "x")
+    stats = AccessStats.load(tmp_path / "x")
+    assert table_stats_for(stats, "t", 5) is stats.tables["t"]
+    with pytest.raises(InvalidInputError, match="no statistics for a table: table='u'"):
+        table_stats_for(stats, "u", 5)
+    with pytest.raises(InvalidInputError, match="num_rows=5, expected 6"):
+        table_stats_for(stats, "t", 6)
+
+
+def test_unchanged_fields_survive_a_replacement() -> None:
+    table = TableStats(3, tail_values=np.array([0]), tail_num_rows=np.array([3]))
+    with pytest.raises(InvalidInputError, match="rows in head and tail"):
+        replace(table, num_rows=4)
