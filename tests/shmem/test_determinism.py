@@ -1,0 +1,134 @@
+"""Bit for bit: from run to run, between plans, on all ranks, for any threads and processor."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from oper.shmem.directory import TableDirectory
+from oper.shmem.group import SingleGroup
+from tests.runtime_support import (
+    OPTIMIZERS,
+    Batch,
+    Case,
+    Result,
+    assert_bitwise,
+    dlrm_case,
+    make_batch,
+    make_steps,
+    mixed_plan,
+    open_tables,
+    plans_for,
+    train_rank,
+    train_virtual,
+)
+from tests.world_support import run_world
+
+STEPS = 8
+RWA = OPTIMIZERS["rowwise_adagrad"]
+
+
+@functools.cache
+def baseline(case: Case, world_size: int) -> tuple[list[list[Batch]], Result]:
+    steps = make_steps(case, world_size, STEPS, seed=3)
+    return steps, train_virtual(case, plans_for(case.tables, world_size)["striped"], steps, RWA)
+
+
+def same(a: Result, b: Result, what: str) -> None:
+    assert_bitwise(a.outputs, b.outputs, f"{what}: outputs")
+    assert_bitwise(a.weights, b.weights, f"{what}: weights")
+    assert_bitwise(a.states, b.states, f"{what}: states")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_run_to_run(world_size: int) -> None:
+    case = dlrm_case()
+    steps, _ = baseline(case, world_size)
+    plan = mixed_plan(case.tables, world_size, 4)
+    first, second = (train_virtual(case, plan, steps, RWA) for _ in range(2))
+    same(first, second, "two runs")
+    assert_bitwise(first.replicas, second.replicas, "two runs: replicas")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_between_plans_of_one_world(world_size: int, weighted: bool) -> None:
+    case = dlrm_case(weighted=weighted)
+    steps, want = baseline(case, world_size)
+    plans = plans_for(case.tables, world_size)
+    plans |= {f"mixed{seed}": mixed_plan(case.tables, world_size, seed) for seed in (11, 12)}
+    for name, plan in plans.items():
+        same(train_virtual(case, plan, steps, RWA), want, f"plan {name}")
+
+
+@pytest.mark.parametrize("plan", ["replicated", "mixed0", "mixed1", "mixed2"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_replicas_are_the_masters_bit_for_bit(world_size: int, plan: str) -> None:
+    case = dlrm_case()
+    steps, _ = baseline(case, world_size)
+    chosen = plans_for(case.tables, world_size)[plan]
+    got = train_virtual(case, chosen, steps, RWA)
+    num_replicas = 0
+    for t in case.tables:
+        entry = chosen.table(t.name)
+        directory = TableDirectory(entry, world_size)
+        for rank in range(world_size):
+            at = 0
+            for tier in entry.tiers:
+                if tier.placement != "replicated" or rank not in tier.ranks:
+                    continue
+                ids = directory.ids_at(torch.arange(tier.start, tier.stop).numpy())
+                copy = got.replicas[t.name, rank][at:at + len(ids)]
+                assert_bitwise(copy, got.weights[t.name][ids], f"{t.name}, replica of rank {rank}")
+                at += len(ids)
+                num_replicas += len(ids)
+            assert at == got.replicas[t.name, rank].shape[0]
+    assert num_replicas > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_thread_counts(world_size: int) -> None:
+    case = dlrm_case(weighted=True)
+    steps, want = baseline(case, world_size)
+    plan = plans_for(case.tables, world_size)["mixed0"]
+    for threads in (1, 2, 3):
+        same(train_virtual(case, plan, steps, RWA, threads), want, f"{threads} threads")
+
+
+def _variant(rank: int, world_size: int, cases: list[Case]) -> tuple[str, list[Result]]:
+    results = []
+    for case in cases:
+        steps = make_steps(case, 1, STEPS, seed=3)
+        plan = mixed_plan(case.tables, 1, 2)
+        results.append(train_rank(case, plan, steps, RWA, SingleGroup()))
+    return torch.ops.oper.kernel_name(), results
+
+
+def test_kernel_variants() -> None:
+    """All instruction sets give the same bits, on all widths and with weights."""
+    cases = [dlrm_case(), dlrm_case(weighted=True)]
+    ((name, want),) = run_world(1, _variant, cases, env={"OPER_CPU_KERNELS": "generic"})
+    assert name == "generic"
+    for variant in ("avx2", ""):
+        ((name, got),) = run_world(1, _variant, cases, env={"OPER_CPU_KERNELS": variant})
+        for a, b in zip(got, want, strict=True):
+            same(a, b, f"kernels {name} and generic")
+        if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+            assert name != "generic"
+
+
+def test_a_lookup_alone_does_not_depend_on_the_batch_around_it() -> None:
+    """A bag's bits are the same in any batch: bag-order pooling."""
+    case = dlrm_case(max_length=40)
+    batch = make_batch(case, 5, 33)
+    tables = open_tables(case, plans_for(case.tables, 1)["striped"], SingleGroup(), None)
+    out = tables.lookup(batch.lookup(case))
+    lengths = batch.lengths.reshape(len(case.keys), 33)
+    starts = (batch.lengths.cumsum(0) - batch.lengths).reshape(len(case.keys), 33)
+    for b in (0, 7, 32):
+        parts = [batch.ids[s:s + n] for s, n in zip(starts[:, b].tolist(), lengths[:, b].tolist(),
+                                                    strict=True)]
+        one = Batch(lengths[:, b].contiguous(), torch.cat(parts), None, batch.target[:1])
+        assert_bitwise(tables.lookup(one.lookup(case))[0], out[b], f"sample {b} alone")

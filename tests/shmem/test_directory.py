@@ -1,0 +1,229 @@
+"""Directory arithmetic, by property, and its agreement with what the kernels execute."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from oper.errors import PlanError
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.shmem.directory import TableDirectory
+from oper.shmem.optimizers import SGD
+from oper.shmem.runtime import Lookup, ShardedTables
+from oper.tables import TableSpec
+from tests.runtime_support import assert_bitwise, run_ranks
+
+FAST = settings(max_examples=150, deadline=None, derandomize=True)
+SLOW = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+@st.composite
+def tiers(draw, start: int, stop: int, world_size: int) -> Tier:
+    placement = draw(st.sampled_from(["replicated", "striped", "owned"]))
+    ranks = draw(st.permutations(range(world_size)))
+    count = 1 if placement == "owned" else draw(st.integers(1, world_size))
+    weights = ()
+    if placement == "striped" and draw(st.booleans()):
+        weights = tuple(draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)))
+    return Tier(start, stop, placement, tuple(ranks[:count]), weights)
+
+
+@st.composite
+def table_plans(draw, max_rows: int = 300, max_world: int = 5, dim: int = 4
+                ) -> tuple[TablePlan, int]:
+    world_size = draw(st.integers(1, max_world))
+    rows = draw(st.integers(1, max_rows))
+    cuts = draw(st.lists(st.integers(0, rows), max_size=5))
+    ends = sorted({0, rows, *cuts})
+    parts = tuple(draw(tiers(a, b, world_size)) for a, b in itertools.pairwise(ends))
+    head = draw(st.permutations(range(rows)))[: draw(st.integers(0, rows))]
+    spec = TableSpec("t", rows, dim, ("f",), "sum", optimizer="sgd")
+    return TablePlan(spec, (Piece(0, dim, parts),), np.array(head, np.int64)), world_size
+
+
+@FAST
+@given(table_plans())
+def test_positions_and_ids_are_inverse(case: tuple[TablePlan, int]) -> None:
+    plan, world_size = case
+    directory = TableDirectory(plan, world_size)
+    ids = np.arange(plan.table.num_rows)
+    positions = directory.position_of(ids)
+    assert sorted(positions) == ids.tolist()
+    assert np.array_equal(directory.ids_at(positions), ids)
+    assert np.array_equal(directory.position_of(directory.ids_at(ids)), ids)
+
+
+@FAST
+@given(table_plans())
+def test_the_head_comes_first_and_the_rest_in_order_of_id(case: tuple[TablePlan, int]) -> None:
+    plan, world_size = case
+    directory = TableDirectory(plan, world_size)
+    if len(plan.tiers) == 1:
+        assert not directory.head_ids.size  # nothing depends on the order then
+        return
+    rest = np.setdiff1d(np.arange(plan.table.num_rows), plan.head_ids)
+    order = directory.ids_at(np.arange(plan.table.num_rows))
+    assert order.tolist() == [*plan.head_ids.tolist(), *rest.tolist()]
+
+
+@FAST
+@given(table_plans())
+def test_every_row_has_one_home(case: tuple[TablePlan, int]) -> None:
+    plan, world_size = case
+    directory = TableDirectory(plan, world_size)
+    rows = plan.table.num_rows
+    owner, slot = directory.locate(np.arange(rows))
+    assert len(set(zip(owner.tolist(), slot.tolist(), strict=True))) == rows
+    # Slots are dense: each shard is exactly as long as the directory says.
+    for rank in range(world_size):
+        mine = np.sort(slot[owner == rank])
+        assert mine.tolist() == list(range(int(directory.num_slots[rank])))
+    assert directory.owner_begin[-1] == rows
+
+
+@FAST
+@given(table_plans())
+def test_slots_lead_back_to_positions(case: tuple[TablePlan, int]) -> None:
+    plan, world_size = case
+    directory = TableDirectory(plan, world_size)
+    owner, slot = directory.locate(np.arange(plan.table.num_rows))
+    for rank in range(world_size):
+        count = int(directory.num_slots[rank])
+        back = directory.positions_of(rank, 0, count)
+        assert np.array_equal(back[slot[owner == rank]], np.flatnonzero(owner == rank))
+        middle = directory.positions_of(rank, count // 3, count - count // 4)
+        assert np.array_equal(middle, back[count // 3: count - count // 4])
+
+
+@FAST
+@given(table_plans())
+def test_tiers_keep_to_their_ranks_and_weights(case: tuple[TablePlan, int]) -> None:
+    plan, world_size = case
+    directory = TableDirectory(plan, world_size)
+    replicas = np.zeros(world_size, np.int64)
+    for tier in plan.tiers:
+        owner, _ = directory.locate(np.arange(tier.start, tier.stop))
+        assert set(owner.tolist()) <= set(tier.ranks)
+        weights = tier.weights or (1,) * len(tier.ranks)
+        turns, rest = divmod(tier.stop - tier.start, sum(weights))
+        for rank, weight in zip(tier.ranks, weights, strict=True):
+            # Whole turns give each rank its weight; the rest at most one more weight.
+            assert 0 <= (owner == rank).sum() - turns * weight <= min(weight, rest)
+        if tier.placement == "replicated":
+            replicas[list(tier.ranks)] += tier.stop - tier.start
+    assert np.array_equal(directory.num_replica_rows, replicas)
+
+
+@FAST
+@given(table_plans())
+def test_the_head_map_ranks_every_head_row(case: tuple[TablePlan, int]) -> None:
+    plan, world_size = case
+    directory = TableDirectory(plan, world_size)
+    packed = directory.head_map()
+    if packed is None:
+        assert not directory.head_ids.size
+        return
+    bits, before, positions = packed
+    found = {}
+    for row in range(plan.table.num_rows):
+        word = int(bits.view(np.uint64)[row // 64])
+        if word >> (row % 64) & 1:
+            below = bin(word & ((1 << (row % 64)) - 1)).count("1")
+            found[row] = int(positions[int(before[row // 64]) + below])
+    assert found == {int(r): k for k, r in enumerate(directory.head_ids)}
+
+
+@pytest.mark.parametrize("rows", [10**9 + 7, 2**32 - 1])
+def test_large_tables_need_no_memory(rows: int) -> None:
+    spec = TableSpec("t", rows, 64, ("f",), "sum")
+    parts = (Tier(0, 1000, "replicated", (0, 1, 2)),
+             Tier(1000, rows, "striped", (2, 0, 1), (3, 5, 2)))
+    directory = TableDirectory(TablePlan(spec, (Piece(0, 64, parts),)), 3)
+    any_rows = np.random.default_rng(0).integers(0, rows, 1000)
+    some = np.unique([*any_rows.tolist(), 0, 999, 1000, rows - 1])
+    owner, slot = directory.locate(some)
+    for rank in range(3):
+        mine = slot[owner == rank]
+        assert all(directory.positions_of(rank, int(s), int(s) + 1)[0] == p
+                   for s, p in zip(mine[:50], some[owner == rank][:50], strict=True))
+    assert int(directory.num_slots.sum()) == rows
+
+
+def test_more_rows_than_keys_can_count_are_refused() -> None:
+    # Home keys of a whole table are 32-bit numbers, not only the slots of one shard.
+    spec = TableSpec("giant", 5 * 10**9, 4, ("f",), "sum")
+    plan = TablePlan(spec, (Piece(0, 4, (Tier(0, spec.num_rows, "striped", (0, 1)),)),))
+    with pytest.raises(PlanError, match="giant"):
+        TableDirectory(plan, 2)
+
+
+@pytest.mark.parametrize("tier, pieces, word", [
+    (Tier(0, 10, "striped", (0, 1), mode="push"), 1, "mode"),
+    (Tier(0, 10, "striped", (0, 1), memory="host"), 1, "memory"),
+    (Tier(0, 10, "striped", (0, 1)), 2, "column pieces")])
+def test_placements_that_are_not_executed_are_refused(tier: Tier, pieces: int, word: str) -> None:
+    spec = TableSpec("mine", 10, 8, ("f",), "sum")
+    cut = 8 // pieces
+    plan = TablePlan(spec, tuple(Piece(k * cut, k * cut + cut, (tier,)) for k in range(pieces)))
+    with pytest.raises(PlanError, match=f"(?s)'mine'.*{word}"):
+        TableDirectory(plan, 2)
+
+
+# ---- what C++ makes of it ------------------------------------------------------------------------
+
+
+def _rows_found(group, plan: Plan, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows = plan.tables[0].table.num_rows
+    tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=1.0), 1.0)
+    own = torch.arange(rows, dtype=torch.float32)
+    tables.write("t", torch.stack([own, -own, own + 0.5, own * 2], 1))
+    tables.publish()
+    batch = Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
+    with torch.no_grad():
+        found = tables.lookup(batch).clone()
+    # Only this rank sends a gradient to row `id`: 1000 * (id + 1), to be found there afterwards.
+    grad = torch.zeros(ids.numel(), 4)
+    grad[:, group.rank % 4] = 1000 * (ids + 1).float()
+    tables.lookup(batch).backward(grad)
+    tables.barrier()
+    with torch.no_grad():
+        read_back = tables.lookup(batch).clone()
+    result = {"found": found, "after": read_back, "read": tables.read("t")}
+    tables.barrier()
+    tables.close()
+    return result
+
+
+@SLOW
+@given(table_plans(max_rows=200, max_world=4), st.integers(0, 2**31))
+def test_the_kernels_find_the_rows_where_numpy_put_them(case: tuple[TablePlan, int], seed: int
+                                                        ) -> None:
+    entry, world_size = case
+    rows = entry.table.num_rows
+    plan = Plan(world_size, (entry,))
+    ids = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    ranks = run_ranks(world_size, lambda group: _rows_found(group, plan, ids))
+    own = ids.float()
+    want = torch.stack([own, -own, own + 0.5, own * 2], 1)
+    after = want.clone()
+    for rank in range(world_size):
+        after[:, rank % 4] -= 1000 * (own + 1)
+    for result in ranks:
+        assert_bitwise(result["found"], want, "rows before the update")
+        assert_bitwise(result["after"], after, "rows after the update")
+        assert_bitwise(result["read"][ids], after, "rows read in logical order")
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (7, 3, 1), (1000, 999, 2097), (1, 4094, 1)])
+def test_long_weighted_turns(weights: tuple[int, ...]) -> None:
+    spec = TableSpec("t", 20011, 4, ("f",), "sum", optimizer="sgd")
+    tier = Tier(0, spec.num_rows, "striped", (2, 0, 1), weights)
+    plan = Plan(3, (TablePlan(spec, (Piece(0, 4, (tier,)),)),))
+    ids = torch.arange(spec.num_rows)
+    for result in run_ranks(3, lambda group: _rows_found(group, plan, ids)):
+        assert torch.equal(result["found"][:, 0], ids.float())
+        assert_bitwise(result["after"], result["read"], "rows after the update")
