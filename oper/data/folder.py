@@ -1,0 +1,126 @@
+"""A preprocessed folder: its manifest, its Parquet parts, its tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.tables import TableSpec
+
+FOLDER_KIND = "oper-preprocessed"
+FOLDER_VERSION = 1
+MANIFEST = "manifest.json"
+SPLITS = ("train", "valid")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder that preprocessing wrote.
+
+    Attributes:
+        path: the folder.
+        manifest: what it holds (JSON-able).
+        label: name of the label column.
+        dense: names of the dense columns.
+        sparse: names of the sparse columns, one table each, of the same name.
+        bucket: name of the time bucket column.
+        num_rows: rows of each table, in the order of `sparse`.
+        rows: rows of the log by split.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    label: str
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    bucket: str
+    num_rows: tuple[int, ...]
+    rows: dict[str, int]
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> Folder:
+        """Open a preprocessed folder.
+
+        Raises:
+            FileFormatError: no manifest, a manifest of another kind or version, or an incomplete
+                one.
+        """
+        folder = Path(path)
+        what = f"cannot open {os.fspath(path)!r} as a preprocessed folder"
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            kind, version = manifest["kind"], manifest["version"]
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileFormatError(
+                fail(what, "manifest", MANIFEST, "an existing file",
+                     "name a folder that 'oper preprocess' wrote")) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise FileFormatError(
+                fail(what, "manifest", str(error), "JSON with kind and version",
+                     "preprocess again")) from None
+        if (kind, version) != (FOLDER_KIND, FOLDER_VERSION):
+            raise FileFormatError(
+                fail(what, "kind, version", (kind, version), f"{(FOLDER_KIND, FOLDER_VERSION)}",
+                     "preprocess again with this release"))
+        try:
+            columns, tables = manifest["columns"], manifest["tables"]
+            return Folder(
+                folder, manifest, str(columns["label"]), tuple(columns["dense"]),
+                tuple(columns["sparse"]), str(columns["bucket"]),
+                tuple(int(tables[name]["num_rows"]) for name in columns["sparse"]),
+                {split: int(manifest["rows"][split]) for split in SPLITS})
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(
+                fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")
+            ) from None
+
+    @property
+    def ids_in_hotness_order(self) -> bool:
+        """Whether ids were dealt by count, descending, after row 0."""
+        return bool(self.manifest.get("ids_in_hotness_order", False))
+
+    @property
+    def bucket_labels(self) -> list[str]:
+        """Labels of the time buckets, by number."""
+        return [f"{self.bucket} {k}" for k in range(int(self.manifest["split"]["buckets"]))]
+
+    def tables(self, dim: int, **fields: Any) -> tuple[TableSpec, ...]:
+        """The tables as specifications of `dim` columns; `fields` are other fields of TableSpec."""
+        return tuple(TableSpec(name, rows, dim, (name,), **fields)
+                     for name, rows in zip(self.sparse, self.num_rows, strict=True))
+
+    def parts(self, split: str) -> list[Path]:
+        """The Parquet files of a split, in order; raises InvalidInputError or FileFormatError."""
+        what = f"cannot read {str(self.path)!r}"
+        if split not in SPLITS:
+            raise InvalidInputError(
+                fail(what, "split", split, f"one of {SPLITS}", "correct the name"))
+        found = sorted((self.path / split).glob("part-*.parquet"))
+        if not found and self.rows[split]:
+            raise FileFormatError(
+                fail(what, "split", split, f"Parquet parts with {self.rows[split]} rows",
+                     "preprocess again"))
+        return found
+
+    def open_part(self, path: Path, columns: tuple[str, ...]) -> pq.ParquetFile:
+        """Open one part and check that it has `columns`; raises FileFormatError."""
+        what = f"cannot read {str(path)!r}"
+        try:
+            file = pq.ParquetFile(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise FileFormatError(
+                fail(what, "content", str(error), "a complete Parquet file", "preprocess again")
+            ) from None
+        missing = [name for name in columns if name not in file.schema_arrow.names]
+        if missing:
+            raise FileFormatError(
+                fail(what, "missing columns", missing, "every column of the manifest",
+                     "preprocess again"))
+        return file

@@ -1,0 +1,90 @@
+"""Ids drawn from bounded power laws, for benchmarks and synthetic logs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+
+
+def mix64(values: np.ndarray) -> np.ndarray:
+    """A fixed pseudo-random bijection of uint64 (the finalizer of splitmix64)."""
+    x = values.astype(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform64(values: np.ndarray) -> np.ndarray:
+    """A pseudo-random number in [0, 1) for each integer, float64, always the same one."""
+    shifted = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return (mix64(shifted) >> np.uint64(11)) * 2.0**-53
+
+
+def scatter_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:
+    """A fixed permutation of `0..num_rows-1` that leaves no order among neighbours.
+
+    Three rounds of multiply and shift permute the numbers of `bit_length` bits; a result that is
+    too large is permuted again until it fits (cycle walking, fewer than two turns on average).
+
+    Args:
+        ids: int64 [N], in 0..num_rows-1.
+        num_rows: size of the permuted range.
+
+    Returns:
+        int64 [N].
+    """
+    bits = max(1, (num_rows - 1).bit_length())
+    mask = np.uint64((1 << bits) - 1)
+    shift = np.uint64((bits + 1) // 2)
+
+    def permute(x: np.ndarray) -> np.ndarray:
+        # Odd multipliers and right shifts are invertible modulo a power of two.
+        for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+            x = (x * np.uint64(factor) + np.uint64(0x632BE59BD9B4E019)) & mask
+            x ^= x >> shift
+        return x
+
+    result = permute(ids.astype(np.uint64))
+    outside = np.flatnonzero(result >= num_rows)
+    while outside.size:
+        result[outside] = permute(result[outside])
+        outside = outside[result[outside] >= num_rows]
+    return result.astype(np.int64)
+
+
+def power_law_ids(
+    num_rows: int,
+    size: int,
+    exponent: float,
+    rng: np.random.Generator,
+    scatter: bool = True,
+) -> np.ndarray:
+    """Ids whose popularity falls with their rank k as k^-exponent, on ranks 1..num_rows.
+
+    The continuous bounded power law on [1, num_rows + 1) is inverted and rounded down.
+
+    Args:
+        num_rows: rows of the table.
+        size: ids to draw.
+        exponent: 0 = uniform; the larger, the more skewed.
+        rng: source of randomness.
+        scatter: place rank k on a row by a permutation that depends on `num_rows` only, so that hot
+            rows lie apart and are the same in every call; otherwise rank k is row k - 1.
+
+    Returns:
+        int64 [size], in 0..num_rows-1.
+    """
+    what = "cannot draw ids"
+    for name, value, least in (("num_rows", num_rows, 1), ("size", size, 0),
+                               ("exponent", exponent, 0)):
+        if value < least:
+            raise InvalidInputError(fail(what, name, value, f">= {least}", "correct it"))
+    uniform = rng.random(size)
+    if exponent == 1:
+        ranks = np.exp(uniform * np.log(num_rows + 1.0))
+    else:
+        power = 1.0 - exponent
+        ranks = (1.0 + uniform * ((num_rows + 1.0) ** power - 1.0)) ** (1.0 / power)
+    ids = np.clip(ranks.astype(np.int64) - 1, 0, num_rows - 1)
+    return scatter_ids(ids, num_rows) if scatter else ids

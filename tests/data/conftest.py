@@ -1,0 +1,50 @@
+"""Invented rows in the genuine Criteo-Kaggle layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+Fields = list[list[str]]
+
+
+def _invent(num_rows: int, seed: int = 0, vocabulary: int = 40) -> Fields:
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(num_rows):
+        dense = ["" if rng.random() < 0.2 else str(rng.integers(-3, 2000)) for _ in range(13)]
+        ids = np.minimum(rng.integers(0, vocabulary, 26), rng.integers(0, vocabulary, 26))
+        sparse = ["" if rng.random() < 0.1 else f"{(int(i) * 2654435761 + c * 40503) % 2**32:08x}"
+                  for c, i in enumerate(ids)]
+        rows.append([str(rng.integers(0, 2)), *dense, *sparse])
+    return rows
+
+
+@pytest.fixture
+def invent() -> Callable[..., Fields]:
+    """A maker of random rows, 40 text fields each, many of them empty."""
+    return _invent
+
+
+@pytest.fixture
+def write() -> Callable[[Path, Fields], Path]:
+    """A writer of rows as TAB-separated lines."""
+
+    def write_rows(path: Path, rows: Fields) -> Path:
+        path.write_text("".join("\t".join(row) + "\n" for row in rows))
+        return path
+
+    return write_rows
+
+
+@pytest.fixture
+def real_log() -> Path:
+    """The first 10,000 rows of the real log, where they are."""
+    path = Path(os.environ.get("OPER_DATA", "/nonexistent")) / "criteo_kaggle_10k" / "train.txt"
+    if not path.is_file():
+        pytest.skip("needs criteo_kaggle_10k/train.txt in the folder named by OPER_DATA")
+    return path

@@ -1,0 +1,262 @@
+"""Preprocessing against a direct computation of what it should write."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from oper.analysis import skew
+from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, preprocess
+from oper.errors import FileFormatError, InvalidInputError, OperError
+
+KAGGLE = load_recipe("criteo-kaggle")
+
+
+def expected_ids(rows: list[list[str]], num_train: int, column: int,
+                 min_count: int) -> tuple[list[int], list[str]]:
+    """Ids of all rows and the values in order of ids 1, 2, ..."""
+    counts = Counter(r[column] for r in rows[:num_train])
+    kept = sorted((v for v in counts if counts[v] >= min_count),
+                  key=lambda v: (-counts[v], v != "", int(v or "0", 16)))
+    id_of = {value: k + 1 for k, value in enumerate(kept)}
+    return [id_of.get(r[column], 0) for r in rows], kept
+
+
+def check_folder(folder: Path, rows: list[list[str]], min_count: int, num_valid: int) -> None:
+    num_train = len(rows) - num_valid
+    train, valid = (pq.read_table(folder / split).to_pydict() for split in ("train", "valid"))
+    both = {name: train[name] + valid[name] for name in train}
+    assert len(train["label"]) == num_train and len(valid["label"]) == num_valid
+    assert both["label"] == [int(r[0]) for r in rows]
+    assert both["day"] == [k * 7 // len(rows) for k in range(len(rows))]
+    for k in range(13):
+        dense = [np.log1p(max(0, int(r[k + 1] or 0))) for r in rows]
+        np.testing.assert_allclose(both[f"I{k + 1}"], dense, rtol=1e-6)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for c in range(26):
+        ids, values = expected_ids(rows, num_train, c + 14, min_count)
+        assert both[f"C{c + 1}"] == ids
+        assert manifest["tables"][f"C{c + 1}"]["num_rows"] == len(values) + 1
+        vocabulary = pq.read_table(folder / "vocabulary" / f"C{c + 1}.parquet").to_pydict()
+        assert vocabulary["value"] == [int(v, 16) if v else None for v in values]
+        counts = Counter(r[c + 14] for r in rows[:num_train])
+        assert vocabulary["count"] == [counts[v] for v in values]
+
+
+@pytest.mark.parametrize("min_count", [1, 2, 5])
+def test_output_equals_a_direct_computation(
+    tmp_path: Path, invent: Any, write: Any, min_count: int
+) -> None:
+    rows = invent(500)
+    path = write(tmp_path / "train.txt", rows)
+    options = PreprocessOptions(min_count=min_count, row_group_rows=64, part_rows=200)
+    manifest = preprocess(KAGGLE, [str(path)], tmp_path / "out", options)
+    check_folder(tmp_path / "out", rows, min_count, 500 // 7)
+    assert manifest["rows"] == {"train": 429, "valid": 71}
+    assert manifest["ids_in_hotness_order"] is True and manifest["synthetic"] is False
+    parts = sorted((tmp_path / "out" / "train").iterdir())
+    sizes = [[pq.ParquetFile(p).metadata.row_group(g).num_rows
+              for g in range(pq.ParquetFile(p).num_row_groups)] for p in parts]
+    assert sizes == [[64, 64, 64, 64], [64, 64, 45]]
+    schema = pq.read_schema(parts[0])
+    assert [str(schema.field(n).type) for n in ("label", "day", "I1", "C1")] == [
+        "int8", "int8", "float", "int32"]
+
+
+def test_several_and_packed_files_are_one_log(tmp_path: Path, invent: Any, write: Any) -> None:
+    rows = invent(300)
+    one = write(tmp_path / "one.txt", rows)
+    files = [write(tmp_path / f"day_{k}", rows[k * 100:(k + 1) * 100]) for k in range(3)]
+    (tmp_path / "day_1").write_bytes(gzip.compress((tmp_path / "day_1").read_bytes()))
+    whole = preprocess(KAGGLE, [str(one)], tmp_path / "whole")
+    parts = preprocess(KAGGLE, [str(tmp_path / "day_*")], tmp_path / "parts")
+    check_folder(tmp_path / "parts", rows, 2, 300 // 7)
+    assert [i["rows"] for i in parts["inputs"]] == [100] * 3
+    assert parts["inputs"][1]["bytes"] == files[1].stat().st_size
+    assert whole["tables"] == parts["tables"]
+
+
+def test_split_share_rows_limit_and_no_validation(tmp_path: Path, invent: Any, write: Any) -> None:
+    path = str(write(tmp_path / "train.txt", invent(100)))
+    a = preprocess(KAGGLE, [path], tmp_path / "a", PreprocessOptions(valid="0.25"))
+    assert a["rows"] == {"train": 75, "valid": 25} and a["split"]["valid"] == "1/4"
+    b = preprocess(KAGGLE, [path], tmp_path / "b", PreprocessOptions(valid="0", max_rows=10))
+    assert b["rows"] == {"train": 100, "valid": 0}
+    assert max(t["num_rows"] for t in b["tables"].values()) == 10
+    train = pq.read_table(tmp_path / "b" / "train")
+    assert max(max(train[f"C{c}"].to_pylist()) for c in range(1, 27)) == 9
+    assert Folder.open(tmp_path / "b").parts("valid") == []
+    with pytest.raises(InvalidInputError, match="valid"):
+        preprocess(KAGGLE, [path], tmp_path / "c", PreprocessOptions(valid="1"))
+
+
+def test_malformed_rows_are_counted_reported_and_limited(
+    tmp_path: Path, invent: Any, write: Any
+) -> None:
+    rows = invent(200)
+    bad = [list(r) for r in rows]
+    bad[10][3], bad[150][20], bad[199] = "x", "XYZ", ["1", "2"]
+    path = write(tmp_path / "train.txt", bad)
+    for max_bad, line in ((0, "row 11, column I3: 'x'"), (2, "row 151, column C7: 'XYZ'")):
+        with pytest.raises(FileFormatError) as error:
+            preprocess(KAGGLE, [str(path)], tmp_path / "out", PreprocessOptions(max_bad=max_bad))
+        assert line in str(error.value) and f"max_bad={max_bad}" in str(error.value)
+        assert str(path) in str(error.value)
+        assert [p.name for p in tmp_path.iterdir()] == ["train.txt"]
+    manifest = preprocess(KAGGLE, [str(path)], tmp_path / "out", PreprocessOptions(max_bad=3))
+    assert manifest["bad_rows"]["count"] == 3 and len(manifest["bad_rows"]["first"]) == 3
+    assert "row 200" in manifest["bad_rows"]["first"][2]
+    # Rows keep the places that they had: the split is by lines, of which 28 of 200 are last.
+    assert manifest["rows"] == {"train": 172 - 2, "valid": 28 - 1}
+    days = pq.read_table(tmp_path / "out" / "train")["day"].to_pylist()
+    assert days == [k * 7 // 200 for k in range(172) if k not in (10, 150)]
+
+
+def test_output_is_whole_or_absent_and_never_somebody_elses(
+    tmp_path: Path, invent: Any, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write(tmp_path / "train.txt", invent(60)))
+    out = tmp_path / "out"
+    out.mkdir()
+    preprocess(KAGGLE, [path], out)  # an empty folder is fine
+    before = sorted(p.name for p in out.iterdir())
+    with pytest.raises(InvalidInputError, match="--force"):
+        preprocess(KAGGLE, [path], out)
+    from oper.data import preprocessing
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocessing._Job, "manifest", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(KAGGLE, [path], out, PreprocessOptions(force=True))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "train.txt"]
+    assert sorted(p.name for p in out.iterdir()) == before
+    manifest = preprocess(KAGGLE, [path], out, PreprocessOptions(force=True, min_count=3))
+    assert json.loads((out / "manifest.json").read_text()) == manifest
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "train.txt"]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    with pytest.raises(InvalidInputError, match="something else"):
+        preprocess(KAGGLE, [path], other, PreprocessOptions(force=True))
+    assert (other / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("options", [
+    {"min_count": 0}, {"max_bad": -1}, {"max_rows": 1}, {"row_group_rows": 0}])
+def test_bad_options(options: dict[str, int]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(options))):
+        PreprocessOptions(**options)  # type: ignore[arg-type]
+
+
+def test_logs_without_usable_rows(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(InvalidInputError, match="at least one row"):
+        preprocess(KAGGLE, [str(tmp_path / "empty")], tmp_path / "out")
+    (tmp_path / "test.txt").write_text("\t".join(["1"] * 39) + "\n")
+    with pytest.raises(FileFormatError, match="40 columns instead of 39"):
+        preprocess(KAGGLE, [str(tmp_path / "test.txt")], tmp_path / "out")
+    with pytest.raises(InvalidInputError, match="training rows"):
+        preprocess(KAGGLE, [str(tmp_path / "test.txt")], tmp_path / "out",
+                   PreprocessOptions(max_bad=5))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "test.txt"]
+
+
+def test_analysis_of_a_folder_is_exact_and_in_hotness_order(
+    tmp_path: Path, invent: Any, write: Any
+) -> None:
+    rows = invent(700)
+    path = write(tmp_path / "train.txt", rows)
+    options = PreprocessOptions(row_group_rows=100, part_rows=250)
+    preprocess(KAGGLE, [str(path)], tmp_path / "out", options)
+    stats = analyze_folder(tmp_path / "out")
+    assert stats.num_samples == 600 and stats.ids_in_hotness_order
+    for c in range(26):
+        ids, values = expected_ids(rows, 600, c + 14, 2)
+        table = stats.tables[f"C{c + 1}"]
+        assert table.num_rows == len(values) + 1
+        counts = dict(zip(table.head_ids.tolist(), table.head_counts.tolist(), strict=True))
+        assert counts == Counter(ids[:600])
+        after_row_0 = [i for i in table.head_ids.tolist() if i]
+        assert after_row_0 == sorted(after_row_0), "ids beyond row 0 ascend as counts descend"
+        assert [b.label for b in table.buckets] == [f"day {d}" for d in range(6)]
+        for day, bucket in enumerate(table.buckets):
+            assert dict(zip(bucket.ids.tolist(), bucket.counts.tolist(), strict=True)) == Counter(
+                ids[day * 100:(day + 1) * 100])
+        assert (table.length_values.tolist(), table.length_counts.tolist()) == ([1], [600])
+
+
+def make_folder(tmp_path: Path, invent: Any, write: Any) -> Path:
+    path = write(tmp_path / "train.txt", invent(70))
+    preprocess(KAGGLE, [str(path)], tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_damaged_folders_are_one_clear_error(tmp_path: Path, invent: Any, write: Any) -> None:
+    out = make_folder(tmp_path, invent, write)
+    part = out / "train" / "part-00000.parquet"
+    manifest = json.loads((out / "manifest.json").read_text())
+    table = pq.read_table(part)
+
+    def expect(words: str) -> None:
+        with pytest.raises(OperError, match=words):
+            analyze_folder(out)
+
+    pq.write_table(table.drop_columns(["C3"]), part)
+    expect("C3")
+    pq.write_table(table.set_column(2 + 13, "C1", [[99999] * 60]), part)
+    expect("99999")
+    pq.write_table(table.set_column(1, "day", [[7] * 60]), part)
+    expect("day")
+    pq.write_table(table.set_column(2 + 13, "C1", [[None] + [1] * 59]), part)
+    expect("without nulls")
+    pq.write_table(table.slice(5), part)
+    expect("training rows=55")
+    part.write_bytes(part.read_bytes()[:1000])
+    expect("complete Parquet file")
+    part.unlink()
+    expect("Parquet parts")
+    for change, words in (({"version": 9}, "version"), ({"kind": "x"}, "kind"),
+                          ({"tables": {}}, "manifest")):
+        (out / "manifest.json").write_text(json.dumps({**manifest, **change}))
+        expect(words)
+    (out / "manifest.json").write_text("{")
+    expect("JSON")
+    (out / "manifest.json").unlink()
+    expect("oper preprocess")
+
+
+CARDINALITIES = [175, 386, 5520, 4032, 56, 7, 3184, 93, 3, 2986, 2084, 5283, 1725, 24, 2035, 4723,
+                 9, 1149, 546, 3, 5036, 7, 12, 2524, 39, 1938]
+
+
+def test_known_numbers_of_the_real_log(real_log: Path, tmp_path: Path) -> None:
+    options = PreprocessOptions(min_count=1, valid="0")
+    manifest = preprocess(KAGGLE, [str(real_log)], tmp_path / "out", options)
+    labels = pq.read_table(tmp_path / "out" / "train", columns=["label"])["label"].to_numpy()
+    assert labels.size == 10_000 and labels.mean() == 0.2182
+    stats = analyze_folder(tmp_path / "out")
+    for c, expected in enumerate(CARDINALITIES):
+        table = manifest["tables"][f"C{c + 1}"]
+        # The published numbers leave the missing value out, which is a value of its own here.
+        assert table["num_distinct"] - (table["missing_id"] > 0) == expected
+        assert table["num_rows"] == table["num_distinct"] + 1
+        assert stats.tables[f"C{c + 1}"].num_touched_rows == table["num_distinct"]
+        assert stats.tables[f"C{c + 1}"].num_accesses == 10_000
+    assert skew(stats.tables["C1"]).hottest > 0.3
+
+
+def test_the_real_log_with_the_recipe_as_it_is(real_log: Path, tmp_path: Path) -> None:
+    manifest = preprocess(KAGGLE, [str(real_log)], tmp_path / "out")
+    rows = [line.split("\t") for line in real_log.read_text().split("\n")[:-1]]
+    check_folder(tmp_path / "out", rows, 2, 10_000 // 7)
+    assert manifest["bad_rows"]["count"] == 0

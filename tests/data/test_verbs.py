@@ -1,0 +1,53 @@
+"""The verbs as the command line runs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oper.data import verbs
+from oper.stats import AccessStats
+
+
+def run(verb: str, *words: str) -> int:
+    parser = argparse.ArgumentParser(prog=f"oper {verb}")
+    getattr(verbs, f"configure_{verb}")(parser)
+    return int(getattr(verbs, f"run_{verb}")(parser.parse_args(words)))
+
+
+def test_preprocess_and_analyze(
+    tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = invent(140)
+    rows[3][1] = "?"
+    path = str(write(tmp_path / "train.txt", rows))
+    out, stats = str(tmp_path / "out"), str(tmp_path / "log.stats")
+    assert run("preprocess", "criteo-kaggle", path, "-o", out, "--max-bad", "1") == 0
+    text = capsys.readouterr()
+    assert "119 train, 20 valid, 1 malformed" in text.out and out in text.out
+    assert "row 4, column I1: '?'" in text.err
+    assert run("analyze", out, "-o", stats) == 0
+    text = capsys.readouterr()
+    assert "119 samples" in text.out and "C26" in text.out and stats in text.out
+    assert text.err == ""
+    assert AccessStats.load(stats).num_samples == 119
+
+
+def test_json_is_one_object_on_stdout(
+    tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write(tmp_path / "train.txt", invent(70)))
+    out, stats = str(tmp_path / "out"), str(tmp_path / "log.stats")
+    run("preprocess", "criteo-kaggle", path, "-o", out, "--json", "--min-count", "1",
+        "--valid", "0.1", "--max-rows", "20")
+    manifest = json.loads(capsys.readouterr().out)
+    assert manifest["rows"] == {"train": 63, "valid": 7} and manifest["min_count"] == 1
+    run("analyze", out, "-o", stats, "--json", "--memory", "1KiB")
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["output"] == stats and summary["ids_in_hotness_order"] is True
+    assert summary["tables"]["C1"]["num_rows"] == 20
+    assert summary["num_accesses"] == 63 * 26
