@@ -1,1 +1,53 @@
-"""search."""
+"""From access statistics and a topology to a plan with a certified lower bound.
+
+`problem` -> `bound` -> `heuristic` -> `Plan`. The names below load on first use; solvers load only
+when a search runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_PUBLIC = {
+    "make_plan": "oper.search.planner",
+    "make_problem": "oper.search.problem",
+    "Problem": "oper.search.problem",
+    "evaluate": "oper.search.cost",
+    "Evaluation": "oper.search.cost",
+    "lower_bound": "oper.search.bound",
+    "summary": "oper.search.explain",
+    "Constraints": "oper.search.space",
+    "TableConstraint": "oper.search.space",
+    "EXECUTABLE": "oper.search.space",
+    "EVERYTHING": "oper.search.space",
+    "topology_preset": "oper.search.presets",
+}
+
+__all__ = sorted(_PUBLIC)
+
+if TYPE_CHECKING:
+    from oper.search.bound import lower_bound as lower_bound
+    from oper.search.cost import Evaluation as Evaluation, evaluate as evaluate
+    from oper.search.explain import summary as summary
+    from oper.search.planner import make_plan as make_plan
+    from oper.search.presets import topology_preset as topology_preset
+    from oper.search.problem import Problem as Problem, make_problem as make_problem
+    from oper.search.space import (
+        EVERYTHING as EVERYTHING,
+        EXECUTABLE as EXECUTABLE,
+        Constraints as Constraints,
+        TableConstraint as TableConstraint,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _PUBLIC[name]
+    except KeyError:
+        raise AttributeError(f"module 'oper.search' has no attribute {name!r}") from None
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

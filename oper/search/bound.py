@@ -1,0 +1,241 @@
+"""The certified lower bound: a column-generation master over whole-table configurations.
+
+The master chooses for every table a convex combination of configurations so that the sum of the
+phase times is least and memory holds (Dantzig and Wolfe 1960). Its duals price the resources; each
+table answers with its cheapest configuration at these prices (`Relaxation.cheapest`). Whatever the
+solver reports, the bound is recomputed from the prices themselves: prices that are non-negative and
+sum to at most 1 over each phase certify it without reference to the solver's status.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from oper.errors import MissingDependencyError, OperError, fail
+from oper.search.cost import CostModel
+from oper.search.problem import Problem
+from oper.search.relax import Columns, Relaxation
+
+_ELASTIC = 1e3  # price ceiling of memory, in units of the first configurations' step
+
+
+@dataclass(eq=False)
+class Pool:
+    """Configurations found so far.
+
+    Attributes:
+        table: int64 [N], table of each column.
+        choice: option of each block of that table, one array per column.
+        resources: float64 [N, R].
+        weight: float64 [N], share of each column in the relaxed solution.
+    """
+
+    table: list[int] = field(default_factory=list)
+    choice: list[np.ndarray] = field(default_factory=list)
+    resources: list[np.ndarray] = field(default_factory=list)
+    weight: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    known: set[tuple[int, bytes]] = field(default_factory=set)
+
+    def add(self, columns: Columns, starts: np.ndarray, wanted: np.ndarray) -> list[int]:
+        """Add the configurations of the tables `wanted` that are new; returns their indices."""
+        new = []
+        for t in wanted.tolist():
+            choice = columns.choice[starts[t]:starts[t + 1]]
+            key = (t, choice.tobytes())
+            if key not in self.known:
+                self.known.add(key)
+                new.append(len(self.table))
+                self.table.append(t)
+                self.choice.append(choice.copy())
+                self.resources.append(columns.resources[t])
+        return new
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A certified lower bound of the modelled step.
+
+    Attributes:
+        lower_bound_us: no plan of the problem's space is faster (0 when nothing was proved).
+        relaxed_us: the relaxation's own optimum as far as it was solved.
+        prices: float64 [R], the certificate.
+        relaxation: what the prices belong to.
+        pool: configurations and their weights in the relaxed solution.
+        overflow: least excess of the relaxed solution over the memory (0 = it fits).
+        num_rounds: rounds of column generation.
+    """
+
+    lower_bound_us: float
+    relaxed_us: float
+    prices: np.ndarray
+    relaxation: Relaxation
+    pool: Pool
+    overflow: float
+    num_rounds: int
+
+    def recompute(self) -> float:
+        """The bound once more from the certificate alone (microseconds)."""
+        prices = self.relaxation.normalised(self.prices)
+        if not self.relaxation.tables:
+            return self.relaxation.bound_at(prices, np.zeros(0))
+        return self.relaxation.bound_at(prices, self.relaxation.cheapest(prices).value)
+
+
+def lower_bound(problem: Problem, *, tolerance: float = 1e-4, max_rounds: int = 200,
+                deadline: float | None = None) -> Bound:
+    """The certified lower bound of a problem.
+
+    Args:
+        problem: the problem.
+        tolerance: relative distance between relaxation and certificate at which to stop.
+        max_rounds: rounds of column generation.
+        deadline: `time.monotonic()` value after which no further round begins.
+
+    Raises:
+        MissingDependencyError: highspy is not installed.
+    """
+    return solve_relaxation(Relaxation(CostModel(problem)), tolerance, max_rounds, deadline)
+
+
+def solve_relaxation(relaxation: Relaxation, tolerance: float = 1e-4, max_rounds: int = 200,
+                     deadline: float | None = None) -> Bound:
+    """Column generation on a relaxation; see `lower_bound`."""
+    pool = Pool()
+    if not relaxation.tables:
+        over = max(0.0, float(relaxation.base[relaxation.phase_of < 0].max()) - 1.0)
+        step = relaxation.step_us(relaxation.base)
+        prices = _peaks(relaxation, relaxation.base)
+        return Bound(step, step, prices, relaxation, pool, over, 0)
+    everything = np.arange(len(relaxation.tables))
+    for prices in _starting_prices(relaxation):
+        pool.add(relaxation.cheapest(prices), relaxation.starts, everything)
+    master = _Master(relaxation, pool)
+    best, best_prices, relaxed, over = 0.0, np.zeros(relaxation.num_rows), np.inf, 0.0
+    rounds = 0
+    while rounds < max_rounds:
+        rounds += 1
+        solved = master.solve()
+        if solved is None:
+            break
+        relaxed, over, raw = solved
+        prices = relaxation.normalised(raw)
+        columns = relaxation.cheapest(prices)
+        found = relaxation.bound_at(prices, columns.value)
+        if found > best:
+            best, best_prices = found, prices
+        if relaxed - best <= tolerance * abs(relaxed):
+            break
+        new = pool.add(columns, relaxation.starts, everything)
+        if not new or (deadline is not None and time.monotonic() > deadline):
+            break
+        master.add(new)
+    master.store_weights()
+    # Rounding of a few thousand additions stays far below this margin.
+    return Bound(best * (1 - 1e-9), relaxed, best_prices, relaxation, pool, over, rounds)
+
+
+def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
+    """Price 1 on the largest row of each phase."""
+    prices = np.zeros(relaxation.num_rows)
+    for phase in range(int(relaxation.phase_of.max()) + 1):
+        at = np.flatnonzero(relaxation.phase_of == phase)
+        prices[at[int(total[at].argmax())]] = 1.0
+    return prices
+
+
+def _starting_prices(relaxation: Relaxation) -> list[np.ndarray]:
+    """Prices whose answers give the first columns: each group of terms, all alike, and memory."""
+    out = []
+    memory = relaxation.phase_of < 0
+    even = np.zeros(relaxation.num_rows)
+    even[~memory] = 1.0
+    out.append(relaxation.normalised(even))
+    out.append(np.where(memory, 1e6, 1e-6))
+    for group in sorted({name[1] for name in relaxation.row_names}):
+        one = np.array([name[1] == group for name in relaxation.row_names] + [False] * memory.sum())
+        out.append(relaxation.normalised(one + 1e-6 * ~memory))
+    return out
+
+
+class _Master:
+    """The restricted master LP in HiGHS, solved by dual or primal simplex from the last basis.
+
+    Rows: resource rows `resources x - T_phase <= -base` (memory: `<= 1 - base`), then one convexity
+    row per table. A dear elastic column keeps memory rows feasible, so that a solution always
+    exists; its value tells how much memory is missing.
+    """
+
+    def __init__(self, relaxation: Relaxation, pool: Pool) -> None:
+        highspy = _highspy()
+        self.relaxation, self.pool = relaxation, pool
+        self.highs = highspy.Highs()
+        for name, value in (("output_flag", False), ("solver", "simplex"), ("threads", 1),
+                            ("random_seed", 0)):
+            if self.highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
+                raise OperError(fail("the LP solver refuses an option", name, value, "accepted",
+                                     "install the release of highspy that this package names"))
+        self.optimal = highspy.HighsModelStatus.kOptimal
+        inf = highspy.kHighsInf
+        phases = int(relaxation.phase_of.max()) + 1
+        memory = np.flatnonzero(relaxation.phase_of < 0)
+        self.num_fixed = phases + 1  # phase times and the elastic column
+        upper = np.where(relaxation.phase_of < 0, 1.0, 0.0) - relaxation.base
+        for value in upper:
+            self.highs.addRow(-inf, float(value), 0, np.zeros(0, np.int32), np.zeros(0))
+        for _ in relaxation.tables:
+            self.highs.addRow(1.0, 1.0, 0, np.zeros(0, np.int32), np.zeros(0))
+        for phase in range(phases):
+            rows = np.flatnonzero(relaxation.phase_of == phase).astype(np.int32)
+            self.highs.addCol(1.0, 0.0, inf, rows.size, rows, -np.ones(rows.size))
+        first = relaxation.base + np.sum([pool.resources[0]], axis=0)
+        scale = max(1.0, float(first[relaxation.phase_of >= 0].sum()) * len(relaxation.tables))
+        self.highs.addCol(_ELASTIC * scale, 0.0, inf, memory.size, memory.astype(np.int32),
+                          -np.ones(memory.size))
+        self.columns: list[int] = []
+        self.add(list(range(len(pool.table))))
+
+    def add(self, indices: list[int]) -> None:
+        """Add pool columns to the LP."""
+        offset = self.relaxation.num_rows
+        for k in indices:
+            dense = self.pool.resources[k]
+            rows = np.flatnonzero(dense)
+            index = np.concatenate([rows, [offset + self.pool.table[k]]]).astype(np.int32)
+            value = np.concatenate([dense[rows], [1.0]])
+            self.highs.addCol(0.0, 0.0, _highspy().kHighsInf, index.size, index, value)
+            self.columns.append(k)
+
+    def solve(self) -> tuple[float, float, np.ndarray] | None:
+        """Relaxed step (us), memory overflow and raw prices [R]; None when the solver gave up."""
+        self.highs.run()
+        if self.highs.getModelStatus() != self.optimal:
+            # A basis that went numerically wrong is dropped once before giving up.
+            self.highs.clearSolver()
+            self.highs.run()
+            if self.highs.getModelStatus() != self.optimal:
+                return None
+        solution = self.highs.getSolution()
+        values = np.array(solution.col_value)
+        prices = -np.array(solution.row_dual)[:self.relaxation.num_rows]
+        times = float(values[:self.num_fixed - 1].sum())
+        return times + self.relaxation.fixed_us, float(values[self.num_fixed - 1]), prices
+
+    def store_weights(self) -> None:
+        """Write the last primal solution into the pool."""
+        values = np.array(self.highs.getSolution().col_value)[self.num_fixed:]
+        self.pool.weight = np.zeros(len(self.pool.table))
+        self.pool.weight[self.columns[:values.size]] = np.maximum(values, 0.0)
+
+
+def _highspy() -> Any:
+    try:
+        import highspy
+    except ImportError:
+        raise MissingDependencyError(
+            fail("the lower bound needs an LP solver", "module", "highspy", "installed",
+                 "pip install highspy")) from None
+    return highspy

@@ -1,0 +1,493 @@
+"""The cost model: seconds of every phase on every rank, from bytes and calibrated constants.
+
+A plan is first reduced to a *tally*: for every rank a dozen numbers that add up over tables and are
+linear in the features of the rows that a rank owns, replicates or reads. `loads` turns a tally into
+units (bytes, nanoseconds) per phase, term and rank. Every figure of the package comes through these
+two steps: evaluation of a plan, the columns of the lower bound, and the moves of the search.
+
+Phases of a training step (barriers between them) and who works:
+
+* forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
+  and writes its outputs; the owner of pushed rows pools them for all ranks.
+* backward: every rank reduces bag gradients per distinct row into its outbox; gradients of pushed
+  rows go to the owner as bags and are reduced there.
+* update: owners read the outboxes of all ranks, merge, and apply the optimizer; a replicated row is
+  updated by the holder of its master copy, which then writes all other copies.
+
+Ranks of one memory domain reach each other's rows as local memory: no link bytes inside a domain.
+A phase takes the slowest rank's max(memory + compute, each direction of each link class) plus a
+fixed cost. Inference is the forward phase alone, with one replica per memory domain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from oper.errors import PlanError, fail
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search.machine import (
+    COMPUTE,
+    CROSS_IN,
+    CROSS_OUT,
+    GROUPS,
+    LINK_IN,
+    LINK_OUT,
+    MEMORY,
+    TERMS,
+)
+from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
+from oper.tables import OPTIMIZER_STATE_BYTES
+
+PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
+ID_BYTES = 8  # one id on the wire
+GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
+
+# Rows of a tally. Relational: what an owner exchanges with *each* reading rank.
+SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS = range(5)
+# Local: what a rank does by itself, and the bytes it holds.
+(FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS,
+ UPDATE_BYTES, UPDATE_ROWS, HELD) = range(5, 12)
+NUM_ROWS = 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tally:
+    """What tables ask of the ranks; adds up over tables.
+
+    Attributes:
+        rows: float64 [12, W], see the constants above.
+        partial_replicas: for replica sets other than all ranks: bytes that each reader needs of
+            them, and float64 [W] bytes to broadcast by master.
+        num_pushed: pushed tiers. A plan with any pays one barrier more.
+        num_split: column pieces beyond the first, of tables whose optimizer must add up squared
+            gradients over columns. A plan with any pays one barrier more.
+    """
+
+    rows: np.ndarray
+    partial_replicas: dict[tuple[int, ...], tuple[float, np.ndarray]]
+    num_pushed: int = 0
+    num_split: int = 0
+
+    def plus(self, other: Tally, sign: int = 1) -> Tally:
+        """This tally with `other` added (or taken away, `sign=-1`)."""
+        replicas = self.partial_replicas
+        if other.partial_replicas:
+            replicas = dict(replicas)
+            for key, (need, send) in other.partial_replicas.items():
+                old = replicas.get(key, (0.0, np.zeros(self.rows.shape[1])))
+                replicas[key] = (old[0] + sign * need, old[1] + sign * send)
+        return Tally(self.rows + sign * other.rows, replicas,
+                     self.num_pushed + sign * other.num_pushed,
+                     self.num_split + sign * other.num_split)
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """One phase of a step.
+
+    Attributes:
+        name: ``"forward"``, ``"backward"`` or ``"update"``.
+        units: float64 [6, W]: bytes, and nanoseconds of compute, by term and rank.
+        seconds: float64 [6, W].
+        fixed_us: fixed cost.
+    """
+
+    name: str
+    units: np.ndarray
+    seconds: np.ndarray
+    fixed_us: float
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """float64 [5, W]: seconds that run beside each other (`machine.GROUPS`)."""
+        return np.concatenate([self.seconds[:2].sum(axis=0, keepdims=True), self.seconds[2:]])
+
+    @property
+    def time_us(self) -> float:
+        """Microseconds of the phase: its slowest rank and the fixed cost."""
+        return float(self.groups.max()) * 1e6 + self.fixed_us
+
+    @property
+    def slowest_rank(self) -> int:
+        """The rank that the phase ends with."""
+        return int(self.groups.max(axis=0).argmax())
+
+    @property
+    def binding(self) -> str:
+        """What the slowest rank is busy with."""
+        return GROUPS[int(self.groups[:, self.slowest_rank].argmax())]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The modelled step of one plan.
+
+    Attributes:
+        phases: in order.
+        held_bytes: float64 [W], memory attributed to each rank, buffers included.
+        domain_bytes: float64 [num_domains], memory needed in each domain.
+        capacity_bytes: float64 [num_domains].
+    """
+
+    phases: tuple[Phase, ...]
+    held_bytes: np.ndarray
+    domain_bytes: np.ndarray
+    capacity_bytes: np.ndarray
+
+    @property
+    def step_us(self) -> float:
+        """Modelled microseconds of a step (of a lookup, for inference)."""
+        return sum(p.time_us for p in self.phases)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every domain holds what the plan puts there."""
+        return bool((self.domain_bytes <= self.capacity_bytes * (1 + 1e-9)).all())
+
+    @property
+    def imbalance(self) -> float:
+        """max / mean over ranks of the summed phase seconds."""
+        load = sum(p.groups.max(axis=0) for p in self.phases)
+        return float(load.max() / max(load.mean(), 1e-30))
+
+
+class CostModel:
+    """The cost model of one problem; keeps per-table constants."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.machine = problem.machine
+        self.training = problem.training
+        self.phases = PHASES[problem.objective]
+        self._repeat: dict[tuple[str, bool], np.ndarray] = {}
+
+    # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
+
+    def repeat_cost(self, t: TableProblem, pushed: bool) -> np.ndarray:
+        """Cost of reading a row again, relative to a first read from memory; float64 [W].
+
+        Cache bandwidth for the share of the table's working set that stays in the rank's part of
+        the cache, memory bandwidth for the rest.
+        """
+        key = (t.spec.name, pushed)
+        if key not in self._repeat:
+            rows = t.total[TOUCHED_ALL if pushed else TOUCHED]
+            working_bytes = max(1.0, rows * t.spec.row_bytes)
+            cost = np.empty(self.machine.world_size)
+            for d in self.machine.topology.domains:
+                hit = min(1.0, d.cache_bytes / len(d.ranks) / working_bytes)
+                cost[list(d.ranks)] = hit * min(1.0, d.read_gbps / d.cache_gbps) + (1.0 - hit)
+            self._repeat[key] = cost
+        return self._repeat[key]
+
+    def shard_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
+        """Tally rows of a striped or owned tier that is pulled.
+
+        Args:
+            t: the table.
+            width: columns of the piece.
+            owner: float64 [..., 4, W], features that each rank owns.
+
+        Returns:
+            float64 [..., 12, W].
+        """
+        row, grad, state = _row_bytes(t, width)
+        out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
+        out[..., SERVED, :] = owner[..., TOUCHED, :] * row
+        out[..., HELD, :] = owner[..., ROWS, :] * row
+        if self.training:
+            out[..., GRADS, :] = owner[..., TOUCHED, :] * grad
+            out[..., HELD, :] += owner[..., ROWS, :] * state
+        self._add_reader(out, t, width, owner.sum(axis=-1))
+        self._add_update(out, t, width, owner)
+        return out
+
+    def replica_rows(self, t: TableProblem, width: int, master: np.ndarray) -> np.ndarray:
+        """Tally rows of a tier replicated on all ranks; `master` as `owner` in `shard_rows`."""
+        row, grad, state = _row_bytes(t, width)
+        out = np.zeros((*master.shape[:-2], NUM_ROWS, master.shape[-1]))
+        total = master.sum(axis=-1)
+        out[..., HELD, :] = total[..., ROWS, None] * row
+        if self.training:
+            out[..., GRADS, :] = master[..., TOUCHED, :] * grad
+            out[..., BROADCAST, :] = master[..., TOUCHED_ALL, :] * row
+            out[..., HELD, :] += master[..., ROWS, :] * (row + state)  # masters beside the copies
+        else:
+            out[..., HELD, :] /= self.machine.num_near  # one copy per domain
+        self._add_reader(out, t, width, total)
+        self._add_update(out, t, width, master)
+        return out
+
+    def push_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
+        """Tally rows of a striped or owned tier that is pushed, without its partial sums.
+
+        Partial sums are concave in the mass at an owner; see `partial_bytes`.
+        """
+        row, grad, state = _row_bytes(t, width)
+        world = self.machine.world_size
+        again = self.repeat_cost(t, True)
+        out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
+        ids, every = owner[..., IDS, :] * world, owner[..., TOUCHED_ALL, :]
+        mine = owner[..., IDS, :].sum(axis=-1)[..., None]
+        out[..., PUSH_IDS, :] = owner[..., IDS, :] * ID_BYTES
+        out[..., FORWARD_BYTES, :] = (every + (ids - every) * again) * row + ID_BYTES * (ids + mine)
+        out[..., FORWARD_IDS, :] = ids + mine  # pooled at the owner, resolved at the reader
+        out[..., HELD, :] = owner[..., ROWS, :] * (row + (state if self.training else 0))
+        if self.training:
+            out[..., BACKWARD_BYTES, :] = ids * again * grad
+            out[..., BACKWARD_IDS, :] = ids
+        self._add_update(out, t, width, owner)
+        return out
+
+    def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
+        """Bytes of partial sums that an owner of `ids` (float64 [...]) sends to each reader."""
+        if t.spec.pooling == "none":
+            return ids * width * GRAD_BYTES
+        share = ids / max(t.total[IDS], 1e-300)
+        return t.traffic.bags_touching(share) * width * GRAD_BYTES
+
+    def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, total: np.ndarray) -> None:
+        row, grad, _ = _row_bytes(t, width)
+        again = self.repeat_cost(t, False)
+        ids, distinct = total[..., IDS, None], total[..., TOUCHED, None]
+        out[..., FORWARD_BYTES, :] += (distinct + (ids - distinct) * again) * row
+        out[..., FORWARD_IDS, :] += ids
+        if self.training:
+            # Gradients of a bag are read once from memory (`table_rows`), then from cache per id.
+            per_id = 0.0 if t.spec.pooling == "none" else grad * again
+            out[..., BACKWARD_BYTES, :] += distinct * grad + ids * per_id
+            out[..., BACKWARD_IDS, :] += ids
+
+    def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
+        if self.training:
+            row, _, state = _row_bytes(t, width)
+            out[..., UPDATE_BYTES, :] += owner[..., TOUCHED_ALL, :] * 2 * (row + state)
+            out[..., UPDATE_ROWS, :] += owner[..., TOUCHED_ALL, :]
+
+    def table_rows(self, t: TableProblem) -> np.ndarray:
+        """Tally rows that every plan pays for the table: outputs, bag gradients, outbox memory."""
+        out = np.zeros((NUM_ROWS, self.machine.world_size))
+        num_outputs = t.traffic.num_ids if t.spec.pooling == "none" else t.traffic.num_bags
+        out[FORWARD_BYTES] = num_outputs * t.spec.dim * GRAD_BYTES
+        if self.training:
+            out[BACKWARD_BYTES] = out[FORWARD_BYTES]
+            out[HELD] = min(t.traffic.num_ids, t.spec.num_rows) * t.spec.dim * GRAD_BYTES
+        return out
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def base(self) -> Tally:
+        """What every plan pays, all tables together."""
+        rows = sum((self.table_rows(t) for t in self.problem.tables),
+                   np.zeros((NUM_ROWS, self.machine.world_size)))
+        return Tally(rows, {})
+
+    def tally(self, t: TableProblem, pieces: tuple[Piece, ...], ordered: bool) -> Tally:
+        """Tally of one table's placement, without `table_rows`.
+
+        Args:
+            t: the table.
+            pieces: its column pieces.
+            ordered: whether positions are hotness ranks (else ids).
+        """
+        total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)), {})
+        for piece in pieces:
+            total = total.plus(self._piece(t, piece, ordered))
+        if len(pieces) > 1 and self.training and t.spec.optimizer == "rowwise_adagrad":
+            # Owners of the columns of a row exchange the sum of their squared gradients.
+            total.rows[UPDATE_BYTES] += 4 * total.rows[UPDATE_ROWS]
+            total = Tally(total.rows, total.partial_replicas, total.num_pushed, len(pieces) - 1)
+        return total
+
+    def _piece(self, t: TableProblem, piece: Piece, ordered: bool) -> Tally:
+        width, world = piece.stop - piece.start, self.machine.world_size
+        rows, num_pushed = np.zeros((NUM_ROWS, world)), 0
+        replicas: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
+        pushed_ids = np.zeros(world)
+        for tier in piece.tiers:
+            if tier.memory != "device":
+                raise PlanError(fail("cannot evaluate a plan", "memory", tier.memory, "device",
+                                     "rows in host memory are not modelled yet"))
+            owner = owned_features(t, tier, world, ordered)
+            if tier.mode == "push":
+                num_pushed += 1
+                rows += self.push_rows(t, width, owner)
+                pushed_ids += owner[IDS]
+            elif tier.placement != "replicated":
+                rows += self.shard_rows(t, width, owner)
+            elif len(tier.ranks) == world:
+                rows += self.replica_rows(t, width, owner)
+            else:
+                part, need, send = self._subset(t, width, tier, owner)
+                rows += part
+                key = tuple(sorted(tier.ranks))
+                old = replicas.get(key, (0.0, np.zeros(world)))
+                replicas[key] = (old[0] + need, old[1] + send)
+        if num_pushed:
+            # One partial sum per bag and owner, however many tiers the owner holds.
+            rows[PARTIALS] += self.partial_bytes(t, width, pushed_ids)
+        return Tally(rows, replicas, num_pushed)
+
+    def _subset(self, t: TableProblem, width: int, tier: Tier,
+                owner: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
+        """A tier replicated on some ranks: rows, bytes needed by a reader, broadcast by master."""
+        rows = self.replica_rows(t, width, owner)
+        row, _, state = _row_bytes(t, width)
+        send = rows[BROADCAST].copy()
+        rows[BROADCAST] = 0.0
+        holds = np.isin(np.arange(self.machine.world_size), tier.ranks).astype(float)
+        copies = owner[ROWS].sum() * row * holds
+        if self.training:
+            rows[HELD] = copies + owner[ROWS] * (row + state)
+        else:
+            rows[HELD] = copies / np.maximum(self.machine.domain_sum(holds), 1.0)
+        return rows, float(owner[TOUCHED].sum() * row), send
+
+    def loads(self, rows: np.ndarray) -> np.ndarray:
+        """Units per phase, term and rank of tally rows.
+
+        Args:
+            rows: float64 [..., 12, W].
+
+        Returns:
+            float64 [..., num_phases, 6, W]: bytes, and nanoseconds of compute.
+        """
+        costs, world = self.machine.topology.costs, float(self.machine.world_size)
+        shape = (*rows.shape[:-2], len(self.phases), len(TERMS), rows.shape[-1])
+        out = np.zeros(shape)
+        forward = out[..., 0, :, :]
+        forward[..., MEMORY, :] = rows[..., FORWARD_BYTES, :]
+        forward[..., COMPUTE, :] = rows[..., FORWARD_IDS, :] * costs.id_ns
+        self._owner_sends(forward, rows[..., SERVED, :])
+        self._owner_receives(forward, rows[..., PUSH_IDS, :])
+        self._owner_sends(forward, rows[..., PARTIALS, :])
+        forward[..., MEMORY, :] += 2 * rows[..., PARTIALS, :].sum(axis=-1, keepdims=True)
+        if self.training:
+            backward, update = out[..., 1, :, :], out[..., 2, :, :]
+            backward[..., MEMORY, :] = rows[..., BACKWARD_BYTES, :]
+            per_id_ns = costs.sort_ns + costs.reduce_ns
+            backward[..., COMPUTE, :] = rows[..., BACKWARD_IDS, :] * per_id_ns
+            self._owner_receives(backward, rows[..., PARTIALS, :])
+            backward[..., MEMORY, :] += rows[..., PARTIALS, :] * world
+            update[..., MEMORY, :] = rows[..., UPDATE_BYTES, :]
+            update[..., COMPUTE, :] = rows[..., UPDATE_ROWS, :] * costs.update_ns
+            update[..., MEMORY, :] += rows[..., GRADS, :] * self.machine.num_near
+            self._owner_receives(update, rows[..., GRADS, :])
+            self._broadcast(update, rows[..., BROADCAST, :], np.ones(int(world)))
+        return out
+
+    def _owner_sends(self, out: np.ndarray, amount: np.ndarray) -> None:
+        """Every owner sends `amount` (float64 [..., W] bytes) to each rank outside its domain."""
+        m = self.machine
+        out[..., MEMORY, :] += amount * (m.world_size - m.num_near)
+        out[..., LINK_OUT, :] += amount * (m.num_host - m.num_near)
+        out[..., CROSS_OUT, :] += amount * (m.world_size - m.num_host)
+        out[..., LINK_IN, :] += m.elsewhere_on_host(amount)
+        out[..., CROSS_IN, :] += m.other_hosts(amount)
+
+    def _owner_receives(self, out: np.ndarray, amount: np.ndarray) -> None:
+        """Every rank sends `amount[o]` to each owner o outside its domain, from its own memory."""
+        m = self.machine
+        on_host, afar = m.elsewhere_on_host(amount), m.other_hosts(amount)
+        out[..., MEMORY, :] += on_host + afar
+        out[..., LINK_OUT, :] += on_host
+        out[..., CROSS_OUT, :] += afar
+        out[..., LINK_IN, :] += amount * (m.num_host - m.num_near)
+        out[..., CROSS_IN, :] += amount * (m.world_size - m.num_host)
+
+    def _broadcast(self, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
+        """Every master writes `amount` to all other copies; `holds` is 1 where a copy is."""
+        m = self.machine
+        near, host, every = m.domain_sum(holds), m.host_sum(holds), holds.sum()
+        out[..., MEMORY, :] += amount * np.maximum(near - 1.0, 0.0)
+        out[..., LINK_OUT, :] += amount * (host - near)
+        out[..., CROSS_OUT, :] += amount * (every - host)
+        on_host, afar = m.elsewhere_on_host(amount) * holds, m.other_hosts(amount) * holds
+        out[..., LINK_IN, :] += on_host
+        out[..., CROSS_IN, :] += afar
+        out[..., MEMORY, :] += on_host + afar
+
+    def _subset_reads(self, out: np.ndarray, ranks: tuple[int, ...], need: float) -> None:
+        """Ranks without a copy in their domain read `need` bytes from the nearest copies."""
+        m = self.machine
+        holds = np.isin(np.arange(m.world_size), ranks).astype(float)
+        near, host = m.domain_sum(holds), m.host_sum(holds)
+        from_host = ((near == 0) & (host > 0)).astype(float)
+        from_afar = (host == 0).astype(float)
+        out[LINK_IN] += need * from_host
+        out[CROSS_IN] += need * from_afar
+        sent_host = need * m.host_sum(from_host) / np.maximum(host, 1.0) * holds
+        sent_afar = need * from_afar.sum() / holds.sum() * holds
+        out[LINK_OUT] += sent_host
+        out[CROSS_OUT] += sent_afar
+        out[MEMORY] += sent_host + sent_afar
+
+    def units(self, tally: Tally) -> np.ndarray:
+        """Units per phase, term and rank of a whole tally; float64 [num_phases, 6, W]."""
+        out = self.loads(tally.rows)
+        for ranks, (need, send) in tally.partial_replicas.items():
+            self._subset_reads(out[0], ranks, need)
+            if self.training:
+                holds = np.isin(np.arange(self.machine.world_size), ranks).astype(float)
+                self._broadcast(out[2], send, holds)
+        return out
+
+    def fixed_us(self, tally: Tally) -> list[float]:
+        """Fixed microseconds of each phase: a call and a barrier, and one barrier more where
+        partial sums or column-wise squared gradients must have arrived."""
+        phase = self.machine.topology.costs.phase_us
+        fixed = [phase] * len(self.phases)
+        fixed[0] += phase * (tally.num_pushed > 0)
+        if self.training:
+            fixed[2] += phase * (tally.num_split > 0)
+        return fixed
+
+    def evaluation(self, tally: Tally) -> Evaluation:
+        """The modelled step of a whole plan's tally (`base` included)."""
+        units = self.units(tally)
+        seconds = units * self.machine.seconds_per_unit
+        phases = tuple(Phase(name, units[k], seconds[k], fixed) for k, (name, fixed) in
+                       enumerate(zip(self.phases, self.fixed_us(tally), strict=True)))
+        return Evaluation(phases, tally.rows[HELD], self.machine.per_domain(tally.rows[HELD]),
+                          self.machine.capacity_bytes)
+
+
+def _row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
+    """Bytes of one row of a piece: weights, float32 gradient, optimizer state."""
+    return (t.spec.row_bytes * width / t.spec.dim, width * GRAD_BYTES,
+            OPTIMIZER_STATE_BYTES[t.spec.optimizer](width))
+
+
+def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) -> np.ndarray:
+    """Features that each rank owns (or holds the master copy) of a tier; float64 [4, W]."""
+    pattern = tier.pattern() if tier.weights or tier.placement == "owned" else list(tier.ranks)
+    shares = t.shares(tier.start, tier.stop, len(pattern), ordered)
+    out = np.zeros((shares.shape[0], world_size))
+    if tier.weights:
+        np.add.at(out.T, np.array(pattern), shares.T)
+    else:
+        out[:, pattern] = shares
+    return out
+
+
+def is_ordered(t: TableProblem, entry: TablePlan) -> bool:
+    """Whether positions of the plan are hotness ranks of the problem."""
+    return t.ids_are_positions or entry.head_ids.size > 0
+
+
+def evaluate(plan: Plan, problem: Problem) -> Evaluation:
+    """The modelled step of `plan`: per phase, rank and term, and the memory it needs.
+
+    Raises:
+        PlanError: the plan is for other tables or another number of ranks.
+    """
+    plan.check_for([t.spec for t in problem.tables], problem.machine.world_size)
+    model = CostModel(problem)
+    total = model.base()
+    for t in problem.tables:
+        entry = plan.table(t.spec.name)
+        total = total.plus(model.tally(t, entry.pieces, is_ordered(t, entry)))
+    return model.evaluation(total)

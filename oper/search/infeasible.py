@@ -1,0 +1,69 @@
+"""Why no plan fits, in numbers: need and capacity, the largest table, the smallest way out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oper.errors import PlanInfeasibleError, fail
+from oper.search.bound import Bound
+from oper.search.cost import Evaluation
+from oper.search.problem import Problem
+from oper.tables import TableSpec, format_bytes
+
+_TODO = "use one of the relaxations named"
+
+
+def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
+    """The relaxation itself overflows: not even perfectly divided rows fit."""
+    relaxation = bound.relaxation
+    machine = problem.machine
+    of_domain = relaxation.classes.of_domain
+    share = relaxation.base[relaxation.phase_of < 0].copy()
+    if relaxation.tables:
+        # With memory alone priced, every table takes the configuration that needs least of it.
+        cheapest = relaxation.cheapest(np.where(relaxation.phase_of < 0, 1.0, 0.0))
+        share += cheapest.resources[:, relaxation.phase_of < 0].sum(axis=0)
+    need = share[of_domain] * machine.capacity_bytes
+    factor = 1.0 + bound.overflow
+    return _error(problem, need, f"memory per domain times {_up(factor)}, or the same by more "
+                                 "ranks, a smaller dim or dtype, or a lighter optimizer")
+
+
+def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleError:
+    """The relaxation fits, but no plan of whole pieces was found that does."""
+    capacity = np.maximum(evaluation.capacity_bytes, 1.0)
+    factor = float((evaluation.domain_bytes / capacity).max())
+    ways = [f"memory per domain times {_up(factor)}"]
+    if any("striped" not in problem.placements_of(t.spec.name) and t.spec.num_rows > 1
+           for t in problem.tables):
+        ways.insert(0, "striped placement for the tables that may only be owned whole")
+    return _error(problem, evaluation.domain_bytes, ", or ".join(ways))
+
+
+def _up(factor: float) -> str:
+    return f"{np.ceil(factor * 1000) / 1000:.3f}"
+
+
+def _table_bytes(problem: Problem, spec: TableSpec) -> int:
+    return spec.num_bytes if problem.training else spec.num_rows * spec.row_bytes
+
+
+def _error(problem: Problem, need: np.ndarray, relaxation: str) -> PlanInfeasibleError:
+    capacity = problem.machine.capacity_bytes
+    domains = problem.topology.domains
+    largest = max((t.spec for t in problem.tables),
+                  key=lambda s: (_table_bytes(problem, s), s.name))
+    worst = sorted(range(need.size), key=lambda k: (-(need[k] - capacity[k]), k))[:8]
+    lines = [f"domain {k} (ranks {_ranks(domains[k].ranks)}) needs {format_bytes(float(need[k]))} "
+             f"of {format_bytes(max(0.0, float(capacity[k])))}" for k in sorted(worst)]
+    total = sum(_table_bytes(problem, t.spec) for t in problem.tables)
+    what = (f"no plan fits {problem.topology.name!r}: {'; '.join(lines)}; all tables "
+            f"{format_bytes(total)}, largest table {largest.name!r} with "
+            f"{format_bytes(_table_bytes(problem, largest))}; smallest relaxation: {relaxation}")
+    return PlanInfeasibleError(fail(what, "need_bytes", int(need.sum()),
+                                    f"<= {int(max(0.0, capacity.sum()))} in all domains together, "
+                                    "and each domain within its own", _TODO))
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

@@ -1,0 +1,147 @@
+"""A topology as arrays over ranks: who shares memory, who shares a host, what a byte costs.
+
+Also the partition of ranks into classes that a relaxation may average over: two ranks are of one
+class when the topology (and what the constraints say of single ranks) looks the same from both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.topology import Topology
+
+# Terms of a phase's load on one rank. `memory` and `compute` add up (one core or one kernel does
+# both); the result, and each direction of each link class, run beside each other.
+TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out")
+MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT = range(6)
+GROUPS = ("local", "link_in", "link_out", "cross_in", "cross_out")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Machine:
+    """Arrays over the ranks 0..W-1 of a topology.
+
+    Attributes:
+        topology: the topology.
+        domain: int64 [W], index of the rank's memory domain.
+        host: int64 [W], index 0..num_hosts-1 of the rank's host.
+        num_near: float64 [W], ranks of the same domain, itself included.
+        num_host: float64 [W], ranks of the same host, itself included.
+        seconds_per_unit: float64 [6, W], by term: seconds per byte, or per nanosecond of compute.
+        capacity_bytes: float64 [num_domains], memory for tables.
+    """
+
+    topology: Topology
+    domain: np.ndarray
+    host: np.ndarray
+    num_near: np.ndarray
+    num_host: np.ndarray
+    seconds_per_unit: np.ndarray
+    capacity_bytes: np.ndarray
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks W."""
+        return self.domain.size
+
+    def domain_sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the ranks of one's own domain; float64 [..., W] -> [..., W]."""
+        return _group_sum(values, self.domain)
+
+    def host_sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the ranks of one's own host; float64 [..., W] -> [..., W]."""
+        return _group_sum(values, self.host)
+
+    def elsewhere_on_host(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the other domains of one's own host; float64 [..., W] -> [..., W]."""
+        rest = self.host_sum(values) - self.domain_sum(values)
+        return np.where(self.num_host > self.num_near, rest, 0.0)  # exact zero, not a remainder
+
+    def other_hosts(self, values: np.ndarray) -> np.ndarray:
+        """Sum over all other hosts; float64 [..., W] -> [..., W]."""
+        rest = values.sum(axis=-1, keepdims=True) - self.host_sum(values)
+        return np.where(self.num_host < self.world_size, rest, 0.0)
+
+    def per_domain(self, values: np.ndarray) -> np.ndarray:
+        """Sum per domain; float64 [W] -> [num_domains]."""
+        return np.bincount(self.domain, values, minlength=self.capacity_bytes.size)
+
+
+def _group_sum(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    # Ranks are numbered through the domains in order and domains through the hosts, so that groups
+    # are contiguous; a host listed twice is the exception and takes the slower way.
+    starts = np.flatnonzero(np.diff(group, prepend=-1))
+    if starts.size == group[-1] + 1 and (np.diff(group) >= 0).all():
+        return np.add.reduceat(values, starts, axis=-1)[..., group]
+    member = (group[:, None] == np.arange(group.max() + 1)).astype(float)
+    return (values @ member)[..., group]
+
+
+def make_machine(topology: Topology, reserve_bytes: int = 0) -> Machine:
+    """The arrays of `topology`, with `reserve_bytes` per rank taken off its memory."""
+    domain = np.array(topology.domain_of(), np.int64)
+    hosts = sorted({d.host for d in topology.domains})
+    host = np.array([hosts.index(topology.domains[k].host) for k in domain], np.int64)
+    near = np.bincount(domain)[domain].astype(float)
+    unit = np.zeros((len(TERMS), domain.size))
+    for r, k in enumerate(domain):
+        d = topology.domains[k]
+        unit[MEMORY, r] = near[r] / (d.read_gbps * 1e9)
+        unit[COMPUTE, r] = 1e-9
+        unit[[LINK_IN, LINK_OUT], r] = 1 / (d.link_gbps * 1e9)
+        unit[[CROSS_IN, CROSS_OUT], r] = 1 / (d.cross_gbps * 1e9)
+    capacity = np.array([d.memory_bytes - reserve_bytes * len(d.ranks) for d in topology.domains],
+                        float)
+    return Machine(topology, domain, host, near, np.bincount(host)[host].astype(float), unit,
+                   capacity)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankClasses:
+    """Classes of interchangeable ranks, and of interchangeable domains.
+
+    Attributes:
+        of_rank: int64 [W], class of each rank.
+        ranks: the ranks of each class.
+        of_domain: int64 [num_domains], class of each domain.
+    """
+
+    of_rank: np.ndarray
+    ranks: tuple[np.ndarray, ...]
+    of_domain: np.ndarray
+
+    @property
+    def num_domain_classes(self) -> int:
+        """Number of domain classes."""
+        return int(self.of_domain.max()) + 1
+
+
+def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) -> RankClasses:
+    """Partition the ranks so that permuting a class leaves the machine as it is.
+
+    Args:
+        machine: the machine.
+        distinguished: rank sets that some constraint names; their members stay apart from others.
+
+    A rank is described by its domain's constants and by which sets name it, a domain by its ranks,
+    a host by its domains; equal descriptions at all three levels can be swapped, because links know
+    only same domain, same host and other host. So the mean load over a class is the load of the
+    symmetrised plan, and it depends on a plan only through how much each class owns.
+    """
+    sets = [frozenset(s) for s in distinguished]
+    domains = machine.topology.domains
+    marks = [tuple(r in s for s in sets) for r in range(machine.world_size)]
+    of_domain = [(d.memory_bytes, d.read_gbps, d.cache_gbps, d.cache_bytes, d.link_gbps,
+                  d.cross_gbps, tuple(sorted(marks[r] for r in d.ranks))) for d in domains]
+    of_host = {host: tuple(sorted(of_domain[k] for k, d in enumerate(domains) if d.host == host))
+               for host in {d.host for d in domains}}
+    domain_keys = [(of_domain[k], of_host[d.host]) for k, d in enumerate(domains)]
+    rank_keys = [(domain_keys[k], marks[r]) for r, k in enumerate(machine.domain.tolist())]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(rank_keys))}
+    domain_numbers = {key: i for i, key in enumerate(dict.fromkeys(domain_keys))}
+    of_rank = np.array([numbers[k] for k in rank_keys], np.int64)
+    return RankClasses(of_rank, tuple(np.flatnonzero(of_rank == c) for c in range(len(numbers))),
+                       np.array([domain_numbers[k] for k in domain_keys], np.int64))

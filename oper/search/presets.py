@@ -1,0 +1,69 @@
+"""Topology presets shipped with the package: servers of common GPUs, published constants."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib import resources
+
+from oper.errors import InvalidInputError, fail
+from oper.topology import Topology
+
+THIS_HOST = "this-host"
+
+
+def preset_names() -> list[str]:
+    """Names of the shipped presets, e.g. ``"h100-8"`` (GPUs per host) or ``"h100-2x8"`` (hosts)."""
+    folder = resources.files("oper") / "topologies"
+    names = (f.name for f in folder.iterdir())
+    return sorted(n.removesuffix(".toml") for n in names if n.endswith(".toml"))
+
+
+def topology_preset(name: str, world_size: int | None = None) -> Topology:
+    """The topology of that name.
+
+    Args:
+        name: a preset, ``"GPU-HxN"`` for H hosts of N GPUs of a preset's kind, ``"this-host"``, or
+            the path of a TOML file.
+        world_size: number of ranks of ``"this-host"`` (default 2); None elsewhere, or equal to the
+            topology's own.
+
+    Raises:
+        InvalidInputError: no such preset or file, or a file that is no topology.
+    """
+    if name == THIS_HOST:
+        return Topology.this_host(2 if world_size is None else world_size)
+    topology = _find(name)
+    if world_size is not None and world_size != topology.world_size:
+        raise InvalidInputError(fail(f"topology {name!r} has a fixed number of ranks", "world_size",
+                                     world_size, f"{topology.world_size}", "leave it out"))
+    return topology
+
+
+def _find(name: str) -> Topology:
+    folder = resources.files("oper") / "topologies"
+    if name in preset_names():
+        with resources.as_file(folder / f"{name}.toml") as path:
+            return Topology.from_toml(path)
+    many = re.fullmatch(r"([a-z0-9]+)-(\d{1,3})x(\d{1,2})", name)
+    if many and f"{many[1]}-2x8" in preset_names():
+        return _hosts(many[1], int(many[2]), int(many[3]))
+    try:
+        return Topology.from_toml(name)
+    except FileNotFoundError:
+        raise InvalidInputError(
+            fail("no such topology", "topology", name,
+                 f"'{THIS_HOST}', a TOML file, or one of {preset_names()}",
+                 "name a preset or write a file")) from None
+
+
+def _hosts(kind: str, num_hosts: int, per_host: int) -> Topology:
+    """H hosts of N GPUs with the constants of the shipped two-host preset of that kind."""
+    if num_hosts < 1 or per_host < 1:
+        raise InvalidInputError(fail("invalid topology", "hosts, GPUs per host",
+                                     (num_hosts, per_host), ">= 1", "correct the name"))
+    shipped = _find(f"{kind}-2x8")
+    one = shipped.domains[0]
+    domains = tuple(replace(one, ranks=(r,), host=r // per_host)
+                    for r in range(num_hosts * per_host))
+    return replace(shipped, name=f"{kind}-{num_hosts}x{per_host}", domains=domains)

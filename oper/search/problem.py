@@ -1,0 +1,372 @@
+"""The planning problem: tables as curves over hotness, a machine, an objective, a space.
+
+Rows never appear one by one. A table is cut into blocks of about equal hotness, geometric in the
+number of rows (the hottest rows alone, then blocks that grow by about a third), and of each block
+four numbers are kept, its *features*:
+
+====================  ==============================================================
+ROWS                  rows
+IDS                   expected ids per rank and batch, `B L p_r` summed
+TOUCHED               expected distinct rows in one rank's batch, `u_r(B)` summed
+TOUCHED_ALL           expected distinct rows in all ranks' batches, `u_r(WB)` summed
+====================  ==============================================================
+
+`u_r(n) = 1 - (1 - p_r)^(nL)` for independent ids. Where presence was measured, `n` is replaced by
+the number of independent samples that would touch as many rows, so that saturated rows stay at 1.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+from oper.search.machine import Machine, make_machine
+from oper.search.space import EXECUTABLE, Constraints, check_allow, parse_constraints
+from oper.stats import AccessStats, TableStats, table_stats_for
+from oper.tables import TableSpec, check_unique
+from oper.topology import Topology
+
+ROWS, IDS, TOUCHED, TOUCHED_ALL = range(4)
+NUM_FEATURES = 4
+MAX_BLOCKS = 60
+_NUM_EXPLICIT = 1 << 16  # hot rows whose ids are followed when a plan carries no hotness order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """How many ids and bags one rank's batch brings to a table.
+
+    Attributes:
+        num_ids: ids per rank and batch, `B L` over all features of the table.
+        num_bags: bags per rank and batch.
+        lengths: float64 [P], bag lengths.
+        length_share: float64 [P], share of the bags that have that length.
+    """
+
+    num_ids: float
+    num_bags: float
+    lengths: np.ndarray
+    length_share: np.ndarray
+
+    def bags_touching(self, mass: np.ndarray | float) -> np.ndarray:
+        """Bags that meet rows holding `mass` of the accesses: `bags E[1 - (1 - q)^L]`."""
+        miss = np.power(1.0 - np.clip(np.asarray(mass)[..., None], 0.0, 1.0), self.lengths)
+        return self.num_bags * ((1.0 - miss) @ self.length_share)
+
+
+@dataclass(frozen=True, eq=False)
+class TableProblem:
+    """One table of a planning problem.
+
+    Attributes:
+        spec: the table.
+        traffic: ids and bags per rank and batch.
+        edges: int64 [K+1], positions where blocks begin, ending with `num_rows`.
+        cumulative: float64 [4, K+1], the features of positions `[0, edges[k])`.
+        ids_are_positions: ids are in hotness order; a plan needs no `head_ids`.
+        head_ids: int64 [H], ids at the first positions (empty when `ids_are_positions`).
+        explicit_ids: int64 [E], ascending; the hottest rows by id, for plans that do not order ids.
+        explicit: float64 [4, E], their features.
+    """
+
+    spec: TableSpec
+    traffic: Traffic
+    edges: np.ndarray
+    cumulative: np.ndarray
+    ids_are_positions: bool
+    head_ids: np.ndarray
+    explicit_ids: np.ndarray
+    explicit: np.ndarray
+
+    @cached_property
+    def blocks(self) -> np.ndarray:
+        """float64 [K, 4], the features of each block."""
+        return np.diff(self.cumulative, axis=1).T
+
+    @cached_property
+    def total(self) -> np.ndarray:
+        """float64 [4], the features of the whole table."""
+        return self.cumulative[:, -1]
+
+    @cached_property
+    def _rest(self) -> np.ndarray:
+        num_rest = max(1, self.spec.num_rows - self.explicit_ids.size)
+        return np.maximum(self.total - self.explicit.sum(axis=1), 0.0) / num_rest
+
+    def prefix(self, position: np.ndarray | float) -> np.ndarray:
+        """Features of the `position` hottest rows, linear inside a block; float64 [4, ...]."""
+        return np.stack([np.interp(position, self.edges, c) for c in self.cumulative])
+
+    def features(self, start: int, stop: int, ordered: bool) -> np.ndarray:
+        """Features of positions `[start, stop)`; float64 [4].
+
+        Args:
+            start, stop: positions.
+            ordered: whether positions are hotness ranks (else they are ids).
+        """
+        return self.shares(start, stop, 1, ordered)[:, 0]
+
+    def shares(self, start: int, stop: int, period: int, ordered: bool) -> np.ndarray:
+        """Features of positions `start + k + j * period`, `j = 0, 1, ...`, below `stop`, by k.
+
+        Returns:
+            float64 [4, period].
+        """
+        turn = np.arange(period)
+        if ordered:
+            inside = self.edges[(self.edges > start) & (self.edges < stop)]
+            cuts = np.concatenate([[start], inside, [stop]])
+            density = np.diff(self.prefix(cuts), axis=1) / np.diff(cuts)
+            # Positions below x that are congruent to k, for every cut x; their differences count.
+            below = -((turn[None, :] - (cuts[:, None] - start)) // period)
+            return density @ np.diff(np.maximum(below, 0), axis=0)
+        first, last = np.searchsorted(self.explicit_ids, [start, stop])
+        slot = (self.explicit_ids[first:last] - start) % period
+        hot = np.stack([np.bincount(slot, row, minlength=period)
+                        for row in self.explicit[:, first:last]])
+        num_rows = np.maximum(-((turn - (stop - start)) // period), 0)
+        num_rest = num_rows - np.bincount(slot, minlength=period)
+        return hot + self._rest[:, None] * num_rest
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What to plan: tables, machine, objective, and what a plan may use.
+
+    Attributes:
+        tables: one entry per table, in the order given.
+        machine: the topology as arrays.
+        objective: ``"training"`` or ``"inference"``.
+        batch_size: samples per rank and step.
+        allow: placements, exchange modes and splits that a plan may use.
+        constraints: what single tables are held to.
+        notes: what the maker wants to say (JSON-able), copied into the plan.
+    """
+
+    tables: tuple[TableProblem, ...]
+    machine: Machine
+    objective: str
+    batch_size: int
+    allow: frozenset[str] = EXECUTABLE
+    constraints: Constraints = field(default_factory=Constraints)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def topology(self) -> Topology:
+        """The topology the problem is for."""
+        return self.machine.topology
+
+    @property
+    def training(self) -> bool:
+        """Whether backward and update phases count."""
+        return self.objective == "training"
+
+    def table(self, name: str) -> TableProblem:
+        """The entry of table `name`; raises InvalidInputError."""
+        for t in self.tables:
+            if t.spec.name == name:
+                return t
+        raise InvalidInputError(fail("the problem does not know a table", "table", name,
+                                     f"one of {[t.spec.name for t in self.tables][:8]}",
+                                     "state the problem for this model"))
+
+    def placements_of(self, name: str) -> frozenset[str]:
+        """Placements that table `name` may use."""
+        held = self.constraints.tables.get(name)
+        chosen = self.allow & {"replicated", "striped", "owned"}
+        if held is not None and held.placements is not None:
+            chosen &= held.placements
+        owners = None if held is None else held.ranks
+        if owners is not None and len(set(owners)) < self.machine.world_size:
+            chosen -= {"replicated"}
+        return chosen
+
+    def modes_of(self, name: str) -> frozenset[str]:
+        """Exchange modes that table `name` may use."""
+        held = self.constraints.tables.get(name)
+        chosen = self.allow & {"pull", "push"}
+        return chosen if held is None or held.modes is None else chosen & held.modes
+
+
+def make_problem(
+    tables: Iterable[TableSpec],
+    stats: AccessStats | None,
+    topology: Topology,
+    *,
+    objective: str = "training",
+    batch_size: int,
+    allow: Iterable[str] = EXECUTABLE,
+    constraints: Constraints | Mapping[str, Any] | None = None,
+) -> Problem:
+    """State the planning problem of a model on a machine.
+
+    Args:
+        tables: the tables, in the order of the collection.
+        stats: access statistics; None = plan from sizes alone, with one warning.
+        topology: the machine.
+        objective: ``"training"`` or ``"inference"``.
+        batch_size: samples per rank and step.
+        allow: what a plan may use, names of `oper.search.space.FEATURES`.
+        constraints: see `oper.search.space.parse_constraints`.
+
+    Raises:
+        InvalidInputError: an argument is out of range, or the statistics are for other tables.
+    """
+    specs = check_unique(tables)
+    if objective not in ("training", "inference"):
+        raise InvalidInputError(fail("cannot state the problem", "objective", objective,
+                                     "training or inference", "correct it"))
+    if batch_size < 1:
+        raise InvalidInputError(fail("cannot state the problem", "batch_size", batch_size, ">= 1",
+                                     "pass the samples per rank and step"))
+    if stats is None:
+        warnings.warn("no access statistics: the plan follows table sizes alone and takes all rows "
+                      "of a table as equally hot", stacklevel=2)
+    world_size = topology.world_size
+    held = parse_constraints(constraints, (t.name for t in specs), world_size)
+    entries = tuple(make_table(t, stats, batch_size, world_size) for t in specs)
+    problem = Problem(entries, make_machine(topology, held.reserve_bytes), objective, batch_size,
+                      check_allow(allow), held)
+    for t in specs:
+        pinned = t.name in held.tables and held.tables[t.name].tiers is not None
+        if not pinned and not (problem.placements_of(t.name) and problem.modes_of(t.name)):
+            raise InvalidInputError(
+                fail(f"nothing is left to choose for table {t.name!r}", "constraint",
+                     held.tables[t.name], f"a placement and a mode of {sorted(problem.allow)}",
+                     "relax the constraint or widen `allow`"))
+    return problem
+
+
+def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
+               world_size: int) -> TableProblem:
+    """The problem's view of one table; raises InvalidInputError when statistics do not fit."""
+    found = None if stats is None else table_stats_for(stats, spec.name, spec.num_rows)
+    num_features = max(1, len(spec.features))
+    if stats is None or found is None or found.num_accesses == 0:
+        traffic = Traffic(float(batch_size * num_features), float(batch_size * num_features),
+                          np.ones(1), np.ones(1))
+        curve = _curve([spec.num_rows], np.full(1, 1 / spec.num_rows), batch_size, world_size,
+                       traffic, (1.0, 1.0))
+        edges = np.unique(np.array([0, *_geometric(spec.num_rows, 8), spec.num_rows], np.int64))
+        cumulative = np.stack([np.interp(edges, curve[ROWS], c) for c in curve])
+        none = np.zeros(0, np.int64)
+        return TableProblem(spec, traffic, edges, cumulative, True, none, none,
+                            np.zeros((NUM_FEATURES, 0)))
+    in_order = stats.ids_in_hotness_order
+    rows, probability = _hotness_classes(found, in_order)
+    traffic = _traffic(found, stats.num_samples, num_features, batch_size)
+    stretch = _presence_stretch(found, rows, probability, stats.num_samples,
+                                (batch_size, batch_size * world_size))
+    curve = _curve(rows, probability, batch_size, world_size, traffic, stretch)
+    num_head = found.head_ids.size
+    num_touched = found.num_touched_rows
+    if not in_order and num_head < spec.num_rows:
+        # Beyond the head nobody knows which row is which: all of it has its mean hotness.
+        curve = curve[:, (curve[ROWS] <= num_head) | (curve[ROWS] == spec.num_rows)]
+        num_touched = num_head
+    edges = np.unique(np.array(
+        [0, *_geometric(num_touched, MAX_BLOCKS), num_touched, spec.num_rows], np.int64))
+    cumulative = np.stack([np.interp(edges, curve[ROWS], c) for c in curve])
+    head = np.zeros(0, np.int64) if in_order else found.head_ids
+    explicit = head[:_NUM_EXPLICIT]
+    order = np.argsort(explicit)
+    position = np.arange(explicit.size + 1)
+    each = np.diff(np.stack([np.interp(position, curve[ROWS], c) for c in curve]), axis=1)
+    return TableProblem(spec, traffic, edges, cumulative, in_order, head, explicit[order],
+                        each[:, order])
+
+
+def _geometric(num_rows: int, num_blocks: int) -> Sequence[int]:
+    """Block edges in `(0, num_rows)`: single rows first, then a constant ratio."""
+    single = min(8, num_rows)
+    edges = list(range(1, single + 1))
+    if num_rows > single:
+        edges += np.geomspace(single, num_rows, num_blocks - single).astype(np.int64).tolist()
+    return edges
+
+
+def _hotness_classes(stats: TableStats, in_order: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of equal access count, hottest first: how many (int64 [K]) and `p_r` (float64 [K]).
+
+    Rows never seen share the Good-Turing mass of unseen ids (Good 1953), but are never taken to be
+    hotter than the coldest row that was seen.
+    """
+    counts, rows = stats.count_histogram()
+    rows = rows.copy()
+    total = float(stats.num_accesses)
+    coldest = float(counts[counts > 0].min())
+    unseen = float(rows[counts == 0].sum())
+    mass = min(stats.unseen_mass, 0.9, unseen * coldest / (total + unseen * coldest))
+    probability = counts / total * (1.0 - mass)
+    probability[counts == 0] = mass / max(unseen, 1.0)
+    if in_order and stats.head_ids.size:
+        # Id 0 stands for unseen and rare ids and is written first whatever its count is.
+        at = np.flatnonzero(stats.head_ids == 0)
+        count = stats.head_counts[at[0]] if at.size else counts[-1]
+        k = int(np.flatnonzero(counts == count)[0])
+        rows[k] -= 1
+        rows = np.concatenate([[1], rows])
+        probability = np.concatenate([[probability[k]], probability])
+    keep = rows > 0
+    return rows[keep], probability[keep]
+
+
+def _traffic(stats: TableStats, num_samples: int, num_features: int, batch_size: int) -> Traffic:
+    if stats.num_bags > 0:
+        per_sample = stats.num_bags / num_samples if num_samples > 0 else float(num_features)
+        lengths, share = stats.length_values.astype(float), stats.length_counts / stats.num_bags
+    else:  # published counts without bags: one id per bag
+        per_sample = stats.num_accesses / num_samples if num_samples > 0 else float(num_features)
+        lengths, share = np.ones(1), np.ones(1)
+    num_bags = batch_size * per_sample
+    return Traffic(num_bags * float(lengths @ share), num_bags, lengths, share)
+
+
+def _touched(rows: np.ndarray, probability: np.ndarray, num_ids: float) -> np.ndarray:
+    # A row that takes every access (p = 1) is touched by any id at all.
+    return rows * -np.expm1(num_ids * np.log1p(-np.minimum(probability, 1.0 - 1e-12)))
+
+
+def _curve(rows: Sequence[int] | np.ndarray, probability: np.ndarray, batch_size: int,
+           world_size: int, traffic: Traffic, stretch: tuple[float, float]) -> np.ndarray:
+    """Cumulative features at the class ends; float64 [4, K+1]."""
+    rows = np.asarray(rows, float)
+    mass = rows * probability
+    ids = traffic.num_ids * mass / mass.sum()
+    one = _touched(rows, probability, traffic.num_ids * stretch[0])
+    every = _touched(rows, probability, traffic.num_ids * world_size * stretch[1])
+    one = np.minimum(one, ids)  # no more rows than ids
+    every = np.clip(every, one, world_size * one)
+    each = np.stack([rows, ids, one, every])
+    return np.concatenate([np.zeros((NUM_FEATURES, 1)), np.cumsum(each, axis=1)], axis=1)
+
+
+def _presence_stretch(stats: TableStats, rows: np.ndarray, probability: np.ndarray,
+                      num_samples: int, wanted: tuple[int, int]) -> tuple[float, float]:
+    """Independent samples per real sample at the numbers of samples `wanted` (1.0 = independent).
+
+    At each measured n the number of independent ids is found that touches the measured rows; their
+    ratio is interpolated in log n and held constant outside of the measured range.
+    """
+    use = (stats.presence_windows > 0) & (stats.presence_rows > 0) & (stats.presence_samples > 0)
+    if not use.any() or num_samples < 1:
+        return 1.0, 1.0
+    per_sample = stats.num_accesses / num_samples
+    ratios = []
+    for n, distinct in zip(stats.presence_samples[use], stats.presence_rows[use], strict=True):
+        low, high = np.log(1e-3), np.log(8.0)
+        for _ in range(40):
+            middle = (low + high) / 2
+            touched = _touched(rows, probability, n * per_sample * np.exp(middle)).sum()
+            low, high = (middle, high) if touched < distinct else (low, middle)
+        ratios.append((low + high) / 2)
+    samples = stats.presence_samples[use].astype(float)
+    order = np.argsort(samples)
+    at = np.interp(np.log(wanted), np.log(samples[order]), np.array(ratios)[order])
+    return float(np.exp(at[0])), float(np.exp(at[1]))

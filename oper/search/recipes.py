@@ -1,0 +1,222 @@
+"""Whole-table configurations as tier boundaries, and the search over them by class means.
+
+A recipe says where the tiers of a table end and which option (`relax.Option`) each takes, but not
+yet which ranks. Its load on the resource rows is exact for the class means, so that recipes can be
+chosen for all tables before any rank is named: from the relaxed solution, then by coordinate
+descent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from oper.search.bound import Bound
+from oper.search.problem import ROWS, TableProblem
+
+MAX_TIERS = 8  # a table's directory stays small, and no relaxed solution needs more
+_POOL = 24  # recipes kept per table
+_OVERFLOW = 1e3  # a plan that misses memory by x is charged as 1 + 1e3 x of its step
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Tiers of one table: `stops[k]` ends tier k, which takes `options[k]`."""
+
+    stops: tuple[int, ...]
+    options: tuple[int, ...]
+
+    def option_at(self, position: int) -> int:
+        """The option of the tier that holds `position`."""
+        return self.options[int(np.searchsorted(self.stops, position, side="right"))]
+
+
+def from_choice(t: TableProblem, choice: np.ndarray) -> Recipe:
+    """The recipe of an option per block (int64 [K]), adjacent equal options merged."""
+    last = np.flatnonzero(np.append(np.diff(choice) != 0, True))
+    return Recipe(tuple(int(p) for p in t.edges[last + 1]), tuple(int(o) for o in choice[last]))
+
+
+def join(first: Recipe, second: Recipe, position: int) -> Recipe:
+    """`first` below `position`, `second` from there on."""
+    stops: list[int] = []
+    options: list[int] = []
+    for recipe, low, high in ((first, 0, position), (second, position, second.stops[-1])):
+        start = 0
+        for stop, option in zip(recipe.stops, recipe.options, strict=True):
+            begin, end = max(start, low), min(stop, high)
+            start = stop
+            if end <= begin:
+                continue
+            if options and options[-1] == option:
+                stops[-1] = end
+            else:
+                stops.append(end)
+                options.append(option)
+    return Recipe(tuple(stops), tuple(options))
+
+
+class RecipeBook:
+    """Recipes per table with their resources, and the descent over them.
+
+    Attributes:
+        relaxation: what the resources belong to.
+        recipes: per table, the recipes known.
+        resources: per table, float64 [N, R].
+        pick: per table, index of the chosen recipe.
+        total: float64 [R], resources of the chosen recipes, base included.
+    """
+
+    def __init__(self, bound: Bound) -> None:
+        self.relaxation = bound.relaxation
+        num_tables = len(self.relaxation.tables)
+        self.recipes: list[list[Recipe]] = [[] for _ in range(num_tables)]
+        self.resources: list[np.ndarray] = [np.zeros((0, self.relaxation.num_rows))] * num_tables
+        self.pick = np.zeros(num_tables, np.int64)
+        self._phase_starts = np.flatnonzero(np.diff(self.relaxation.phase_of, prepend=-9) != 0)
+        self._from_pool(bound)
+        self.total = self.relaxation.base + sum(
+            (r[p] for r, p in zip(self.resources, self.pick, strict=True)),
+            np.zeros(self.relaxation.num_rows))
+
+    def _from_pool(self, bound: Bound) -> None:
+        pool = bound.pool
+        table = np.array(pool.table, np.int64)
+        priced = np.array(pool.resources) @ bound.prices if pool.resources else np.zeros(0)
+        for k in range(len(self.recipes)):
+            mine = np.flatnonzero(table == k)
+            mine = mine[np.lexsort((priced[mine], -pool.weight[mine]))][:_POOL]
+            t = self.relaxation.tables[k]
+            self.add(k, [from_choice(t, pool.choice[i]) for i in mine])
+            shared = mine[pool.weight[mine] > 1e-6]
+            rows = t.spec.num_rows
+            self.add(k, [Recipe((rows,), (int(o),))
+                         for o in np.flatnonzero(self.relaxation.allowed[k])])
+            if shared.size > 1:
+                self.add(k, crossings(t, self.recipes[k][0], self.recipes[k][1], 12))
+
+    def add(self, k: int, recipes: list[Recipe]) -> None:
+        """Make recipes of table `k` known; those with too many tiers are simplified first."""
+        t = self.relaxation.tables[k]
+        known = set(self.recipes[k])
+        new = []
+        for recipe in recipes:
+            recipe = _simplified(t, recipe)
+            if recipe not in known:
+                known.add(recipe)
+                new.append(recipe)
+        if new:
+            self.recipes[k] = self.recipes[k] + new
+            amount = np.stack([self.amount(t, r) for r in new])
+            rows = self.relaxation.resources_of(amount, np.full(len(new), k))
+            self.resources[k] = np.concatenate([self.resources[k], rows])
+
+    def amount(self, t: TableProblem, recipe: Recipe) -> np.ndarray:
+        """Features by option; float64 [O, 4]."""
+        out = np.zeros((len(self.relaxation.options), 4))
+        ends = t.prefix(np.array([0, *recipe.stops], float))
+        np.add.at(out, list(recipe.options), np.diff(ends, axis=1).T)
+        return out
+
+    def scores(self, totals: np.ndarray) -> np.ndarray:
+        """Step (us) at resource totals (float64 [N, R]), dearer when memory overflows."""
+        peaks = np.maximum.reduceat(totals, self._phase_starts, axis=1)
+        step = peaks[:, :-1].sum(axis=1) + self.relaxation.fixed_us
+        over = np.maximum(totals[:, self.relaxation.phase_of < 0] - 1.0, 0.0).sum(axis=1)
+        # The mean of the rows breaks ties among plans of equal peaks.
+        return step * (1.0 + _OVERFLOW * over) + 1e-7 * totals.mean(axis=1)
+
+    @property
+    def score(self) -> float:
+        """Score of the chosen recipes."""
+        return float(self.scores(self.total[None])[0])
+
+    def choose(self, k: int) -> bool:
+        """Pick table `k`'s best recipe given all others; whether the score fell."""
+        rest = self.total - self.resources[k][self.pick[k]]
+        scores = self.scores(rest + self.resources[k])
+        best = int(scores.argmin())
+        if scores[best] >= scores[self.pick[k]] - 1e-12 * abs(scores[best]):
+            return False
+        self.pick[k], self.total = best, rest + self.resources[k][best]
+        return True
+
+    def descend(self, rng: np.random.Generator, target: float, max_sweeps: int = 8) -> None:
+        """Coordinate descent over tables until nothing improves or `target` (us) is reached."""
+        for _ in range(max_sweeps):
+            if self.score <= target:
+                return
+            if not sum([self.choose(int(k)) for k in rng.permutation(len(self.recipes))]):
+                return
+
+    def refine(self, rng: np.random.Generator, target: float, max_rounds: int = 4) -> None:
+        """Descend over boundaries between known recipes, finer every round."""
+        for _ in range(max_rounds):
+            before = self.score
+            if before <= target:
+                return
+            # Tables with the largest stake in the scarce rows are worth a finer look.
+            stake = np.array([np.ptp(r, axis=0).sum() for r in self.resources])
+            for k in np.argsort(-stake)[:64].tolist():
+                current = self.recipes[k][self.pick[k]]
+                rest = self.total - self.resources[k][self.pick[k]]
+                near = np.argsort(self.scores(rest + self.resources[k]))[:4]
+                t = self.relaxation.tables[k]
+                self.add(k, [c for n in near.tolist() if n != self.pick[k]
+                             for c in crossings(t, current, self.recipes[k][n], 6)])
+                self.choose(k)
+            self.descend(rng, target)
+            if self.score > before * (1 - 1e-5):
+                return
+
+    def simplify(self, limit: float) -> None:
+        """Fewer tiers wherever the score stays within `limit` (us): ties are the rule, not the
+        exception, and every tier costs the runtime a branch and the plan a line."""
+        limit = max(limit, self.score * (1 + 1e-6))
+        for k, recipes in enumerate(self.recipes):
+            size = np.array([len(r.stops) for r in recipes])
+            rest = self.total - self.resources[k][self.pick[k]]
+            scores = self.scores(rest + self.resources[k])
+            order = np.lexsort((scores, size))
+            best = int(order[scores[order] <= limit][0])
+            if size[best] < size[self.pick[k]]:
+                self.pick[k], self.total = best, rest + self.resources[k][best]
+
+    def chosen(self) -> list[Recipe]:
+        """The chosen recipe of each table."""
+        return [r[p] for r, p in zip(self.recipes, self.pick, strict=True)]
+
+
+def crossings(t: TableProblem, first: Recipe, second: Recipe, count: int) -> list[Recipe]:
+    """Recipes that change from one to the other at `count` positions where the two differ."""
+    cuts = sorted({0, *first.stops, *second.stops})
+    differ = [(a, b) for a, b in pairwise(cuts)
+              if first.option_at(a) != second.option_at(a)]
+    if not differ:
+        return []
+    low, high = differ[0][0], differ[-1][1]
+    even = np.linspace(low, high, count + 2)[1:-1]
+    geometric = np.geomspace(low + 1, high + 1, count + 2)[1:-1] - 1
+    positions = sorted({int(p) for p in (*even, *geometric) if low < int(p) < high})
+    return ([join(first, second, p) for p in positions]
+            + [join(second, first, p) for p in positions])
+
+
+def _simplified(t: TableProblem, recipe: Recipe) -> Recipe:
+    """`recipe` with at most MAX_TIERS tiers: those with the fewest rows join their neighbour."""
+    stops, options = list(recipe.stops), list(recipe.options)
+    while len(stops) > MAX_TIERS:
+        rows = np.diff(t.prefix(np.array([0, *stops], float))[ROWS])
+        k = int(rows.argmin())
+        options[k] = options[k - 1] if k else options[1]
+        merged: tuple[list[int], list[int]] = ([], [])
+        for stop, option in zip(stops, options, strict=True):
+            if merged[1] and merged[1][-1] == option:
+                merged[0][-1] = stop
+            else:
+                merged[0].append(stop)
+                merged[1].append(option)
+        stops, options = merged
+    return Recipe(tuple(stops), tuple(options))

@@ -1,0 +1,320 @@
+"""The relaxation: classes of equal ranks, resource rows, and what each block costs in each option.
+
+Loads are averaged over each class of interchangeable ranks. A mean never exceeds a maximum, and the
+mean over a class depends on a plan only through how much each class owns, so whatever holds for the
+averaged loads of all placements holds for every plan. Resource rows are
+
+* one per (phase, class, group of terms that run beside each other), in microseconds; the phase time
+  is at least each of its rows;
+* one per class of memory domains, memory over capacity, at most 1.
+
+An *option* is a way to place a block: replicated on all ranks, owned within a class (striped or
+not: the mean is the same), pulled or pushed. Apart from the partial sums of pushed rows, costs are
+linear in the block's features, so that a block costs `features @ coefficients[table, option]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.plan import Piece
+from oper.search.cost import HELD, NUM_ROWS, PARTIALS, CostModel, Tally
+from oper.search.machine import COMPUTE, GROUPS, MEMORY, rank_classes
+from oper.search.problem import IDS, NUM_FEATURES, TableProblem
+
+REPLICATED, SHARD, PUSH = "replicated", "shard", "push"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way to place a block: `kind`, and the rank class that owns it (-1: all ranks)."""
+
+    kind: str
+    rank_class: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """One whole-table configuration per table.
+
+    Attributes:
+        choice: int64 [num_blocks], option of each block.
+        resources: float64 [T, R], what each table then asks of the resource rows.
+        value: float64 [T], a lower bound of each table's cost over all configurations at the prices
+            that produced these.
+    """
+
+    choice: np.ndarray
+    resources: np.ndarray
+    value: np.ndarray
+
+
+class Relaxation:
+    """Resource rows and block costs of a problem.
+
+    Attributes:
+        tables: the tables that are free to choose (pinned ones are part of `base`).
+        options: the options.
+        allowed: bool [T, O].
+        features: float64 [num_blocks, 4]; `table_of` int64 [num_blocks]; `starts` int64 [T + 1].
+        coefficients: float64 [T, O, 4, R].
+        base: float64 [R], what every plan asks.
+        phase_of: int64 [R], phase of each row, -1 for memory.
+        fixed_us: fixed cost of a step.
+    """
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self.problem = model.problem
+        held = self.problem.constraints.tables
+        pinned = {n: c.tiers for n, c in held.items() if c.tiers is not None}
+        self.tables = tuple(t for t in self.problem.tables if t.spec.name not in pinned)
+        self.classes = rank_classes(
+            model.machine, [*(c.ranks for c in held.values() if c.ranks is not None),
+                            *(tier.ranks for tiers in pinned.values() for tier in tiers)])
+        self._build_options()
+        self._build_rows()
+        self._build_base()
+        self._build_coefficients()
+        sizes = [t.blocks.shape[0] for t in self.tables]
+        self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.table_of = np.repeat(np.arange(len(self.tables)), sizes)
+        self.features = (np.concatenate([t.blocks for t in self.tables]) if self.tables
+                         else np.zeros((0, NUM_FEATURES)))
+
+    # -- building ---------------------------------------------------------------------------------
+
+    def _build_options(self) -> None:
+        kinds = [REPLICATED] * ("replicated" in self.problem.allow)
+        self.options = [Option(k, -1) for k in kinds]
+        for kind, mode in ((SHARD, "pull"), (PUSH, "push")):
+            if mode in self.problem.allow:
+                self.options += [Option(kind, c) for c in range(len(self.classes.ranks))]
+        allowed = [self._may(t, o) for t in self.tables for o in self.options]
+        self.allowed = np.array(allowed, bool).reshape(len(self.tables), len(self.options))
+
+    def _may(self, t: TableProblem, option: Option) -> bool:
+        name = t.spec.name
+        placements = self.problem.placements_of(name)
+        if option.kind == REPLICATED:
+            return "replicated" in placements
+        held = self.problem.constraints.tables.get(name)
+        first = int(self.classes.ranks[option.rank_class][0])
+        if held is not None and held.ranks is not None and first not in held.ranks:
+            return False
+        mode = "push" if option.kind == PUSH else "pull"
+        return bool(placements & {"striped", "owned"}) and mode in self.problem.modes_of(name)
+
+    def _build_rows(self) -> None:
+        """Which (phase, class, group) each row stands for, without those that are always zero."""
+        model, num_classes = self.model, len(self.classes.ranks)
+        spread = np.stack([self._spread(c) for c in range(num_classes)])  # [C, W]
+        unit = np.zeros((num_classes, NUM_ROWS, NUM_ROWS, spread.shape[1]))
+        for q in range(NUM_ROWS):
+            unit[:, q, q] = spread
+        loads = model.loads(unit) * model.machine.seconds_per_unit * 1e6
+        time = self._class_means(loads)  # [C, 12, phases, groups, classes]
+        keep = np.argwhere(time.max(axis=(0, 1)) > 0)
+        self.row_names = [(int(p), GROUPS[g], int(c)) for p, g, c in keep]
+        num_domains = self.classes.num_domain_classes
+        self.phase_of = np.concatenate([keep[:, 0], np.full(num_domains, -1)])
+        # What one unit of a tally row, spread over a class, asks of each resource row.
+        self.unit = np.zeros((num_classes, NUM_ROWS, self.phase_of.size))
+        self.unit[:, :, :len(keep)] = time[:, :, keep[:, 0], keep[:, 1], keep[:, 2]]
+        self.unit[:, HELD, len(keep):] = self._memory_share(spread)
+
+    def _spread(self, rank_class: int) -> np.ndarray:
+        member = (self.classes.of_rank == rank_class).astype(float)
+        return member / member.sum()
+
+    def _class_means(self, loads: np.ndarray) -> np.ndarray:
+        """[..., 6, W] -> [..., 5, C]: groups of terms, mean over each class."""
+        local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
+        groups = np.concatenate([local, loads[..., 2:, :]], axis=-2)
+        return np.stack([groups[..., r].mean(axis=-1) for r in self.classes.ranks], axis=-1)
+
+    def _memory_share(self, held: np.ndarray) -> np.ndarray:
+        """[..., W] bytes -> [..., num_domain_classes]: share of the class's capacity."""
+        machine, of_domain = self.model.machine, self.classes.of_domain
+        of_rank = of_domain[machine.domain]
+        capacity = np.bincount(of_domain, machine.capacity_bytes)
+        # A machine whose reserve exceeds its memory has no capacity; any need then overflows.
+        capacity = np.maximum(capacity, 1e-3)
+        return np.stack([held[..., of_rank == k].sum(axis=-1) / capacity[k]
+                         for k in range(capacity.size)], axis=-1)
+
+    def rows_of(self, tally_rows: np.ndarray) -> np.ndarray:
+        """What tally rows (float64 [..., 12, W]) ask of the resource rows; float64 [..., R]."""
+        loads = self.model.loads(tally_rows) * self.model.machine.seconds_per_unit * 1e6
+        time = self._class_means(loads)
+        out = np.zeros((*tally_rows.shape[:-2], self.phase_of.size))
+        for k, (phase, group, rank_class) in enumerate(self.row_names):
+            out[..., k] = time[..., phase, GROUPS.index(group), rank_class]
+        out[..., len(self.row_names):] = self._memory_share(tally_rows[..., HELD, :])
+        return out
+
+    def _build_base(self) -> None:
+        model = self.model
+        total = model.base()
+        for t in self.problem.tables:
+            held = self.problem.constraints.tables.get(t.spec.name)
+            if held is not None and held.tiers is not None:
+                piece = Piece(0, t.spec.dim, held.tiers)
+                ordered = t.ids_are_positions or len(held.tiers) > 1
+                total = total.plus(model.tally(t, (piece,), ordered))
+        self.base_tally = total
+        self.base = self.rows_of(total.rows)
+        for ranks, (need, send) in total.partial_replicas.items():
+            self.base += self._subset_rows(ranks, need, send)
+        self.fixed_us = sum(model.fixed_us(total))
+
+    def _subset_rows(self, ranks: tuple[int, ...], need: float, send: np.ndarray) -> np.ndarray:
+        model = self.model
+        empty = np.zeros((NUM_ROWS, model.machine.world_size))
+        loads = model.units(Tally(empty, {ranks: (need, send)}))
+        time = self._class_means(loads * model.machine.seconds_per_unit * 1e6)
+        out = np.zeros(self.phase_of.size)
+        for k, (phase, group, rank_class) in enumerate(self.row_names):
+            out[k] = time[phase, GROUPS.index(group), rank_class]
+        return out
+
+    def _build_coefficients(self) -> None:
+        model, world = self.model, self.model.machine.world_size
+        shape = (len(self.tables), len(self.options), NUM_FEATURES, self.phase_of.size)
+        self.coefficients = np.zeros(shape)
+        make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows}
+        for o, option in enumerate(self.options):
+            spread = (np.full(world, 1 / world) if option.rank_class < 0
+                      else self._spread(option.rank_class))
+            owner = np.eye(NUM_FEATURES)[:, :, None] * spread  # one unit of one feature at a time
+            for k, t in enumerate(self.tables):
+                rows = make[option.kind](t, t.spec.dim, owner)
+                # Owners are symmetric within a class by construction, readers by definition.
+                by_class = np.stack([rows[..., r].sum(axis=-1) for r in self.classes.ranks],
+                                    axis=-1)
+                self.coefficients[k, o] = np.einsum("fqc,cqr->fr", by_class, self.unit)
+
+    # -- using ------------------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        """Number of resource rows R."""
+        return self.phase_of.size
+
+    def cheapest(self, prices: np.ndarray) -> Columns:
+        """Each table's cheapest configuration at `prices` (float64 [R], per row, >= 0).
+
+        Blocks choose for themselves, except that the partial sums of a table's pushed blocks are
+        concave in their mass: the best set of pushed blocks is then a prefix of the blocks ordered
+        by what pushing costs per unit of mass (each tangent of a concave function separates over
+        blocks, and its minimum over fractional sets lies at a vertex), so all prefixes are tried.
+        """
+        value = self.coefficients @ prices  # [T, O, 4]
+        cost = np.einsum("bf,bof->bo", self.features, value[self.table_of])
+        cost = np.where(self.allowed[self.table_of], cost, np.inf)
+        push = np.array([o.kind == PUSH for o in self.options], bool)
+        choice = cost.argmin(axis=1)
+        if push.any():
+            choice, best = self._choose_pushed(cost, push, prices)
+        else:
+            best = np.add.reduceat(cost.min(axis=1), self.starts[:-1])
+        return Columns(choice, self.resources(choice), best)
+
+    def _choose_pushed(self, cost: np.ndarray, push: np.ndarray,
+                       prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        choice = np.empty(cost.shape[0], np.int64)
+        best = np.empty(len(self.tables))
+        partial = self.unit[:, PARTIALS] @ prices  # [C], per byte of partial sums at each class
+        other = np.where(push, np.inf, cost)
+        pushed = np.where(push, cost, np.inf)
+        for k, t in enumerate(self.tables):
+            at = slice(self.starts[k], self.starts[k + 1])
+            stay, go = other[at].min(axis=1), pushed[at].min(axis=1)
+            may = np.flatnonzero(self.allowed[k] & push)
+            ids = self.features[at, IDS]
+            count, best[k] = self._prefix(t, stay, go, ids, min(
+                (partial[self.options[o].rank_class] for o in may), default=0.0))
+            choice[at] = other[at].argmin(axis=1)
+            # One class owns all that a table pushes; which one is decided by the whole table.
+            total = [pushed[at, o].sum() + partial[self.options[o].rank_class] for o in may]
+            if count.any():
+                choice[at][count] = may[int(np.argmin(total))]
+        return choice, best
+
+    def _prefix(self, t: TableProblem, stay: np.ndarray, go: np.ndarray, ids: np.ndarray,
+                price: float) -> tuple[np.ndarray, float]:
+        """The best set of pushed blocks (bool [K]) and its cost."""
+        if not np.isfinite(go).any():
+            return np.zeros(stay.size, bool), float(stay.sum())
+        if not np.isfinite(stay).all():  # nothing but push is allowed
+            every = self.model.partial_bytes(t, t.spec.dim, ids.sum())
+            return np.ones(stay.size, bool), float(go.sum() + price * every)
+        gain = go - stay
+        slope = np.where(ids > 0, gain / np.maximum(ids, 1e-300),
+                         np.where(gain < 0, -np.inf, np.inf))
+        order = np.argsort(slope, kind="stable")
+        mass = np.concatenate([[0.0], np.cumsum(ids[order])])
+        total = np.concatenate([[0.0], np.cumsum(gain[order])])
+        total += price * self.model.partial_bytes(t, t.spec.dim, mass)
+        k = int(total.argmin())
+        chosen = np.zeros(stay.size, bool)
+        chosen[order[:k]] = True
+        return chosen, float(stay.sum() + total[k])
+
+    def resources(self, choice: np.ndarray) -> np.ndarray:
+        """What whole-table configurations ask of the resource rows.
+
+        Args:
+            choice: int64 [num_blocks], option of each block.
+
+        Returns:
+            float64 [T, R].
+        """
+        num_options = len(self.options)
+        amount = np.zeros((len(self.tables) * num_options, NUM_FEATURES))
+        np.add.at(amount, self.table_of * num_options + choice, self.features)
+        return self.resources_of(amount.reshape(len(self.tables), num_options, NUM_FEATURES),
+                                 np.arange(len(self.tables)))
+
+    def resources_of(self, amount: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """What features placed by option ask of the resource rows.
+
+        Args:
+            amount: float64 [N, O, 4].
+            tables: int64 [N], the table of each entry.
+
+        Returns:
+            float64 [N, R].
+        """
+        out = np.einsum("nof,nofr->nr", amount, self.coefficients[tables])
+        for o, option in enumerate(self.options):
+            if option.kind == PUSH:
+                for n in np.flatnonzero(amount[:, o, IDS] > 0):
+                    t = self.tables[tables[n]]
+                    size = self.model.partial_bytes(t, t.spec.dim, amount[n, o, IDS])
+                    out[n] += size * self.unit[option.rank_class, PARTIALS]
+        return out
+
+    def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:
+        """The lower bound (microseconds) that prices and each table's least cost at them certify.
+
+        Any prices >= 0 whose sum over the rows of a phase is at most 1 are a certificate: the step
+        is at least the priced sum of its rows, and no configuration costs less than `value`.
+        """
+        total = value.sum() + float(prices @ self.base) - float(prices[self.phase_of < 0].sum())
+        return float(total) + self.fixed_us
+
+    def normalised(self, prices: np.ndarray) -> np.ndarray:
+        """`prices` made a certificate: non-negative, at most 1 in sum over each phase."""
+        out = np.maximum(prices, 0.0)
+        for phase in range(int(self.phase_of.max(initial=-1)) + 1):
+            at = self.phase_of == phase
+            out[at] /= max(1.0, out[at].sum())
+        return out
+
+    def step_us(self, total: np.ndarray) -> float:
+        """Modelled step when the resource rows hold `total` (float64 [R], base included)."""
+        return self.fixed_us + sum(
+            float(total[self.phase_of == p].max()) for p in range(int(self.phase_of.max()) + 1))

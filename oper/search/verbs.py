@@ -1,0 +1,140 @@
+"""``oper plan`` and ``oper explain``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.plan import Plan
+from oper.stats import AccessStats
+from oper.tables import DTYPE_BYTES, OPTIMIZER_STATE_BYTES, TableSpec
+from oper.topology import Topology
+
+
+def configure_plan(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``oper plan``."""
+    parser.add_argument("stats", metavar="STATS", help="statistics written by 'oper analyze'")
+    parser.add_argument("-o", "--output", metavar="PLAN", required=True, help="plan file to write")
+    _add_machine(parser)
+    _add_tables(parser)
+    parser.add_argument("--objective", choices=("training", "inference"), default="training")
+    parser.add_argument("--batch-size", type=int, default=2048, metavar="N",
+                        help="samples per rank and step (default 2048)")
+    parser.add_argument("--constraints", metavar="FILE", help="JSON: table name to constraint")
+    parser.add_argument("--effort", choices=("fast", "thorough"), default="fast")
+    parser.add_argument("--time-budget", type=float, metavar="S", help="seconds to search")
+    parser.add_argument("--target-gap", type=float, default=0.01, metavar="X")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Make a plan, write it, print what it costs."""
+    from oper.search.explain import as_json, summary
+    from oper.search.planner import plan_problem
+    from oper.search.problem import make_problem
+
+    stats = AccessStats.load(args.stats)
+    problem = make_problem(
+        _tables(args, stats), stats, _topology(args), objective=args.objective,
+        batch_size=args.batch_size,
+        constraints=None if args.constraints is None else _read_json(args.constraints))
+    plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
+                        target_gap=args.target_gap, seed=args.seed)
+    plan.save(args.output)
+    if args.json:
+        print(json.dumps({"plan": args.output, **as_json(plan, problem)}))
+    else:
+        print(summary(plan, problem), end="")
+    print(f"wrote {args.output}", file=sys.stderr)
+    return 0
+
+
+def configure_explain(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``oper explain``."""
+    parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
+    parser.add_argument("--stats", metavar="STATS", help="statistics to judge it by (default: all "
+                                                          "rows of a table equally hot)")
+    _add_machine(parser, required=False)
+    parser.add_argument("--batch-size", type=int, metavar="N", help="default: the plan's own")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Print what a plan costs."""
+    from oper.search.explain import as_json, summary
+    from oper.search.problem import make_problem
+    from oper.search.space import EVERYTHING
+
+    plan = Plan.load(args.plan)
+    if args.topology is None:
+        args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
+    if args.topology == "this-host" and args.world_size is None:
+        args.world_size = plan.world_size
+    stats = None if args.stats is None else AccessStats.load(args.stats)
+    problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
+                           objective=plan.objective, allow=EVERYTHING,
+                           batch_size=args.batch_size or plan.batch_size or 2048)
+    if args.json:
+        print(json.dumps({"plan": args.plan, **as_json(plan, problem)}))
+    else:
+        print(summary(plan, problem), end="")
+    return 0
+
+
+def _add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument("--topology", metavar="NAME|FILE", required=required,
+                        help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file")
+    parser.add_argument("--world-size", type=int, metavar="N",
+                        help="ranks of this-host (default 2)")
+
+
+def _add_tables(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dim", type=int, metavar="D", help="columns of every table (default 64)")
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZER_STATE_BYTES),
+                        help="optimizer of every table (default rowwise_adagrad)")
+    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="type of every table "
+                                                                     "(default float32)")
+    parser.add_argument("--tables", metavar="FILE",
+                        help="JSON list of tables (name, num_rows, dim, ...) instead")
+
+
+def _topology(args: argparse.Namespace) -> Topology:
+    from oper.search.presets import topology_preset
+
+    if args.world_size is not None and args.world_size < 1:
+        raise InvalidInputError(fail("cannot plan", "world_size", args.world_size, ">= 1",
+                                     "correct it"))
+    return topology_preset(args.topology, args.world_size)
+
+
+def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
+    """The tables of the file, or one per table of the statistics with the given dim."""
+    if args.tables is None:
+        optimizer = args.optimizer or "rowwise_adagrad"
+        return [TableSpec(name, t.num_rows, 64 if args.dim is None else args.dim, (name,),
+                          optimizer=optimizer, dtype=args.dtype or "float32")
+                for name, t in stats.tables.items()]
+    given = [n for n in ("dim", "optimizer", "dtype") if getattr(args, n) is not None]
+    if given:
+        raise InvalidInputError(fail("two sources for the tables", "arguments", ["tables", *given],
+                                     "a table file alone, or dim, optimizer and dtype",
+                                     "leave one out"))
+    value = _read_json(args.tables)
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise InvalidInputError(fail("cannot read tables", "tables", args.tables,
+                                     "a JSON list of objects with TableSpec's fields",
+                                     "correct it"))
+    return [TableSpec.from_json(v) for v in value]
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FileFormatError(fail(f"cannot read {path!r}", "content", str(error), "JSON",
+                                   "correct the file")) from None

@@ -1,0 +1,124 @@
+"""The lower bound: below every plan, equal to its readable statement, its own certificate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from search_cases import gpus, host, problem, random_plan
+
+from oper.plan import Tier
+from oper.search.bound import lower_bound, solve_relaxation
+from oper.search.cost import CostModel, evaluate
+from oper.search.oracle import best_of_candidates, relaxed_by_cvxpy
+from oper.search.planner import plan_problem
+from oper.search.relax import Relaxation
+from oper.search.space import EVERYTHING
+
+TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
+              "unequal": gpus(4, slow=2), "one": host(1)}
+KINDS = ("replicated", "striped", "owned", "owned-push", "striped-push")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(sorted(TOPOLOGIES)),
+       st.sampled_from(["training", "inference"]), st.booleans())
+def test_no_plan_is_below_the_bound(seed, name, objective, in_order):
+    stated = problem(3, seed, TOPOLOGIES[name], objective, in_order=in_order)
+    bound = lower_bound(stated).lower_bound_us
+    assert bound > 0
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        assert bound <= evaluate(random_plan(stated, rng), stated).step_us * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(sorted(TOPOLOGIES)),
+       st.sampled_from(["training", "inference"]))
+def test_no_pushing_or_column_split_plan_is_below_the_bound(seed, name, objective):
+    stated = problem(3, seed, TOPOLOGIES[name], objective, allow=EVERYTHING)
+    bound = lower_bound(stated).lower_bound_us
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        plan = random_plan(stated, rng, KINDS, max_pieces=3)
+        assert bound <= evaluate(plan, stated).step_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+@pytest.mark.parametrize("objective", ["training", "inference"])
+def test_equals_the_readable_statement(name, objective):
+    pytest.importorskip("cvxpy")
+    stated = problem(4, 7, TOPOLOGIES[name], objective)
+    relaxation = Relaxation(CostModel(stated))
+    found = solve_relaxation(relaxation, tolerance=1e-7)
+    assert found.lower_bound_us == pytest.approx(relaxed_by_cvxpy(relaxation), rel=1e-6)
+    assert found.relaxed_us == pytest.approx(found.lower_bound_us, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpus", "unequal"])
+def test_with_push_it_is_at_least_the_chord_relaxation(name):
+    pytest.importorskip("cvxpy")
+    stated = problem(4, 8, TOPOLOGIES[name], allow=EVERYTHING)
+    relaxation = Relaxation(CostModel(stated))
+    found = solve_relaxation(relaxation, tolerance=1e-7)
+    assert found.relaxed_us >= relaxed_by_cvxpy(relaxation) * (1 - 1e-6)
+    assert found.relaxed_us >= found.lower_bound_us * (1 - 1e-9)
+
+
+def test_scarce_memory_binds_the_bound():
+    pytest.importorskip("cvxpy")
+    roomy = problem(5, 11, gpus(4), "inference")
+    need = sum(t.spec.num_rows * t.spec.row_bytes for t in roomy.tables)
+    tight = problem(5, 11, gpus(4, memory_bytes=need * 0.3), "inference")
+    relaxation = Relaxation(CostModel(tight))
+    found = solve_relaxation(relaxation, tolerance=1e-7)
+    assert found.overflow == pytest.approx(0, abs=1e-9)
+    assert found.lower_bound_us > lower_bound(roomy).lower_bound_us * 1.001
+    assert found.lower_bound_us == pytest.approx(relaxed_by_cvxpy(relaxation), rel=1e-6)
+
+
+def test_the_certificate_alone_gives_the_bound_and_damage_only_weakens_it():
+    stated = problem(5, 3, gpus(4), "inference")
+    found = lower_bound(stated)
+    assert found.recompute() == pytest.approx(found.lower_bound_us, rel=1e-6)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        prices = found.relaxation.normalised(found.prices * rng.uniform(0, 3, found.prices.size))
+        value = found.relaxation.cheapest(prices).value
+        # Any prices whatever bound the relaxation from below.
+        assert found.relaxation.bound_at(prices, value) <= found.relaxed_us * (1 + 1e-9)
+
+
+def test_configurations_claim_the_resources_they_take():
+    """A table's value at some prices is the priced sum of its column, for every mode."""
+    stated = problem(4, 5, gpus(4), allow=EVERYTHING)
+    relaxation = Relaxation(CostModel(stated))
+    rng = np.random.default_rng(2)
+    for _ in range(10):
+        prices = relaxation.normalised(rng.uniform(0, 1, relaxation.num_rows))
+        columns = relaxation.cheapest(prices)
+        assert columns.resources @ prices == pytest.approx(columns.value, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("placements", [("owned",), ("owned", "replicated")])
+def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
+    """Whole tables on three ranks: the optimum by mixed-integer programming lies between."""
+    stated = problem(6, seed, gpus(3), "training", allow=frozenset({*placements, "pull"}))
+    bound = lower_bound(stated)
+    candidates = []
+    for t in bound.relaxation.tables:
+        rows = t.spec.num_rows
+        tiers = [(Tier(0, rows, "owned", (r,)),) for r in range(3)]
+        if "replicated" in placements:
+            tiers.append((Tier(0, rows, "replicated", (0, 1, 2)),))
+        candidates.append(tiers)
+    optimum, picks = best_of_candidates(bound.relaxation, candidates)
+    assert len(picks) == 6
+    assert bound.lower_bound_us <= optimum * (1 + 1e-9)
+    plan = plan_problem(stated, target_gap=0.01)
+    if placements == ("owned",) and all(len(e.tiers) == 1 for e in plan.tables):
+        # Whole tables only: the search cannot beat the optimum, and comes close to it.
+        assert optimum <= plan.step_us * (1 + 1e-6)
+    assert plan.step_us <= optimum * 1.03
+    assert bound.lower_bound_us <= plan.step_us * (1 + 1e-9)

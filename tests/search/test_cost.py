@@ -1,0 +1,226 @@
+"""The cost model against sums written out by hand, rank by rank and row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from search_cases import gpus, host, problem, random_plan
+
+from oper.errors import PlanError
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.search.cost import evaluate
+from oper.search.machine import (
+    COMPUTE,
+    CROSS_IN,
+    CROSS_OUT,
+    LINK_IN,
+    LINK_OUT,
+    MEMORY,
+)
+from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL, make_problem
+from oper.search.space import EVERYTHING
+from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec
+
+
+def flat(topology, objective="training", num_rows=64, dim=16, length=1, batch=32):
+    """One table of equally hot rows: every feature is a plain multiple."""
+    stats = TableStats.from_counts(num_rows, np.arange(num_rows), np.full(num_rows, 1000),
+                                   (np.array([length]), np.array([num_rows * 1000 // length])))
+    return make_problem(
+        [TableSpec("t", num_rows, dim, ("f",))],
+        AccessStats(num_rows * 1000 // length, {"t": stats}, "", True), topology,
+        objective=objective, batch_size=batch, allow=EVERYTHING)
+
+
+def plan_of(stated, *tiers, pieces=None):
+    t = stated.tables[0].spec
+    columns = pieces or (Piece(0, t.dim, tiers),)
+    return Plan(stated.machine.world_size, (TablePlan(t, columns),), stated.objective)
+
+
+def test_striped_pull_moves_unique_rows_both_ways():
+    stated = flat(gpus(4, per_host=2))
+    t = stated.tables[0]
+    w, u = 64, t.total[TOUCHED]
+    forward, _, update = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1, 2, 3))),
+                                  stated).phases
+    # Each rank owns a quarter; one peer shares its host, two do not.
+    assert forward.units[LINK_IN] == pytest.approx(np.full(4, u * w / 4))
+    assert forward.units[CROSS_IN] == pytest.approx(np.full(4, u * w / 2))
+    assert forward.units[LINK_OUT].sum() == pytest.approx(forward.units[LINK_IN].sum())
+    assert update.units[LINK_IN] == pytest.approx(np.full(4, u * w / 4))
+    assert update.units[CROSS_OUT] == pytest.approx(np.full(4, u * w / 2))
+
+
+def test_replicas_cost_what_the_design_says():
+    """(W-1) w [u(B) + u(WB)] per step over all ranks, and nothing in the forward phase."""
+    stated = flat(gpus(4))
+    t = stated.tables[0]
+    forward, _, update = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0, 1, 2, 3))),
+                                  stated).phases
+    assert forward.units[2:].sum() == 0
+    wanted = 3 * 64 * (t.total[TOUCHED] + t.total[TOUCHED_ALL])
+    assert update.units[LINK_IN].sum() == pytest.approx(wanted)
+    assert update.units[LINK_OUT].sum() == pytest.approx(wanted)
+
+
+def test_replication_never_saves_bytes_in_training_but_does_in_inference():
+    for objective, fewer in (("training", False), ("inference", True)):
+        stated = flat(gpus(4), objective)
+        total = [sum(p.units[2:].sum() for p in evaluate(plan_of(stated, tier), stated).phases)
+                 for tier in (Tier(0, 64, "replicated", (0, 1, 2, 3)),
+                              Tier(0, 64, "striped", (0, 1, 2, 3)))]
+        assert (total[0] < total[1]) == fewer
+
+
+def test_no_link_bytes_inside_a_memory_domain():
+    stated = flat(host(4))
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        plan = random_plan(stated, rng, ("replicated", "striped", "owned", "owned-push"))
+        assert all(p.units[2:].sum() == 0 for p in evaluate(plan, stated).phases)
+
+
+def test_reading_costs_memory_once_and_cache_afterwards():
+    stated = flat(host(2), "inference", length=8)
+    t = stated.tables[0]
+    forward = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1))), stated).phases[0]
+    ids, distinct = t.total[IDS], t.total[TOUCHED]
+    outputs = t.traffic.num_bags * 64
+    # The 4 kB working set fits the cache, which is three times as fast as memory.
+    assert forward.units[MEMORY] == pytest.approx(
+        np.full(2, (distinct + (ids - distinct) / 3) * 64 + outputs))
+    assert forward.units[COMPUTE] == pytest.approx(np.full(2, ids * 3.0))
+    assert forward.time_us == pytest.approx(
+        30 + 1e6 * (forward.units[MEMORY, 0] / 20e9 + ids * 3e-9))
+
+
+def test_update_is_the_owners_work():
+    stated = flat(host(2))
+    t = stated.tables[0]
+    update = evaluate(plan_of(stated, Tier(0, 64, "owned", (1,))), stated).phases[2]
+    assert update.units[COMPUTE] == pytest.approx([0, t.total[TOUCHED_ALL] * 12.0])
+    merged = 2 * t.total[TOUCHED] * 64
+    assert update.units[MEMORY] == pytest.approx(
+        [0, t.total[TOUCHED_ALL] * 2 * (64 + 4) + merged])
+    assert update.slowest_rank == 1 and update.binding == "local"
+
+
+def test_memory_counts_every_copy():
+    stated = flat(host(2))
+    base = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1))), stated).domain_bytes[0]
+    double = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0, 1))), stated).domain_bytes[0]
+    assert double - base == pytest.approx(2 * 64 * 64)  # a copy per rank beside the masters
+    serve = flat(host(2), "inference")
+    one = evaluate(plan_of(serve, Tier(0, 64, "replicated", (0, 1))), serve)
+    assert one.domain_bytes == pytest.approx([64 * 64])  # one copy per domain, no state
+
+
+def test_push_sends_ids_and_one_partial_sum_per_bag_and_owner():
+    stated = flat(gpus(4), length=4)
+    t = stated.tables[0]
+    forward, backward, _ = evaluate(
+        plan_of(stated, Tier(0, 64, "owned", (2,), mode="push")), stated).phases
+    bags = t.traffic.num_bags
+    assert forward.units[LINK_IN, 0] == pytest.approx(bags * 64)
+    assert forward.units[LINK_OUT, 2] == pytest.approx(3 * bags * 64)
+    assert forward.units[LINK_IN, 2] == pytest.approx(3 * t.total[IDS] * 8)
+    assert backward.units[LINK_IN, 2] == pytest.approx(3 * bags * 64)
+    striped = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1, 2, 3), mode="push")),
+                       stated).phases[0]
+    each = t.traffic.bags_touching(0.25)
+    assert striped.units[LINK_IN, 0] == pytest.approx(3 * each * 64 + 3 * t.total[IDS] / 4 * 8)
+    assert 4 * each > bags  # splitting by rows multiplies partial sums
+
+
+def test_two_pushed_tiers_of_one_owner_share_their_partial_sums():
+    stated = flat(gpus(4), length=4)
+    whole = evaluate(plan_of(stated, Tier(0, 64, "owned", (2,), mode="push")), stated)
+    halves = evaluate(plan_of(stated, Tier(0, 32, "owned", (2,), mode="push"),
+                              Tier(32, 64, "owned", (2,), mode="push")), stated)
+    assert halves.step_us == pytest.approx(whole.step_us)
+
+
+def test_columns_split_bytes_but_not_ids():
+    stated = flat(gpus(4), length=4)
+    tier = Tier(0, 64, "owned", (0,), mode="push")
+    other = Tier(0, 64, "owned", (1,), mode="push")
+    split = evaluate(plan_of(stated, pieces=(Piece(0, 8, (tier,)), Piece(8, 16, (other,)))), stated)
+    whole = evaluate(plan_of(stated, tier), stated)
+    ids = stated.tables[0].total[IDS]
+    assert split.phases[0].units[LINK_IN, :2] == pytest.approx(
+        [3 * ids * 8 + stated.tables[0].traffic.num_bags * 32] * 2)
+    assert split.phases[0].units[LINK_IN, 3] == pytest.approx(whole.phases[0].units[LINK_IN, 3])
+    # Row-wise Adagrad must add up squared gradients over the pieces: one more barrier.
+    assert split.phases[2].fixed_us == 2 * whole.phases[2].fixed_us
+
+
+def test_replicas_on_one_rank_per_host_serve_their_host():
+    stated = flat(gpus(4, per_host=2), "inference")
+    forward = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0, 2))), stated).phases[0]
+    u = stated.tables[0].total[TOUCHED] * 64
+    assert forward.units[LINK_IN] == pytest.approx([0, u, 0, u])
+    assert forward.units[LINK_OUT] == pytest.approx([u, 0, u, 0])
+    assert forward.units[CROSS_IN].sum() == 0
+    alone = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0,))), stated).phases[0]
+    assert alone.units[CROSS_IN] == pytest.approx([0, 0, u, u])
+    owned = evaluate(plan_of(stated, Tier(0, 64, "owned", (0,))), stated).phases[0]
+    assert alone.units == pytest.approx(owned.units)
+
+
+@pytest.mark.parametrize("topology", [gpus(6, per_host=3), host(3), gpus(4, slow=2)],
+                         ids=["hosts", "host", "unequal"])
+def test_what_is_sent_is_received(topology):
+    rng = np.random.default_rng(5)
+    for objective in ("training", "inference"):
+        stated = problem(3, 1, topology, objective, allow=EVERYTHING)
+        for _ in range(5):
+            plan = random_plan(stated, rng, ("replicated", "striped", "owned", "striped-push"), 2)
+            for phase in evaluate(plan, stated).phases:
+                assert phase.units[LINK_IN].sum() == pytest.approx(phase.units[LINK_OUT].sum())
+                assert phase.units[CROSS_IN].sum() == pytest.approx(phase.units[CROSS_OUT].sum())
+                assert (phase.units >= 0).all()
+
+
+def test_cutting_a_tier_in_two_changes_nothing():
+    stated = problem(2, 3, gpus(4))
+    whole = uniform_plan([t.spec for t in stated.tables], 4, "owned")
+    cut = []
+    for entry in whole.tables:
+        tier, middle = entry.tiers[0], entry.table.num_rows // 2 or 1
+        tiers = (tier,) if entry.table.num_rows == 1 else (
+            Tier(0, middle, "owned", tier.ranks), Tier(middle, tier.stop, "owned", tier.ranks))
+        cut.append(TablePlan(entry.table, (Piece(0, entry.table.dim, tiers),)))
+    assert evaluate(Plan(4, tuple(cut)), stated).step_us == pytest.approx(
+        evaluate(whole, stated).step_us)
+
+
+def test_relabelling_ranks_and_tables_changes_nothing():
+    stated = problem(4, 2, gpus(4))
+    rng = np.random.default_rng(0)
+    plan = random_plan(stated, rng)
+    order = rng.permutation(4)
+    moved = tuple(TablePlan(e.table, tuple(Piece(p.start, p.stop, tuple(
+        Tier(x.start, x.stop, x.placement, tuple(int(order[r]) for r in x.ranks), x.weights)
+        for x in p.tiers)) for p in e.pieces), e.head_ids) for e in reversed(plan.tables))
+    assert evaluate(Plan(4, moved), stated).step_us == pytest.approx(evaluate(plan, stated).step_us)
+
+
+def test_rows_are_counted_once_and_held():
+    stated = problem(3, 4, gpus(4))
+    plan = random_plan(stated, np.random.default_rng(1), ("striped", "owned"))
+    need = sum(t.spec.num_bytes for t in stated.tables)
+    buffers = 4 * sum(min(t.traffic.num_ids, t.spec.num_rows) * t.spec.dim * 4
+                      for t in stated.tables)
+    found = evaluate(plan, stated)
+    assert found.held_bytes.sum() == pytest.approx(need + buffers)
+    assert sum(t.total[ROWS] for t in stated.tables) == sum(t.spec.num_rows for t in stated.tables)
+
+
+def test_plans_of_another_world_or_memory_are_refused():
+    stated = flat(gpus(4))
+    with pytest.raises(PlanError, match="world_size"):
+        evaluate(uniform_plan([stated.tables[0].spec], 2), stated)
+    with pytest.raises(PlanError, match="host"):
+        evaluate(plan_of(stated, Tier(0, 64, "owned", (0,), memory="host")), stated)
