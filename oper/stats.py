@@ -153,7 +153,7 @@ class TableStats:
             raise InvalidInputError(
                 fail(what, "head_counts", counts, "counts >= 1, descending, ties by ascending id",
                      "count again"))
-        if np.unique(ids).size != ids.size:
+        if not np.diff(np.sort(ids)).all():  # np.unique hashes, which takes ten times as long
             raise InvalidInputError(fail(what, "head_ids", ids, "distinct ids", "count again"))
 
     @property
