@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.plan import Plan
+from oper.search.problem import Problem, make_problem
+from oper.search.space import EXECUTABLE
 from oper.stats import AccessStats
 from oper.tables import DTYPE_BYTES, OPTIMIZER_STATE_BYTES, TableSpec
 from oper.topology import Topology
@@ -36,7 +39,6 @@ def run_plan(args: argparse.Namespace) -> int:
     """Make a plan, write it, print what it costs."""
     from oper.search.explain import as_json, summary
     from oper.search.planner import plan_problem
-    from oper.search.problem import make_problem
 
     stats = AccessStats.load(args.stats)
     problem = make_problem(
@@ -66,9 +68,8 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
 
 def run_explain(args: argparse.Namespace) -> int:
     """Print what a plan costs."""
+    from oper.search.cost import evaluate
     from oper.search.explain import as_json, summary
-    from oper.search.problem import make_problem
-    from oper.search.space import EVERYTHING
 
     plan = Plan.load(args.plan)
     if args.topology is None:
@@ -77,13 +78,32 @@ def run_explain(args: argparse.Namespace) -> int:
         args.world_size = plan.world_size
     stats = None if args.stats is None else AccessStats.load(args.stats)
     problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
-                           objective=plan.objective, allow=EVERYTHING,
+                           objective=plan.objective, allow=_used(plan),
                            batch_size=args.batch_size or plan.batch_size or 2048)
+    step_us = evaluate(plan, problem).step_us
+    if abs(step_us - plan.step_us) > 1e-6 * step_us:
+        # Another machine, batch or statistics: the bound in the file is not about this problem.
+        plan = replace(plan, step_us=step_us, lower_bound_us=_bound_of(problem, step_us))
     if args.json:
         print(json.dumps({"plan": args.plan, **as_json(plan, problem)}))
     else:
         print(summary(plan, problem), end="")
     return 0
+
+
+def _used(plan: Plan) -> frozenset[str]:
+    """The space that a plan is judged in: what executes everywhere, and whatever else it uses."""
+    tiers = [tier for t in plan.tables for piece in t.pieces for tier in piece.tiers]
+    split = {"columns"} if any(len(t.pieces) > 1 for t in plan.tables) else set()
+    return EXECUTABLE | split | {t.mode for t in tiers} | {t.placement for t in tiers}
+
+
+def _bound_of(problem: Problem, step_us: float) -> float:
+    """The lower bound of the problem; 0 (unknown) where memory is too small for any plan."""
+    from oper.search.bound import lower_bound
+
+    bound = lower_bound(problem)
+    return 0.0 if bound.overflow > 1e-6 else min(bound.lower_bound_us, step_us)
 
 
 def _add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
