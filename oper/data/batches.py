@@ -78,7 +78,7 @@ class Batches:
 
     The sequence of global batches follows from seed, epoch and global batch size alone, so that
     runs with different world sizes see the same samples in the same steps. To that end every rank
-    reads all rows of the split, a few million per second, and returns its own.
+    reads all rows of the split, about a million per second and core, and returns its own.
     """
 
     def __init__(self, path: str | os.PathLike[str], split: str, options: BatchOptions) -> None:
