@@ -263,8 +263,8 @@ def _weights(target: _Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
 def _gradient_scale(target: _Target, group: Group) -> float:
     """1 / W, as DDP averages; TorchRec users may have switched its division off."""
     if target.is_collection:
-        from torchrec.distributed.comm_ops import get_gradient_division
+        from oper.integration.torchrec_modules import divides_gradients
 
-        if not get_gradient_division():
+        if not divides_gradients():
             return 1.0
     return 1.0 / group.world_size

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchrec.distributed import comm_ops
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, NoWait, ShardedModule
 from torchrec.modules.embedding_configs import (
@@ -51,6 +52,11 @@ _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "b
 
 # What TorchRec calls the parts of an optimizer's state.
 _STATE_NAMES = {"momentum1": "momentum1", "momentum2": "exp_avg_sq"}
+
+
+def divides_gradients() -> bool:
+    """Whether TorchRec divides table gradients by the world size (`set_gradient_division`)."""
+    return bool(comm_ops.get_gradient_division())
 
 
 def configs_of(collection: EmbeddingBagCollection | EmbeddingCollection
