@@ -18,6 +18,11 @@ from oper import __version__
 from oper.errors import OperError, PlanInfeasibleError
 
 VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
+    "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
+    "analyze": ("oper.data.verbs", "count what the data looks up: access statistics"),
+    "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),
+    "explain": ("oper.search.verbs", "say in words and figures what a plan does and why"),
+    "bench": ("oper.bench.verbs", "measure beside other systems and the machine's limits"),
     "doctor": ("oper.doctor", "what is installed, what the machine offers, what is missing"),
 }
 

@@ -20,12 +20,13 @@ from oper import __version__
 from oper.errors import OperError
 from oper.tables import format_bytes
 
-# Every variable that the package, its build or its tests read; nothing else steers it.
+# Every variable of OPER's own that the package, its build or its tests read, and the build's other.
 ENVIRONMENT = {
     "OPER_DATA": "folder of real data for tests and benchmarks",
     "OPER_DEBUG": "1 = show where an error comes from",
     "OPER_OUTBOX_BYTES": "size of a rank's gradient outbox",
     "OPER_DEADLINE_S": "how long a rank waits for its peers",
+    "OPER_CPU_KERNELS": "generic, avx2 or avx512 instead of the best the processor has",
     "OPER_CUDA": "build: auto, 0 or 1",
     "OPER_CUDA_ARCHS": "build: compute capabilities, e.g. 80;90",
     "CUDA_HOME": "build: the CUDA toolkit",
@@ -147,7 +148,7 @@ def _examine_packages(report: Report) -> None:
         report.versions[module] = _version(module)
         if (why := _failure(module)) is not None:
             report.problems.append(f"{module}: {why}; {command}")
-    torch_version = report.versions["torch"]
+    torch_version = report.versions.get("torch")
     if torch_version and tuple(map(int, torch_version.split(".")[:2])) < (2, 11):
         report.problems.append(f"torch={torch_version}, expected >= 2.11; {_REQUIRED['torch']}")
     for module, (distributions, purpose, command) in _OPTIONAL.items():

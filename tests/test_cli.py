@@ -1,0 +1,221 @@
+"""The command line: verbs, exit codes, what goes where, start-up time; and the doctor."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import oper
+from oper import cli, doctor
+from oper.errors import InvalidInputError, PlanInfeasibleError
+from tests.support import ROOT, run_oper
+
+HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "pandas")
+
+
+def loaded_by(words: list[str]) -> tuple[set[str], float]:
+    """Heavy modules that a command line loads, and the time of the whole process."""
+    code = ("import json, sys\nfrom oper.cli import main\n"
+            f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert end.code == 0\n"
+            f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]), file=sys.stderr)")
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          check=True)
+    return set(json.loads(done.stderr.splitlines()[-1])), time.perf_counter() - start
+
+
+def test_help_is_fast_and_light() -> None:
+    runs = [loaded_by(["--help"]) for _ in range(5)]
+    assert all(modules == set() for modules, _ in runs)
+    assert min(seconds for _, seconds in runs) < 0.3
+
+
+@pytest.mark.parametrize("verb", ["preprocess", "analyze", "plan", "explain"])
+def test_verbs_on_data_start_without_torchrec(verb: str) -> None:
+    modules, _ = loaded_by([verb, "--help"])
+    assert modules & {"torchrec", "fbgemm_gpu", "cvxpy", "matplotlib"} == set()
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(cli.VERBS[verb][0])
+    assert callable(getattr(module, f"run_{verb}"))
+    with pytest.raises(SystemExit) as end:
+        cli.main([verb, "--help"])
+    assert end.value.code == 0
+    assert f"usage: oper {verb}" in capsys.readouterr().out
+
+
+def test_help_lists_all_verbs() -> None:
+    done = run_oper("--help")
+    assert done.returncode == 0
+    for verb, (_, help_line) in cli.VERBS.items():
+        assert re.search(rf"^    {verb}\s+{re.escape(help_line.split()[0])}", done.stdout, re.M)
+
+
+def test_version() -> None:
+    done = run_oper("--version")
+    assert (done.returncode, done.stdout) == (0, f"oper {oper.__version__}\n")
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["doctor", "--fly"], ["--fly"]])
+def test_usage_errors_exit_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "usage: oper" in err
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], int]], None]]:
+    """Makes ``oper try`` run a function."""
+    def install(body: Callable[[], int]) -> None:
+        module = types.ModuleType("try_verb")
+        vars(module).update(configure_try=lambda parser: None,
+                            run_try=lambda args: (print("begun"), body())[1])
+        monkeypatch.setitem(sys.modules, "try_verb", module)
+        monkeypatch.setitem(cli.VERBS, "try", ("try_verb", "a verb of this test"))
+
+    yield install
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def body() -> int:
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(("error", "code", "words"), [
+    (InvalidInputError("ids are wrong"), 1, "oper: ids are wrong\n"),
+    (PlanInfeasibleError("needs 3 GB"), 3, "oper: needs 3 GB\n"),
+    (FileNotFoundError(2, "No such file", "x.npz"), 1, "oper: [Errno 2] No such file: 'x.npz'\n"),
+    (KeyboardInterrupt(), 130, "oper: interrupted\n"),
+])
+def test_errors_become_a_line_and_a_code(
+        verb: Callable[[Callable[[], int]], None], error: BaseException, code: int, words: str,
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPER_DEBUG", raising=False)
+    verb(raising(error))
+    assert cli.main(["try"]) == code
+    assert capsys.readouterr() == ("begun\n", words)
+
+
+def test_debugging_shows_where(verb: Callable[[Callable[[], int]], None],
+                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPER_DEBUG", "1")
+    verb(raising(InvalidInputError("ids are wrong")))
+    with pytest.raises(InvalidInputError, match="ids are wrong"):
+        cli.main(["try"])
+
+
+def test_a_bug_is_not_dressed_up(verb: Callable[[Callable[[], int]], None]) -> None:
+    verb(raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["try"])
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_the_verb_decides_its_code(verb: Callable[[Callable[[], int]], None], code: int) -> None:
+    verb(lambda: code)
+    assert cli.main(["try"]) == code
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    code = ("import sys, types\nfrom oper import cli\n"
+            "m = types.ModuleType('many')\nm.configure_many = lambda p: None\n"
+            "m.run_many = lambda a: [print('x' * 100) for _ in range(100_000)] and 0\n"
+            "sys.modules['many'] = m\ncli.VERBS['many'] = ('many', 'prints')\n"
+            "sys.exit(cli.main(['many']))")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=30) == 1
+
+
+# ---- doctor --------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_the_cpu_path_working() -> None:
+    done = run_oper("doctor", "--json", env={"OPER_DATA": "/some/where"})
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["problems"]) == (0, [])
+    assert report["libraries"]["host"] == "loads"
+    assert report["libraries"]["host kernels"] in ("generic", "avx2", "avx512")
+    assert report["versions"]["oper"] == oper.__version__
+    assert {"torch", "torchrec", "fbgemm_gpu", "numpy", "pyarrow", "highspy", "python"} <= set(
+        report["versions"])
+    assert report["machine"]["heap pages"].split(" ")[0] in ("2", "4")
+    assert report["environment"]["OPER_DATA"] == "/some/where"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares the import of slow optional packages."""
+    monkeypatch.setattr(doctor, "_OPTIONAL", {})
+
+
+def run_doctor(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = doctor.run_doctor(argparse.Namespace(json=False))
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_text_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run_doctor(capsys)
+    assert code == 0
+    for words in ("versions", "libraries", "machine", "GPUs", "nothing that the CPU path needs",
+                  *doctor.ENVIRONMENT):
+        assert words in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_names_a_library_that_does_not_load(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_load_failure", lambda name, path: "undefined symbol")
+    code, text = run_doctor(capsys)
+    assert code == 1
+    assert "the host library: undefined symbol; run make setup" in text
+    assert "nothing that the CPU path needs" not in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_names_a_missing_package(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_REQUIRED", {"no_such_package": "pip install it"})
+    monkeypatch.setattr(doctor, "_OPTIONAL", {
+        "no_such_extra": (("no-such-extra",), "dreams", "pip install dreams")})
+    report = doctor.Report()
+    doctor._examine_packages(report)
+    assert len(report.problems) == 1
+    assert "no_such_package: ModuleNotFoundError" in report.problems[0]
+    assert report.problems[0].endswith("pip install it")
+    assert report.hints == [
+        "no_such_extra is not installed (needed for dreams); pip install dreams"]
+
+
+def test_doctor_lists_every_variable() -> None:
+    names: set[str] = set()
+    for path in [*ROOT.glob("oper/**/*.py"), ROOT / "setup.py", ROOT / "tests" / "support.py"]:
+        names |= set(re.findall(r"[\"'](OPER_[A-Z_]+)[\"']", Path(path).read_text()))
+    for path in ROOT.glob("csrc/**/*"):
+        if path.is_file():
+            names |= set(re.findall(r"getenv\(\"(\w+)\"", path.read_text()))
+    assert names == {n for n in doctor.ENVIRONMENT if n.startswith("OPER_")}

@@ -1,0 +1,188 @@
+"""The house's rules on imports, sizes and start-up time, checked on every module of the package."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import oper
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = {
+    ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+    for p in sorted((ROOT / "oper").rglob("*.py"))
+}
+
+LEAVES = frozenset({"errors", "files", "tables", "stats", "topology", "plan"})
+ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "data"}
+WORKLOADS = ENGINE | {"rl_rec"}
+# Who may import whom inside the package; a room may always import itself. Taking a name from the
+# package's lazy public face counts as importing the module where it lives.
+ROOMS: dict[str, frozenset[str]] = {
+    **{leaf: LEAVES for leaf in LEAVES},
+    "analysis": LEAVES,
+    "search": LEAVES,
+    "shmem": LEAVES,
+    "data": LEAVES | {"analysis"},
+    "integration": LEAVES | {"analysis", "search", "shmem"},
+    "sharding": LEAVES | {"analysis", "search", "shmem", "integration"},
+    "rl_rec": frozenset(ENGINE),
+    "rl_rec.models": frozenset(),
+    "train": frozenset(WORKLOADS),
+    "serve": frozenset(WORKLOADS),
+    "bench": frozenset(WORKLOADS | {"train", "serve"}),
+    "report": frozenset(WORKLOADS | {"bench"}),
+    "doctor": LEAVES | {"shmem"},
+    "cli": LEAVES,
+    "__main__": frozenset({"cli"}),
+}
+TORCHREC_ROOMS = frozenset({"integration", "rl_rec", "rl_rec.models", "train", "serve", "bench"})
+# Who may import a library that is slow to load or belongs to one room.
+LIBRARIES: dict[str, frozenset[str]] = {
+    "torchrec": TORCHREC_ROOMS,
+    "fbgemm_gpu": TORCHREC_ROOMS,
+    "cvxpy": frozenset({"search"}),
+    "highspy": frozenset({"search"}),
+    "matplotlib": frozenset({"report"}),
+    "jinja2": frozenset({"report"}),
+}
+LEAF_LIBRARIES = frozenset({"numpy"})
+MAX_LINES = 550
+MAX_PARAMETERS = 7
+MANY_PARAMETERS = {"oper.sharding.shard", "oper.search.planner.make_plan"}  # the public calls
+HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "highspy", "scipy", "pyarrow")
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    if parts[1:3] == ["rl_rec", "models"]:
+        return "rl_rec.models"
+    return parts[1] if len(parts) > 1 else "oper"
+
+
+def public_face(name: str) -> list[str]:
+    """What taking `name` from the package itself comes down to: a module, or where it lives."""
+    return [] if name == "__version__" else [oper._PUBLIC.get(name, f"oper.{name}")]
+
+
+def imported(module: str, tree: ast.AST) -> Iterator[str]:
+    """Full names of all modules that `module` imports, anywhere in its text."""
+    package = module if MODULES.get(module, Path()).name == "__init__.py" else module.rpartition(
+        ".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name != "oper")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "oper":
+            yield from public_face(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[:len(parents) - node.level + 1], *filter(None, [base])])
+            if base == "oper":
+                for alias in node.names:
+                    yield from public_face(alias.name)
+            else:
+                yield base
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+                ("import_module", "__import__")):
+            yield from (a.value for a in node.args[:1]
+                        if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def violations(module: str, source: str) -> list[str]:
+    room = room_of(module)
+    if room == "oper":  # the lazy face refers to everything for type checkers
+        return []
+    found = []
+    for name in imported(module, ast.parse(source)):
+        top = name.split(".")[0]
+        if top == "oper":
+            target = room_of(name)
+            if target != room and target not in ROOMS[room]:
+                found.append(f"{module} imports {name}: {room} may not import {target}")
+        elif room not in LIBRARIES.get(top, {room}):
+            found.append(f"{module} imports {name}, which only {sorted(LIBRARIES[top])} may")
+        elif room in LEAVES and top not in sys.stdlib_module_names | LEAF_LIBRARIES:
+            found.append(f"{module} imports {name}: a leaf needs the standard library and NumPy")
+    return found
+
+
+def test_every_room_has_a_rule() -> None:
+    assert {room_of(m) for m in MODULES} - {"oper"} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module: str) -> None:
+    assert violations(module, MODULES[module].read_text()) == []
+
+
+@pytest.mark.parametrize(("module", "source"), [
+    ("oper.analysis.x", "from oper.search import make_plan"),
+    ("oper.search.x", "def f():\n    import oper.shmem.heap"),
+    ("oper.shmem.x", "from ..analysis import collect"),
+    ("oper.shmem.x", "from oper import collect"),
+    ("oper.search.x", "import oper\noper.collect([])"),
+    ("oper.search.x", "import importlib\nimportlib.import_module('torchrec')"),
+    ("oper.sharding", "import torchrec"),
+    ("oper.sharding", "from oper.train import loop"),
+    ("oper.data.x", "from oper.shmem.library import load"),
+    ("oper.integration.x", "from oper.sharding import shard"),
+    ("oper.plan", "from oper.search import x"),
+    ("oper.plan", "import torch"),
+    ("oper.rl_rec.models.cvae", "from oper.tables import TableSpec"),
+    ("oper.train.x", "from oper.bench.demo import run_demo"),
+    ("oper.bench.x", "import matplotlib.pyplot"),
+])
+def test_a_broken_rule_is_noticed(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(("module", "source"), [
+    ("oper.analysis.x", "from oper.stats import AccessStats"),
+    ("oper.analysis.x", "from oper import __version__, AccessStats"),
+    ("oper.data.x", "import oper\nprint(oper.__version__)"),
+    ("oper.sharding", "from oper.integration import x\nfrom .shmem import y"),
+    ("oper.bench.x", "import torchrec\nimport oper\nfrom oper.train.engines import z"),
+])
+def test_a_kept_rule_is_accepted(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_and_signatures_stay_small(module: str) -> None:
+    text = MODULES[module].read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and f"{module}.{node.name}" not in MANY_PARAMETERS:
+            a = node.args
+            names = [x.arg for x in a.posonlyargs + a.args + a.kwonlyargs]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            assert count <= MAX_PARAMETERS, f"{node.name} takes {count} parameters"
+
+
+def test_import_is_fast_and_light() -> None:
+    """Best of several processes: the machine may be busy, the import may not be slow."""
+    code = ("import json, sys, time; t = time.perf_counter(); import oper; "
+            "print(json.dumps([time.perf_counter() - t, sorted(sys.modules)]))")
+    seconds = []
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True,
+                              text=True, check=True)
+        took, modules = json.loads(done.stdout)
+        seconds.append(took)
+        assert not set(HEAVY) & set(modules)
+    assert min(seconds) < 0.3
+
+
+def test_public_names_are_there() -> None:
+    for name in oper.__all__:
+        assert getattr(oper, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'shards'"):
+        _ = oper.shards

@@ -1,0 +1,108 @@
+"""A wheel built from these sources works in a fresh environment, away from the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+SMOKE = """
+import sys, torch, oper
+from oper.files import datasets_root
+assert oper.__file__.startswith(sys.prefix), oper.__file__
+assert str(datasets_root()).startswith(sys.prefix) and list(datasets_root().glob("**/*.toml"))
+torch.manual_seed(0)
+bag = torch.nn.EmbeddingBag(50, 8, mode="sum")
+plain = torch.nn.EmbeddingBag(50, 8, mode="sum", _weight=bag.weight.detach().clone())
+sharded = oper.shard(bag, optimizer=oper.SGD(lr=0.1))
+ids, offsets = torch.tensor([1, 2, 2, 49, 0]), torch.tensor([0, 3, 3])
+for _ in range(2):
+    expected = plain(ids, offsets)
+    torch.testing.assert_close(sharded(ids, offsets), expected)
+    sharded(ids, offsets).square().sum().backward()
+    expected.square().sum().backward()
+    with torch.no_grad():
+        plain.weight -= 0.1 * plain.weight.grad
+    plain.weight.grad = None
+print("same numbers")
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environment = {k: v for k, v in os.environ.items()
+                   if k not in ("PYTHONPATH", "PYTHONHOME") and not k.startswith("OPER_")}
+    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True,
+                          check=False, env=environment, timeout=600)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the checkout's files, built elsewhere; compiled objects are taken along."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+    for name in ("oper", "csrc", "datasets", "build/objects"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, source / name,
+                            ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, source / name)
+    # What an earlier build has left behind must not get in.
+    stale = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    (stale / "oper").mkdir(parents=True)
+    (stale / "oper" / "stale.py").write_text("")
+    run(sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", "--no-deps", "--quiet",
+        "-w", out, cwd=source)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_the_wheel_serves_every_python(wheel: Path) -> None:
+    assert wheel.name.split("-", 2)[2].startswith("py3-none-linux_")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        library = archive.read("oper/_lib/liboper_host.so")
+    assert b"PyObject" not in library
+    assert {"oper/py.typed", "oper/cli.py", "oper/shmem/runtime.py"} <= names
+    assert any(n.startswith("oper/datasets/") and n.endswith(".toml") for n in names)
+    assert {f"oper/topologies/{p.name}" for p in (ROOT / "oper" / "topologies").glob("*.toml")
+            } <= names
+    assert not [n for n in names if n.startswith(("tests", "csrc", "datasets")) or "stale" in n]
+
+
+@pytest.mark.slow
+def test_the_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "env"
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+    python = environment / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index",
+        "--quiet", wheel, cwd=tmp_path)
+    # torch and the other dependencies come from where these tests find them. Such a path line does
+    # not bring an editable install of this project along.
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))",
+                    cwd=tmp_path).strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    assert run(environment / "bin" / "oper", "--version", cwd=tmp_path).startswith("oper ")
+    assert "nothing that the CPU path needs" in run(python, "-m", "oper", "doctor", cwd=tmp_path)
+    assert run(python, "-c", SMOKE, cwd=tmp_path).strip() == "same numbers"
+
+
+def test_a_build_without_torch_says_what_to_do() -> None:
+    code = ("import importlib.util as u, runpy, sys\nfind = u.find_spec\n"
+            "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
+            "sys.argv = ['setup.py', '--version']\nrunpy.run_path('setup.py')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.strip() == ("oper's build needs torch: install torch first, then run "
+                                   "'pip install --no-build-isolation' on this project.")
