@@ -1,0 +1,236 @@
+"""What a training run is: frozen dataclasses read from TOML. Defaults < file < command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oper.errors import FileFormatError, InvalidInputError, fail
+
+SHARDINGS = ("oper", "none", "torchrec")
+TABLE_OPTIMIZERS = ("rowwise_adagrad", "sgd")
+DENSE_OPTIMIZERS = ("adagrad", "sgd", "adam")
+TABLE_DEVICES = ("cpu", "meta")
+_KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+PATHS = ("data", "out", "stats", "plan", "topology")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A DLRM.
+
+    Attributes:
+        dim: columns of every table; also the last layer of the bottom MLP.
+        dense_layers: layer sizes of the bottom MLP before that last layer.
+        over_layers: layer sizes of the top MLP before its single output.
+        tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
+            sharding start from the same numbers; ``"meta"``: a rank initialises its shard only, for
+            tables that do not fit one process (other numbers than ``"cpu"``, the same for every
+            plan).
+    """
+
+    dim: int = 32
+    dense_layers: tuple[int, ...] = (128, 64)
+    over_layers: tuple[int, ...] = (128, 64)
+    tables_on: str = "cpu"
+
+    def __post_init__(self) -> None:
+        _at_least("model.dim", self.dim, 1)
+        for name in ("dense_layers", "over_layers"):
+            for size in getattr(self, name):
+                _at_least(f"model.{name}", size, 1)
+        _one_of("model.tables_on", self.tables_on, TABLE_DEVICES)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """How weights are updated.
+
+    Attributes:
+        tables: ``"rowwise_adagrad"`` or ``"sgd"``, applied in the backward pass.
+        tables_lr: its learning rate.
+        tables_eps: row-wise Adagrad's epsilon.
+        dense: ``"adagrad"``, ``"sgd"`` or ``"adam"`` for the dense part.
+        dense_lr: its learning rate.
+    """
+
+    tables: str = "rowwise_adagrad"
+    tables_lr: float = 0.02
+    tables_eps: float = 1e-8
+    dense: str = "adagrad"
+    dense_lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer.tables", self.tables, TABLE_OPTIMIZERS)
+        _one_of("optimizer.dense", self.dense, DENSE_OPTIMIZERS)
+        for name in ("tables_lr", "tables_eps", "dense_lr"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise _bad(f"optimizer.{name}", value, "a finite number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+        data: folder written by ``oper preprocess``.
+        out: folder for metrics, configuration and the trained state.
+        sharding: ``"oper"``, ``"none"`` (one process, unsharded) or ``"torchrec"``.
+        stats: access statistics file for ``"oper"``; without it the plan follows table sizes.
+        plan: plan file for ``"oper"``; made from `stats` when empty.
+        topology: topology file for the planner; this host when empty.
+        seed: of the initial weights.
+        batch_size: samples per rank and step.
+        shuffle: training rows in random order; otherwise in the order of the log.
+        epochs: passes over the training split.
+        max_steps: stop after this many steps (0 = no limit).
+        log_every: steps between lines of the metrics file, and between looks at an interrupt.
+        eval_every: steps between validations (0 = only at the end).
+        model: the DLRM.
+        optimizer: how weights are updated.
+    """
+
+    data: str = ""
+    out: str = "runs/dlrm"
+    sharding: str = "oper"
+    stats: str = ""
+    plan: str = ""
+    topology: str = ""
+    seed: int = 1
+    batch_size: int = 2048
+    shuffle: bool = True
+    epochs: int = 1
+    max_steps: int = 0
+    log_every: int = 20
+    eval_every: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise _bad("data", self.data, "a folder written by oper preprocess")
+        if not self.out:
+            raise _bad("out", self.out, "a folder to write to")
+        _one_of("sharding", self.sharding, SHARDINGS)
+        for name, least in (("seed", 0), ("batch_size", 1), ("epochs", 1), ("max_steps", 0),
+                            ("log_every", 1), ("eval_every", 0)):
+            _at_least(name, getattr(self, name), least)
+        for name in ("stats", "plan", "topology"):
+            if getattr(self, name) and self.sharding != "oper":
+                raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")
+        if self.sharding == "none" and self.model.tables_on == "meta":
+            raise _bad("model.tables_on", "meta", "'cpu' with sharding='none'")
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as JSON-able values."""
+        return dataclasses.asdict(self)
+
+
+def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | None = None
+                ) -> TrainConfig:
+    """Read a configuration.
+
+    Args:
+        path: TOML file or None; paths in it are relative to its folder.
+        flags: dotted key -> value from the command line, e.g. ``{"model.dim": 64}``; paths in them
+            are relative to the current folder. Text is converted to the key's type.
+
+    Raises:
+        FileFormatError: not a TOML file.
+        InvalidInputError: an unknown key, a value of the wrong type or out of range.
+        FileNotFoundError: no such file.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise FileFormatError(fail("cannot read the training configuration", "file",
+                                       os.fspath(path), "TOML", str(error))) from None
+        for name in PATHS:
+            if isinstance(values.get(name), str) and values[name]:
+                values[name] = str(Path(path).parent / values[name])
+    for key, value in (flags or {}).items():
+        *sections, name = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise _bad(key, value, "a key inside a section")
+        place[name] = value
+    return typing.cast(TrainConfig, _build(TrainConfig, values, ""))
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, str]:
+    """``["model.dim=64"]`` as ``{"model.dim": "64"}``; raises InvalidInputError."""
+    pairs = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise _bad("--set", setting, "KEY=VALUE")
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def _build(kind: type, values: Any, prefix: str) -> Any:
+    """An instance of the dataclass `kind` from plain values, each checked against its type."""
+    if not isinstance(values, Mapping):
+        raise _bad(prefix.rstrip("."), values, "a section of keys")
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise InvalidInputError(fail(
+            "unknown keys in the training configuration", "keys", [prefix + k for k in unknown],
+            f"among {', '.join(prefix + k for k in hints)}", "correct or remove them"))
+    built = {}
+    for name, value in values.items():
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            built[name] = _build(typing.cast(type, hint), value, f"{prefix}{name}.")
+        else:
+            built[name] = _convert(prefix + name, value, hint)
+    return kind(**built)
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    if isinstance(hint, types.GenericAlias):  # tuple[int, ...]
+        if isinstance(value, str):
+            value = [x for x in value.strip("[]() ").split(",") if x.strip()]
+        if not isinstance(value, list | tuple):
+            raise _bad(name, value, "a list of integers")
+        return tuple(_convert(name, x, int) for x in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is hint:
+        return value
+    if hint is bool and value in ("true", "false"):
+        return value == "true"
+    if isinstance(value, str) and hint is not bool:  # from the command line
+        try:
+            return hint(value)
+        except ValueError:
+            pass
+    raise _bad(name, value, _KINDS[hint])
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise _bad(name, value, f">= {least}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise _bad(name, value, f"one of {allowed}")
+
+
+def _bad(name: str, value: object, expected: str) -> InvalidInputError:
+    return InvalidInputError(
+        fail("invalid training configuration", name, value, expected, "correct it"))

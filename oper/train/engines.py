@@ -1,0 +1,153 @@
+"""The three ways to run one DLRM: sharded by OPER, unsharded, sharded by TorchRec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.errors import InvalidInputError, fail
+from oper.train.config import OptimizerConfig, TrainConfig
+from oper.train.model import ranks
+from oper.train.reference import SparseTableOptimizer
+
+
+@dataclass(slots=True)
+class Engine:
+    """A model that can be trained and evaluated.
+
+    Attributes:
+        module: what a training step calls, wrapped for data parallelism where there are ranks.
+        bare: the same ``DLRMTrain`` for evaluation, without DistributedDataParallel.
+        optimizers: what steps after the backward pass; sharded tables are updated within it.
+        collective: whether evaluation needs all ranks.
+    """
+
+    module: nn.Module
+    bare: nn.Module
+    optimizers: list[Any]
+    collective: bool = False
+
+    def step(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """One training step; returns loss [] and logits float32 [B]. Collective."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss, (_, logits, _) = self.module(batch)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss.detach(), logits
+
+    @torch.no_grad()
+    def logits(self, batch: Any) -> torch.Tensor:
+        """Logits float32 [B] without an update."""
+        logits: torch.Tensor = self.bare(batch)[1][1]
+        return logits
+
+
+def make_engine(model: nn.Module, config: TrainConfig) -> Engine:
+    """The engine that `config.sharding` names, from an unsharded ``DLRMTrain``. Collective."""
+    if config.sharding == "oper":
+        return with_oper(model, config)
+    if config.sharding == "torchrec":
+        return with_torchrec(model, config)
+    return unsharded(model, config.optimizer)
+
+
+def unsharded(model: nn.Module, config: OptimizerConfig) -> Engine:
+    """One process, plain PyTorch."""
+    if ranks()[1] > 1:
+        raise InvalidInputError(fail("cannot train unsharded", "world size", ranks()[1],
+                                     "1 with sharding='none'", "start one process"))
+    tables = SparseTableOptimizer(model, config.tables, config.tables_lr, config.tables_eps)
+    return Engine(model, model, [tables, dense_optimizer(config, model)])
+
+
+def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> Engine:
+    """Tables sharded by `oper.shard`, dense part under DistributedDataParallel. Collective.
+
+    Args:
+        model: unsharded ``DLRMTrain``.
+        config: optimizers, batch size and, unless given otherwise, statistics, plan and topology.
+        shard_arguments: for `oper.shard`, in place of the configuration's.
+    """
+    import oper
+
+    o = config.optimizer
+    rule: Any = (oper.SGD(o.tables_lr) if o.tables == "sgd"
+                 else oper.RowWiseAdagrad(o.tables_lr, o.tables_eps))
+    arguments: dict[str, Any] = {
+        "stats": config.stats or None, "plan": config.plan or None,
+        "topology": config.topology or None, "batch_size": config.batch_size} | shard_arguments
+    sharded = oper.shard(model, optimizer=rule, **arguments)
+    module = sharded
+    if ranks()[1] > 1:
+        from torch.nn.parallel import DistributedDataParallel
+
+        # The settings of TorchRec's own wrapper.
+        module = DistributedDataParallel(sharded, gradient_as_bucket_view=True,
+                                         broadcast_buffers=False, static_graph=True)
+    return Engine(module, sharded, [dense_optimizer(o, sharded)])
+
+
+def with_torchrec(model: nn.Module, config: TrainConfig) -> Engine:
+    """Tables sharded by TorchRec's planner under ``DistributedModelParallel``. Collective."""
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.optim import RowWiseAdagrad
+
+    group = need_group()
+    o = config.optimizer
+    rule: Any = torch.optim.SGD if o.tables == "sgd" else RowWiseAdagrad
+    arguments = {"lr": o.tables_lr} | ({} if o.tables == "sgd" else {"eps": o.tables_eps})
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            _apply_optimizer_in_backward(rule, module.parameters(), arguments)
+    sharders: Any = [EmbeddingBagCollectionSharder()]
+    size = group.size()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=size, compute_device="cpu", local_world_size=size),
+        batch_size=config.batch_size, debug=False)
+    initial = None if config.model.tables_on == "meta" else model.state_dict()
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), sharders=sharders,
+        plan=planner.collective_plan(model, sharders, group))
+    if initial is not None:  # TorchRec draws new tables; all kinds of sharding start alike here
+        sharded.load_state_dict(initial)
+    # What it does not fuse into the backward pass: the dense part and data-parallel tables.
+    left = [p for n, p in sharded.named_parameters()
+            if is_table(n) and not hasattr(p, "_in_backward_optimizers")]
+    optimizers: list[Any] = [rule(left, **arguments)] if left else []
+    return Engine(sharded, sharded, [*optimizers, dense_optimizer(o, sharded)], collective=True)
+
+
+def need_group() -> Any:
+    """The default process group, made for a single process where there is none."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def is_table(name: str) -> bool:
+    """Whether a parameter of this name is a table."""
+    return ".embedding_bags." in f".{name}"
+
+
+def dense_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all parameters that are not tables."""
+    kinds: dict[str, Any] = {
+        "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+    dense: Iterable[nn.Parameter] = [p for n, p in model.named_parameters() if not is_table(n)]
+    optimizer: torch.optim.Optimizer = kinds[config.dense](dense, lr=config.dense_lr)
+    return optimizer

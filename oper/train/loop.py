@@ -1,0 +1,242 @@
+"""The training loop: steps, validation, metrics file, what happens on Ctrl-C, the saved state."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import torch
+from tqdm import tqdm
+
+from oper import __version__
+from oper.data import Batches, BatchOptions, Folder
+from oper.errors import InvalidInputError, OperError, PeerLostError, fail
+from oper.files import write_text
+from oper.train.batches import to_batch
+from oper.train.config import TrainConfig
+from oper.train.engines import Engine, make_engine
+from oper.train.metrics import BinaryMetrics
+from oper.train.model import build_dlrm, full_state, ranks, save_state
+
+CONFIG, METRICS, STATE = "config.json", "metrics.jsonl", "state.pt"
+_SECOND_CTRL_C_S = 1.0  # a launcher may pass on what the terminal has sent already
+
+
+def train(config: TrainConfig, show_progress: bool = True) -> dict[str, Any]:
+    """Run one training. Collective over the default process group.
+
+    Writes into ``config.out``, on rank 0: ``config.json`` (the configuration and the versions),
+    ``metrics.jsonl`` (one object per line) and ``state.pt`` (tensors by name, which the unsharded
+    model loads).
+
+    Returns:
+        ``{"auc", "log_loss", "samples", "steps", "interrupted", "state"}``; the metrics are of the
+        whole validation split, and missing after an interrupt.
+
+    Raises:
+        OperError: the data cannot be read, the configuration does not fit, a peer has ended.
+    """
+    rank, world_size = ranks()
+    folder = Folder.open(config.data)
+    splits = {split: _batches(config, split) for split in ("train", "valid")}
+    if not len(splits["train"]):
+        raise InvalidInputError(
+            fail("nothing to train on", "global batch size", config.batch_size * world_size,
+                 f"<= {folder.rows['train']} rows of the training split", "lower batch_size"))
+    rule = {"rowwise_adagrad": "rowwise_adagrad", "sgd": "sgd"}[config.optimizer.tables]
+    model = build_dlrm(folder.tables(config.model.dim, optimizer=rule), len(folder.dense),
+                       config.model, config.seed)
+    engine = make_engine(model, config)
+    del model
+    out = Path(config.out)
+    with _peer_errors(), _MetricsFile(out if rank == 0 else None, config) as log:
+        steps, interrupted = _run(engine, config, splits, log, show_progress)
+        result: dict[str, Any] = {"steps": steps, "interrupted": interrupted}
+        state = full_state(engine.module)
+        if rank == 0:
+            save_state(out / STATE, state)
+        if not interrupted:
+            result |= evaluate(engine, splits["valid"], show_progress)
+        result["state"] = str(out / STATE)
+        log.write("end", **result)
+    return result
+
+
+def _run(engine: Engine, config: TrainConfig, splits: dict[str, Batches], log: _MetricsFile,
+         show_progress: bool) -> tuple[int, bool]:
+    """All epochs; returns the steps made and whether an interrupt ended them early."""
+    data = splits["train"]
+    total = config.epochs * len(data)
+    total = min(total, config.max_steps or total)
+    meter, done = _Meter(), 0
+    with Interrupt() as interrupt, _bar(total, "training", show_progress) as bar:
+        for step, batch in enumerate(_training_batches(data, config.epochs), 1):
+            loss, _ = engine.step(batch)
+            done = step
+            meter.add(loss, batch.labels.numel())
+            bar.update()
+            if step % config.log_every == 0 or step == total:
+                mean, per_s, stop = meter.read(interrupt.requested)
+                log.write("train", step=step, loss=mean, samples_per_s=per_s)
+                bar.set_postfix(loss=f"{mean:.4f}")
+                if stop:
+                    return done, True
+            if config.eval_every and step % config.eval_every == 0 and step < total:
+                log.write("valid", step=step, **evaluate(engine, splits["valid"], show_progress))
+                meter.restart()
+            if step == total:
+                break
+    return done, False
+
+
+def evaluate(engine: Engine, data: Batches, show_progress: bool = False) -> dict[str, Any]:
+    """``{"auc", "log_loss", "samples"}`` over a split, on all ranks. Collective."""
+    metrics = BinaryMetrics()
+    keys = data.folder.sparse
+    with _bar(len(data), "validation", show_progress) as bar:
+        for arrays in data:
+            bar.update()
+            if arrays.num_samples or engine.collective:
+                batch = to_batch(arrays, keys)
+                metrics.update(engine.logits(batch), batch.labels)
+    return metrics.compute()
+
+
+def _batches(config: TrainConfig, split: str) -> Batches:
+    rank, world_size = ranks()
+    training = split == "train"
+    return Batches(config.data, split, BatchOptions(
+        global_batch_size=config.batch_size * world_size, rank=rank, world_size=world_size,
+        shuffle=training and config.shuffle, seed=config.seed,
+        last="drop" if training else "keep"))
+
+
+def _training_batches(data: Batches, epochs: int) -> Iterator[Any]:
+    for epoch in range(epochs):
+        for arrays in data.epoch(epoch):
+            yield to_batch(arrays, data.folder.sparse)
+
+
+class _Meter:
+    """Mean loss and speed since the last reading, over all ranks."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64)  # loss * samples, samples, interrupts
+        self._began = time.perf_counter()
+
+    def add(self, loss: torch.Tensor, num_samples: int) -> None:
+        self._sums[0] += float(loss) * num_samples
+        self._sums[1] += num_samples
+
+    def read(self, interrupted: bool) -> tuple[float, float, bool]:
+        """Mean loss, samples per second, whether any rank was interrupted. Collective."""
+        self._sums[2] = float(interrupted)
+        if ranks()[1] > 1:
+            torch.distributed.all_reduce(self._sums)
+        loss, samples, interrupts = self._sums.tolist()
+        seconds = time.perf_counter() - self._began
+        self.restart()
+        return loss / max(samples, 1), samples / seconds, interrupts > 0
+
+
+class Interrupt:
+    """Turns Ctrl-C and SIGTERM into a wish that the loop reads; a second Ctrl-C is an exception."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        with contextlib.suppress(ValueError):  # not the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.requested and now - self._at > _SECOND_CTRL_C_S:
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested, self._at = True, now
+            print("oper: stopping after this stretch of steps, keeping the state; interrupt again "
+                  "to give it up", file=sys.stderr)
+
+
+class _MetricsFile:
+    """``metrics.jsonl`` and ``config.json`` in a folder; does nothing on other ranks."""
+
+    def __init__(self, folder: Path | None, config: TrainConfig) -> None:
+        self._folder, self._config = folder, config
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> _MetricsFile:
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            echo = {"config": self._config.to_json(), "versions": versions(),
+                    "world_size": ranks()[1]}
+            write_text(self._folder / CONFIG, json.dumps(echo, indent=1) + "\n")
+            self._file = open(self._folder / METRICS, "w", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, event: str, **values: Any) -> None:
+        """Add one line."""
+        if self._file is not None:
+            # JSON has no NaN: a metric that does not exist is null.
+            clean = {k: None if isinstance(v, float) and v != v else v for k, v in values.items()}
+            self._file.write(json.dumps({"event": event, "time": time.time(), **clean}) + "\n")
+            self._file.flush()
+
+
+def versions() -> dict[str, str]:
+    """Versions by package, of those that are installed."""
+    found = {"oper": __version__, "python": platform.python_version()}
+    for name in ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _bar(total: int, what: str, show: bool) -> Any:
+    terminal = sys.stderr.isatty()
+    return tqdm(total=total, desc=what, unit=" steps", leave=terminal or what == "training",
+                mininterval=0.2 if terminal else 10.0, disable=not show or ranks()[0] > 0)
+
+
+@contextlib.contextmanager
+def _peer_errors() -> Iterator[None]:
+    """gloo's many words for a peer that has gone, as one."""
+    try:
+        yield
+    except OperError:
+        raise
+    except RuntimeError as error:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
+        if ranks()[1] == 1 or not any(sign in str(error) for sign in signs):
+            raise
+        raise PeerLostError(
+            fail(f"rank {ranks()[0]} of {ranks()[1]} has lost a peer in the exchange of dense "
+                 "gradients", "cause", text, "all ranks alive",
+                 f"look at the other ranks' logs; pid {os.getpid()} stops")) from error

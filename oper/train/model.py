@@ -1,0 +1,106 @@
+"""DLRM from a preprocessed folder's tables, and its trained state as plain tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.errors import FileFormatError, MissingDependencyError, fail
+from oper.files import atomic_write
+from oper.tables import TableSpec
+from oper.train.config import ModelConfig
+
+
+def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: ModelConfig, seed: int
+               ) -> nn.Module:
+    """An unsharded ``DLRMTrain``; equal arguments give equal weights.
+
+    Args:
+        tables: the tables; their `dim` must be `config.dim`.
+        num_dense: dense features.
+        config: layer sizes and where the tables are made.
+        seed: of the weights; sets torch's generator.
+
+    ``forward(batch) -> (loss, (loss, logits, labels))`` with `batch` as of ``oper.data.batches``.
+    """
+    try:
+        from torchrec.models.dlrm import DLRM, DLRMTrain
+        from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    except ImportError as error:
+        raise MissingDependencyError(
+            fail("cannot build DLRM", "import", str(error), "torchrec",
+                 "install oper[torchrec], or run make setup")) from error
+    torch.manual_seed(seed)
+    # The dense part first: its numbers do not depend on where the tables are made.
+    configs = [EmbeddingBagConfig(name=t.name, embedding_dim=t.dim, num_embeddings=t.num_rows,
+                                  feature_names=list(t.features)) for t in tables]
+    meta = EmbeddingBagCollection(configs, device=torch.device("meta"))
+    dlrm = DLRM(meta, num_dense, [*config.dense_layers, config.dim], [*config.over_layers, 1])
+    if config.tables_on == "cpu":
+        dlrm.sparse_arch.embedding_bag_collection = EmbeddingBagCollection(
+            configs, device=torch.device("cpu"))
+    return DLRMTrain(dlrm)
+
+
+def full_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's ``state_dict`` as plain CPU tensors, names as unsharded. Collective.
+
+    Returns:
+        Everything on rank 0, an empty mapping on the others.
+    """
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor import DTensor
+
+    rank, _ = ranks()
+    state: dict[str, torch.Tensor] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        elif isinstance(value, ShardedTensor):
+            full = torch.empty(value.size(), dtype=value.dtype) if rank == 0 else None
+            value.gather(dst=0, out=full)
+            value = full
+        if rank == 0:
+            state[name.removeprefix("module.")] = value.detach().cpu().contiguous()
+    return state
+
+
+def ranks() -> tuple[int, int]:
+    """This rank and the world size, of the default group or of a single process."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def save_state(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors by name, atomically."""
+    with atomic_write(path) as file:
+        # Own storages: a view must not drag a larger tensor into the file.
+        torch.save({name: value.clone() for name, value in state.items()}, file)
+
+
+def load_state(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Read what `save_state` wrote; nothing but tensors is unpickled.
+
+    Raises:
+        FileFormatError: not such a file, or damaged.
+    """
+    what = f"cannot read {os.fspath(path)!r} as a trained state"
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise FileFormatError(fail(what, type(error).__name__, str(error).splitlines()[0],
+                                   "tensors saved by oper train", "write it again")) from None
+    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise FileFormatError(fail(what, "content", type(state).__name__, "tensors by name",
+                                   "write it again"))
+    return state

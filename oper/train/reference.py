@@ -1,0 +1,58 @@
+"""The unsharded reference: tables as plain ``nn.EmbeddingBag``, updated by plain PyTorch.
+
+Shares no code with the sharded runtime, so that comparing the two means something.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from oper.errors import InvalidInputError, fail
+
+
+class SparseTableOptimizer:
+    """Row-wise Adagrad or SGD on the touched rows of unsharded tables.
+
+    Row-wise Adagrad keeps one sum per row: ``s += mean(g^2); w -= lr * g / (sqrt(s) + eps)``, with
+    the gradient `g` of a row summed over its occurrences in the batch first.
+
+    Args:
+        model: switches every ``nn.EmbeddingBag`` in it to sparse gradients.
+        kind: ``"rowwise_adagrad"`` or ``"sgd"``.
+        lr: learning rate.
+        eps: row-wise Adagrad's epsilon.
+    """
+
+    def __init__(self, model: nn.Module, kind: str, lr: float, eps: float) -> None:
+        if kind not in ("rowwise_adagrad", "sgd"):
+            raise InvalidInputError(fail("no such table optimizer", "kind", kind,
+                                         "rowwise_adagrad or sgd", "choose one of them"))
+        self.lr, self.eps = lr, eps
+        self.weights: list[torch.Tensor] = []
+        for module in model.modules():
+            if isinstance(module, nn.EmbeddingBag):
+                module.sparse = True
+                self.weights.append(module.weight)
+        adagrad = kind == "rowwise_adagrad"
+        self.sums = [w.new_zeros(w.shape[0]) for w in self.weights] if adagrad else None
+
+    def zero_grad(self) -> None:
+        """Drop the tables' gradients."""
+        for weight in self.weights:
+            weight.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Apply the gradients of the last backward pass."""
+        for k, weight in enumerate(self.weights):
+            if weight.grad is None:
+                continue
+            grad = weight.grad.coalesce()
+            rows, values = grad.indices()[0], grad.values()
+            if self.sums is not None:
+                total = self.sums[k][rows] + values.square().mean(dim=1)
+                self.sums[k][rows] = total
+                values = values / (total.sqrt() + self.eps).unsqueeze(1)
+            weight.index_add_(0, rows, values, alpha=-self.lr)
+

@@ -1,0 +1,92 @@
+"""``oper train``: train DLRM from a preprocessed folder, alone or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_FLAGS = {  # flag: help; each one overrides the key of the same name
+    "data": "folder that 'oper preprocess' wrote",
+    "out": "folder for metrics, configuration and the trained state",
+    "sharding": "oper, none (one process, unsharded) or torchrec",
+    "stats": "access statistics, for sharding = \"oper\"",
+    "plan": "plan file, for sharding = \"oper\"",
+    "topology": "topology file, for sharding = \"oper\"",
+    "seed": "of the initial weights and the order of the rows",
+    "batch_size": "samples per rank and step",
+    "epochs": "passes over the training split",
+    "max_steps": "stop after so many steps",
+}
+
+
+def configure_train(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper train``."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; flags override it")
+    for key, about in _FLAGS.items():
+        parser.add_argument(f"--{key.replace('_', '-')}", dest=key, metavar="X", help=about)
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
+                        help="any other key, e.g. --set model.dim=64")
+    parser.add_argument("--force", action="store_true", help="replace an earlier run in --out")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.epilog = ("Ctrl-C keeps the state trained so far. In two processes: "
+                     "torchrun --nproc-per-node 2 -m oper train CONFIG")
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Run ``oper train``; raises OperError. 130 when it was interrupted."""
+    from oper.train.config import load_config, parse_settings
+
+    flags: dict[str, Any] = {k: getattr(args, k) for k in _FLAGS if getattr(args, k) is not None}
+    # TorchRec's import sets off a remark that means nothing to the reader.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    config = load_config(args.config, flags | parse_settings(args.settings))
+    _check_out(config.out, args.force)
+    with _process_group():
+        from oper.train.loop import train
+        from oper.train.model import ranks
+
+        result = train(config)
+        if ranks()[0] == 0:
+            print(json.dumps(result) if args.json else _text(result))
+    return 130 if result["interrupted"] else 0
+
+
+def _check_out(out: str, force: bool) -> None:
+    from oper.errors import InvalidInputError, fail
+    from oper.train.loop import METRICS
+
+    # Only rank 0 looks: the others may come when it has begun to write.
+    if force or int(os.environ.get("RANK", "0")) > 0 or not os.path.exists(f"{out}/{METRICS}"):
+        return
+    raise InvalidInputError(fail("cannot start training", "out", out, "a folder without a run",
+                                 "name another folder, or replace the run with --force"))
+
+
+def _text(result: dict[str, Any]) -> str:
+    lines = [f"steps: {result['steps']:,}" + (" (interrupted)" if result["interrupted"] else "")]
+    if not result["interrupted"]:
+        lines.append(f"validation: AUC {result['auc']:.5f}, log loss {result['log_loss']:.5f} over "
+                     f"{result['samples']:,} samples")
+    return "\n".join([*lines, f"written: {result['state']}"])
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    """The world that torchrun has described in the environment, if it has."""
+    import torch.distributed as dist
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    yield
+    if dist.is_initialized():
+        # gloo's threads may still hold the last collective and want Python's lock for releasing it,
+        # which the destructor keeps while it waits for them. This call lets them finish before.
+        dist.monitored_barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()

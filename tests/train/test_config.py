@@ -1,0 +1,75 @@
+"""Configuration: defaults < file < flags; one clear error for what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oper.errors import FileFormatError, InvalidInputError
+from oper.train.config import TrainConfig, load_config, parse_settings
+
+FILE = """
+data = "clicks"
+batch_size = 64
+[model]
+dim = 8
+dense_layers = [16]
+[optimizer]
+dense = "sgd"
+dense_lr = 1
+"""
+
+
+def test_file_over_defaults_and_flags_over_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(FILE)
+    config = load_config(path, {"batch_size": "32", "out": "here"} | parse_settings(
+        ["model.over_layers=[24, 12]", "optimizer.tables_lr = 0.5", "shuffle=false"]))
+    assert config.data == str(tmp_path / "clicks")  # relative to the file
+    assert config.out == "here"
+    assert (config.batch_size, config.epochs, config.shuffle) == (32, 1, False)
+    assert (config.model.dim, config.model.dense_layers, config.model.over_layers) == (
+        8, (16,), (24, 12))
+    assert config.optimizer.dense_lr == 1.0 and isinstance(config.optimizer.dense_lr, float)
+    assert config.optimizer.tables_lr == 0.5
+    assert config.to_json()["model"]["dim"] == 8
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"batch_sise": 3}, "batch_sise"),
+    ({"model.dims": 3}, r"model\.dims"),
+    ({"batch_size": "many"}, "an integer"),
+    ({"batch_size": 0}, ">= 1"),
+    ({"batch_size": True}, "an integer"),
+    ({"batch_size": 2.5}, "an integer"),
+    ({"shuffle": "maybe"}, "true or false"),
+    ({"model": 3}, "a section"),
+    ({"data.x": 3}, "a key inside a section"),
+    ({"model.dense_layers": 3}, "a list of integers"),
+    ({"model.dense_layers": [0]}, ">= 1"),
+    ({"optimizer.tables": "adam"}, "rowwise_adagrad"),
+    ({"optimizer.dense_lr": float("nan")}, "finite"),
+    ({"optimizer.tables_lr": -1.0}, ">= 0"),
+    ({"sharding": "both"}, "'oper', 'none', 'torchrec'"),
+    ({"sharding": "none", "stats": "s"}, "nothing with sharding"),
+    ({"sharding": "none", "model.tables_on": "meta"}, "cpu"),
+    ({"data": ""}, "oper preprocess"),
+    ({"out": ""}, "a folder"),
+])
+def test_one_clear_error(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        load_config(None, {"data": "d"} | flags)
+
+
+def test_foreign_and_missing_files(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("= 3")
+    with pytest.raises(FileFormatError, match=r"run\.toml"):
+        load_config(path)
+    with pytest.raises(FileNotFoundError):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(InvalidInputError, match="KEY=VALUE"):
+        parse_settings(["model.dim"])
+    with pytest.raises(InvalidInputError, match="data"):
+        TrainConfig()

@@ -1,0 +1,173 @@
+"""Training end to end, alone and in two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Prepared  # type: ignore[import-not-found]
+
+from oper.data import Folder
+from oper.errors import FileFormatError, InvalidInputError
+from oper.train.config import TrainConfig, load_config
+from oper.train.engines import unsharded
+from oper.train.loop import _batches, evaluate, train
+from oper.train.model import build_dlrm, load_state
+from tests.support import ROOT, run_oper
+
+FLAGS = {"batch_size": 256, "model.dim": 8, "model.dense_layers": [16], "model.over_layers": [16],
+         "epochs": 2, "log_every": 5}
+
+
+def config(prepared: Prepared, out: Path, **flags: Any) -> TrainConfig:
+    oper_only = {"stats": prepared.stats} if flags.get("sharding", "oper") == "oper" else {}
+    return load_config(None, FLAGS | {"data": prepared.folder, "out": str(out)} | oper_only | flags)
+
+
+def words(prepared: Prepared, out: Path, **flags: Any) -> list[str]:
+    settings = FLAGS | {"data": prepared.folder, "out": str(out)} | flags
+    return ["train", *(w for k, v in settings.items() for w in ("--set", f"{k}={v}"))]
+
+
+def start_ranks(arguments: list[str], world_size: int) -> list[subprocess.Popen[str]]:
+    """One process per rank, as torchrun would start them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+              "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return [subprocess.Popen(
+        [sys.executable, "-m", "oper", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, **shared, "RANK": str(rank)})
+        for rank in range(world_size)]
+
+
+def finish(ranks: list[subprocess.Popen[str]], timeout_s: float = 90) -> list[tuple[str, str]]:
+    try:
+        return [p.communicate(timeout=timeout_s) for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+
+
+def validate_unsharded(trained: TrainConfig) -> dict[str, Any]:
+    """Load a saved state into the unsharded model and validate that."""
+    folder = Folder.open(trained.data)
+    model = build_dlrm(folder.tables(trained.model.dim), len(folder.dense), trained.model, seed=99)
+    model.load_state_dict(load_state(Path(trained.out) / "state.pt"), strict=True)
+    return evaluate(unsharded(model, trained.optimizer), _batches(trained, "valid"))
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_oper_and_unsharded_agree_and_learn(prepared: Prepared, tmp_path: Path) -> None:
+    results = {}
+    for sharding in ("oper", "none"):
+        run = config(prepared, tmp_path / sharding, sharding=sharding, eval_every=20)
+        results[sharding] = train(run, show_progress=False)
+        again = validate_unsharded(run)
+        for key in ("auc", "log_loss", "samples"):
+            assert again[key] == pytest.approx(results[sharding][key], rel=1e-6)
+    ours, reference = results["oper"], results["none"]
+    assert ours["auc"] > 0.6
+    assert ours["auc"] == pytest.approx(reference["auc"], abs=1e-3)
+    assert ours["steps"] == reference["steps"] == 2 * (6857 // 256)
+    events = lines(tmp_path / "oper")
+    assert [e["event"] for e in events].count("valid") == 2
+    assert events[-1]["event"] == "end" and events[-1]["auc"] == ours["auc"]
+    losses = [e["loss"] for e in events if e["event"] == "train"]
+    assert losses[-1] < losses[0]
+    echo = json.loads((tmp_path / "oper" / "config.json").read_text())
+    assert echo["config"]["model"]["dim"] == 8 and "torch" in echo["versions"]
+    state = load_state(tmp_path / "oper" / "state.pt")
+    for name, value in load_state(tmp_path / "none" / "state.pt").items():
+        assert torch.allclose(state[name], value, atol=1e-2 * float(value.abs().max())), name
+
+
+@pytest.mark.parametrize("sharding", ["oper", "torchrec"])
+def test_two_processes(prepared: Prepared, tmp_path: Path, sharding: str) -> None:
+    """The same samples per step as one process, the state loads into the unsharded model."""
+    extra = {"stats": prepared.stats} if sharding == "oper" else {}
+    two = {"batch_size": 128, "sharding": sharding} | extra
+    ranks = start_ranks(
+        [*words(prepared, tmp_path / "two", **two), "--json"], 2)
+    (out, err), _ = finish(ranks)
+    assert [p.returncode for p in ranks] == [0, 0], err
+    result = json.loads(out)
+    assert "training" in err and "100%" in err
+    run = config(prepared, tmp_path / "two", **two)
+    again = validate_unsharded(run)
+    assert again["auc"] == pytest.approx(result["auc"], rel=1e-6)
+    assert again["samples"] == result["samples"]
+    one = train(config(prepared, tmp_path / "one", sharding="none"), show_progress=False)
+    assert result["auc"] == pytest.approx(one["auc"], abs=1e-3)
+
+
+def test_torchrun(prepared: Prepared, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "oper",
+         *words(prepared, tmp_path, stats=prepared.stats, max_steps=3), "--set",
+         "model.tables_on=meta"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "steps: 3" in done.stdout and done.stdout.count("written:") == 1
+
+
+def test_interrupt_keeps_the_state(prepared: Prepared, tmp_path: Path) -> None:
+    ranks = start_ranks(words(prepared, tmp_path, stats=prepared.stats, epochs=10_000), 2)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (
+            not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path)):
+        time.sleep(0.1)
+    for p in ranks:  # as a terminal does
+        p.send_signal(signal.SIGINT)
+    texts = finish(ranks)
+    assert [p.returncode for p in ranks] == [130, 130], texts
+    assert "interrupted" in texts[0][0] and "keeping the state" in texts[0][1]
+    assert lines(tmp_path)[-1]["interrupted"] is True
+    assert validate_unsharded(config(prepared, tmp_path))["auc"] > 0.5
+
+
+def test_a_dead_peer_is_one_message(prepared: Prepared, tmp_path: Path) -> None:
+    ranks = start_ranks(words(prepared, tmp_path, stats=prepared.stats, epochs=10_000), 2)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (
+            not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path)):
+        time.sleep(0.1)
+    ranks[1].kill()
+    began = time.monotonic()
+    (_, err), _ = finish(ranks)
+    assert time.monotonic() - began < 15
+    assert ranks[0].returncode == 1
+    assert "Traceback" not in err and err.count("oper: ") == 1, err
+    assert "peer" in err.splitlines()[-1]
+
+
+def test_what_cannot_be_trained(prepared: Prepared, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="batch_size"):
+        train(config(prepared, tmp_path / "a", batch_size=100_000))
+    with pytest.raises(FileFormatError, match="preprocess"):
+        train(config(prepared, tmp_path / "b", data=str(tmp_path)))
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+    damaged = tmp_path / "state.pt"
+    damaged.write_bytes(b"no state")
+    with pytest.raises(FileFormatError, match=r"state\.pt"):
+        load_state(damaged)
+    torch.save({"weight": [1, 2]}, damaged)
+    with pytest.raises(FileFormatError, match="tensors by name"):
+        load_state(damaged)
+    (tmp_path / "metrics.jsonl").write_text("")
+    done = run_oper(*words(prepared, tmp_path))
+    assert done.returncode == 1 and "--force" in done.stderr and "Traceback" not in done.stderr
+    assert run_oper("train", "--data", prepared.folder, "--set", "x=3").stderr.count("\n") == 1
