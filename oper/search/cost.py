@@ -194,7 +194,7 @@ class CostModel:
         Returns:
             float64 [..., 12, W].
         """
-        row, grad, state = _row_bytes(t, width)
+        row, grad, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
         out[..., SERVED, :] = owner[..., TOUCHED, :] * row
         out[..., HELD, :] = owner[..., ROWS, :] * row
@@ -207,7 +207,7 @@ class CostModel:
 
     def replica_rows(self, t: TableProblem, width: int, master: np.ndarray) -> np.ndarray:
         """Tally rows of a tier replicated on all ranks; `master` as `owner` in `shard_rows`."""
-        row, grad, state = _row_bytes(t, width)
+        row, grad, state = row_bytes(t, width)
         out = np.zeros((*master.shape[:-2], NUM_ROWS, master.shape[-1]))
         total = master.sum(axis=-1)
         out[..., HELD, :] = total[..., ROWS, None] * row
@@ -226,7 +226,7 @@ class CostModel:
 
         Partial sums are concave in the mass at an owner; see `partial_bytes`.
         """
-        row, grad, state = _row_bytes(t, width)
+        row, grad, state = row_bytes(t, width)
         world = self.machine.world_size
         again = self.repeat_cost(t, True)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
@@ -250,7 +250,7 @@ class CostModel:
         return t.traffic.bags_touching(share) * width * GRAD_BYTES
 
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, total: np.ndarray) -> None:
-        row, grad, _ = _row_bytes(t, width)
+        row, grad, _ = row_bytes(t, width)
         again = self.repeat_cost(t, False)
         ids, distinct = total[..., IDS, None], total[..., TOUCHED, None]
         out[..., FORWARD_BYTES, :] += (distinct + (ids - distinct) * again) * row
@@ -263,7 +263,7 @@ class CostModel:
 
     def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
         if self.training:
-            row, _, state = _row_bytes(t, width)
+            row, _, state = row_bytes(t, width)
             out[..., UPDATE_BYTES, :] += owner[..., TOUCHED_ALL, :] * 2 * (row + state)
             out[..., UPDATE_ROWS, :] += owner[..., TOUCHED_ALL, :]
 
@@ -335,7 +335,7 @@ class CostModel:
                 owner: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
         """A tier replicated on some ranks: rows, bytes needed by a reader, broadcast by master."""
         rows = self.replica_rows(t, width, owner)
-        row, _, state = _row_bytes(t, width)
+        row, _, state = row_bytes(t, width)
         send = rows[BROADCAST].copy()
         rows[BROADCAST] = 0.0
         holds = np.isin(np.arange(self.machine.world_size), tier.ranks).astype(float)
@@ -455,7 +455,7 @@ class CostModel:
                           self.machine.capacity_bytes)
 
 
-def _row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
+def row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
     """Bytes of one row of a piece: weights, float32 gradient, optimizer state."""
     return (t.spec.row_bytes * width / t.spec.dim, width * GRAD_BYTES,
             OPTIMIZER_STATE_BYTES[t.spec.optimizer](width))

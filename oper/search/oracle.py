@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from oper.errors import InvalidInputError, MissingDependencyError, OperError, fail
-from oper.plan import Tier
+from oper.plan import Piece, Tier
 from oper.search.cost import HELD, PARTIALS, CostModel, Tally
 from oper.search.placing import table_tally
-from oper.search.problem import IDS
+from oper.search.problem import IDS, TableProblem
 from oper.search.relax import PUSH, Relaxation
 
 
@@ -86,7 +86,7 @@ def best_of_candidates(
 
     model = relaxation.model
     pairs = [(k, c) for k, tiers in enumerate(candidates) for c in range(len(tiers))]
-    tallies = [table_tally(model, relaxation.tables[k], candidates[k][c]) for k, c in pairs]
+    tallies = [_tally(model, relaxation.tables[k], candidates[k][c]) for k, c in pairs]
     if any(x.num_pushed or x.partial_replicas for x in tallies):
         raise InvalidInputError(fail("cannot solve exactly", "candidates",
                                      "pushed or partly replicated",
@@ -119,6 +119,10 @@ def best_of_candidates(
                              "allow more memory"))
     picks = {k: c for (k, c), x in zip(pairs, found.x, strict=False) if x > 0.5}
     return float(found.fun) + relaxation.fixed_us, [picks[k] for k in range(len(candidates))]
+
+
+def _tally(model: CostModel, t: TableProblem, tiers: tuple[Tier, ...]) -> Tally:
+    return table_tally(model, t, (Piece(0, t.spec.dim, tiers),))
 
 
 def _rank_rows(model: CostModel, tally: Tally) -> tuple[np.ndarray, np.ndarray]:

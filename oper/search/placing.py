@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 import numpy as np
 
 from oper.plan import Piece, TablePlan, Tier
 from oper.search.cost import (
     HELD,
+    ID_BYTES,
     NUM_ROWS,
     PARTIALS,
     CostModel,
     Tally,
     owned_features,
+    row_bytes,
 )
 from oper.search.machine import COMPUTE, GROUPS, MEMORY
 from oper.search.problem import IDS, TableProblem
 from oper.search.recipes import Recipe
 from oper.search.relax import PUSH, REPLICATED, Relaxation
+
+MIN_COLUMNS = 16  # narrower pieces waste whole memory sectors on short rows
+Placement = tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A tier whose ranks are still to be named.
+
+    Attributes:
+        lump: how uneven its load is, microseconds.
+        cost: float64 [m], load by slot of its rank set.
+        place: table, piece and tier number.
+        width: columns of the piece.
+        tier: the tier with every rank it may use.
+    """
+
+    lump: float
+    cost: np.ndarray
+    place: tuple[int, int, int]
+    width: int
+    tier: Tier
 
 
 class Placer:
@@ -25,6 +52,7 @@ class Placer:
     Attributes:
         load: float64 [W], what the tiers placed so far cost their owners (weighted seconds).
         held: float64 [num_domains], memory taken so far.
+        grain: load (us) above which a pushed tier is cut over several owners.
     """
 
     def __init__(self, relaxation: Relaxation, total: np.ndarray) -> None:
@@ -34,49 +62,93 @@ class Placer:
         self.owner_price = owner_prices(relaxation, total)
         self.load = np.zeros(self.world)
         self.held = self.model.machine.per_domain(relaxation.base_tally.rows[HELD])
+        self.grain = np.inf
 
-    def place(self, recipes: list[Recipe]) -> list[tuple[Tier, ...]]:
-        """Tiers of every table of the relaxation."""
-        jobs = []
+    def place(self, recipes: list[Recipe]) -> list[Placement]:
+        """Pieces and tiers of every table of the relaxation."""
+        self.grain = self._grain(recipes)
+        return self._assign([self._columns(k, r) for k, r in enumerate(recipes)],
+                            list(enumerate(recipes)))
+
+    def place_one(self, k: int, recipe: Recipe, parts: int = 1) -> Placement:
+        """Pieces and tiers of table `k` beside what is already placed, in `parts` column pieces."""
+        return self._assign([_even_columns(self.relaxation.tables[k].spec.dim, parts)],
+                            [(k, recipe)])[0]
+
+    def _assign(self, columns: list[list[int]], recipes: list[tuple[int, Recipe]]
+                ) -> list[Placement]:
+        jobs: list[_Job] = []
+        for row, (k, recipe) in enumerate(recipes):
+            for piece, (a, b) in enumerate(pairwise(columns[row])):
+                start = 0
+                for n, (stop, option) in enumerate(zip(recipe.stops, recipe.options, strict=True)):
+                    tier = self._template(k, start, stop, option, b - a)
+                    jobs.append(self._job(k, tier, b - a, (row, piece, n), len(recipe.stops) > 1))
+                    start = stop
+        placed: dict[tuple[int, int, int], Tier] = {}
+        # Indivisible work first, then lumpy stripes; even stripes fill what remains anyway.
+        for job in sorted(jobs, key=lambda job: (-job.lump, job.place)):
+            placed[job.place] = self._settle(recipes[job.place[0]][0], job)
+        return [tuple(Piece(a, b, tuple(placed[row, piece, n] for n in range(len(recipe.stops))))
+                      for piece, (a, b) in enumerate(pairwise(columns[row])))
+                for row, (_, recipe) in enumerate(recipes)]
+
+    def _grain(self, recipes: list[Recipe]) -> float:
+        """A third of what a rank carries of all that is pushed: finer pieces balance no better."""
+        total = 0.0
         for k, recipe in enumerate(recipes):
             start = 0
-            for n, (stop, option) in enumerate(zip(recipe.stops, recipe.options, strict=True)):
-                tier = self._template(k, start, stop, option)
-                jobs.append((*self._weigh(k, tier, len(recipe.stops) > 1), k, n, tier))
+            for stop, option in zip(recipe.stops, recipe.options, strict=True):
+                if self.relaxation.options[option].kind == PUSH:
+                    total += self._whole(k, start, stop, option)
                 start = stop
-        tiers: list[list[Tier | None]] = [[None] * len(r.stops) for r in recipes]
-        # Indivisible work first, then lumpy stripes; even stripes fill what remains anyway.
-        jobs.sort(key=lambda job: (-job[0], job[2], job[3]))
-        for _, vector, k, n, tier in jobs:
-            tiers[k][n] = self._settle(k, vector, tier)
-        return [tuple(t for t in row if t is not None) for row in tiers]
+        return total / self.world / 3 if total > 0 else np.inf
 
-    def place_one(self, k: int, recipe: Recipe) -> tuple[Tier, ...]:
-        """Tiers of table `k` beside what is already placed."""
-        tiers, start = [], 0
+    def _whole(self, k: int, start: int, stop: int, option: int, width: int = 0) -> float:
+        """Load (us) of a tier on one owner."""
+        t = self.relaxation.tables[k]
+        ranks = self.relaxation.classes.ranks[self.relaxation.options[option].rank_class]
+        tier = Tier(start, stop, "owned", (int(ranks[0]),), mode="push")
+        return float(self._job(k, tier, width or t.spec.dim, (0, 0, 0), True).cost[0])
+
+    def _columns(self, k: int, recipe: Recipe) -> list[int]:
+        """Column edges: pushed tiers above the grain are cut where that is cheaper than by rows."""
+        t = self.relaxation.tables[k]
+        heavy, start = 0.0, 0
         for stop, option in zip(recipe.stops, recipe.options, strict=True):
-            tier = self._template(k, start, stop, option)
-            tiers.append(self._settle(k, self._weigh(k, tier, len(recipe.stops) > 1)[1], tier))
+            if self.relaxation.options[option].kind == PUSH:
+                heavy = max(heavy, self._whole(k, start, stop, option))
             start = stop
-        return tuple(tiers)
+        if "columns" not in self.model.problem.allow or heavy <= self.grain:
+            return [0, t.spec.dim]
+        parts = int(np.ceil(heavy / self.grain))
+        ids, bags = t.total[IDS], t.traffic.num_bags
+        more_sums = float(parts * t.traffic.bags_touching(1.0 / parts) - bags) * t.spec.dim * 4
+        return _even_columns(t.spec.dim, parts if (parts - 1) * ids * ID_BYTES < more_sums else 1)
 
-    def _template(self, k: int, start: int, stop: int, option: int) -> Tier:
-        """The tier with every rank it may use."""
+    def _template(self, k: int, start: int, stop: int, option: int, width: int) -> Tier:
+        """The tier with every rank it may use (a pushed stripe: as many as it needs)."""
         chosen = self.relaxation.options[option]
         name = self.relaxation.tables[k].spec.name
         placements = self.model.problem.placements_of(name)
         if chosen.kind == REPLICATED:
             return Tier(start, stop, "replicated", tuple(range(self.world)))
         ranks = tuple(int(r) for r in self.relaxation.classes.ranks[chosen.rank_class])
-        mode = "push" if chosen.kind == PUSH else "pull"
-        # Stripes of a pushed tier multiply its partial sums; an owner sends one per bag.
-        whole = "striped" not in placements or (mode == "push" and "owned" in placements)
-        if whole or (len(ranks) == 1 and "owned" in placements):
-            return Tier(start, stop, "owned", ranks, mode=mode)
-        return Tier(start, stop, "striped", ranks, mode=mode)
+        if len(ranks) == 1 and "owned" in placements:
+            return Tier(start, stop, "owned", ranks, mode=_mode(chosen.kind))
+        if "striped" not in placements:
+            return Tier(start, stop, "owned", ranks, mode=_mode(chosen.kind))
+        if chosen.kind == PUSH and "owned" in placements:
+            # Stripes of a pushed tier multiply its partial sums: as few owners as the grain wants.
+            if self._whole(k, start, stop, option, width) <= self.grain:
+                return Tier(start, stop, "owned", ranks, mode="push")
+            parts = int(np.ceil(self._whole(k, start, stop, option, width) / self.grain))
+            free = sorted(ranks, key=lambda r: (self.load[r], r))
+            ranks = tuple(sorted(free[:max(2, min(parts, len(ranks)))]))
+        return Tier(start, stop, "striped", ranks, mode=_mode(chosen.kind))
 
-    def _weigh(self, k: int, tier: Tier, several: bool) -> tuple[float, np.ndarray]:
-        """How lumpy the tier is, and its cost by slot of its rank set; (float, float64 [m])."""
+    def _job(self, k: int, tier: Tier, width: int, place: tuple[int, int, int],
+             several: bool) -> _Job:
         t = self.relaxation.tables[k]
         slots = 1 if tier.placement == "owned" else len(tier.ranks)
         shares = t.shares(tier.start, tier.stop, slots, t.ids_are_positions or several)
@@ -84,45 +156,64 @@ class Placer:
         ranks = list(tier.ranks[:slots])
         owner = np.zeros((4, self.world))
         owner[:, ranks] = shares
-        rows = tier_rows(self.model, t, tier, owner)
-        cost = (rows * self.owner_price).sum(axis=0)[ranks]
-        return float(cost.max() - cost.min() if slots > 1 else cost.max()), cost
+        cost = (tier_rows(self.model, t, tier, owner, width) * self.owner_price).sum(axis=0)[ranks]
+        partial = tier.mode == "push" and slots < self.world
+        lump = float(cost.max() if slots == 1 or partial else cost.max() - cost.min())
+        return _Job(lump, cost, place, width, tier)
 
-    def _settle(self, k: int, cost: np.ndarray, tier: Tier) -> Tier:
-        ranks = np.array(tier.ranks)
-        machine = self.model.machine
-        t = self.relaxation.tables[k]
-        if tier.placement == "owned":
-            need = (tier.stop - tier.start) * _held_row_bytes(self.model, t)
-            domain = machine.domain[ranks]
-            spare = machine.capacity_bytes[domain] - self.held[domain] - need
-            order = np.lexsort((ranks, self.load[ranks], np.where(spare >= 0, 0.0, -spare)))
-            ranks = ranks[order[:1]]
+    def _settle(self, k: int, job: _Job) -> Tier:
+        """Name the ranks of one tier and book its load and memory."""
+        tier, ranks = job.tier, np.array(job.tier.ranks)
+        machine, t = self.model.machine, self.relaxation.tables[k]
+        if tier.placement == "owned" or (tier.mode == "push" and len(ranks) < self.world):
+            every = ranks
+            if tier.placement != "owned":  # the emptiest ranks of the class, now that it is time
+                number = self.relaxation.classes.of_rank[ranks[0]]
+                every = self.relaxation.classes.ranks[number]
+            need = (tier.stop - tier.start) * _held_row_bytes(self.model, t, job.width)
+            domain = machine.domain[every]
+            spare = machine.capacity_bytes[domain] - self.held[domain] - need / job.cost.size
+            order = np.lexsort((every, self.load[every], np.where(spare >= 0, 0.0, -spare)))
+            ranks = every[order[:job.cost.size]]
         elif len(ranks) > 1:
             slots = (np.arange(len(ranks))[None, :] - np.arange(len(ranks))[:, None]) % len(ranks)
-            after = self.load[ranks][None, :] + cost[slots]  # [turn, rank]
+            after = self.load[ranks][None, :] + job.cost[slots]  # [turn, rank]
             turn = int(np.lexsort((np.square(after).sum(axis=1), after.max(axis=1)))[0])
             # Turning by k gives slot s to the rank k places further on.
             ranks = np.roll(ranks, -turn)
         placed = Tier(tier.start, tier.stop, tier.placement, tuple(ranks.tolist()), mode=tier.mode)
-        self.load[ranks] += cost[:len(ranks)]
+        self.load[ranks] += job.cost[:len(ranks)]
         owner = owned_features(t, placed, self.world, True)
-        self.held += machine.per_domain(tier_rows(self.model, t, placed, owner)[HELD])
+        rows = tier_rows(self.model, t, placed, owner, job.width)
+        self.held += machine.per_domain(rows[HELD])
         return placed
 
 
-def _held_row_bytes(model: CostModel, t: TableProblem) -> float:
-    return t.spec.row_bytes + (t.spec.state_bytes if model.training else 0)
+def _mode(kind: str) -> str:
+    return "push" if kind == PUSH else "pull"
 
 
-def tier_rows(model: CostModel, t: TableProblem, tier: Tier, owner: np.ndarray) -> np.ndarray:
-    """Tally rows of one tier of a table without column split, partial sums included."""
+def _even_columns(dim: int, parts: int) -> list[int]:
+    """Edges of at most `parts` column pieces, multiples of 4 columns, none below MIN_COLUMNS."""
+    parts = max(1, min(parts, dim // MIN_COLUMNS))
+    inner = [round(dim * k / parts / 4) * 4 for k in range(1, parts)]
+    return [0, *inner, dim]
+
+
+def _held_row_bytes(model: CostModel, t: TableProblem, width: int) -> float:
+    row, _, state = row_bytes(t, width)
+    return row + (state if model.training else 0)
+
+
+def tier_rows(model: CostModel, t: TableProblem, tier: Tier, owner: np.ndarray,
+              width: int) -> np.ndarray:
+    """Tally rows of one tier of a piece of `width` columns, partial sums included."""
     if tier.placement == "replicated":
-        return model.replica_rows(t, t.spec.dim, owner)
+        return model.replica_rows(t, width, owner)
     if tier.mode == "pull":
-        return model.shard_rows(t, t.spec.dim, owner)
-    rows = model.push_rows(t, t.spec.dim, owner)
-    rows[PARTIALS] += model.partial_bytes(t, t.spec.dim, owner[IDS])
+        return model.shard_rows(t, width, owner)
+    rows = model.push_rows(t, width, owner)
+    rows[PARTIALS] += model.partial_bytes(t, width, owner[IDS])
     return rows
 
 
@@ -151,15 +242,19 @@ def owner_prices(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
     return out
 
 
-def table_tally(model: CostModel, t: TableProblem, tiers: tuple[Tier, ...]) -> Tally:
-    """Tally of a table that carries its hotness order when it has several tiers."""
-    return model.tally(t, (Piece(0, t.spec.dim, tiers),), t.ids_are_positions or len(tiers) > 1)
+def is_cut(pieces: Placement) -> bool:
+    """Whether any piece has several tiers, so that the table carries its hotness order."""
+    return any(len(p.tiers) > 1 for p in pieces)
 
 
-def table_plan(t: TableProblem, tiers: tuple[Tier, ...]) -> TablePlan:
+def table_tally(model: CostModel, t: TableProblem, pieces: Placement) -> Tally:
+    """Tally of a table that carries its hotness order when it is cut by rows."""
+    return model.tally(t, pieces, t.ids_are_positions or is_cut(pieces))
+
+
+def table_plan(t: TableProblem, pieces: Placement) -> TablePlan:
     """The plan entry of a table, with the hotness order only where tiers need it."""
     head = t.head_ids[:0]
-    if len(tiers) > 1 and not t.ids_are_positions:
-        head = t.head_ids[:tiers[-1].start]
-    return TablePlan(t.spec, (Piece(0, t.spec.dim, tiers),), head)
-
+    if is_cut(pieces) and not t.ids_are_positions:
+        head = t.head_ids[:max(p.tiers[-1].start for p in pieces)]
+    return TablePlan(t.spec, pieces, head)

@@ -8,15 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import Piece, Plan, TablePlan
+from oper.plan import Piece, Plan
 from oper.search.bound import Bound, solve_relaxation
 from oper.search.cost import CostModel, evaluate
-from oper.search.heuristic import EFFORTS, Effort, State, search
+from oper.search.heuristic import EFFORTS, Effort, search
 from oper.search.infeasible import explain_bound, explain_plan
 from oper.search.placing import table_plan
 from oper.search.problem import Problem, make_problem
 from oper.search.relax import Relaxation
 from oper.search.space import EXECUTABLE, Constraints
+from oper.search.state import State
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -96,15 +97,14 @@ def _best_state(bound: Bound, budget: Effort, target_gap: float, seed: int) -> S
 
 
 def _assemble(problem: Problem, bound: Bound, state: State) -> Plan:
-    free = {t.spec.name: table_plan(t, tiers)
-            for t, tiers in zip(bound.relaxation.tables, state.tiers, strict=True)}
+    free = {t.spec.name: table_plan(t, pieces)
+            for t, pieces in zip(bound.relaxation.tables, state.pieces, strict=True)}
     entries = []
     for t in problem.tables:
         entry = free.get(t.spec.name)
         if entry is None:
             tiers = problem.constraints.tables[t.spec.name].tiers or ()
-            head = table_plan(t, tiers).head_ids
-            entry = TablePlan(t.spec, (Piece(0, t.spec.dim, tiers),), head)
+            entry = table_plan(t, (Piece(0, t.spec.dim, tiers),))
         entries.append(entry)
     return Plan(problem.machine.world_size, tuple(entries), problem.objective, problem.batch_size,
                 problem.topology.name)
