@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -80,13 +81,15 @@ int32_t log2_or_minus1(int64_t value) {
 
 // Columns of the int64 descriptions that Python passes.
 enum TableColumn {
-  kNumRows, kDim, kMean, kTierBegin, kTierEnd, kRows, kMomentum1, kMomentum2, kHead, kTableWidth
+  kNumRows, kDim, kMean, kTierBegin, kTierEnd, kRows, kMomentum1, kMomentum2, kHead, kLogical,
+  kRowColumns, kTableWidth
 };
 enum OptimizerColumn {
   kKind, kDecay, kLearningRate, kEps, kWeightDecay, kBeta1, kBeta2, kCorrection1, kCorrection2,
   kOptimizerWidth
 };
-enum TierColumn { kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kTierWidth };
+enum TierColumn { kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTierWidth };
+enum FeatureColumn { kFeatureTable, kColumn, kFeatureLogical, kPieceStart, kFeatureWidth };
 enum RefreshColumn {
   kTable, kOwner, kSlotBegin, kSlotEnd, kFirst, kStride, kMasters, kReplicas, kRefreshWidth
 };
@@ -102,6 +105,29 @@ TierMap tier_map(const int64_t* maps, int64_t num_maps, int64_t start, int64_t a
   tier.base = maps + at;
   tier.step = maps + num_maps + at;
   return tier;
+}
+
+// The rows of each tier that live on this rank, for the way from a slot back to its position.
+void fill_home_tiers(Table& table, int32_t rank) {
+  const int64_t first = table.owner_begin[rank], last = table.owner_begin[rank + 1];
+  for (int32_t k = 0; k < table.home.num_tiers; ++k) {
+    const TierMap& tier = table.home.tiers[k];
+    const int64_t stop =
+        k + 1 < table.home.num_tiers ? table.home.tiers[k + 1].start : table.home.num_rows;
+    HomeTier mine{0, 0, tier.start, tier.period, {}};
+    const int64_t turns = (stop - tier.start) / tier.period, rest = (stop - tier.start) % tier.period;
+    int64_t rows = 0;
+    for (int64_t o = 0; o < tier.period; ++o) {
+      // A key past this rank's range may only come from an offset that the tier does not reach.
+      if (tier.base[o] < first || tier.base[o] >= last) continue;
+      if (turns == 0 && o >= rest) continue;
+      if (mine.offsets.empty()) mine.slot_begin = tier.base[o] - first;
+      mine.offsets.push_back(o);
+      rows += turns + (o < rest ? 1 : 0);
+    }
+    mine.slot_end = mine.slot_begin + rows;
+    if (rows > 0) table.home_tiers.push_back(std::move(mine));
+  }
 }
 
 void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
@@ -131,7 +157,16 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
       const int64_t* x = tier_data + k * kTierWidth;
       read.push_back(tier_map(maps, num_maps, x[kStart], x[kReadAt], x[kReadPeriod]));
       home.push_back(tier_map(maps, num_maps, x[kStart], x[kHomeAt], x[kHomePeriod]));
+      table.pushes.push_back(x[kPush] != 0);
     }
+    table.has_push =
+        std::find(table.pushes.begin(), table.pushes.end(), true) != table.pushes.end();
+    context.has_push |= table.has_push;
+    table.pushed.resize(static_cast<size_t>(W));
+    table.row_columns = static_cast<int32_t>(d[kRowColumns]);
+    for (int64_t p = 0; p < T; ++p)
+      if (table_data[p * kTableWidth + kLogical] == d[kLogical] && table.dim != table.row_columns)
+        table.pieces.push_back(static_cast<int32_t>(p));
     HeadMap head{nullptr, nullptr, nullptr, 0};
     if (d[kHead] >= 0) {
       head.bits = static_cast<const uint64_t*>(heads[d[kHead]].data_ptr());
@@ -142,6 +177,7 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
     const int32_t n = static_cast<int32_t>(read.size());
     table.read = TableMap{d[kNumRows], n, read.data(), head};
     table.home = TableMap{d[kNumRows], n, home.data(), head};
+    fill_home_tiers(table, context.rank);
   }
 }
 
@@ -169,7 +205,7 @@ void fill_replicas(Context& context, const Tensor& refreshes, const Tensor& touc
 
 int64_t context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor owner_begin,
                        Tensor tiers, Tensor maps, Tensor features, Tensor refreshes,
-                       Tensor touched, Tensor outboxes, int64_t outbox_bytes,
+                       Tensor touched, Tensor squares, Tensor outboxes, int64_t outbox_bytes,
                        std::vector<Tensor> heads) {
   auto owned = std::make_unique<Owned>();
   owned->keep_alive = heads;
@@ -180,13 +216,20 @@ int64_t context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor o
   context.map_storage.assign(map_data, map_data + maps.numel());
   fill_tables(*owned, tables, owner_begin, tiers, heads);
   fill_replicas(context, refreshes, touched);
+  const int64_t* square_data = int64_data(squares);
+  for (size_t t = 0; t < context.tables.size(); ++t)
+    for (int64_t r = 0; r < world_size; ++r)
+      context.tables[t].squares.push_back(
+          reinterpret_cast<float*>(square_data[static_cast<int64_t>(t) * world_size + r]));
   const int64_t* feature_data = int64_data(features);
   for (int64_t f = 0; f < features.size(0); ++f) {
-    const int32_t table = static_cast<int32_t>(feature_data[2 * f]);
-    context.features.push_back({table, feature_data[2 * f + 1]});
-    context.tables[table].features.push_back(static_cast<int32_t>(f));
-    context.output_columns = std::max<int64_t>(context.output_columns,
-                                               feature_data[2 * f + 1] + context.tables[table].dim);
+    const int64_t* x = feature_data + f * kFeatureWidth;
+    Table& table = context.tables[x[kFeatureTable]];
+    context.features.push_back({static_cast<int32_t>(x[kFeatureTable]), x[kColumn],
+                                static_cast<int32_t>(x[kFeatureLogical]), x[kPieceStart]});
+    table.features.push_back(static_cast<int32_t>(f));
+    context.output_columns = std::max<int64_t>(context.output_columns, x[kColumn] + table.dim);
+    context.unpooled_columns = table.row_columns;
   }
   const int64_t* outbox_data = int64_data(outboxes);
   for (int64_t r = 0; r < world_size; ++r)
@@ -277,20 +320,25 @@ Batch make_batch(const Context& context, const Lookup& lookup, int64_t* num_rows
   const int64_t* key_of = int64_data(lookup.key_of);
   const int64_t B = lookup.batch_size;
   const int64_t* ones = lookup.pooled ? nullptr : ascending(lookup.ids.numel() + 1);
-  int64_t rows = 0;
-  for (size_t f = 0; f < context.features.size(); ++f) {
-    const int64_t* bounds = offsets + key_of[f] * B;
+  int64_t first = 0, rows = 0;  // of the current feature of the collection, and behind it
+  int32_t logical = -1;
+  for (const Feature& feature : context.features) {
+    const int64_t* bounds = offsets + key_of[feature.logical] * B;
     if (lookup.pooled) {
-      batch.features.push_back({bounds, B, context.features[f].column});
+      batch.features.push_back({bounds, B, feature.column});
       rows = B;
-    } else {
-      const int64_t n = bounds[B] - bounds[0];
-      const int64_t dim = context.tables[context.features[f].table].dim;
-      batch.features.push_back({ones + bounds[0], n, rows * dim});
-      rows += n;
+      continue;
     }
+    const int64_t n = bounds[B] - bounds[0];
+    if (feature.logical != logical) {
+      first = rows;
+      rows += n;
+      logical = feature.logical;
+    }
+    batch.features.push_back(
+        {ones + bounds[0], n, first * context.unpooled_columns + feature.start});
   }
-  batch.out_stride = lookup.pooled ? context.output_columns : context.tables[0].dim;
+  batch.out_stride = lookup.pooled ? context.output_columns : context.unpooled_columns;
   *num_rows = rows;
   return batch;
 }
@@ -299,7 +347,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(int64_t handle, Tens
                                                             Tensor lengths,
                                                             std::optional<Tensor> weights,
                                                             Tensor key_of, int64_t batch_size,
-                                                            bool pooled) {
+                                                            bool pooled, bool collective) {
   Context& context = context_of(handle);
   const int64_t n = lengths.numel();
   Tensor offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
@@ -315,7 +363,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(int64_t handle, Tens
       make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
   Tensor out = pooled_tensor(ScalarType::Float, 4, {rows, batch.out_stride});
   const Status status =
-      forward(context, batch, static_cast<float*>(out.data_ptr()), parallel_over_tasks);
+      forward(context, batch, static_cast<float*>(out.data_ptr()), collective, parallel_over_tasks);
   return {out, offsets, status.code, status.detail};
 }
 
@@ -399,15 +447,15 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def("kernel_name() -> str");
   m.def(
       "context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, Tensor tiers, "
-      "Tensor maps, Tensor features, Tensor refreshes, Tensor touched, Tensor outboxes, "
-      "int outbox_bytes, Tensor[] heads) -> int");
+      "Tensor maps, Tensor features, Tensor refreshes, Tensor touched, Tensor squares, "
+      "Tensor outboxes, int outbox_bytes, Tensor[] heads) -> int");
   m.def("context_set_barrier(int handle, int lines, int[] pidfds, int deadline_ms) -> ()");
   m.def("context_barrier(int handle) -> (int, int)");
   m.def("context_phases(int handle) -> int[]");
   m.def("context_close(int handle) -> ()");
   m.def(
       "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-      "int batch_size, bool pooled) -> (Tensor, Tensor, int, int)");
+      "int batch_size, bool pooled, bool collective) -> (Tensor, Tensor, int, int)");
   m.def(
       "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
       "Tensor key_of, int batch_size) -> Tensor");

@@ -47,23 +47,20 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 }  // namespace
 
 void Context::reset_outbox() {
-  const int64_t head =
-      static_cast<int64_t>(sizeof(OutboxHeader) + tables.size() * outbox_entry_bytes());
-  outbox_cursor_.store(round_up(head, 4096));
+  outbox_cursor_.store(round_up(header_bytes(), 4096));
+  partial_cursor_.store(outbox_half());
 }
 
 bool Context::take_outbox(const Table& table, int64_t count, OutboxTable* entry) {
-  const int64_t slot_bytes = round_up(count * 4, 64);
-  const int64_t bytes = slot_bytes + round_up(count * table.row_bytes(), 64);
-  entry->slots_offset = outbox_cursor_.fetch_add(bytes);
-  entry->rows_offset = entry->slots_offset + slot_bytes;
-  return entry->rows_offset + count * table.row_bytes() <= outbox_bytes;
+  entry->slots_offset = take_bytes(count * 4);
+  entry->rows_offset = take_bytes(count * table.row_bytes());
+  return entry->slots_offset >= 0 && entry->rows_offset >= 0;
 }
 
 void Context::collapse_outbox(int32_t owner_rank) {
   OutboxHeader* header = outbox_header(owner_rank);
   if (owner_rank == rank) {
-    const int64_t used = std::min(outbox_cursor_.load(), outbox_bytes);
+    const int64_t used = std::min(outbox_cursor_.load(), outbox_half());
     if (used > header->used_bytes) header->used_bytes = used;
   }
   outbox_collapsed_.resize(static_cast<size_t>(world_size));
@@ -149,7 +146,8 @@ bool is_small(const Batch& batch) {
 // Runs task(feature, range of its bags, scratch) over the whole batch in blocks of about a
 // thousand bags.
 template <class Task>
-void run_bag_tasks(Context& context, const Batch& batch, ParallelFor parallel, const Task& task) {
+void run_bag_tasks(Context& context, const Batch& batch, bool small, ParallelFor parallel,
+                   const Task& task) {
   constexpr int64_t kBags = 1024;
   std::vector<int64_t> first;  // first task of each feature
   int64_t count = 0;
@@ -157,7 +155,7 @@ void run_bag_tasks(Context& context, const Batch& batch, ParallelFor parallel, c
     first.push_back(count);
     count += (bags.num_bags + kBags - 1) / kBags;
   }
-  run_tasks(context, count, is_small(batch), parallel, [&](int64_t index, Scratch& scratch) {
+  run_tasks(context, count, small || is_small(batch), parallel, [&](int64_t index, Scratch& scratch) {
     const size_t f = static_cast<size_t>(
         std::upper_bound(first.begin(), first.end(), index) - first.begin() - 1);
     const FeatureBags& bags = batch.features[f];
@@ -209,24 +207,84 @@ Status barrier(Context& context) {
 
 }  // namespace
 
-Status forward(Context& context, const Batch& batch, float* out, ParallelFor parallel) {
-  PhaseClock clock(context);
+namespace {
+
+// Features of tables that are read directly.
+Status pool_direct(Context& context, const Batch& batch, float* out, bool all,
+                   ParallelFor parallel) {
   std::atomic<int64_t> bad{-1};
-  run_bag_tasks(context, batch, parallel, [&](size_t f, const BagRange& range, Scratch& scratch) {
+  const auto task = [&](size_t f, const BagRange& range, Scratch& scratch) {
     const Table& table = context.tables[context.features[f].table];
-    note_bad(bad, kernels().pool(table, range, out, scratch));
-  });
-  clock.end(kForward);
+    if (all || !table.has_push) note_bad(bad, kernels().pool(table, range, out, scratch));
+  };
+  run_bag_tasks(context, batch, false, parallel, task);
   if (bad.load() >= 0) return {4, bad.load()};
   return {};
 }
 
+bool has_split_tables(const Context& context) {
+  return std::any_of(context.tables.begin(), context.tables.end(),
+                     [](const Table& table) { return !table.pieces.empty(); });
+}
+
+// Tables with pushed tiers, one task each.
+std::vector<int32_t> push_tables(const Context& context) {
+  std::vector<int32_t> result;
+  for (size_t t = 0; t < context.tables.size(); ++t)
+    if (context.tables[t].has_push) result.push_back(static_cast<int32_t>(t));
+  return result;
+}
+
+Status forward_with_push(Context& context, const Batch& batch, float* out, ParallelFor parallel) {
+  const std::vector<int32_t> tables = push_tables(context);
+  const int64_t n = static_cast<int64_t>(tables.size());
+  context.reset_outbox();
+  Status status = pool_direct(context, batch, out, false, parallel);
+  std::atomic<int64_t> bad{status.code ? status.detail : -1};
+  std::atomic<bool> full{false};
+  run_tasks(context, n, false, parallel, [&](int64_t k, Scratch&) {
+    const int64_t result = kernels().request(context, tables[k], batch);
+    if (result == kReduceFull) full.store(true);
+    note_bad(bad, result);
+  });
+  if (bad.load() >= 0) return {4, bad.load()};
+  if (full.load()) return {3, -1};
+  status = barrier(context);
+  if (status.code != 0) return status;
+  run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch&) {
+    const int32_t reader = static_cast<int32_t>((context.rank + k / n) % context.world_size);
+    if (!kernels().pool_for(context, tables[k % n], reader)) full.store(true);
+  });
+  if (full.load()) return {3, -1};
+  status = barrier(context);
+  if (status.code != 0) return status;
+  run_tasks(context, n, false, parallel, [&](int64_t k, Scratch& scratch) {
+    kernels().pool_pushed(context, tables[k], batch, out, scratch);
+  });
+  return {};
+}
+
+}  // namespace
+
+Status forward(Context& context, const Batch& batch, float* out, bool collective,
+               ParallelFor parallel) {
+  PhaseClock clock(context);
+  const Status status = collective && context.has_push
+                            ? forward_with_push(context, batch, out, parallel)
+                            : pool_direct(context, batch, out, true, parallel);
+  clock.end(kForward);
+  return status;
+}
+
 void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
                      ParallelFor parallel) {
-  run_bag_tasks(context, batch, parallel, [&](size_t f, const BagRange& range, Scratch& scratch) {
+  // The pieces of a split table add to the same numbers: in order, on one thread.
+  const bool split = has_split_tables(context);
+  const auto task = [&](size_t f, const BagRange& range, Scratch& scratch) {
     const Table& table = context.tables[context.features[f].table];
     kernels().weight_gradient(table, range, grad, out, scratch);
-  });
+  };
+  run_bag_tasks(context, batch, split, parallel, task);
 }
 
 Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
@@ -247,7 +305,13 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   std::atomic<bool> full{false};
   const bool small = is_small(batch);
   run_tasks(context, T, small, parallel, [&](int64_t task, Scratch& scratch) {
-    const int64_t result = kernels().reduce(context, order[task], batch, grad, scratch);
+    const int32_t t = order[task];
+    int64_t result = kReduceOk;
+    if (context.tables[t].has_push) {
+      result = kernels().request(context, t, batch);
+      if (result == kReduceOk && !kernels().stage(context, t, batch, grad)) result = kReduceFull;
+    }
+    if (result == kReduceOk) result = kernels().reduce(context, t, batch, grad, scratch);
     if (result == kReduceFull) full.store(true);
     note_bad(bad, result);
   });
@@ -260,6 +324,22 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   for (int32_t r = 0; r < context.world_size; ++r)
     if (r != context.rank) context.collapse_outbox(r);
   clock.end(kWaitForGradients);
+  if (context.has_push) {
+    const std::vector<int32_t> pushed = push_tables(context);
+    const int64_t n = static_cast<int64_t>(pushed.size());
+    run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch& scratch) {
+      kernels().reduce_pushed(context, pushed[k % n], static_cast<int32_t>(k / n), scratch);
+    });
+  }
+  if (std::any_of(context.tables.begin(), context.tables.end(),
+                  [](const Table& table) { return table.exchanges_squares(); })) {
+    run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
+      if (context.tables[order[task]].exchanges_squares())
+        kernels().squares(context, order[task], gradient_scale);
+    });
+    status = barrier(context);
+    if (status.code != 0) return status;
+  }
   run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
     kernels().update(context, order[task], gradient_scale);
   });

@@ -13,10 +13,13 @@
 
 namespace oper::host {
 
-// One feature of the collection, in output order.
+// One feature of one table, in output order. A table that is split by columns is several tables
+// here, each with its own features.
 struct Feature {
   int32_t table;
-  int64_t column;  // first output column (pooled)
+  int64_t column;   // first output column (pooled)
+  int32_t logical;  // feature of the collection
+  int64_t start;    // first column of the table's piece
 };
 
 // Rows of one replicated tier whose masters live on one owner.
@@ -27,6 +30,19 @@ struct Refresh {
   int64_t first, stride;         // replica row of slot s: first + (s - slot_begin) * stride
   const char* masters;           // the owner's shard of the table (slot 0)
   char* replicas;                // this rank's copy of the tier, or null
+};
+
+// Rows of one tier that live on this rank: slot -> position.
+struct HomeTier {
+  int64_t slot_begin, slot_end;
+  int64_t start, period;
+  std::vector<int64_t> offsets;  // offsets of one turn that are this rank's
+};
+
+// What other ranks asked this rank to update by push: reduced rows per rank.
+struct PushedRows {
+  std::vector<uint32_t> slots;
+  std::vector<float> rows;
 };
 
 struct Table {
@@ -40,10 +56,21 @@ struct Table {
   float* momentum2;                  // likewise
   OptimizerArgs optimizer;           // set for every update
   std::vector<int32_t> features;     // features that look up here
+  std::vector<bool> pushes;          // per tier: exchange mode push
+  bool has_push;
+  // A table split by columns: its pieces in column order, this one included; else empty. Row-wise
+  // optimizers add up the pieces' squares through `squares`, one number per slot and rank.
+  std::vector<int32_t> pieces;
+  std::vector<float*> squares;
+  int32_t row_columns;  // columns of the whole row
+  std::vector<HomeTier> home_tiers;
+  std::vector<PushedRows> pushed;  // [W]
   bool has_replicas;
   std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
   int64_t row_bytes() const { return static_cast<int64_t>(dim) * 4; }
+  // Whether owners of pieces of one row must add up squares before the update.
+  bool exchanges_squares() const { return !pieces.empty() && is_row_wise(optimizer.kind); }
 };
 
 // Per-thread memory that only grows.
@@ -85,6 +112,21 @@ struct OutboxTable {
 
 enum Phase { kForward, kReduce, kWaitForGradients, kUpdate, kWaitForUpdates, kRefresh, kNumPhases };
 
+// What a rank asks of the owners of pushed rows: the slots of its ids and the bags they belong to,
+// by owner, in input order.
+struct RequestTable {
+  int64_t slots_offset, bags_offset;  // uint32 [n]
+  int64_t weights_offset;             // float [n], 0 = none
+  int64_t gradients_offset;           // float [bags, dim], backward only
+  // followed by int64 begin[W + 1]
+};
+
+// What an owner pooled for one reader: the bags it holds rows of, ascending, and their sums.
+struct PartialTable {
+  int64_t count;
+  int64_t bags_offset, rows_offset;  // uint32 [count], float [count, dim]
+};
+
 struct Context {
   int32_t rank = 0;
   int32_t world_size = 1;
@@ -106,6 +148,42 @@ struct Context {
   int64_t outbox_entry_bytes() const {
     return static_cast<int64_t>(sizeof(OutboxTable)) + 8 * (world_size + 1);
   }
+  // The outbox is one stretch of addresses: headers; what is written before an exchange (reduced
+  // rows, requests); and, in its second half, partial sums, which a slow reader may still read
+  // while the next backward pass fills the first half.
+  int64_t request_entry_bytes() const {
+    return static_cast<int64_t>(sizeof(RequestTable)) + 8 * (world_size + 1);
+  }
+  int64_t header_bytes() const {
+    const int64_t T = static_cast<int64_t>(tables.size());
+    return static_cast<int64_t>(sizeof(OutboxHeader)) +
+           T * (outbox_entry_bytes() + request_entry_bytes() +
+                world_size * static_cast<int64_t>(sizeof(PartialTable)));
+  }
+  RequestTable* request_table(int32_t owner_rank, int64_t table) const {
+    const int64_t T = static_cast<int64_t>(tables.size());
+    return reinterpret_cast<RequestTable*>(outbox[owner_rank] + sizeof(OutboxHeader) +
+                                           T * outbox_entry_bytes() +
+                                           table * request_entry_bytes());
+  }
+  static int64_t* request_begin(RequestTable* entry) {
+    return reinterpret_cast<int64_t*>(entry + 1);
+  }
+  PartialTable* partial_table(int32_t owner_rank, int64_t table, int32_t reader) const {
+    const int64_t T = static_cast<int64_t>(tables.size());
+    return reinterpret_cast<PartialTable*>(outbox[owner_rank] + sizeof(OutboxHeader) +
+                                           T * (outbox_entry_bytes() + request_entry_bytes())) +
+           table * world_size + reader;
+  }
+  // Room in the first or second half; -1 when there is none.
+  int64_t take_bytes(int64_t bytes) { return take_from(outbox_cursor_, outbox_half(), bytes); }
+  int64_t take_partial_bytes(int64_t bytes) {
+    return take_from(partial_cursor_, outbox_bytes, bytes);
+  }
+  int64_t outbox_half() const { return has_push ? outbox_bytes / 2 / 4096 * 4096 : outbox_bytes; }
+  bool has_push = false;  // any table
+  int64_t unpooled_columns = 0;
+
   OutboxHeader* outbox_header(int32_t owner_rank) const {
     return reinterpret_cast<OutboxHeader*>(outbox[owner_rank]);
   }
@@ -125,7 +203,12 @@ struct Context {
   std::mutex scratch_mutex_;
   std::vector<std::unique_ptr<Scratch>> scratch_all_;
   std::vector<Scratch*> scratch_free_;
+  static int64_t take_from(std::atomic<int64_t>& cursor, int64_t end, int64_t bytes) {
+    const int64_t at = cursor.fetch_add((bytes + 63) / 64 * 64);
+    return at + bytes <= end ? at : -1;
+  }
   std::atomic<int64_t> outbox_cursor_{0};
+  std::atomic<int64_t> partial_cursor_{0};
   std::vector<int64_t> outbox_collapsed_;  // [W] bytes that were asked to be huge pages
 };
 
@@ -155,7 +238,10 @@ struct Status {
 // Runs body(begin, end) over [0, count); provided by the binding (torch's thread pool).
 using ParallelFor = void (*)(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
 
-Status forward(Context& context, const Batch& batch, float* out, ParallelFor parallel);
+// `collective`: pushed tiers are pooled by their owners (all ranks must take part); otherwise every
+// row is read directly.
+Status forward(Context& context, const Batch& batch, float* out, bool collective,
+               ParallelFor parallel);
 
 // Gradient of the per-sample weights: for every id the dot product of its row with the gradient of
 // its bag. `grad` is laid out as the output of `forward`.

@@ -27,8 +27,18 @@ struct Kernels {
   // kReduceOk, or kReduceFull when the outbox has no room.
   int64_t (*reduce)(Context& context, int32_t table, const Batch& batch, const float* grad,
                     Scratch& scratch);
+  // Sums of squares of the merged gradients, for a row-wise optimizer of a table split by columns.
+  void (*squares)(const Context& context, int32_t table, float gradient_scale);
   // Merges what all ranks left for this rank's rows of one table and applies the optimizer.
   void (*update)(const Context& context, int32_t table, float gradient_scale);
+  // Push mode, see push.inl. They return false when the outbox is full, `request` a bad id's index
+  // or kReduceOk or kReduceFull.
+  int64_t (*request)(Context& context, int32_t table, const Batch& batch);
+  bool (*pool_for)(Context& context, int32_t table, int32_t reader);
+  void (*pool_pushed)(const Context& context, int32_t table, const Batch& batch, float* out,
+                      Scratch& scratch);
+  bool (*stage)(Context& context, int32_t table, const Batch& batch, const float* grad);
+  void (*reduce_pushed)(Context& context, int32_t table, int32_t reader, Scratch& scratch);
 };
 
 extern const Kernels kKernelsGeneric;

@@ -262,7 +262,7 @@ void weight_gradient_ids(const Table& table, const BagRange& range, const float*
         if (table.mean && n > 1) g.divide(static_cast<float>(n), table.dim);
         for (int64_t i = 0; i < n; ++i, ++at) {
           prefetch_row(reinterpret_cast<const void*>(at[kPrefetch]), table.row_bytes());
-          out[bounds[b] + i] = g.dot(reinterpret_cast<const float*>(*at), table.dim);
+          out[bounds[b] + i] += g.dot(reinterpret_cast<const float*>(*at), table.dim);
         }
       }
     });
@@ -301,6 +301,11 @@ OPER_INLINE const float* bag_gradient(const Table& table, const Batch& batch, co
   return grad + feature->out_begin + bag * batch.out_stride;
 }
 
+OPER_INLINE bool is_pushed(const Table& table, int64_t id) {
+  return table.pushes[tier_of(table.home, position_of(table.home.head, id))];
+}
+
+// Keys of the ids that this rank reduces itself, which are all but those in pushed tiers.
 template <class Id>
 int64_t gather_keys(const Table& table, const Batch& batch, TableBatch& out, Scratch& scratch) {
   out.n = out.num_bags = 0;
@@ -321,13 +326,17 @@ int64_t gather_keys(const Table& table, const Batch& batch, TableBatch& out, Scr
     const int64_t n = bounds[bags.num_bags] - bounds[0];
     const int64_t bad = resolve(table.home, ids + bounds[0], n, out.keys + at);
     if (bad >= 0) return bounds[0] + bad;
+    const uint32_t* keys = out.keys + at;
     for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {
-      for (int64_t i = bounds[b]; i < bounds[b + 1]; ++i) {
+      for (int64_t i = bounds[b]; i < bounds[b + 1]; ++i, ++keys) {
+        if (table.has_push && is_pushed(table, ids[i])) continue;
         if (out.positions) out.positions[at] = i;
+        out.keys[at] = *keys;
         out.bags[at++] = bag;
       }
     }
   }
+  out.n = at;
   return -1;
 }
 
@@ -443,11 +452,8 @@ K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
 // Rows in the caller's layout are `output_columns` apart, which maps a table's slice to a fraction
 // of the cache sets; reading each one several times from there thrashes.
 template <int N>
-const float* stage_gradients(const Table& table, const Batch& batch, const float* grad,
-                             int64_t num_bags, Scratch& scratch) {
+void stage_gradients(const Table& table, const Batch& batch, const float* grad, float* to) {
   const int dim = table.dim;
-  float* staged = scratch.get<float>(4, num_bags * dim);
-  float* to = staged;
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
     const float* from = grad + bags.out_begin;
@@ -462,7 +468,6 @@ const float* stage_gradients(const Table& table, const Batch& batch, const float
       g.store(to, dim);
     }
   }
-  return staged;
 }
 
 struct PairBits {
@@ -486,9 +491,16 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   const K* sorted = radix_sort(pairs, spare, n, payload_bits, bits.key);
   const K mask = (K{1} << payload_bits) - 1;
 
-  const float* staged = table.mean || n >= 2 * in.num_bags
-                            ? stage_gradients<N>(table, batch, grad, in.num_bags, scratch)
-                            : nullptr;
+  const float* staged = nullptr;
+  if (table.has_push) {
+    staged = reinterpret_cast<const float*>(
+        context.outbox[context.rank] +
+        context.request_table(context.rank, index)->gradients_offset);
+  } else if (table.mean || n >= 2 * in.num_bags) {
+    float* rows = scratch.get<float>(4, in.num_bags * dim);
+    stage_gradients<N>(table, batch, grad, rows);
+    staged = rows;
+  }
   auto gradient = [&](K pair) -> const float* {
     const uint32_t payload = static_cast<uint32_t>(pair & mask);
     const uint32_t bag = kWeighted ? in.bags[payload] : payload;
@@ -539,7 +551,7 @@ int64_t reduce(Context& context, int32_t index, const Batch& batch, const float*
   if (bad >= 0) return bad;
   // Sums of a small table stay in the cache, which then beats sorting.
   constexpr int64_t kDenseBytes = 256 << 10;
-  const bool dense = table.home.num_rows * table.row_bytes() <= kDenseBytes &&
+  const bool dense = !table.has_push && table.home.num_rows * table.row_bytes() <= kDenseBytes &&
                      table.home.num_rows <= 4 * in.n;
   const int64_t payloads = in.positions ? in.n : in.num_bags;
   const PairBits bits{bits_for(static_cast<uint64_t>(table.home.num_rows)),
@@ -563,9 +575,11 @@ struct Incoming {  // what one rank left for this owner
   int64_t at, end;
 };
 
-// One optimizer step of a row; `g` is the exact gradient. FBGEMM's definitions, see optimizer.h.
+// One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its squares
+// over all columns of the row. FBGEMM's definitions, see optimizer.h.
 template <int N>
-OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, Row<N>& g) {
+OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>& g,
+                                 float squares_of_row) {
   const OptimizerArgs& args = table.optimizer;
   const int dim = table.dim;
   const int n = Row<N>::vectors(dim);
@@ -579,10 +593,8 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, Row<N>& g) {
       for (int i = 0; i < n; ++i) w.v[i] -= g.v[i] * args.learning_rate;
       break;
     case Optimizer::kRowWiseAdagrad: {
-      if (args.decay == Decay::kL2)
-        for (int i = 0; i < n; ++i) g.v[i] += w.v[i] * args.weight_decay;
-      const float multiplier = rowwise_adagrad_multiplier(table.momentum1 + slot,
-                                                          g.sum_of_squares(dim), dim, args);
+      const float multiplier = rowwise_adagrad_multiplier(table.momentum1 + slot, squares_of_row,
+                                                          table.row_columns, args);
       if (args.decay == Decay::kDecoupled) {
         const float keep = 1.0f - args.learning_rate * args.weight_decay;
         for (int i = 0; i < n; ++i) w.v[i] *= keep;
@@ -609,7 +621,8 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, Row<N>& g) {
         m.v[i] = m.v[i] * args.beta1 + g.v[i] * (1.0f - args.beta1);
       m.store(table.momentum1 + slot * dim, dim);
       if (args.kind == Optimizer::kPartialRowWiseAdam) {
-        const float root = partial_adam_root(table.momentum2 + slot, g.sum_of_squares(dim), dim, args);
+        const float root =
+            partial_adam_root(table.momentum2 + slot, squares_of_row, table.row_columns, args);
         for (int i = 0; i < n; ++i)
           w.v[i] -= ((m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay) *
                     args.learning_rate;
@@ -632,20 +645,17 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, Row<N>& g) {
   w.store(row, dim);
 }
 
-template <int N>
-void update_rows(const Context& context, const Table& table, Incoming* in, float gradient_scale,
-                 uint32_t* touched) {
+// Calls body(slot, gradient) for every row of this rank that any rank has a gradient of, summed in
+// rank order and scaled.
+template <int N, class Body>
+void merge_rows(const Context& context, const Table& table, std::vector<Incoming>& in,
+                float gradient_scale, Body body) {
   const int dim = table.dim;
-  const int32_t W = context.world_size;
   const int64_t row_bytes = table.row_bytes();
   const bool row_state = table.optimizer.kind == Optimizer::kRowWiseAdagrad;
+  const int32_t W = context.world_size;
   constexpr int64_t kAhead = 10;
   constexpr uint64_t kNone = ~uint64_t{0};
-  auto replicated = [&](uint32_t slot) {
-    for (const auto& range : table.replicated_slots)
-      if (slot >= range.first && slot < range.second) return true;
-    return false;
-  };
   for (;;) {
     uint64_t slot = kNone;
     for (int32_t r = 0; r < W; ++r)
@@ -671,34 +681,105 @@ void update_rows(const Context& context, const Table& table, Incoming* in, float
       }
     }
     if (gradient_scale != 1.0f) g.scale(gradient_scale, dim);
-    apply_optimizer<N>(table, static_cast<int64_t>(slot), g);
-    if (touched && replicated(static_cast<uint32_t>(slot)))
-      touched[++touched[0]] = static_cast<uint32_t>(slot);
+    body(static_cast<int64_t>(slot), g);
   }
 }
 
-void update(const Context& context, int32_t index, float gradient_scale) {
+// The same over reduced rows and, in tiers of their own, pushed rows.
+template <int N, class Body>
+void merge_all(const Context& context, int32_t index, float gradient_scale, Body body) {
   const Table& table = context.tables[index];
   std::vector<Incoming> in(static_cast<size_t>(context.world_size));
   for (int32_t r = 0; r < context.world_size; ++r) {
     OutboxTable* entry = context.outbox_table(r, index);
     const int64_t* begin = Context::outbox_begin(entry);
-    in[r].slots = reinterpret_cast<const uint32_t*>(context.outbox[r] + entry->slots_offset);
-    in[r].rows = reinterpret_cast<const float*>(context.outbox[r] + entry->rows_offset);
-    in[r].at = begin[context.rank];
-    in[r].end = begin[context.rank + 1];
+    in[r] = {reinterpret_cast<const uint32_t*>(context.outbox[r] + entry->slots_offset),
+             reinterpret_cast<const float*>(context.outbox[r] + entry->rows_offset),
+             begin[context.rank], begin[context.rank + 1]};
   }
-  uint32_t* touched = table.has_replicas ? table.touched[context.rank] : nullptr;
-  if (touched) touched[0] = 0;
+  merge_rows<N>(context, table, in, gradient_scale, body);
+  if (!table.has_push) return;
+  for (int32_t r = 0; r < context.world_size; ++r)
+    in[r] = {table.pushed[r].slots.data(), table.pushed[r].rows.data(), 0,
+             static_cast<int64_t>(table.pushed[r].slots.size())};
+  merge_rows<N>(context, table, in, gradient_scale, body);
+}
+
+int64_t position_at(const Table& table, int64_t slot) {
+  for (const HomeTier& tier : table.home_tiers) {
+    if (slot < tier.slot_begin || slot >= tier.slot_end) continue;
+    const int64_t n = static_cast<int64_t>(tier.offsets.size());
+    const int64_t k = slot - tier.slot_begin;
+    return tier.start + k / n * tier.period + tier.offsets[k % n];
+  }
+  return -1;
+}
+
+// Sum over all pieces of a row, in column order: the same number at every piece's owner.
+float squares_of_row(const Context& context, const Table& table, int64_t slot) {
+  const int64_t position = position_at(table, slot);
+  float sum = 0.0f;
+  for (int32_t p : table.pieces) {
+    const Table& piece = context.tables[p];
+    const int64_t key =
+        locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
+    int32_t owner = 0;
+    while (key >= piece.owner_begin[owner + 1]) ++owner;
+    sum += piece.squares[owner][key - piece.owner_begin[owner]];
+  }
+  return sum;
+}
+
+template <int N>
+OPER_INLINE void add_l2(const Table& table, int64_t slot, Row<N>& g) {
+  if (table.optimizer.decay != Decay::kL2) return;
+  g.add_scaled(table.rows + slot * table.dim, table.optimizer.weight_decay, table.dim);
+}
+
+void squares(const Context& context, int32_t index, float gradient_scale) {
+  const Table& table = context.tables[index];
+  float* to = table.squares[context.rank];
   with_row_width(table.dim, [&](auto width) {
-    update_rows<decltype(width)::value>(context, table, in.data(), gradient_scale, touched);
+    constexpr int N = decltype(width)::value;
+    merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
+      add_l2<N>(table, slot, g);
+      to[slot] = g.sum_of_squares(table.dim);
+    });
   });
 }
+
+void update(const Context& context, int32_t index, float gradient_scale) {
+  const Table& table = context.tables[index];
+  uint32_t* touched = table.has_replicas ? table.touched[context.rank] : nullptr;
+  if (touched) touched[0] = 0;
+  const bool row_wise = is_row_wise(table.optimizer.kind);
+  auto replicated = [&](int64_t slot) {
+    for (const auto& range : table.replicated_slots)
+      if (slot >= range.first && slot < range.second) return true;
+    return false;
+  };
+  with_row_width(table.dim, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
+      add_l2<N>(table, slot, g);
+      const float sum = !row_wise                ? 0.0f
+                        : table.pieces.empty() ? g.sum_of_squares(table.dim)
+                                               : squares_of_row(context, table, slot);
+      apply_optimizer<N>(table, slot, g, sum);
+      if (touched && replicated(slot)) touched[++touched[0]] = static_cast<uint32_t>(slot);
+    });
+  });
+}
+
+#include "host/push.inl"
 
 }  // namespace OPER_KERNELS
 
 const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::pool,
                                     OPER_KERNELS::weight_gradient, OPER_KERNELS::reduce,
-                                    OPER_KERNELS::update};
+                                    OPER_KERNELS::squares, OPER_KERNELS::update,
+                                    OPER_KERNELS::request, OPER_KERNELS::pool_for,
+                                    OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
+                                    OPER_KERNELS::reduce_pushed};
 
 }  // namespace oper::host

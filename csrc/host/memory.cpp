@@ -40,7 +40,7 @@ Pool& pool() {
   return *instance;
 }
 
-size_t pool_size(size_t bytes) { return round_up(bytes, kHugePage); }
+size_t pool_size(size_t bytes) { return round_up(bytes > 0 ? bytes : 1, kHugePage); }
 
 }  // namespace
 

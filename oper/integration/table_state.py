@@ -135,7 +135,7 @@ def _rank0_weight(tables: ShardedTables, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _initialise(tables: ShardedTables, name: str, init_fn: InitFn | None) -> None:
-    spec = tables.directories[tables.tables[name]].table
+    spec = tables.specs[name]
     bound = math.sqrt(1.0 / spec.num_rows)  # TorchRec's default range
     # One seed for all ranks, drawn from rank 0's generator so that torch.manual_seed rules.
     seed = tables.group.all_gather(torch.initial_seed())[0]

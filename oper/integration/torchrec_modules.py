@@ -167,7 +167,7 @@ class _FusedOptimizer(FusedOptimizer):
         self._shown = {}
         for table, stand_in in self._stand_ins.items():
             full = self._names[table]
-            spec = self._tables.directories[self._tables.tables[full]].table
+            spec = self._tables.specs[full]
             parts = {f"{table}.{_STATE_NAMES[part]}": table_entry(self._tables, full, part)
                      for part, _ in STATE_PARTS[spec.optimizer]}
             if parts and "adam" in spec.optimizer:

@@ -31,8 +31,8 @@ class ArenaLayout:
     """Byte offsets in every rank's arena.
 
     Attributes:
-        rows, momentum1, momentum2, replicas, touched: int64 [T, W], offset of a table's part, by
-            rank.
+        rows, momentum1, momentum2, replicas, touched, squares: int64 [T, W], offset of a part of
+            each directory's piece, by rank.
         outbox: int [W], offset of the outbox.
         num_bytes: int [W], whole arena.
         used_bytes: int [W], part before the outbox (what a huge-page request covers).
@@ -44,6 +44,7 @@ class ArenaLayout:
     momentum2: np.ndarray
     replicas: np.ndarray
     touched: np.ndarray
+    squares: np.ndarray
     outbox: list[int]
     num_bytes: list[int]
     used_bytes: list[int]
@@ -55,7 +56,7 @@ class ArenaLayout:
         """The layout that all ranks derive alike from the plan."""
         shape = (len(directories), world_size)
         parts = {name: np.zeros(shape, np.int64)
-                 for name in ("rows", "momentum1", "momentum2", "replicas", "touched")}
+                 for name in ("rows", "momentum1", "momentum2", "replicas", "touched", "squares")}
         outbox, total, used = [], [], []
         for rank in range(world_size):
             at = 0
@@ -68,13 +69,15 @@ class ArenaLayout:
 
             # All rows first: they are what lookups read, and what huge pages are wanted for.
             for t, d in enumerate(directories):
-                parts["rows"][t, rank] = take(d.num_slots[rank] * d.table.row_bytes)
+                parts["rows"][t, rank] = take(d.num_slots[rank] * d.row_bytes)
             for t, d in enumerate(directories):
-                parts["replicas"][t, rank] = take(d.num_replica_rows[rank] * d.table.row_bytes)
+                parts["replicas"][t, rank] = take(d.num_replica_rows[rank] * d.row_bytes)
             for t, d in enumerate(directories):
                 for name, per_row in STATE_PARTS[d.table.optimizer]:
                     parts[name][t, rank] = take(
-                        d.num_slots[rank] * 4 * (1 if per_row else d.table.dim))
+                        d.num_slots[rank] * 4 * (1 if per_row else d.dim))
+                    if per_row and d.dim != d.table.dim:
+                        parts["squares"][t, rank] = take(d.num_slots[rank] * 4)
             for t, d in enumerate(directories):
                 parts["touched"][t, rank] = take(4 * (1 + replicated_slots(d, rank)))
             at = -(-at // (2 << 20)) * (2 << 20)
@@ -95,8 +98,8 @@ class KernelMaps:
     """The arrays that `torch.ops.oper.context_create` takes; see csrc/ops_host.cpp.
 
     Attributes:
-        tables: int64 [T, 9]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 5];
-        maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched: int64 [T, W];
+        tables: int64 [T, 11]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 6];
+        maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched, squares: int64 [T, W];
         heads: head maps, three arrays per table that needs them.
     """
 
@@ -106,6 +109,7 @@ class KernelMaps:
     maps: np.ndarray
     refreshes: np.ndarray
     touched: np.ndarray
+    squares: np.ndarray
     heads: list[np.ndarray]
 
     @staticmethod
@@ -128,8 +132,10 @@ class KernelMaps:
             return num_maps - bases[-1].size, bases[-1].size
 
         where = np.asarray(addresses, np.int64)
+        logical = {name: k for k, name in enumerate(dict.fromkeys(
+            d.table.name for d in directories))}
         for t, d in enumerate(directories):
-            row_bytes = d.table.row_bytes
+            row_bytes = d.row_bytes
             row_address = where + layout.rows[t]
             replica_address = where + layout.replicas[t]
             first_tier = len(tiers)
@@ -142,7 +148,7 @@ class KernelMaps:
                 else:
                     read = add_map(row_address[x.pattern] + slot * row_bytes,
                                    x.weight[x.pattern] * row_bytes)
-                tiers.append([x.tier.start, *read, *home])
+                tiers.append([x.tier.start, *read, *home, int(x.tier.mode == "push")])
                 if x.tier.placement == "replicated":
                     refreshes += _refreshes(t, x, row_address, replica_address[rank], rank,
                                             row_bytes)
@@ -151,13 +157,15 @@ class KernelMaps:
             heads += [] if head is None else list(head)
             state = {name: int(where[rank] + getattr(layout, name)[t, rank])
                      for name, _ in STATE_PARTS[d.table.optimizer]}
-            tables.append([d.table.num_rows, d.table.dim, int(d.table.pooling == "mean"),
+            tables.append([d.table.num_rows, d.dim, int(d.table.pooling == "mean"),
                            first_tier, len(tiers), int(row_address[rank]),
-                           state.get("momentum1", 0), state.get("momentum2", 0), head_at])
+                           state.get("momentum1", 0), state.get("momentum2", 0), head_at,
+                           logical[d.table.name], d.table.dim])
         return KernelMaps(
             np.array(tables, np.int64), np.stack([d.owner_begin for d in directories]),
             np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),
-            np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched, heads)
+            np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched,
+            where[None, :] + layout.squares, heads)
 
 
 def _refreshes(

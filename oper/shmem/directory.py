@@ -41,23 +41,34 @@ class TierLayout:
 
 
 class TableDirectory:
-    """Directory of one table of a plan; pure arithmetic, no memory of the rows.
+    """Directory of one column piece of a table; pure arithmetic, no memory of the rows.
 
     Args:
-        plan: the table's placement, one column piece, pull, device memory.
+        plan: the table's placement, in device memory.
         world_size: ranks W.
+        piece: which column piece.
+
+    Attributes:
+        table: the whole table.
+        column, dim: first column and columns of the piece.
+        num_slots: int64 [W], rows on each rank.
+        num_replica_rows: int64 [W], replicated rows on each rank.
+        owner_begin: int64 [W + 1], first home key of each rank.
 
     Raises:
         PlanError: the plan uses a placement that this runtime does not execute.
     """
 
-    def __init__(self, plan: TablePlan, world_size: int) -> None:
+    def __init__(self, plan: TablePlan, world_size: int, piece: int = 0) -> None:
         self.table = plan.table
         self.world_size = world_size
+        self.column = plan.pieces[piece].start
+        self.dim = plan.pieces[piece].stop - plan.pieces[piece].start
         self._check_executable(plan)
-        # With a single dealt tier the order of rows is irrelevant: arithmetic on the id.
-        tiers = plan.tiers
-        one_tier = len(tiers) == 1
+        tiers = plan.pieces[piece].tiers
+        # With single dealt tiers the order of rows is irrelevant: arithmetic on the id. All pieces
+        # of a table order its rows alike, since they meet by position.
+        one_tier = all(len(p.tiers) == 1 for p in plan.pieces)
         self.head_ids = np.zeros(0, np.int64) if one_tier else plan.head_ids
         order = np.argsort(self.head_ids, kind="stable")
         self._sorted_head = self.head_ids[order]
@@ -83,15 +94,15 @@ class TableDirectory:
     @staticmethod
     def _check_executable(plan: TablePlan) -> None:
         what = f"cannot execute the plan of table {plan.table.name!r}"
-        if len(plan.pieces) != 1:
-            raise PlanError(fail(what, "column pieces", len(plan.pieces), "1",
-                                 "plan without column splits"))
-        for tier in plan.tiers:
-            if tier.mode != "pull":
-                raise PlanError(fail(what, "mode", tier.mode, "pull", "plan with pulled tiers"))
+        for tier in (t for p in plan.pieces for t in p.tiers):
             if tier.memory != "device":
                 raise PlanError(fail(what, "memory", tier.memory, "device",
                                      "plan without a host tier"))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the piece."""
+        return 4 * self.dim
 
     def position_of(self, ids: np.ndarray) -> np.ndarray:
         """Positions (int64 [n]) of valid ids (int64 [n])."""

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem.arena import OUTBOX_ENV, ArenaLayout, KernelMaps, outbox_bytes
-from oper.shmem.directory import TableDirectory
+from oper.shmem.directory import TableDirectory, TierLayout
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
@@ -82,8 +83,14 @@ class ShardedTables:
         self.gradient_scale = gradient_scale
         plan.check_for(tables, group.world_size)
         _check_supported(tables, self.optimizers)
-        self.tables = {t.name: k for k, t in enumerate(tables)}
-        self.directories = [TableDirectory(t, group.world_size) for t in plan.tables]
+        self.specs = {t.name: t for t in tables}
+        self.directories = [TableDirectory(t, group.world_size, piece)
+                            for t in plan.tables for piece in range(len(t.pieces))]
+        self.has_push = any(x.tier.mode == "push" for d in self.directories for x in d.tiers)
+        # The directories of each table, in column order.
+        self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
+        for k, d in enumerate(self.directories):
+            self.pieces[d.table.name].append(k)
         # A single rank updates without an exchange but through the same outbox.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096)
@@ -98,13 +105,15 @@ class ShardedTables:
         maps = KernelMaps.build(self.directories, self._layout, heap.addresses, group.rank)
         column = 0
         features = []
-        for name, table in self.features:
-            if table not in self.tables:
+        for logical, (name, table) in enumerate(self.features):
+            if table not in self.specs:
                 raise PlanError(
                     fail("a feature names a table that the plan lacks", "feature, table",
-                         (name, table), f"one of {list(self.tables)[:8]}", "plan for this model"))
-            features.append([self.tables[table], column])
-            column += self.directories[self.tables[table]].table.dim
+                         (name, table), f"one of {list(self.specs)[:8]}", "plan for this model"))
+            for k in self.pieces[table]:
+                start = self.directories[k].column
+                features.append([k, column + start, logical, start])
+            column += self.specs[table].dim
         self.output_columns = column
         outboxes = [a + o for a, o in zip(heap.addresses, self._layout.outbox, strict=True)]
         as_tensor = torch.from_numpy
@@ -112,7 +121,7 @@ class ShardedTables:
             group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
             as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
             torch.tensor(features, dtype=torch.int64), as_tensor(maps.refreshes),
-            as_tensor(maps.touched), torch.tensor(outboxes, dtype=torch.int64),
+            as_tensor(maps.touched), as_tensor(maps.squares), torch.tensor(outboxes, dtype=torch.int64),
             self._layout.outbox_bytes, [as_tensor(h) for h in maps.heads]))
         if group.world_size > 1:
             deadline_ms = int(float(os.environ.get(DEADLINE_ENV, "300")) * 1000)
@@ -141,15 +150,23 @@ class ShardedTables:
                      "detach them; they would not be trained"))
         return self.forward(batch)[0]
 
-    def forward(self, batch: Lookup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags."""
+    def forward(self, batch: Lookup, collective: bool = False
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags.
+
+        Args:
+            batch: the batch.
+            collective: all ranks take part, and tiers in push mode are pooled by their owners;
+                otherwise every row is read directly.
+        """
         _check_batch(batch)
         if batch.batch_size == 0 and batch.ids.numel() == 0:
-            dim = self.output_columns if batch.pooled else self.directories[0].table.dim
-            return torch.empty(0, dim), torch.zeros(1, dtype=torch.int64)
+            if not (collective and self.has_push):
+                dim = self.output_columns if batch.pooled else self.directories[0].table.dim
+                return torch.empty(0, dim), torch.zeros(1, dtype=torch.int64)
         out, offsets, code, detail = torch.ops.oper.lookup_forward(
             self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled)
+            batch.pooled, collective)
         if code:
             self._raise(code, detail, batch, offsets)
         return out, offsets
@@ -188,7 +205,8 @@ class ShardedTables:
         assert self.optimizers is not None
         rates = {name: float(g["lr"]) for g in self.param_groups for name in g["tables"]}
         return torch.tensor(
-            [self.optimizers[name].arguments(rates[name], step) for name in self.tables],
+            [self.optimizers[d.table.name].arguments(rates[d.table.name], step)
+             for d in self.directories],
             dtype=torch.float64)
 
     def barrier(self) -> None:
@@ -222,7 +240,7 @@ class ShardedTables:
         key //= max(1, batch.batch_size)
         bad = int(batch.ids[detail])
         for feature, carrier in zip(self.features, batch.key_of.tolist(), strict=True):
-            num_rows = self.directories[self.tables[feature[1]]].table.num_rows
+            num_rows = self.specs[feature[1]].num_rows
             if carrier == key and not 0 <= bad < num_rows:
                 break  # of a feature's tables the one that lacks the row
         raise InvalidInputError(
@@ -231,29 +249,47 @@ class ShardedTables:
 
     # ---- rows in logical order -------------------------------------------------------------------
 
-    def _parts(self, table: str, begin: int, end: int
+    def _parts(self, piece: int, begin: int, end: int
                ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Rank, index into [begin, end) and slot of the rows `begin..end` of a table."""
-        import numpy as np
-
-        d = self.directories[self.tables[table]]
+        """Rank, index into [begin, end) and slot of the rows `begin..end` of a piece."""
+        d = self.directories[piece]
         owner, slot = d.locate(d.position_of(np.arange(begin, end, dtype=np.int64)))
         for rank in range(self.group.world_size):
             at = np.flatnonzero(owner == rank)
             if at.size:
                 yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
 
-    def _view(self, part: str, table: str, rank: int) -> torch.Tensor:
-        """A rank's shard [slots, dim] or part of its optimizer state [slots, dim or 1], mapped."""
-        heap, k = self._heap, self.tables[table]
+    def _view(self, part: str, piece: int, rank: int) -> torch.Tensor:
+        """A rank's shard of a piece or of its optimizer state, [slots, columns], mapped."""
+        heap, d = self._heap, self.directories[piece]
         if heap is None:
-            raise OperError(fail("sharded tables were closed", "table", table, "open tables",
+            raise OperError(fail("sharded tables were closed", "table", d.table.name, "open tables",
                                  "read them before close()"))
-        d = self.directories[k]
-        offset = getattr(self._layout, part)[k, rank]
-        columns = self._columns(part, table)
-        return torch.ops.oper.segment_view(
-            heap.addresses[rank] + int(offset), int(d.num_slots[rank]), columns)
+        columns = 1 if self._is_per_row(part, d.table.name) else d.dim
+        view: torch.Tensor = torch.ops.oper.segment_view(
+            heap.addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
+            int(d.num_slots[rank]), columns)
+        return view
+
+    def _columns(self, part: str, piece: int) -> slice:
+        """Where a piece stands in a row of the table; one column for a state per row."""
+        d = self.directories[piece]
+        per_row = self._is_per_row(part, d.table.name)
+        return slice(0, 1) if per_row else slice(d.column, d.column + d.dim)
+
+    def _is_per_row(self, part: str, table: str) -> bool:
+        spec = self.specs[table]
+        parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
+        if part not in parts:
+            raise InvalidInputError(
+                fail(f"table {table!r} has no such part", "part", part, f"one of {list(parts)}",
+                     f"its optimizer is {spec.optimizer}"))
+        return parts[part]
+
+    def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
+        """Global shape of a table or of a part of its optimizer state."""
+        spec = self.specs[table]
+        return (spec.num_rows,) if self._is_per_row(part, table) else (spec.num_rows, spec.dim)
 
     def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
              ) -> torch.Tensor:
@@ -269,33 +305,16 @@ class ShardedTables:
 
         One-sided: reads the owners' memory; no rank may be in an update meanwhile.
         """
-        d = self.directories[self.tables[table]]
-        end = d.table.num_rows if end is None else end
-        columns = self._columns(part, table)
-        out = torch.empty(end - begin, columns)
-        for at in range(begin, end, CHUNK_ROWS):
-            stop = min(end, at + CHUNK_ROWS)
-            for rank, index, slot in self._parts(table, at, stop):
-                out[index + (at - begin)] = self._view(part, table, rank)[slot]
-        return out[:, 0] if self._is_per_row(part, table) else out
-
-    def _is_per_row(self, part: str, table: str) -> bool:
-        spec = self.directories[self.tables[table]].table
-        parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
-        if part not in parts:
-            raise InvalidInputError(
-                fail(f"table {table!r} has no such part", "part", part, f"one of {list(parts)}",
-                     f"its optimizer is {spec.optimizer}"))
-        return parts[part]
-
-    def _columns(self, part: str, table: str) -> int:
+        end = self.specs[table].num_rows if end is None else end
         per_row = self._is_per_row(part, table)
-        return 1 if per_row else self.directories[self.tables[table]].table.dim
-
-    def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
-        """Global shape of a table or of a part of its optimizer state."""
-        rows = self.directories[self.tables[table]].table.num_rows
-        return (rows,) if self._is_per_row(part, table) else (rows, self._columns(part, table))
+        out = torch.empty(end - begin, 1 if per_row else self.specs[table].dim)
+        # All pieces of a row carry the same state per row.
+        for piece in self.pieces[table][:1] if per_row else self.pieces[table]:
+            columns = self._columns(part, piece)
+            for at in range(begin, end, CHUNK_ROWS):
+                for rank, index, slot in self._parts(piece, at, min(end, at + CHUNK_ROWS)):
+                    out[index + (at - begin), columns] = self._view(part, piece, rank)[slot]
+        return out[:, 0] if per_row else out
 
     def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows") -> None:
         """Write rows `[begin, begin + n)`; every rank stores those that it owns.
@@ -309,46 +328,52 @@ class ShardedTables:
         Call `publish` afterwards.
         """
         values = values.detach().reshape(values.shape[0], -1)
-        mine = self._view(part, table, self.group.rank)
-        for at in range(0, values.shape[0], CHUNK_ROWS):
-            stop = min(values.shape[0], at + CHUNK_ROWS)
-            for rank, index, slot in self._parts(table, begin + at, begin + stop):
-                if rank == self.group.rank:
-                    mine[slot] = values[index + at].to(mine.dtype)
+        for piece in self.pieces[table]:
+            columns = self._columns(part, piece)
+            mine = self._view(part, piece, self.group.rank)
+            for at in range(0, values.shape[0], CHUNK_ROWS):
+                stop = min(values.shape[0], at + CHUNK_ROWS)
+                for rank, index, slot in self._parts(piece, begin + at, begin + stop):
+                    if rank == self.group.rank:
+                        mine[slot] = values[index + at, columns].to(mine.dtype)
 
     def publish(self) -> None:
         """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
-        import numpy as np
-
         self.barrier()
-        rank = self.group.rank
-        for name, k in self.tables.items():
-            d = self.directories[k]
+        for k, d in enumerate(self.directories):
             for x in d.tiers:
-                if x.replica_base[rank] < 0:
-                    continue
-                assert self._heap is not None
-                base = self._heap.addresses[rank] + int(self._layout.replicas[k, rank])
-                rows = x.tier.stop - x.tier.start
-                copy = torch.ops.oper.segment_view(
-                    base + int(x.replica_base[rank]) * d.table.row_bytes, rows, d.table.dim)
-                for at in range(0, rows, CHUNK_ROWS):
-                    positions = np.arange(at, min(rows, at + CHUNK_ROWS)) + x.tier.start
-                    owner, slot = d.locate(positions)
-                    for peer in np.unique(owner):
-                        here = np.flatnonzero(owner == peer)
-                        source = self._view("rows", name, int(peer))
-                        copy[torch.from_numpy(here + at)] = source[torch.from_numpy(slot[here])]
+                if x.replica_base[self.group.rank] >= 0:
+                    self._copy_replicas(k, x)
         self.barrier()
 
-    def replica(self, table: str, rank: int) -> torch.Tensor:
-        """A rank's copy of the replicated rows, float32 [rows, dim], mapped read-only for peers."""
+    def _copy_replicas(self, piece: int, x: TierLayout) -> None:
+        """Copy a replicated tier's master rows into this rank's replica."""
+        d = self.directories[piece]
+        first = int(x.replica_base[self.group.rank])
+        copy = self._replica(piece, self.group.rank)[first:first + x.tier.stop - x.tier.start]
+        for at in range(0, copy.shape[0], CHUNK_ROWS):
+            positions = np.arange(at, min(copy.shape[0], at + CHUNK_ROWS)) + x.tier.start
+            owner, slot = d.locate(positions)
+            for peer in np.unique(owner):
+                here = np.flatnonzero(owner == peer)
+                source = self._view("rows", piece, int(peer))
+                copy[torch.from_numpy(here + at)] = source[torch.from_numpy(slot[here])]
+
+    def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
+        """A rank's copy of the replicated rows of one column piece of a table.
+
+        Returns:
+            float32 [rows, columns of the piece], a mapped view.
+        """
+        return self._replica(self.pieces[table][piece], rank)
+
+    def _replica(self, piece: int, rank: int) -> torch.Tensor:
         assert self._heap is not None
-        k = self.tables[table]
-        d = self.directories[k]
-        return torch.ops.oper.segment_view(
-            self._heap.addresses[rank] + int(self._layout.replicas[k, rank]),
-            int(d.num_replica_rows[rank]), d.table.dim)
+        d = self.directories[piece]
+        copy: torch.Tensor = torch.ops.oper.segment_view(
+            self._heap.addresses[rank] + int(self._layout.replicas[piece, rank]),
+            int(d.num_replica_rows[rank]), d.dim)
+        return copy
 
     def use_huge_pages(self) -> str:
         """Ask for huge pages behind the written rows; returns the page kind. Collective."""
@@ -375,7 +400,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
                 tables: ShardedTables, batch: Lookup) -> torch.Tensor:
-        out, offsets = tables.forward(batch)
+        out, offsets = tables.forward(batch, collective=True)
         ctx.call = (tables, batch, offsets)
         return out
 
@@ -426,7 +451,6 @@ def _check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optim
             raise PlanError(fail(what, "dtype", t.dtype, "float32", "convert the table"))
         if t.dim > MAX_DIM:
             raise PlanError(fail(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns"))
-        name = "none" if optimizers is None else optimizers[t.name].name
-        if t.optimizer != name:
-            raise PlanError(fail(what, "plan's optimizer", t.optimizer, name,
+        if optimizers is not None and t.optimizer != optimizers[t.name].name:
+            raise PlanError(fail(what, "plan's optimizer", t.optimizer, optimizers[t.name].name,
                                  "plan again for this optimizer"))

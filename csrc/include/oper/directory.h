@@ -71,12 +71,16 @@ struct TableMap {
   HeadMap head;
 };
 
+OPER_HD int32_t tier_of(const TableMap& table, int64_t position) {
+  int32_t k = table.num_tiers - 1;
+  while (k > 0 && position < table.tiers[k].start) --k;
+  return k;
+}
+
 // Place of a valid id (0 <= id < num_rows).
 OPER_HD int64_t locate(const TableMap& table, int64_t id) {
   const int64_t position = position_of(table.head, id);
-  int32_t k = table.num_tiers - 1;
-  while (k > 0 && position < table.tiers[k].start) --k;
-  return locate_in_tier(table.tiers[k], position);
+  return locate_in_tier(table.tiers[tier_of(table, position)], position);
 }
 
 }  // namespace oper

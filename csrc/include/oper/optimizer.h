@@ -27,6 +27,11 @@ enum class Optimizer : int32_t {
   kPartialRowWiseAdam = 5,
 };
 
+// Whether a row has one second moment, of all its columns.
+OPER_HD bool is_row_wise(Optimizer kind) {
+  return kind == Optimizer::kRowWiseAdagrad || kind == Optimizer::kPartialRowWiseAdam;
+}
+
 enum class Decay : int32_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
 
 struct OptimizerArgs {

@@ -1,0 +1,244 @@
+// Push mode: owners pool what they hold of each bag. Part of kernels.inl.
+//
+// Forward: a reader publishes, per owner, the slots and bags of its ids in pushed tiers; owners pool
+// them into one partial sum per bag; the reader adds these in rank order to what it read itself.
+// Backward: the reader publishes the same requests and its bags' gradients; owners reduce them.
+
+// Bags of a table, numbered through its features.
+int64_t num_bags_of(const Table& table, const Batch& batch) {
+  int64_t n = 0;
+  for (int32_t f : table.features) n += batch.features[f].num_bags;
+  return n;
+}
+
+// Calls body(index of the id in the batch, bag, home key) for every id in a pushed tier.
+template <class Id, class Body>
+int64_t for_pushed(const Table& table, const Batch& batch, Body body) {
+  const Id* ids = static_cast<const Id*>(batch.ids);
+  uint32_t bag = 0;
+  for (int32_t f : table.features) {
+    const FeatureBags& bags = batch.features[f];
+    for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {
+      for (int64_t i = bags.bounds[b]; i < bags.bounds[b + 1]; ++i) {
+        const int64_t id = static_cast<int64_t>(ids[i]);
+        if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(table.home.num_rows)) return i;
+        const int64_t position = position_of(table.home.head, id);
+        const int32_t tier = tier_of(table.home, position);
+        if (table.pushes[tier]) body(i, bag, locate_in_tier(table.home.tiers[tier], position));
+      }
+    }
+  }
+  return -1;
+}
+
+int32_t owner_of(const Table& table, int64_t key) {
+  int32_t owner = 0;
+  while (key >= table.owner_begin[owner + 1]) ++owner;
+  return owner;
+}
+
+template <class Id>
+int64_t request_ids(Context& context, int32_t index, const Batch& batch) {
+  const Table& table = context.tables[index];
+  const int32_t W = context.world_size;
+  RequestTable* entry = context.request_table(context.rank, index);
+  int64_t* begin = Context::request_begin(entry);
+  std::vector<int64_t> at(static_cast<size_t>(W) + 1, 0);
+  const int64_t bad = for_pushed<Id>(table, batch, [&](int64_t, uint32_t, int64_t key) {
+    ++at[owner_of(table, key) + 1];
+  });
+  if (bad >= 0) return bad;
+  for (int32_t r = 0; r < W; ++r) at[r + 1] += at[r];
+  for (int32_t r = 0; r <= W; ++r) begin[r] = at[r];
+  const int64_t n = begin[W];
+  entry->slots_offset = context.take_bytes(n * 4);
+  entry->bags_offset = context.take_bytes(n * 4);
+  entry->weights_offset = batch.weights ? context.take_bytes(n * 4) : 0;
+  if (entry->slots_offset < 0 || entry->bags_offset < 0 || entry->weights_offset < 0)
+    return kReduceFull;
+  char* base = context.outbox[context.rank];
+  uint32_t* slots = reinterpret_cast<uint32_t*>(base + entry->slots_offset);
+  uint32_t* bags = reinterpret_cast<uint32_t*>(base + entry->bags_offset);
+  float* weights = reinterpret_cast<float*>(base + entry->weights_offset);
+  for_pushed<Id>(table, batch, [&](int64_t i, uint32_t bag, int64_t key) {
+    const int32_t owner = owner_of(table, key);
+    const int64_t to = at[owner]++;
+    slots[to] = static_cast<uint32_t>(key - table.owner_begin[owner]);
+    bags[to] = bag;
+    if (batch.weights) weights[to] = batch.weights[i];
+  });
+  return kReduceOk;
+}
+
+int64_t request(Context& context, int32_t index, const Batch& batch) {
+  return batch.ids_are_32_bit ? request_ids<int32_t>(context, index, batch)
+                              : request_ids<int64_t>(context, index, batch);
+}
+
+// One rank's requests to this rank.
+struct Requests {
+  const uint32_t* slots;
+  const uint32_t* bags;
+  const float* weights;    // or null
+  const float* gradients;  // [bags, dim], backward only
+  int64_t n;
+};
+
+Requests requests_of(const Context& context, int32_t index, int32_t reader) {
+  RequestTable* entry = context.request_table(reader, index);
+  const int64_t* begin = Context::request_begin(entry);
+  const int64_t first = begin[context.rank];
+  const char* base = context.outbox[reader];
+  const float* weights =
+      entry->weights_offset ? reinterpret_cast<const float*>(base + entry->weights_offset) + first
+                            : nullptr;
+  return {reinterpret_cast<const uint32_t*>(base + entry->slots_offset) + first,
+          reinterpret_cast<const uint32_t*>(base + entry->bags_offset) + first, weights,
+          reinterpret_cast<const float*>(base + entry->gradients_offset),
+          begin[context.rank + 1] - first};
+}
+
+bool pool_for(Context& context, int32_t index, int32_t reader) {
+  const Table& table = context.tables[index];
+  const int dim = table.dim;
+  const Requests in = requests_of(context, index, reader);
+  PartialTable* out = context.partial_table(context.rank, index, reader);
+  out->count = in.n > 0 ? 1 : 0;
+  for (int64_t i = 1; i < in.n; ++i) out->count += in.bags[i] != in.bags[i - 1];
+  out->bags_offset = context.take_partial_bytes(out->count * 4);
+  out->rows_offset = context.take_partial_bytes(out->count * table.row_bytes());
+  if (out->bags_offset < 0 || out->rows_offset < 0) return false;
+  uint32_t* bags = reinterpret_cast<uint32_t*>(context.outbox[context.rank] + out->bags_offset);
+  float* rows = reinterpret_cast<float*>(context.outbox[context.rank] + out->rows_offset);
+  with_row_width(dim, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    for (int64_t i = 0; i < in.n; rows += dim) {
+      const uint32_t bag = in.bags[i];
+      Row<N> sum;
+      sum.load(table.rows + static_cast<int64_t>(in.slots[i]) * dim, dim);
+      if (in.weights) sum.scale(in.weights[i], dim);
+      for (++i; i < in.n && in.bags[i] == bag; ++i) {
+        if (i + kPrefetch < in.n)
+          prefetch_row(table.rows + static_cast<int64_t>(in.slots[i + kPrefetch]) * dim,
+                       table.row_bytes());
+        const float* row = table.rows + static_cast<int64_t>(in.slots[i]) * dim;
+        if (in.weights) {
+          sum.add_scaled(row, in.weights[i], dim);
+        } else {
+          sum.add(row, dim);
+        }
+      }
+      *bags++ = bag;
+      sum.store(rows, dim);
+    }
+  });
+  return true;
+}
+
+struct Partial {
+  const uint32_t* bags;
+  const float* rows;
+  int64_t at, end;
+};
+
+template <int N, class Id>
+void pool_with_partials(const Context& context, int32_t index, const Batch& batch, float* out,
+                        Scratch& scratch) {
+  const Table& table = context.tables[index];
+  const int dim = table.dim;
+  std::vector<Partial> partials;
+  for (int32_t r = 0; r < context.world_size; ++r) {
+    const PartialTable* p = context.partial_table(r, index, context.rank);
+    partials.push_back({reinterpret_cast<const uint32_t*>(context.outbox[r] + p->bags_offset),
+                        reinterpret_cast<const float*>(context.outbox[r] + p->rows_offset), 0,
+                        p->count});
+  }
+  const Id* ids = static_cast<const Id*>(batch.ids);
+  uint32_t bag = 0;
+  for (int32_t f : table.features) {
+    const FeatureBags& bags = batch.features[f];
+    for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {
+      const int64_t first = bags.bounds[b], n = bags.bounds[b + 1] - first;
+      int64_t* rows = scratch.get<int64_t>(0, n);
+      resolve(table.read, ids + first, n, rows);
+      Row<N> sum;
+      sum.zero(dim);
+      for (int64_t i = 0; i < n; ++i) {
+        if (is_pushed(table, static_cast<int64_t>(ids[first + i]))) continue;
+        const float* row = reinterpret_cast<const float*>(rows[i]);
+        if (batch.weights) {
+          sum.add_scaled(row, batch.weights[first + i], dim);
+        } else {
+          sum.add(row, dim);
+        }
+      }
+      for (Partial& p : partials)
+        if (p.at < p.end && p.bags[p.at] == bag) sum.add(p.rows + p.at++ * dim, dim);
+      if (table.mean && n > 1) sum.divide(static_cast<float>(n), dim);
+      sum.store(out + bags.out_begin + b * batch.out_stride, dim);
+    }
+  }
+}
+
+void pool_pushed(const Context& context, int32_t index, const Batch& batch, float* out,
+                 Scratch& scratch) {
+  with_row_width(context.tables[index].dim, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    if (batch.ids_are_32_bit) {
+      pool_with_partials<N, int32_t>(context, index, batch, out, scratch);
+    } else {
+      pool_with_partials<N, int64_t>(context, index, batch, out, scratch);
+    }
+  });
+}
+
+bool stage(Context& context, int32_t index, const Batch& batch, const float* grad) {
+  const Table& table = context.tables[index];
+  RequestTable* entry = context.request_table(context.rank, index);
+  entry->gradients_offset = context.take_bytes(num_bags_of(table, batch) * table.row_bytes());
+  if (entry->gradients_offset < 0) return false;
+  float* to = reinterpret_cast<float*>(context.outbox[context.rank] + entry->gradients_offset);
+  with_row_width(table.dim, [&](auto width) {
+    stage_gradients<decltype(width)::value>(table, batch, grad, to);
+  });
+  return true;
+}
+
+// Sorts one rank's requests by slot and sums the gradients of each row, in that rank's order.
+void reduce_pushed(Context& context, int32_t index, int32_t reader, Scratch& scratch) {
+  Table& table = context.tables[index];
+  const int dim = table.dim;
+  const Requests in = requests_of(context, index, reader);
+  PushedRows& out = table.pushed[reader];
+  out.slots.clear();
+  out.rows.clear();
+  uint64_t* pairs = scratch.get<uint64_t>(2, in.n);
+  uint64_t* spare = scratch.get<uint64_t>(3, in.n);
+  for (int64_t i = 0; i < in.n; ++i)
+    pairs[i] = (static_cast<uint64_t>(in.slots[i]) << 32) | static_cast<uint64_t>(i);
+  const int64_t slots = table.owner_begin[context.rank + 1] - table.owner_begin[context.rank];
+  const uint64_t* sorted =
+      radix_sort(pairs, spare, in.n, 32, bits_for(static_cast<uint64_t>(slots)));
+  with_row_width(dim, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    for (int64_t i = 0; i < in.n;) {
+      const uint64_t slot = sorted[i] >> 32;
+      Row<N> sum;
+      for (bool first = true; i < in.n && sorted[i] >> 32 == slot; ++i, first = false) {
+        const int64_t k = static_cast<int64_t>(sorted[i] & 0xffffffffu);
+        const float* g = in.gradients + static_cast<int64_t>(in.bags[k]) * dim;
+        if (first) {
+          sum.load(g, dim);
+          if (in.weights) sum.scale(in.weights[k], dim);
+        } else if (in.weights) {
+          sum.add_scaled(g, in.weights[k], dim);
+        } else {
+          sum.add(g, dim);
+        }
+      }
+      out.slots.push_back(static_cast<uint32_t>(slot));
+      out.rows.resize(out.rows.size() + static_cast<size_t>(dim));
+      sum.store(out.rows.data() + out.rows.size() - dim, dim);
+    }
+  });
+}
