@@ -22,6 +22,9 @@ _PUBLIC = {
     "TableSpec": "oper.tables",
     "SGD": "oper.shmem.optimizers",
     "RowWiseAdagrad": "oper.shmem.optimizers",
+    "Adagrad": "oper.shmem.optimizers",
+    "Adam": "oper.shmem.optimizers",
+    "PartialRowWiseAdam": "oper.shmem.optimizers",
     "OperError": "oper.errors",
     "InvalidInputError": "oper.errors",
     "FileFormatError": "oper.errors",
@@ -49,7 +52,13 @@ if TYPE_CHECKING:
     from oper.plan import Plan as Plan
     from oper.search import make_plan as make_plan
     from oper.sharding import shard as shard
-    from oper.shmem.optimizers import SGD as SGD, RowWiseAdagrad as RowWiseAdagrad
+    from oper.shmem.optimizers import (
+        SGD as SGD,
+        Adagrad as Adagrad,
+        Adam as Adam,
+        PartialRowWiseAdam as PartialRowWiseAdam,
+        RowWiseAdagrad as RowWiseAdagrad,
+    )
     from oper.stats import AccessStats as AccessStats, TableStats as TableStats
     from oper.tables import TableSpec as TableSpec
     from oper.topology import Topology as Topology

@@ -17,13 +17,26 @@ import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.group import ThreadGroup
-from oper.shmem.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.shmem.optimizers import (
+    SGD,
+    STATE_PARTS,
+    Adagrad,
+    Adam,
+    Optimizer,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+)
 from oper.shmem.runtime import Lookup, ShardedTables
 from oper.tables import TableSpec
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(lr=0.5),
     "rowwise_adagrad": RowWiseAdagrad(lr=0.05, eps=1e-8),
+}
+OTHER_OPTIMIZERS: dict[str, Optimizer] = {
+    "adagrad": Adagrad(lr=0.05, eps=1e-6),
+    "adam": Adam(lr=0.02, eps=1e-6, weight_decay=0.01),
+    "partial_rowwise_adam": PartialRowWiseAdam(lr=0.02, eps=1e-6, weight_decay=0.01),
 }
 
 
@@ -209,14 +222,41 @@ def reference_forward(case: Case, tables: dict[str, torch.Tensor], batch: Batch)
 
 
 @torch.no_grad()
-def apply_optimizer(optimizer: Optimizer, weight: torch.Tensor, state: torch.Tensor,
-                    grad: torch.Tensor) -> None:
-    """One exact update of a whole table; a row without gradient does not move."""
-    if isinstance(optimizer, SGD):
-        weight -= optimizer.lr * grad
-        return
-    state += (grad * grad).mean(1)
-    weight -= optimizer.lr * grad / (state.sqrt() + optimizer.eps)[:, None]
+def apply_optimizer(o: Optimizer, step: int, weight: torch.Tensor, state: dict[str, torch.Tensor],
+                    grad: torch.Tensor, touched: torch.Tensor) -> None:
+    """One exact update of the touched rows, step counted from 1."""
+    g, w, rate = grad[touched], weight[touched], o.lr
+    if isinstance(o, SGD):
+        weight[touched] = w - rate * g
+    elif isinstance(o, RowWiseAdagrad):
+        s = state["momentum1"][touched] + (g * g).mean(1)
+        state["momentum1"][touched] = s
+        weight[touched] = w - rate * g / (s.sqrt() + o.eps)[:, None]
+    elif isinstance(o, Adagrad):
+        s = state["momentum1"][touched] + g * g
+        state["momentum1"][touched] = s
+        weight[touched] = w - rate * g / (s.sqrt() + o.eps)
+    else:
+        rowwise = isinstance(o, PartialRowWiseAdam)
+        b1, b2 = torch.tensor(o.betas).tolist()  # float32 by definition
+        m = b1 * state["momentum1"][touched] + (1 - b1) * g
+        square = (g * g).mean(1) if rowwise else g * g
+        s = b2 * state["momentum2"][touched] + (1 - b2) * square
+        state["momentum1"][touched], state["momentum2"][touched] = m, s
+        root = (s / (1 - b2**step)).sqrt() + o.eps
+        change = m / (1 - b1**step) / (root[:, None] if rowwise else root)
+        weight[touched] = w - rate * (change + o.weight_decay * w)
+
+
+def touched_rows(case: Case, table: TableSpec, batches: list[Batch]) -> torch.Tensor:
+    """Ids of a table in the global batch, bool [num_rows]."""
+    touched = torch.zeros(table.num_rows, dtype=torch.bool)
+    for batch in batches:
+        ends = [0, *batch.lengths.reshape(len(case.keys), -1).sum(1).cumsum(0).tolist()]
+        for feature in table.features:
+            k = case.keys.index(feature)
+            touched[batch.ids[ends[k]:ends[k + 1]].long()] = True
+    return touched
 
 
 def train_reference(case: Case, steps: list[list[Batch]], optimizer: Optimizer,
@@ -225,18 +265,21 @@ def train_reference(case: Case, steps: list[list[Batch]], optimizer: Optimizer,
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     weights = {n: w.to(dtype, copy=True).requires_grad_() for n, w in initial_weights(case).items()}
-    states = {n: torch.zeros(w.shape[0], dtype=dtype) for n, w in weights.items()}
+    states = {n: {part: torch.zeros(w.shape[:1] if per_row else w.shape, dtype=dtype)
+                  for part, per_row in STATE_PARTS[optimizer.name]} for n, w in weights.items()}
     outputs = []
-    for batches in steps:
+    for step, batches in enumerate(steps, 1):
         outs = [reference_forward(case, weights, b) for b in batches]
         losses = [rank_loss(o, b.target) for o, b in zip(outs, batches, strict=True)]
         (torch.stack(losses).sum() / len(losses)).backward()
         for name, w in weights.items():
-            apply_optimizer(optimizer, w, states[name], w.grad)
+            touched = touched_rows(case, case.table(name), batches)
+            apply_optimizer(optimizer, step, w, states[name], w.grad, touched)
             w.grad = None
         outputs.append([o.detach() for o in outs])
     torch.set_num_threads(threads)
-    return Result(outputs, {n: w.detach() for n, w in weights.items()}, states)
+    return Result(outputs, {n: w.detach() for n, w in weights.items()},
+                  {f"{n} {part}": x for n, parts in states.items() for part, x in parts.items()})
 
 
 # ---- virtual ranks -------------------------------------------------------------------------------
@@ -272,7 +315,10 @@ def run_ranks(world_size: int, body: Callable[[ThreadGroup], Any], num_threads: 
 
 def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizer | None,
                 gradient_scale: float | None = None) -> ShardedTables:
-    """Sharded tables that hold the case's initial weights."""
+    """Sharded tables that hold the case's initial weights; no optimizer = read-only."""
+    own = case.with_optimizer(optimizer.name if optimizer else "none")
+    plan = replace(plan, tables=tuple(
+        replace(plan.table(t.name), table=t) for t in own.tables))
     scale = 1.0 / group.world_size if gradient_scale is None else gradient_scale
     tables = ShardedTables(plan, case.features, group, optimizer, scale)
     for name, weight in initial_weights(case).items():
@@ -293,7 +339,8 @@ def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Opti
         outputs.append([out.detach().clone()])
     tables.barrier()
     weights = {t.name: tables.read(t.name) for t in case.tables}
-    states = {t.name: tables.read(t.name, part="momentum1") for t in case.tables if t.state_bytes}
+    states = {f"{t.name} {part}": tables.read(t.name, part=part)
+              for t in case.tables for part, _ in STATE_PARTS[optimizer.name]}
     replicas = {(t.name, r): tables.replica(t.name, r).clone()
                 for t in case.tables for r in range(group.world_size)}
     tables.barrier()

@@ -15,8 +15,9 @@ import numpy as np
 
 from oper.search.bound import Bound
 from oper.search.moves import Moves
-from oper.search.placing import Placer, owner_prices
+from oper.search.placing import Placer
 from oper.search.recipes import RecipeBook
+from oper.search.relax import PUSH
 from oper.search.state import Attempt, Change, State
 
 
@@ -40,6 +41,7 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
+_FINENESS = (0.3, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0)
 EFFORTS = {"fast": Effort(4000, 6), "thorough": Effort(60000, 80)}
 
 
@@ -60,12 +62,20 @@ def search(bound: Bound, effort: Effort, target_gap: float, seed: int) -> State:
         book.descend(rng, near)
         book.refine(rng, near)
         book.simplify(near)
-    placer = Placer(relaxation, book.total)
-    state = State(relaxation.model, relaxation.tables, relaxation.base_tally,
-                  placer.place(book.chosen()))
+    state = _placed(book)
     improver = _Improver(state, book, rng)
     improver.run(effort, bound.lower_bound_us * (1.0 + target_gap))
     return improver.best
+
+
+def _placed(book: RecipeBook) -> State:
+    """The best of several placements that cut pushed tiers more or less finely."""
+    relaxation = book.relaxation
+    pushes = any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options)
+    states = [State(relaxation.model, relaxation.tables, relaxation.base_tally,
+                    Placer(relaxation, book.total).place(book.chosen(), fineness))
+              for fineness in (_FINENESS if pushes else (1.0,))]
+    return min(states, key=lambda s: s.score)
 
 
 class _Improver:
@@ -73,7 +83,7 @@ class _Improver:
 
     def __init__(self, state: State, book: RecipeBook, rng: np.random.Generator) -> None:
         self.state, self.book, self.rng = state, book, rng
-        self.price = owner_prices(book.relaxation, book.total)
+        self.placer = Placer(book.relaxation, book.total)
         self.trials = 0
         self.best = state.copy()
 
@@ -121,4 +131,4 @@ class _Improver:
                 self.state.apply(change, self.state.attempt(change))
 
     def _moves(self) -> list[Change]:
-        return Moves(self.state, self.book, self.price, self.rng).all()
+        return Moves(self.state, self.book, self.placer, self.rng).all()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +18,10 @@ from oper.search.state import Change, State
 _MOVES = 120  # moves looked at before the best of them is taken
 _TABLES = 16  # tables of the slowest rank that are looked at
 _TARGETS = 6  # ranks that may take over
+_SWAPS = 4  # tiers of each target that are looked at in exchange
 Place = tuple[int, int, int]  # table, piece, tier
+#: A change, or what builds it if it is among those looked at.
+Move = Change | Callable[[], Change]
 
 
 class Moves:
@@ -27,18 +31,25 @@ class Moves:
         price: float64 [12, W], what a unit of each tally row costs its owner, microseconds.
     """
 
-    def __init__(self, state: State, book: RecipeBook, price: np.ndarray,
+    def __init__(self, state: State, book: RecipeBook, placer: Placer,
                  rng: np.random.Generator) -> None:
-        self.state, self.book, self.price, self.rng = state, book, price, rng
+        self.state, self.book, self.placer, self.rng = state, book, placer, rng
+        price = self.price = placer.prices.price
         self.world = state.model.machine.world_size
         self.load = (state.total.rows * price).sum(axis=0)
+        self.owned: dict[int, list[Place]] = {}
+        for k, pieces in enumerate(state.pieces):
+            for i, piece in enumerate(pieces):
+                for n, tier in enumerate(piece.tiers):
+                    if tier.placement == "owned":
+                        self.owned.setdefault(tier.ranks[0], []).append((k, i, n))
 
     def all(self) -> list[Change]:
         """Moves that may relieve the rank that loses most, in a fixed order for a seed."""
         rank, order = self._target()
         low = [int(r) for r in order[:_TARGETS] if r != rank]
         stake = np.array([t.rows[:, rank] @ self.price[:, rank] for t in self.state.tallies])
-        moves: list[Change] = []
+        moves: list[Move] = []
         for k in np.argsort(-stake, kind="stable")[:_TABLES].tolist():
             for i, piece in enumerate(self.state.pieces[k]):
                 for n, tier in enumerate(piece.tiers):
@@ -53,7 +64,7 @@ class Moves:
         if len(moves) > _MOVES:
             chosen = self.rng.choice(len(moves), _MOVES, replace=False)
             moves = [moves[int(n)] for n in np.sort(chosen)]
-        return moves
+        return [m if isinstance(m, dict) else m() for m in moves]
 
     def _target(self) -> tuple[int, np.ndarray]:
         """The rank to relieve, and all ranks from the least loaded on."""
@@ -77,13 +88,10 @@ class Moves:
         for other in (r for r in low if r in self._owners(k)):
             mine = self._with_ranks(place, (other,))
             yield {k: mine}
-            for u, pieces in enumerate(self.state.pieces):
-                if u == k or rank not in self._owners(u):
-                    continue
-                for i, piece in enumerate(pieces):
-                    for n, tier in enumerate(piece.tiers):
-                        if tier.placement == "owned" and tier.ranks[0] == other:
-                            yield {k: mine, u: self._with_ranks((u, i, n), (rank,))}
+            theirs = [p for p in self.owned.get(other, ()) if p[0] != k
+                      and rank in self._owners(p[0])]
+            for n in self.rng.permutation(len(theirs))[:_SWAPS].tolist():
+                yield {k: mine, theirs[n][0]: self._with_ranks(theirs[n], (rank,))}
 
     def _deal(self, place: Place, rank: int, low: list[int]) -> Iterator[Change]:
         """Deal a stripe differently: give or exchange a rank's slot, or turn the stripe."""
@@ -150,7 +158,7 @@ class Moves:
             pieces[i:i + 1] = [replace(piece, stop=middle), Piece(middle, piece.stop, moved)]
             yield {k: tuple(pieces)}
 
-    def _recipes(self, k: int) -> Iterator[Change]:
+    def _recipes(self, k: int) -> Iterator[Move]:
         """Other tiers for the table: recipes that suit the class means best, and one-tier ones."""
         book = self.book
         if len(book.recipes[k]) < 2:
@@ -158,19 +166,21 @@ class Moves:
         rest = book.total - book.resources[k][book.pick[k]]
         near = np.argsort(book.scores(rest + book.resources[k]), kind="stable")[:3].tolist()
         near += [n for n, r in enumerate(book.recipes[k]) if len(r.stops) == 1 and n not in near]
-        placer = Placer(book.relaxation, book.total)
-        placer.owner_price = self.price
-        placer.load = self.load - (self.state.tallies[k].rows * self.price).sum(axis=0)
         for n in near:
             recipe = book.recipes[k][n]
             pushed = any(book.relaxation.options[o].kind == PUSH for o in recipe.options)
-            for grain in ((np.inf, placer.load.mean() / 2, placer.load.mean() / 8) if pushed
-                          else (np.inf,)):
-                placer.grain = max(float(grain), 1e-30)
-                placer.held = self.state.evaluation.domain_bytes.copy()
-                load = placer.load.copy()
-                yield {k: placer.place_one(k, recipe)}
-                placer.load = load
+            for share in (0.0, 2.0, 8.0) if pushed else (0.0,):
+                yield partial(self._recipe, k, n, share)
+
+    def _recipe(self, k: int, n: int, fineness: float) -> Change:
+        """Table `k` by its recipe `n`, pushes cut above 1 / `fineness` of the mean load."""
+        placer = self.placer
+        rest = self.state.total.rows - self.state.tallies[k].rows
+        placer.load = (rest * self.price).sum(axis=0)
+        placer.filled = np.einsum("qw,qdw->dw", rest, placer.prices.shares)
+        placer.held = self.state.evaluation.domain_bytes.copy()
+        placer.grain = placer.load.mean() / fineness if fineness else np.inf
+        return {k: placer.place_one(k, self.book.recipes[k][n])}
 
     def _tier(self, place: Place) -> Tier:
         k, i, n = place

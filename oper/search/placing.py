@@ -25,6 +25,7 @@ from oper.search.relax import PUSH, REPLICATED, Relaxation
 
 MIN_COLUMNS = 16  # narrower pieces waste whole memory sectors on short rows
 Placement = tuple[Piece, ...]
+_POWER = 6.0  # how strongly the fullest resource counts when a tier looks for its owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class _Job:
     Attributes:
         lump: how uneven its load is, microseconds.
         cost: float64 [m], load by slot of its rank set.
+        parts: float64 [D, m], the same by resource, as shares of the phase peaks.
         place: table, piece and tier number.
         width: columns of the piece.
         tier: the tier with every rank it may use.
@@ -41,6 +43,7 @@ class _Job:
 
     lump: float
     cost: np.ndarray
+    parts: np.ndarray
     place: tuple[int, int, int]
     width: int
     tier: Tier
@@ -50,7 +53,8 @@ class Placer:
     """Names the ranks of recipes, one tier at a time, the heaviest first.
 
     Attributes:
-        load: float64 [W], what the tiers placed so far cost their owners (weighted seconds).
+        load: float64 [W], what the tiers placed so far cost their owners (weighted us).
+        filled: float64 [D, W], the same by resource, as shares of the phase peaks.
         held: float64 [num_domains], memory taken so far.
         grain: load (us) above which a pushed tier is cut over several owners.
     """
@@ -59,14 +63,20 @@ class Placer:
         self.relaxation = relaxation
         self.model: CostModel = relaxation.model
         self.world = self.model.machine.world_size
-        self.owner_price = owner_prices(relaxation, total)
+        self.prices = OwnerPrices(relaxation, total)
         self.load = np.zeros(self.world)
+        self.filled = np.zeros((self.prices.shares.shape[1], self.world))
         self.held = self.model.machine.per_domain(relaxation.base_tally.rows[HELD])
         self.grain = np.inf
 
-    def place(self, recipes: list[Recipe]) -> list[Placement]:
-        """Pieces and tiers of every table of the relaxation."""
-        self.grain = self._grain(recipes)
+    def place(self, recipes: list[Recipe], fineness: float = 1.0) -> list[Placement]:
+        """Pieces and tiers of every table of the relaxation.
+
+        Args:
+            recipes: one per table.
+            fineness: pushed tiers are cut above `1 / fineness` of a rank's share of all pushes.
+        """
+        self.grain = self._grain(recipes) / fineness
         return self._assign([self._columns(k, r) for k, r in enumerate(recipes)],
                             list(enumerate(recipes)))
 
@@ -94,7 +104,7 @@ class Placer:
                 for row, (_, recipe) in enumerate(recipes)]
 
     def _grain(self, recipes: list[Recipe]) -> float:
-        """A third of what a rank carries of all that is pushed: finer pieces balance no better."""
+        """What a rank carries on average of all that is pushed."""
         total = 0.0
         for k, recipe in enumerate(recipes):
             start = 0
@@ -102,7 +112,7 @@ class Placer:
                 if self.relaxation.options[option].kind == PUSH:
                     total += self._whole(k, start, stop, option)
                 start = stop
-        return total / self.world / 3 if total > 0 else np.inf
+        return total / self.world if total > 0 else np.inf
 
     def _whole(self, k: int, start: int, stop: int, option: int, width: int = 0) -> float:
         """Load (us) of a tier on one owner."""
@@ -156,10 +166,12 @@ class Placer:
         ranks = list(tier.ranks[:slots])
         owner = np.zeros((4, self.world))
         owner[:, ranks] = shares
-        cost = (tier_rows(self.model, t, tier, owner, width) * self.owner_price).sum(axis=0)[ranks]
+        rows = tier_rows(self.model, t, tier, owner, width)[:, ranks]
+        cost = (rows * self.prices.price[:, ranks]).sum(axis=0)
+        parts = np.einsum("qm,qdm->dm", rows, self.prices.shares[:, :, ranks])
         partial = tier.mode == "push" and slots < self.world
         lump = float(cost.max() if slots == 1 or partial else cost.max() - cost.min())
-        return _Job(lump, cost, place, width, tier)
+        return _Job(lump, cost, parts, place, width, tier)
 
     def _settle(self, k: int, job: _Job) -> Tier:
         """Name the ranks of one tier and book its load and memory."""
@@ -173,7 +185,11 @@ class Placer:
             need = (tier.stop - tier.start) * _held_row_bytes(self.model, t, job.width)
             domain = machine.domain[every]
             spare = machine.capacity_bytes[domain] - self.held[domain] - need / job.cost.size
-            order = np.lexsort((every, self.load[every], np.where(spare >= 0, 0.0, -spare)))
+            # Vector packing: the rank whose scarcest resources the tier fills least.
+            before = self.filled[:, every]
+            after = before + job.parts.max(axis=1, keepdims=True)
+            harm = self.prices.weight @ (after ** _POWER - before ** _POWER)
+            order = np.lexsort((every, harm, np.where(spare >= 0, 0.0, -spare)))
             ranks = every[order[:job.cost.size]]
         elif len(ranks) > 1:
             slots = (np.arange(len(ranks))[None, :] - np.arange(len(ranks))[:, None]) % len(ranks)
@@ -183,6 +199,7 @@ class Placer:
             ranks = np.roll(ranks, -turn)
         placed = Tier(tier.start, tier.stop, tier.placement, tuple(ranks.tolist()), mode=tier.mode)
         self.load[ranks] += job.cost[:len(ranks)]
+        self.filled[:, ranks] += job.parts[:, :len(ranks)]
         owner = owned_features(t, placed, self.world, True)
         rows = tier_rows(self.model, t, placed, owner, job.width)
         self.held += machine.per_domain(rows[HELD])
@@ -217,29 +234,38 @@ def tier_rows(model: CostModel, t: TableProblem, tier: Tier, owner: np.ndarray,
     return rows
 
 
-def owner_prices(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
-    """What a unit of each tally row costs the rank that owns it; float64 [12, W], microseconds.
+class OwnerPrices:
+    """What a unit of each tally row costs the rank that owns it.
 
-    A group of terms counts by how close its class mean comes to the peak of its phase, so that rows
-    are balanced by what binds.
+    Attributes:
+        price: float64 [12, W], microseconds, groups of terms weighted by how close their class
+            mean comes to the peak of the phase, so that rows are balanced by what binds.
+        shares: float64 [12, D, W], the same for each resource d = (phase, group), unweighted, as a
+            share of the phase's peak.
+        weight: float64 [D], the phase's peak in microseconds.
     """
-    model = relaxation.model
-    world = model.machine.world_size
-    out = np.zeros((NUM_ROWS, world))
-    weight = np.zeros((len(model.phases), len(GROUPS), len(relaxation.classes.ranks)))
-    for k, (phase, group, rank_class) in enumerate(relaxation.row_names):
-        peak = total[relaxation.phase_of == phase].max()
-        weight[phase, GROUPS.index(group), rank_class] = (total[k] / max(peak, 1e-30)) ** 4
-    for rank_class, ranks in enumerate(relaxation.classes.ranks):
-        rank = int(ranks[0])
-        unit = np.zeros((NUM_ROWS, NUM_ROWS, world))
-        unit[np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
-        load = model.loads(unit) * model.machine.seconds_per_unit * 1e6
-        own = load[..., rank]
-        groups = np.concatenate([own[..., MEMORY:MEMORY + 1] + own[..., COMPUTE:COMPUTE + 1],
-                                 own[..., 2:]], axis=-1)
-        out[:, ranks] = np.einsum("qpg,pg->q", groups, weight[:, :, rank_class])[:, None]
-    return out
+
+    def __init__(self, relaxation: Relaxation, total: np.ndarray) -> None:
+        model, classes = relaxation.model, relaxation.classes.ranks
+        world, phases = model.machine.world_size, len(model.phases)
+        near = np.zeros((phases, len(GROUPS), len(classes)))
+        peaks = np.array([total[relaxation.phase_of == p].max() for p in range(phases)])
+        for k, (phase, group, rank_class) in enumerate(relaxation.row_names):
+            near[phase, GROUPS.index(group), rank_class] = (
+                total[k] / max(peaks[phase], 1e-30)) ** 4
+        self.price = np.zeros((NUM_ROWS, world))
+        self.shares = np.zeros((NUM_ROWS, phases * len(GROUPS), world))
+        self.weight = np.repeat(peaks, len(GROUPS))
+        for rank_class, ranks in enumerate(classes):
+            rank = int(ranks[0])
+            unit = np.zeros((NUM_ROWS, NUM_ROWS, world))
+            unit[np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
+            own = (model.loads(unit) * model.machine.seconds_per_unit * 1e6)[..., rank]
+            groups = np.concatenate([own[..., MEMORY:MEMORY + 1] + own[..., COMPUTE:COMPUTE + 1],
+                                     own[..., 2:]], axis=-1)
+            self.price[:, ranks] = np.einsum("qpg,pg->q", groups, near[:, :, rank_class])[:, None]
+            share = (groups / np.maximum(peaks, 1e-30)[:, None]).reshape(NUM_ROWS, -1)
+            self.shares[:, :, ranks] = share[:, :, None]
 
 
 def is_cut(pieces: Placement) -> bool:

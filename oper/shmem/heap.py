@@ -24,7 +24,7 @@ from oper.shmem.library import load
 
 _LINE_BYTES = 128  # one barrier line per rank, see csrc/host/barrier.h
 _CONNECT_S = 60.0
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _page_up(num_bytes: int) -> int:

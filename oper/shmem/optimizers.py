@@ -1,16 +1,18 @@
 """Optimizers that are applied in the backward pass, exact on duplicates, as FBGEMM defines them.
 
-Duplicates of a row within a global batch are summed before one update, and only rows that the batch
-touches change ("lazy" moments: a row's moments do not decay while it is not touched). The arithmetic
-stands in csrc/include/oper/optimizer.h. Where torch differs: torch's Adagrad and Adam change rows
-with a zero gradient too (moments decay, weight decay applies), and its Adam adds L2 decay to the
-gradient where FBGEMM adds it to the step.
+Duplicates of a row within a global batch are summed before one update, and only rows that the
+batch touches change ("lazy" moments: a row's moments do not decay while it is not touched). The
+arithmetic stands in csrc/include/oper/optimizer.h. Where torch differs: torch's dense Adagrad and
+Adam change rows with a zero gradient too (moments decay, weight decay applies), and its Adam adds
+L2 decay to the gradient where FBGEMM adds it to the step. Betas are fp32 numbers, as in FBGEMM.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from oper.errors import InvalidInputError, fail
 
@@ -106,7 +108,9 @@ class Adam:
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        b1, b2 = self.betas
+        # The kernel's betas are fp32, and 1 - beta in the moments must match 1 - beta^t here: with
+        # 0.999 the rounding of beta alone changes 1 - beta by 1.3e-5 of its value.
+        b1, b2 = (float(np.float32(b)) for b in self.betas)
         return [self.code, 0, lr, self.eps, self.weight_decay, b1, b2, 1 - b1**step, 1 - b2**step]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class Lookup:
     Attributes:
         ids: int64 or int32 [N], key-major.
         lengths: int64 or int32 [num_keys * B], bag lengths, key-major.
-        key_of: int64 [F], which key carries each feature of the collection; -1 = absent.
+        key_of: int64 [F], which key carries each feature of the collection.
         batch_size: samples B.
         weights: float32 [N], per-sample weights, or None (pooled only).
         pooled: one row per sample with the features side by side, or one row per id, feature after
@@ -96,6 +97,9 @@ class ShardedTables:
             self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096)
         self._heap: HostHeap | None = HostHeap(group, self._layout.num_bytes)
         self._handle = self._create_context()
+        # Tables that nobody refers to any more are released without close() as well.
+        self._release = weakref.finalize(self, _release, self._handle, self._heap)
+        self._release.atexit = False
         # Makes autograd call our backward although the tables are no parameters.
         self._anchor = torch.zeros(0, requires_grad=True)
 
@@ -195,10 +199,25 @@ class ShardedTables:
                         ) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
         assert batch.weights is not None
+        keys = batch.key_of.tolist()
+        ids, weights, key_of = batch.ids, batch.weights, batch.key_of
+        shared = len(set(keys)) < len(keys) and batch.batch_size > 0
+        if shared:  # the kernel writes once per id; a key of several features needs their sum
+            ends = offsets[:: batch.batch_size].tolist()
+            spans = [slice(ends[k], ends[k + 1]) for k in keys]
+            ids, weights = (torch.cat([x[s] for s in spans]) for x in (ids, weights))
+            lengths = offsets.diff().view(-1, batch.batch_size)[key_of].reshape(-1)
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            key_of = torch.arange(len(keys))
         gradient: torch.Tensor = torch.ops.oper.lookup_weight_gradient(
-            self._handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
-            batch.batch_size)
-        return gradient
+            self._handle, grad.contiguous(), ids, offsets, weights, key_of, batch.batch_size)
+        if not shared:
+            return gradient
+        total = torch.zeros_like(batch.weights)
+        for span, part in zip(spans, gradient.split([s.stop - s.start for s in spans]),
+                              strict=True):
+            total[span] += part
+        return total
 
     def _optimizer_arguments(self, step: int) -> torch.Tensor:
         """float64 [T, 9], what every table's optimizer needs at this step."""
@@ -388,10 +407,18 @@ class ShardedTables:
 
     def close(self) -> None:
         """Release the arenas of this rank. Peers that still read keep the memory alive."""
-        if self._heap is not None:
-            torch.ops.oper.context_close(self._handle)
-            self._heap.close()
-            self._heap = None
+        self._release()
+        self._heap = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OperError(
+            fail("sharded tables cannot be copied or pickled", "tables", list(self.tables)[:8],
+                 "one handle on the shared rows", "save and load the model's state_dict instead"))
+
+
+def _release(handle: int, heap: HostHeap) -> None:
+    torch.ops.oper.context_close(handle)
+    heap.close()
 
 
 class _Lookup(torch.autograd.Function):
@@ -430,7 +457,12 @@ def _check_batch(batch: Lookup) -> None:
                 fail("cannot look up", name, (value.dtype, tuple(value.shape)),
                      "contiguous int64 or int32, one dimension", "convert the batch"))
     num_keys, rest = divmod(lengths.numel(), max(1, batch.batch_size))
-    if rest or (num_keys <= int(batch.key_of.max()) if batch.batch_size else num_keys):
+    first, last = (int(k) for k in torch.aminmax(batch.key_of))
+    if first < 0:
+        raise InvalidInputError(
+            fail("cannot look up", "key_of", batch.key_of.tolist()[:8], "a key for every feature",
+                 "add the missing features to the batch"))
+    if rest or (num_keys <= last if batch.batch_size else num_keys):
         raise InvalidInputError(
             fail("cannot look up", "number of lengths", lengths.numel(),
                  f"one per key and sample of batch size {batch.batch_size}", "correct the batch"))

@@ -14,6 +14,7 @@ from oper.shmem.optimizers import SGD, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests.runtime_support import (
     OPTIMIZERS,
+    OTHER_OPTIMIZERS,
     Batch,
     Case,
     Result,
@@ -44,13 +45,13 @@ PLANS = ("replicated", "striped", "owned", "mixed0", "mixed1", "mixed2")
 def references(case: Case, world_size: int, optimizer: str, num_steps: int
                ) -> tuple[list[list[Batch]], Result, Result]:
     steps = make_steps(case, world_size, num_steps)
-    args = (case, steps, OPTIMIZERS[optimizer])
+    args = (case, steps, (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer])
     return steps, train_reference(*args), train_reference(*args, torch.float64)
 
 
 def check(case: Case, plan: Plan, optimizer: str, num_steps: int = STEPS) -> Result:
     steps, fp32, fp64 = references(case, plan.world_size, optimizer, num_steps)
-    got = train_virtual(case, plan, steps, OPTIMIZERS[optimizer])
+    got = train_virtual(case, plan, steps, (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer])
     assert_exact(case, got, fp32, fp64)
     return got
 
@@ -173,7 +174,7 @@ def test_a_backward_pass_uses_its_own_batch() -> None:
 
 def _world_body(rank: int, world_size: int, case: Case, plan: Plan, steps: list[list[Batch]],
                 optimizer: str) -> Result:
-    return train_rank(case, plan, steps, OPTIMIZERS[optimizer], ProcessGroup())
+    return train_rank(case, plan, steps, (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer], ProcessGroup())
 
 
 @pytest.mark.parametrize("world_size, plan, optimizer", [
@@ -184,28 +185,34 @@ def test_processes_equal_virtual_ranks(world_size: int, plan: str, optimizer: st
     steps, fp32, fp64 = references(case, world_size, optimizer, STEPS)
     got = merge_ranks(run_world(world_size, _world_body, case, chosen, steps, optimizer))
     assert_exact(case, got, fp32, fp64)
-    virtual = train_virtual(case, chosen, steps, OPTIMIZERS[optimizer])
+    virtual = train_virtual(case, chosen, steps, (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer])
     assert_bitwise(got.weights, virtual.weights, "processes and virtual ranks")
     assert_bitwise(got.outputs, virtual.outputs, "outputs of processes and virtual ranks")
 
 
+FBGEMM = {
+    "sgd": (SGD(lr=0.1), "EXACT_SGD", {}),
+    "rowwise_adagrad": (RowWiseAdagrad(lr=0.05, eps=1e-8), "EXACT_ROWWISE_ADAGRAD", {"eps": 1e-8}),
+}
+
+
+@pytest.mark.parametrize("optimizer", FBGEMM)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_equals_fbgemm(weighted: bool) -> None:
+def test_equals_fbgemm(weighted: bool, optimizer: str) -> None:
     tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     common = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
     ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
     tables = tuple(TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum")
                    for k, (rows, dim) in enumerate([(50, 8), (4000, 64), (1, 16), (900, 128)]))
     case = Case(tables, tuple(f"f{k}" for k in range(4)), weighted, max_length=5)
-    optimizer = RowWiseAdagrad(lr=0.05, eps=1e-8)
+    ours_is, theirs_is, arguments = FBGEMM[optimizer]
     peer = tbe.SplitTableBatchedEmbeddingBagsCodegen(
         [(t.num_rows, t.dim, ops.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU) for t in tables],
-        optimizer=common.EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=optimizer.lr,
-        eps=optimizer.eps)
+        optimizer=common.EmbOptimType[theirs_is], learning_rate=ours_is.lr, **arguments)
     start = initial_weights(case)
     for weight, t in zip(peer.split_embedding_weights(), tables, strict=True):
         weight.copy_(start[t.name])
-    sharded = open_tables(case, uniform_plan(tables, 1), SingleGroup(), optimizer)
+    sharded = open_tables(case, uniform_plan(tables, 1), SingleGroup(), ours_is)
     for step in range(STEPS):
         batch = make_batch(case, step, 20)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)])
@@ -214,11 +221,19 @@ def test_equals_fbgemm(weighted: bool) -> None:
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
         rank_loss(theirs, batch.target).backward()
         rank_loss(ours, batch.target).backward()
-    for weight, (state,), t in zip(peer.split_embedding_weights(), peer.split_optimizer_states(),
-                                   tables, strict=True):
+    for weight, t in zip(peer.split_embedding_weights(), tables, strict=True):
         assert (sharded.read(t.name) - weight).abs().max() <= 1e-5 * weight.abs().max()
-        gap = (sharded.read(t.name, part="momentum1") - state.flatten()).abs().max()
-        assert gap <= 1e-5 * state.abs().max()
+    if optimizer == "rowwise_adagrad":
+        for (state,), t in zip(peer.split_optimizer_states(), tables, strict=True):
+            gap = (sharded.read(t.name, part="momentum1") - state.flatten()).abs().max()
+            assert gap <= 1e-5 * state.abs().max()
+
+
+@pytest.mark.parametrize("optimizer", OTHER_OPTIMIZERS)
+@pytest.mark.parametrize("world_size, plan", [(1, "mixed0"), (2, "replicated"), (4, "mixed1")])
+def test_the_other_optimizers(world_size: int, plan: str, optimizer: str) -> None:
+    case = dlrm_case(optimizer)
+    check(case, plans_for(case.tables, world_size)[plan], optimizer)
 
 
 def test_ids_outside_every_statistic() -> None:

@@ -1,0 +1,200 @@
+"""What the demo's processes do: train OPER and TorchRec side by side, or the unsharded model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oper.bench import record
+from oper.bench.torchrec_peer import PLAN_KINDS, PeerOptions, build_peer
+from oper.data import Batches, BatchOptions, Folder
+from oper.train.batches import to_batch
+from oper.train.config import ModelConfig, OptimizerConfig, TrainConfig
+from oper.train.engines import Engine, dense_optimizer, unsharded, with_oper
+from oper.train.loop import evaluate
+from oper.train.metrics import gather_rows
+from oper.train.model import build_dlrm, full_state, ranks, save_state
+
+# SGD for the dense part: a first Adagrad step is lr times the sign of the gradient, which would
+# turn rounding of gradients near zero into differences between runs.
+OPTIMIZERS = OptimizerConfig(tables="rowwise_adagrad", tables_lr=0.05, tables_eps=1e-8,
+                             dense="sgd", dense_lr=0.1)
+MODEL = ModelConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))
+_PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
+_NUM_KJTS = 32  # distinct batches for the embedding collection alone
+
+Progress = Callable[[str], None]
+
+
+def beside(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Train OPER and TorchRec's plans on the same batches from the same weights. Collective.
+
+    Writes what `compare` needs into the case's folder.
+
+    Returns:
+        By side (``"oper"``, ``"table_wise"``, ``"mixed"``): validation AUC and log loss, and timing
+        of the whole training step, the step and the forward pass of the embedding collection.
+    """
+    progress("building the models: OPER, TorchRec table-wise, TorchRec mixed")
+    sides = {"oper": _oper(case)} | {kind: _torchrec(case, kind) for kind in PLAN_KINDS}
+    timed = _train_in_turns(sides, case, progress)
+    results: dict[str, Any] = {}
+    for name, (engine, _) in sides.items():
+        progress(f"validating {name}")
+        results[name] = evaluate(engine, _batches(case, "valid"))
+    progress("timing the embedding collections alone")
+    steps, forwards = _time_collections(sides, case)
+    for name in sides:
+        for what, seconds in (("train_step", timed[name]), ("step", steps[name]),
+                              ("forward", forwards[name])):
+            results[name][what] = record.summary(_slowest(seconds))
+    bags = sides["oper"][1]
+    return {"sides": results, "page_kind": bags.tables.page_kind}
+
+
+def alone(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Train the unsharded model in one process; writes what `compare` needs."""
+    engine = unsharded(_model(case), OPTIMIZERS)
+    logits = []
+    for step, batch in enumerate(_training_batches(case), 1):
+        logits.append(engine.step(batch)[1])
+        if step == case["checked_steps"]:
+            _write(case, "unsharded", logits, engine.module)
+        if step % 50 == 0:
+            progress(f"unsharded: step {step} of {case['num_steps']}")
+    progress("validating the unsharded model")
+    return evaluate(engine, _batches(case, "valid"))
+
+
+def _model(case: dict[str, Any]) -> nn.Module:
+    folder = Folder.open(case["data"])
+    return build_dlrm(folder.tables(MODEL.dim), len(folder.dense), MODEL, case["seed"])
+
+
+def _oper(case: dict[str, Any]) -> tuple[Engine, Any]:
+    from oper.integration.torchrec_modules import ShardedEmbeddingBags
+
+    config = TrainConfig(data=case["data"], batch_size=case["batch_size"], optimizer=OPTIMIZERS)
+    engine = with_oper(_model(case), config, plan=case["plan"], stats=None)
+    bags = next(m for m in engine.bare.modules() if isinstance(m, ShardedEmbeddingBags))
+    return engine, bags
+
+
+def _torchrec(case: dict[str, Any], kind: str) -> tuple[Engine, Any]:
+    model = _model(case)
+    initial = {name: value.detach() for name, value in model.state_dict().items()}
+    peer = build_peer(model, PeerOptions(kind, case["batch_size"], 1.0, OPTIMIZERS.tables_lr,
+                                         OPTIMIZERS.tables_eps))
+    peer.model.load_state_dict(initial)  # TorchRec has drawn new tables
+    tables = [o for o in peer.optimizers if not isinstance(o, torch.optim.SGD)]
+    dense = dense_optimizer(OPTIMIZERS, peer.model)
+    return Engine(peer.model, peer.model, [*tables, dense], collective=True), peer.collection()
+
+
+def _batches(case: dict[str, Any], split: str) -> Batches:
+    rank, world_size = ranks()
+    return Batches(case["data"], split, BatchOptions(
+        global_batch_size=case["batch_size"] * case["world_size"], rank=rank,
+        world_size=world_size, shuffle=split == "train", seed=case["seed"],
+        last="drop" if split == "train" else "keep"))
+
+
+def _training_batches(case: dict[str, Any]) -> Iterator[Any]:
+    """The first ``num_steps`` batches, through as many epochs as that takes."""
+    data = _batches(case, "train")
+    epochs = itertools.chain.from_iterable(data.epoch(k) for k in itertools.count())
+    for arrays in itertools.islice(epochs, case["num_steps"]):
+        yield to_batch(arrays, data.folder.sparse)
+
+
+def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
+                    progress: Progress) -> dict[str, np.ndarray]:
+    """All steps on all sides, turn by turn; returns seconds of the timed ones, float64 [n]."""
+    names = list(sides)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    logits: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    batches, done = _training_batches(case), 0
+    for turn in itertools.count():
+        chunk = list(itertools.islice(batches, min(_PER_TURN, case["num_steps"] - done)))
+        if not chunk:
+            break
+        for name in names[turn % len(names):] + names[:turn % len(names)]:
+            engine = sides[name][0]
+            step = iter(chunk)
+
+            def run(_: int, engine: Engine = engine, step: Iterator[Any] = step,
+                    into: list[torch.Tensor] = logits[name]) -> None:
+                into.append(engine.step(next(step))[1])
+
+            seconds = record.interleave({name: run}, dist.barrier, 1, len(chunk) - 1)[name]
+            taken[name].extend(seconds)
+        done += len(chunk)
+        if done == case["checked_steps"]:
+            for name, (engine, _) in sides.items():
+                _write(case, name, logits[name], engine.module)
+        if turn % 4 == 3:
+            progress(f"training in two processes: step {done} of {case['num_steps']} on each side")
+    return {name: np.array(values) for name, values in taken.items()}
+
+
+def _write(case: dict[str, Any], name: str, logits: list[torch.Tensor], module: nn.Module) -> None:
+    """Logits and weights after the checked steps, all ranks together. Collective."""
+    state = full_state(module)
+    joined = [gather_rows(x) for x in logits]
+    if ranks()[0] == 0:
+        save_state(Path(case["folder"]) / f"{name}.pt",
+                   {"logits": torch.stack(joined)} | {f"weights/{k}": v for k, v in state.items()})
+
+
+def _time_collections(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any]
+                      ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Seconds of a step (forward, backward, update) and of a forward pass without gradient.
+
+    Ids are of the validation split, which the statistics behind the plan have not counted; the
+    output gradient is given.
+    """
+    data = _batches(case, "valid")
+    full = (a for a in data if a.num_samples == case["batch_size"])
+    kjts = [to_batch(a, data.folder.sparse).sparse_features
+            for a in itertools.islice(full, _NUM_KJTS)]
+    torch.manual_seed(case["seed"] + ranks()[0])
+    gradient = torch.randn(case["batch_size"], MODEL.dim * len(data.folder.sparse)) * 1e-3
+
+    def step_of(engine: Engine, bags: Any) -> Callable[[int], None]:
+        # On data-parallel tables TorchRec's update is an optimizer of its own.
+        own = engine.optimizers[:-1]
+
+        def run(k: int) -> None:
+            for optimizer in own:
+                optimizer.zero_grad()
+            bags(kjts[k % len(kjts)]).values().backward(gradient)
+            for optimizer in own:
+                optimizer.step()
+        return run
+
+    def forward_of(bags: Any) -> Callable[[int], None]:
+        def run(k: int) -> None:
+            with torch.no_grad():
+                bags(kjts[k % len(kjts)]).values()
+        return run
+
+    rounds, per_round = case["rounds"], 8
+    steps = record.interleave({n: step_of(*s) for n, s in sides.items()}, dist.barrier, rounds,
+                              per_round, lead_in=2)
+    forwards = record.interleave({n: forward_of(s[1]) for n, s in sides.items()}, dist.barrier,
+                                 rounds, per_round, lead_in=2)
+    return steps, forwards
+
+
+def _slowest(seconds: np.ndarray) -> np.ndarray:
+    """Per call the slowest rank's time, float64 [n]. Collective."""
+    values = torch.from_numpy(seconds.copy())
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.numpy()

@@ -1,0 +1,354 @@
+"""Every optimizer against its formula, FBGEMM and torch; weight gradients against autograd."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from oper.plan import Plan, uniform_plan
+from oper.shmem.group import SingleGroup
+from oper.shmem.optimizers import (
+    SGD,
+    STATE_PARTS,
+    Adagrad,
+    Adam,
+    Optimizer,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+)
+from oper.tables import TableSpec
+from tests.optimizer_support import (
+    EVERY,
+    Trained,
+    assert_close,
+    open_tables,
+    train_sharded,
+    train_unsharded,
+    with_optimizers,
+)
+from tests.runtime_support import (
+    Batch,
+    Case,
+    assert_bitwise,
+    initial_weights,
+    make_batch,
+    make_steps,
+    mixed_plan,
+    plans_for,
+    rank_loss,
+)
+
+RATES = (1.0, 1.0, 0.5, 2.0, 0.0, 0.25)
+
+
+def small_case(**fields: object) -> Case:
+    """Vector widths with and without tails, a shared feature, features of one table."""
+    shapes = [("one", 1, 4, ("only",), "sum"), ("narrow", 40, 1, ("n",), "mean"),
+              ("two", 300, 16, ("a", "b"), "sum"), ("left", 60, 64, ("shared",), "mean"),
+              ("right", 70, 37, ("shared",), "sum"), ("wide", 200, 272, ("w",), "sum")]
+    tables = tuple(TableSpec(n, r, d, f, p) for n, r, d, f, p in shapes)
+    return Case(tables, ("w", "b", "unused", "shared", "n", "a", "only"), **fields)
+
+
+def one_optimizer(case: Case, optimizer: Optimizer) -> tuple[Case, dict[str, Optimizer]]:
+    optimizers = {t.name: optimizer for t in case.tables}
+    return with_optimizers(case, optimizers), optimizers
+
+
+def mixed_optimizers(case: Case) -> tuple[Case, dict[str, Optimizer]]:
+    """Every table its own; two share one."""
+    some = ("adam", "sgd", "rowwise_adagrad_l2", "partial_rowwise_adam", "adagrad", "sgd")
+    optimizers = {t.name: EVERY[n] for t, n in zip(case.tables, some, strict=True)}
+    return with_optimizers(case, optimizers), optimizers
+
+
+@functools.cache
+def reference(name: str, world_size: int, dtype: torch.dtype) -> Trained:
+    case, optimizers = one_optimizer(small_case(), EVERY[name])
+    return train_unsharded(case, make_steps(case, world_size, len(RATES)), optimizers, RATES, dtype)
+
+
+# ---- against the formulas ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", EVERY)
+def test_training_equals_the_formula(name: str, world_size: int) -> None:
+    """Weights, all state and outputs over steps with changing learning rates."""
+    case, optimizers = one_optimizer(small_case(), EVERY[name])
+    steps = make_steps(case, world_size, len(RATES))
+    got = train_sharded(case, mixed_plan(case.tables, world_size, 1), steps, optimizers, RATES)
+    for dtype in (torch.float32, torch.float64):
+        assert_close(got, reference(name, world_size, dtype))
+
+
+def test_the_reference_can_tell_them_apart() -> None:
+    # The comparison above proves little if another optimizer would pass it as well.
+    rows = {name: reference(name, 2, torch.float64).parts["wide/rows"] for name in EVERY}
+    names = list(rows)
+    for k, a in enumerate(names):
+        for b in names[:k]:
+            assert (rows[a] - rows[b]).abs().max() > 1e-3, (a, b)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", EVERY)
+def test_plans_are_bitwise_equal(name: str, world_size: int) -> None:
+    case, optimizers = one_optimizer(small_case(), EVERY[name])
+    steps = make_steps(case, world_size, 3)
+    results = {plan: train_sharded(case, made, steps, optimizers, RATES[:3])
+               for plan, made in plans_for(case.tables, world_size).items()}
+    want = results.pop("striped")
+    assert {"owned", "replicated", "mixed0"} <= results.keys()
+    for plan, got in results.items():
+        assert_bitwise(got.parts, want.parts, f"{plan} and striped")
+        assert_bitwise(got.outputs, want.outputs, f"{plan} and striped: outputs")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_mixed_optimizers_in_one_collection(world_size: int) -> None:
+    case, optimizers = mixed_optimizers(small_case())
+    steps = make_steps(case, world_size, len(RATES))
+    got = train_sharded(case, mixed_plan(case.tables, world_size, 2), steps, optimizers, RATES)
+    want = train_unsharded(case, steps, optimizers, RATES, torch.float64)
+    assert_close(got, want)
+    # A table is not disturbed by what its neighbours use.
+    alone = train_sharded(*_uniform(small_case(), world_size, EVERY["adam"], steps))
+    together = train_sharded(case, uniform_plan(case.tables, world_size, "striped"), steps[:1],
+                             optimizers, RATES[:1])
+    assert torch.equal(alone.parts["one/rows"], together.parts["one/rows"])
+
+
+def _uniform(case: Case, world_size: int, optimizer: Optimizer, steps: list[list[Batch]]
+             ) -> tuple[Case, Plan, list[list[Batch]], dict[str, Optimizer], tuple[float, ...]]:
+    case, optimizers = one_optimizer(case, optimizer)
+    return (case, uniform_plan(case.tables, world_size, "striped"), steps[:1], optimizers,
+            RATES[:1])
+
+
+# ---- which rows change ---------------------------------------------------------------------------
+
+
+def tiny(optimizer: Optimizer, rows: int = 6, dim: int = 5) -> tuple[Case, object]:
+    case, optimizers = one_optimizer(
+        Case((TableSpec("t", rows, dim, ("f",), "sum"),), ("f",)), optimizer)
+    return case, open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+
+
+def step_on(case: Case, tables: object, ids: list[int], grad: torch.Tensor) -> None:
+    """One step in which every id gets `grad`."""
+    batch = Batch(torch.ones(len(ids), dtype=torch.int64), torch.tensor(ids), None,
+                  torch.zeros(len(ids), 1))
+    tables.lookup(batch.lookup(case)).backward(grad.expand(len(ids), -1))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_only_touched_rows_change(name: str) -> None:
+    """No decay of weights or moments reaches a row that the batch does not look up."""
+    case, tables = tiny(EVERY[name])
+    step_on(case, tables, [0, 1, 1, 4], torch.tensor([0.5, -1, 2, 0.25, -0.125]))
+    parts = [p for p, _ in STATE_PARTS[EVERY[name].name]]
+    before = {p: tables.read("t", part=p) for p in ("rows", *parts)}
+    step_on(case, tables, [1, 2], torch.ones(5))
+    for part, old in before.items():
+        new = tables.read("t", part=part)
+        assert_bitwise(new[[0, 3, 4, 5]], old[[0, 3, 4, 5]], part)
+        assert not torch.equal(new[1], old[1]) and not torch.equal(new[2], old[2])
+
+
+@pytest.mark.parametrize("name, moves", [
+    ("sgd", False), ("rowwise_adagrad", False), ("adagrad", False),
+    ("rowwise_adagrad_l2", True), ("rowwise_adagrad_decoupled", True), ("adam_decay", True),
+    ("partial_rowwise_adam_decay", True)])
+def test_a_zero_gradient_touches_its_row(name: str, moves: bool) -> None:
+    """Decay applies to what was looked up, whatever its gradient."""
+    case, tables = tiny(EVERY[name])
+    start = tables.read("t")
+    step_on(case, tables, [2], torch.zeros(5))
+    moved = (tables.read("t") != start).any(1).tolist()
+    assert moved == [False, False, moves, False, False, False]
+
+
+def test_moments_go_on_where_they_stopped() -> None:
+    """Adam's moments stand still between touches; the step number does not."""
+    optimizer = Adam(lr=0.1, betas=(0.5, 0.75), eps=0.0)
+    case, tables = tiny(optimizer, dim=1)
+    start = tables.read("t")
+    step_on(case, tables, [1], torch.tensor([2.0]))
+    step_on(case, tables, [0], torch.tensor([1.0]))
+    step_on(case, tables, [1], torch.tensor([2.0]))
+    # Row 1: m = 1, then 1.5; s = 1, then 1.75; its second touch is step 3.
+    assert tables.read("t", part="momentum1")[1].item() == 1.5
+    assert tables.read("t", part="momentum2")[1].item() == 1.75
+    last = 0.1 * (1.5 / (1 - 0.5**3)) / (1.75 / (1 - 0.75**3)) ** 0.5
+    assert tables.read("t")[1].item() == pytest.approx(start[1].item() - 0.1 - last, rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [Adam(lr=0.5, eps=0.0), PartialRowWiseAdam(lr=0.5, eps=0.0)])
+def test_the_first_adam_step_is_the_learning_rate(optimizer: Optimizer) -> None:
+    # Bias correction cancels beta exactly: 1 - beta must mean the same number everywhere.
+    case, tables = tiny(optimizer)
+    start = tables.read("t")
+    step_on(case, tables, [3], torch.full((5,), -0.3))
+    moved = (tables.read("t") - start)[3]
+    assert torch.allclose(moved, torch.full((5,), 0.5), rtol=5e-7, atol=2e-7)
+
+
+def test_duplicates_make_one_update() -> None:
+    for name, optimizer in EVERY.items():
+        case, often = tiny(optimizer)
+        _, once = tiny(optimizer)
+        step_on(case, often, [3, 3, 3, 3], torch.full((5,), 0.5))
+        step_on(case, once, [3], torch.full((5,), 2.0))
+        for part in ("rows", *(p for p, _ in STATE_PARTS[optimizer.name])):
+            assert_bitwise(often.read("t", part=part), once.read("t", part=part), f"{name} {part}")
+
+
+# ---- against FBGEMM ------------------------------------------------------------------------------
+
+FBGEMM = {"sgd": "EXACT_SGD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
+          "adagrad": "EXACT_ADAGRAD", "adam": "ADAM",
+          "partial_rowwise_adam": "PARTIAL_ROWWISE_ADAM"}
+
+
+def fbgemm_peer(case: Case, optimizer: Optimizer, **options: object) -> object:
+    tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    configs = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
+    common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    peer = tbe.SplitTableBatchedEmbeddingBagsCodegen(
+        [(t.num_rows, t.dim, common.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU)
+         for t in case.tables],
+        optimizer=configs.EmbOptimType[FBGEMM[optimizer.name]], learning_rate=optimizer.lr,
+        eps=getattr(optimizer, "eps", 0.0), **options)
+    start = initial_weights(case)
+    for weight, t in zip(peer.split_embedding_weights(), case.tables, strict=True):
+        weight.copy_(start[t.name])
+    return peer
+
+
+@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adagrad"])
+def test_equals_fbgemm(name: str) -> None:
+    """The optimizers that FBGEMM's CPU operator has, with a learning rate that changes."""
+    tables = (TableSpec("s", 50, 8, ("f",), "sum"), TableSpec("l", 4000, 64, ("g",), "sum"),
+              TableSpec("w", 300, 132, ("h",), "sum"))
+    optimizer = EVERY[name]
+    case, optimizers = one_optimizer(Case(tables, ("f", "g", "h"), max_length=5), optimizer)
+    peer = fbgemm_peer(case, optimizer)
+    ours = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    for step, rate in enumerate(RATES * 2):
+        ours.param_groups[0]["lr"] = optimizer.lr * rate
+        peer.set_learning_rate(optimizer.lr * rate)
+        batch = make_batch(case, step, 30)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)])
+        for out in (peer(batch.ids, offsets), ours.lookup(batch.lookup(case))):
+            rank_loss(out, batch.target).backward()
+    states = peer.split_optimizer_states() or [()] * len(case.tables)
+    for t, weight, state in zip(case.tables, peer.split_embedding_weights(), states, strict=True):
+        pairs = [(ours.read(t.name), weight)]
+        if name != "sgd":
+            pairs.append((ours.read(t.name, part="momentum1"), state[0]))
+        for mine, theirs in pairs:
+            assert mine.shape == theirs.shape
+            assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_what_fbgemm_has_no_cpu_operator_for() -> None:
+    """Why Adam and weight decay are held against formulas and torch, and not against FBGEMM."""
+    case, _ = one_optimizer(Case((TableSpec("t", 4, 8, ("f",), "sum"),), ("f",)),
+                            EVERY["rowwise_adagrad"])
+    for name in ("adam", "partial_rowwise_adam"):
+        with pytest.raises(AssertionError, match="not supported in CPU mode"):
+            fbgemm_peer(case, EVERY[name])
+    tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    ends = []
+    for mode in (tbe.WeightDecayMode.NONE, tbe.WeightDecayMode.L2, tbe.WeightDecayMode.DECOUPLE):
+        peer = fbgemm_peer(case, EVERY["rowwise_adagrad"], weight_decay=0.5, weight_decay_mode=mode)
+        peer(torch.tensor([1, 2]), torch.tensor([0, 2])).sum().backward()
+        ends.append(peer.split_embedding_weights()[0].clone())
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])  # decay is ignored
+
+
+# ---- against torch and TorchRec ------------------------------------------------------------------
+
+
+def train_torch(make: object, case: Case, batches: list[Batch], sparse: bool = True
+                ) -> torch.Tensor:
+    bag = torch.nn.EmbeddingBag(case.tables[0].num_rows, case.tables[0].dim, mode="sum",
+                                sparse=sparse)
+    bag.load_state_dict({"weight": initial_weights(case)["t"]})
+    optimizer = make(bag.parameters())
+    for batch in batches:
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)[:-1]])
+        optimizer.zero_grad()
+        rank_loss(bag(batch.ids, offsets), batch.target).backward()
+        optimizer.step()
+    return bag.weight.detach()
+
+
+def rowwise_torchrec(**options: float) -> object:
+    optim = pytest.importorskip("torchrec.optim.rowwise_adagrad")
+    return functools.partial(optim.RowWiseAdagrad, **options)
+
+
+@pytest.mark.parametrize("ours, theirs, sparse, every_row", [
+    (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1), True, False),
+    (Adagrad(lr=0.1, eps=1e-6), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6), True, False),
+    # SparseAdam adds eps before its bias correction: equal for an eps that does not matter.
+    (Adam(lr=0.1, eps=1e-12), lambda p: torch.optim.SparseAdam(list(p), lr=0.1, eps=1e-12), True,
+     False),
+    (Adam(lr=0.1), lambda p: torch.optim.Adam(p, lr=0.1), False, True),
+    (RowWiseAdagrad(lr=0.1), lambda p: rowwise_torchrec(lr=0.1)(p), False, True),
+    (RowWiseAdagrad(lr=0.1, weight_decay=0.1),
+     lambda p: rowwise_torchrec(lr=0.1, weight_decay=0.1)(p), False, True),
+], ids=["sgd", "adagrad", "sparse_adam", "dense_adam", "torchrec", "torchrec_decay"])
+def test_equals_torch(ours: Optimizer, theirs: object, sparse: bool, every_row: bool) -> None:
+    """Equal always for the sparse ones, and for the dense ones if each step touches every row."""
+    rows = 12
+    case, optimizers = one_optimizer(
+        Case((TableSpec("t", rows, 20, ("f",), "sum"),), ("f",), max_length=5), ours)
+    batches = [make_batch(case, k, 10) for k in range(8)]
+    if every_row:
+        batches = [Batch(torch.cat([b.lengths, torch.tensor([rows])]),
+                         torch.cat([b.ids, torch.arange(rows)]), None,
+                         torch.cat([b.target, torch.ones(1, 20)])) for b in batches]
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    for batch in batches:
+        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+    want = train_torch(theirs, case, batches, sparse)
+    assert (tables.read("t") - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("ours, theirs", [
+    (Adam(lr=0.1), lambda p: torch.optim.Adam(p, lr=0.1)),
+    (RowWiseAdagrad(lr=0.1, weight_decay=0.1),
+     lambda p: rowwise_torchrec(lr=0.1, weight_decay=0.1)(p)),
+])
+def test_differs_from_dense_torch_on_untouched_rows(ours: Optimizer, theirs: object) -> None:
+    case, optimizers = one_optimizer(
+        Case((TableSpec("t", 12, 20, ("f",), "sum"),), ("f",)), ours)
+    batches = [Batch(torch.tensor([2]), torch.tensor(ids), None, torch.zeros(1, 20))
+               for ids in ([0, 1], [1, 2])]
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    for batch in batches:
+        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+    gap = (tables.read("t") - train_torch(theirs, case, batches, sparse=False)).abs().amax(1)
+    assert gap[0] > 1e-3  # touched in step 1 only: dense torch moves it again in step 2
+
+
+def test_decay_of_adam_is_added_to_the_step() -> None:
+    """As in AdamW and unlike ``torch.optim.Adam``, which adds it to the gradient."""
+    ours = Adam(lr=0.1, weight_decay=0.2)
+    case, tables = tiny(ours, rows=3, dim=20)
+    batches = [Batch(torch.tensor([3]), torch.arange(3), None, torch.full((1, 20), 0.1 * k))
+               for k in range(5)]
+    for batch in batches:
+        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+    adamw = train_torch(lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2), case, batches,
+                        sparse=False)
+    adam = train_torch(lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2), case, batches,
+                       sparse=False)
+    assert (tables.read("t") - adam).abs().max() > 1e-2
+    # AdamW decays before the step, so it differs by the product of the two.
+    assert (tables.read("t") - adamw).abs().max() <= 1e-6

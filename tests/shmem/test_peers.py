@@ -1,0 +1,125 @@
+"""Dead and stalled peers: every survivor says who, soon, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oper.errors import DeadlineError, PeerLostError
+from oper.plan import uniform_plan
+from oper.shmem.group import ProcessGroup
+from oper.shmem.optimizers import RowWiseAdagrad
+from tests.runtime_support import dlrm_case, make_batch, mixed_plan, open_tables, rank_loss
+from tests.world_support import leftovers, report, world
+
+CASE = dlrm_case()
+
+
+def _mapped() -> int:
+    """Shared segments that this process still maps or holds open."""
+    maps = Path("/proc/self/maps").read_text().count("memfd:oper")
+    links = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
+    return maps + sum("memfd:oper" in link or "pidfd" in link for link in links)
+
+
+def _train_until_it_breaks(rank: int, world_size: int, plan_seed: int | None, suicide: int
+                           ) -> dict[str, Any]:
+    """Train for ever; rank `suicide` ends itself between a forward and its backward pass."""
+    plan = (uniform_plan(CASE.tables, world_size) if plan_seed is None
+            else mixed_plan(CASE.tables, world_size, plan_seed))
+    tables = open_tables(CASE, plan, ProcessGroup(), RowWiseAdagrad())
+    batches = [make_batch(CASE, 10 * rank + k, 16) for k in range(4)]
+    try:
+        for step in range(10**9):
+            batch = batches[step % 4]
+            loss = rank_loss(tables.lookup(batch.lookup(CASE)), batch.target)
+            if step == 3:
+                report(time.monotonic())
+                if rank == suicide:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+    except (PeerLostError, DeadlineError) as error:
+        seen = time.monotonic()
+        found = {"kind": type(error).__name__, "text": str(error), "time": seen}
+    tables.close()
+    return {**found, "mapped": _mapped()}
+
+
+def _check_survivors(running: Any, victim: int, since: float, kind: str, within_s: float) -> None:
+    for rank, process in enumerate(running.processes):
+        if rank == victim:
+            continue
+        found = running.receive(rank)
+        assert found["kind"] == kind, found
+        assert f"rank={victim}," in found["text"], found
+        assert found["time"] - since < within_s, f"rank {rank} took {found['time'] - since} s"
+        assert found["mapped"] == 0, f"rank {rank} still holds segments"
+        process.join(20)
+        assert process.exitcode == 0, f"rank {rank} does not end"
+
+
+@pytest.mark.parametrize("world_size, victim, plan_seed", [(2, 0, None), (2, 1, 0), (4, 2, 1)])
+def test_a_peer_that_dies_before_its_backward_pass(world_size: int, victim: int,
+                                                   plan_seed: int | None) -> None:
+    with world(world_size, _train_until_it_breaks, plan_seed, victim) as running:
+        since = [running.receive(rank) for rank in range(world_size)][victim]
+        _check_survivors(running, victim, since, "PeerLostError", 2.0)
+    assert leftovers(running.pids) == []
+
+
+@pytest.mark.parametrize("world_size, victim, after_s", [(2, 1, 0.05), (2, 0, 0.31), (4, 3, 0.2)])
+def test_a_peer_that_is_killed_somewhere_in_training(world_size: int, victim: int, after_s: float
+                                                     ) -> None:
+    with world(world_size, _train_until_it_breaks, 0, -1) as running:
+        for rank in range(world_size):
+            running.receive(rank)
+        time.sleep(after_s)
+        since = time.monotonic()
+        running.processes[victim].kill()
+        _check_survivors(running, victim, since, "PeerLostError", 2.0)
+    assert leftovers(running.pids) == []
+
+
+def test_a_stalled_peer_ends_in_a_deadline_and_learns_of_it_when_it_wakes() -> None:
+    with world(2, _train_until_it_breaks, 0, -1, env={"OPER_DEADLINE_S": "2"}) as running:
+        for rank in range(2):
+            running.receive(rank)
+        since = time.monotonic()
+        os.kill(running.pids[1], signal.SIGSTOP)
+        _check_survivors(running, 1, since, "DeadlineError", 2.0 + 2.0)
+        assert time.monotonic() - since > 1.9
+        os.kill(running.pids[1], signal.SIGCONT)
+        woken = running.receive(1)
+        assert woken["kind"] in ("PeerLostError", "DeadlineError") and "rank=0," in woken["text"]
+    assert leftovers(running.pids) == []
+
+
+def test_all_ranks_killed_leave_nothing() -> None:
+    with world(2, _train_until_it_breaks, 0, -1) as running:
+        for rank in range(2):
+            running.receive(rank)
+        for process in running.processes:
+            process.kill()
+        for process in running.processes:
+            process.join(10)
+        assert leftovers(running.pids) == []
+
+
+def test_leftovers_can_be_seen(tmp_path: Path) -> None:
+    """The check itself: it must see a process, a name and a socket."""
+    import socket
+
+    name = Path("/dev/shm") / f"oper-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0oper-{os.getpid()}-test")
+        name.touch()
+        try:
+            text = " ".join(leftovers([os.getpid()]))
+        finally:
+            name.unlink()
+    assert "process" in text and "socket" in text and "/dev/shm" in text

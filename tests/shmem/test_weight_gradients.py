@@ -1,0 +1,145 @@
+"""Gradients of per-sample weights against autograd of the unsharded lookup."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oper.errors import InvalidInputError
+from oper.plan import uniform_plan
+from oper.shmem.group import SingleGroup
+from oper.shmem.optimizers import SGD, Adam, Optimizer
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from tests.optimizer_support import open_tables, with_optimizers
+from tests.runtime_support import (
+    Batch,
+    Case,
+    assert_bitwise,
+    dlrm_case,
+    initial_weights,
+    make_batch,
+    make_steps,
+    mixed_plan,
+    rank_loss,
+    reference_forward,
+    run_ranks,
+)
+
+
+def ready(case: Case, optimizer: Optimizer) -> tuple[Case, dict[str, Optimizer]]:
+    optimizers = {t.name: optimizer for t in case.tables}
+    return with_optimizers(case, optimizers), optimizers
+
+
+def wanted(case: Case, batch: Batch) -> torch.Tensor:
+    weights = batch.weights.detach().clone().requires_grad_()
+    other = Batch(batch.lengths, batch.ids, weights, batch.target)
+    out = reference_forward(case, initial_weights(case), other)
+    rank_loss(out, batch.target).backward()
+    return weights.grad
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape and got.dtype == torch.float32
+    assert want.numel() == 0 or (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
+    """Sum and mean, bags of all lengths and empty ones, empty batches, a key of two tables.
+
+    Each rank's gradient is that of its own loss, whatever W; the rows are those before the update.
+    """
+    case, optimizers = ready(dlrm_case(weighted=True, id_dtype=ids), SGD(lr=0.5))
+    (batches,) = make_steps(case, world_size, 1)
+    plan = mixed_plan(case.tables, world_size, 1)
+
+    def body(group):
+        tables = open_tables(case, plan, group, optimizers)
+        batch = batches[group.rank]
+        batch.weights.requires_grad_()
+        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+        return batch.weights.grad
+
+    got = run_ranks(world_size, body)
+    for batch, gradient in zip(batches, got, strict=True):
+        close(gradient, wanted(case, batch))
+    assert max(g.abs().max() for g in got if g.numel()) > 0.1
+    # Keys that no table reads get zeros.
+    extra = case.keys.index("extra")
+    ends = [0, *batches[0].lengths.view(len(case.keys), -1).sum(1).cumsum(0).tolist()]
+    assert ends[extra] < ends[extra + 1]
+    assert not got[0][ends[extra]:ends[extra + 1]].any()
+
+
+def test_a_key_of_several_tables_gets_the_sum() -> None:
+    tables = (TableSpec("t", 5, 8, ("f",), "sum"), TableSpec("u", 5, 4, ("f", "g"), "mean"),
+              TableSpec("v", 9, 12, ("g", "f"), "sum"))
+    case, optimizers = ready(Case(tables, ("g", "f"), weighted=True, max_length=6), SGD(lr=0.1))
+    sharded = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    batch = make_batch(case, 1, 9)
+    batch.weights.requires_grad_()
+    rank_loss(sharded.lookup(batch.lookup(case)), batch.target).backward()
+    close(batch.weights.grad, wanted(case, batch))
+
+
+def test_many_bags_on_several_threads() -> None:
+    tables = (TableSpec("t", 500, 24, ("f",), "sum"), TableSpec("m", 70, 5, ("g", "f"), "mean"))
+    case, optimizers = ready(Case(tables, ("g", "f"), weighted=True, max_length=40), SGD(lr=0.1))
+    batch = make_batch(case, 1, 2500)
+    batch.weights.requires_grad_()
+    results = []
+    for threads in (1, 2, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        sharded = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+        rank_loss(sharded.lookup(batch.lookup(case)), batch.target).backward()
+        torch.set_num_threads(before)
+        results.append(batch.weights.grad)
+        batch.weights.grad = None
+    close(results[0], wanted(case, batch))
+    assert_bitwise(results[1:], results[:1] * 2, "weight gradients on one and two threads")
+
+
+def test_the_update_is_the_same_with_and_without() -> None:
+    """Wanting the weights' gradient changes nothing for the tables."""
+    case, optimizers = ready(dlrm_case(weighted=True), Adam(lr=0.1))
+    batch = make_batch(case, 4, 20)
+    ends = []
+    for wants in (False, True):
+        tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+        weights = batch.weights.clone().requires_grad_(wants)
+        other = Batch(batch.lengths, batch.ids, weights, batch.target)
+        rank_loss(tables.lookup(other.lookup(case)), batch.target).backward()
+        ends.append({t.name: tables.read(t.name) for t in case.tables})
+    assert_bitwise(ends[0], ends[1], "tables")
+
+
+def test_weights_from_a_module_in_front() -> None:
+    """A feature processor's parameter learns through the lookup."""
+    case, optimizers = ready(dlrm_case(weighted=True), SGD(lr=0.1))
+    batch = make_batch(case, 5, 30)
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    gradients = []
+    for lookup in (lambda b: tables.lookup(b.lookup(case)),
+                   lambda b: reference_forward(case, initial_weights(case), b)):
+        scale = torch.ones(case.max_length + 1, requires_grad=True)
+        position = torch.cat([torch.arange(n) for n in batch.lengths.tolist()])
+        weights = (batch.weights * scale[position]).exp()
+        out = lookup(Batch(batch.lengths, batch.ids, weights, batch.target))
+        rank_loss(out, batch.target).backward()
+        gradients.append(scale.grad)
+    close(*gradients)
+
+
+def test_weights_that_no_one_trains_are_refused() -> None:
+    case = dlrm_case("none", weighted=True)
+    tables = ShardedTables(uniform_plan(case.tables, 1), case.features, SingleGroup(), None)
+    batch = make_batch(case, 5, 3)
+    batch.weights.requires_grad_()
+    with pytest.raises(InvalidInputError, match="per-sample weights"):
+        tables.lookup(batch.lookup(case))
+    with torch.no_grad():
+        assert tables.lookup(batch.lookup(case)).shape == (3, case.columns)
