@@ -52,7 +52,8 @@ def shard(
 
     Replaces every ``EmbeddingBagCollection``, ``EmbeddingCollection``, ``nn.EmbeddingBag`` and
     ``nn.Embedding`` in place by a module with the same call, the same output order and the same
-    ``state_dict`` names and shapes; the tables keep their weights. The rest of the program stays as it was. Collective over `process_group`.
+    ``state_dict`` names and shapes; the tables keep their weights. The rest of the program stays as
+    it was. Collective over `process_group`.
 
     Args:
         module: the model, or a collection itself.
@@ -106,7 +107,9 @@ def _find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[_Targ
 
     # A model can only contain TorchRec modules when torchrec has been imported.
     torchrec = sys.modules.get("torchrec.modules.embedding_modules")
-    collections = (torchrec.EmbeddingBagCollection, torchrec.EmbeddingCollection) if torchrec else ()
+    collections: tuple[type, ...] = ()
+    if torchrec is not None:
+        collections = (torchrec.EmbeddingBagCollection, torchrec.EmbeddingCollection)
     targets: list[_Target] = []
     for path, child in module.named_modules():
         if any(t.path == "" or path.startswith(f"{t.path}.") for t in targets):

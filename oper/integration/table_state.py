@@ -19,8 +19,8 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> torch.T
     """A table as a ``state_dict`` value, in logical order.
 
     Returns:
-        One rank: float32, a copy of the global shape. Several ranks: a ``DTensor`` of that shape, of
-        which each rank holds one contiguous row range (``Shard(0)``), so that
+        One rank: float32, a copy of the global shape. Several ranks: a ``DTensor`` of that shape,
+        of which each rank holds one contiguous row range (``Shard(0)``), so that
         ``torch.distributed.checkpoint`` saves and reshards it.
     """
     shape = torch.Size(tables.shape(name, part))

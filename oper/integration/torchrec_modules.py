@@ -148,8 +148,8 @@ class _FusedOptimizer(FusedOptimizer):
     ...}}}``, with one canonical state per row whatever the plan.
     """
 
-    def __init__(self, tables: ShardedTables, names: Mapping[str, str], parameters: Mapping[str, str]
-                 ) -> None:
+    def __init__(self, tables: ShardedTables, names: Mapping[str, str],
+                 parameters: Mapping[str, str]) -> None:
         self._tables = tables
         self._names = dict(names)
         # Keys need tensors to stand for the tables, which are no parameters.

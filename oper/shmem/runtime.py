@@ -125,8 +125,9 @@ class ShardedTables:
             group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
             as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
             torch.tensor(features, dtype=torch.int64), as_tensor(maps.refreshes),
-            as_tensor(maps.touched), as_tensor(maps.squares), torch.tensor(outboxes, dtype=torch.int64),
-            self._layout.outbox_bytes, [as_tensor(h) for h in maps.heads]))
+            as_tensor(maps.touched), as_tensor(maps.squares),
+            torch.tensor(outboxes, dtype=torch.int64), self._layout.outbox_bytes,
+            [as_tensor(h) for h in maps.heads]))
         if group.world_size > 1:
             deadline_ms = int(float(os.environ.get(DEADLINE_ENV, "300")) * 1000)
             torch.ops.oper.context_set_barrier(handle, heap.control, heap.pidfds, deadline_ms)
@@ -412,7 +413,7 @@ class ShardedTables:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OperError(
-            fail("sharded tables cannot be copied or pickled", "tables", list(self.tables)[:8],
+            fail("sharded tables cannot be copied or pickled", "tables", list(self.specs)[:8],
                  "one handle on the shared rows", "save and load the model's state_dict instead"))
 
 

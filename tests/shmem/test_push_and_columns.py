@@ -87,8 +87,9 @@ def test_weighted_lookups_and_repeatability() -> None:
     assert_bitwise(first.outputs, second.outputs, "outputs of two runs")
 
 
-@pytest.mark.parametrize("chosen", [RowWiseAdagrad(0.05, weight_decay=0.1), PartialRowWiseAdam(0.01)],
-                         ids=["l2 decay", "partial adam"])
+@pytest.mark.parametrize(
+    "chosen", [RowWiseAdagrad(0.05, weight_decay=0.1), PartialRowWiseAdam(0.01)],
+    ids=["l2 decay", "partial adam"])
 def test_row_states_do_not_depend_on_columns(chosen: RowWiseAdagrad | PartialRowWiseAdam) -> None:
     """A row's state is that of the whole row, whatever pieces it is cut into."""
     table = TableSpec("t", 50, 24, ("f",), "sum", optimizer=chosen.name)
