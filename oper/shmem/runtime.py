@@ -148,9 +148,10 @@ class ShardedTables:
     def forward(self, batch: Lookup) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags."""
         _check_batch(batch)
-        if batch.batch_size == 0 and batch.ids.numel() == 0:
+        if batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size) \
+                and not batch.lengths.any():
             dim = self.output_columns if batch.pooled else self.directories[0].table.dim
-            return torch.empty(0, dim), torch.zeros(1, dtype=torch.int64)
+            return torch.empty(0, dim), torch.zeros(batch.lengths.numel() + 1, dtype=torch.int64)
         out, offsets, code, detail = torch.ops.oper.lookup_forward(
             self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled)
