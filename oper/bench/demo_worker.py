@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from oper.bench import record
 from oper.bench.torchrec_peer import PLAN_KINDS, PeerOptions, build_peer
-from oper.data import Batches, BatchOptions, Folder
+from oper.data import ArrayBatch, Batches, BatchOptions, Folder
 from oper.train.batches import to_batch
 from oper.train.config import ModelConfig, OptimizerConfig, TrainConfig
 from oper.train.engines import Engine, dense_optimizer, unsharded, with_oper
@@ -48,7 +48,7 @@ def beside(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (engine, _) in sides.items():
         progress(f"validating {name}")
-        results[name] = evaluate(engine, _batches(case, "valid"))
+        results[name] = evaluate(engine, _batches(case, "valid", *ranks()))
     progress("timing the embedding collections alone")
     steps, forwards = _time_collections(sides, case)
     for name in sides:
@@ -60,17 +60,35 @@ def beside(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
 
 
 def alone(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Train the unsharded model in one process; writes what `compare` needs."""
+    """Train the unsharded model in one process; writes what `compare` needs.
+
+    A step takes the ranks' shares one after another and the mean of their losses.
+    """
     engine = unsharded(_model(case), OPTIMIZERS)
     logits = []
-    for step, batch in enumerate(_training_batches(case), 1):
-        logits.append(engine.step(batch)[1])
+    shares = [_training_batches(case, rank) for rank in range(case["world_size"])]
+    for step, batches in enumerate(zip(*shares, strict=True), 1):
+        logits.append(_step_on_shares(engine, batches))
         if step == case["checked_steps"]:
             _write(case, "unsharded", logits, engine.module)
         if step % 50 == 0:
             progress(f"unsharded: step {step} of {case['num_steps']}")
     progress("validating the unsharded model")
-    return evaluate(engine, _batches(case, "valid"))
+    return evaluate(engine, _batches(case, "valid", 0, 1))
+
+
+def _step_on_shares(engine: Engine, batches: Sequence[Any]) -> torch.Tensor:
+    """One step on the mean of the shares' losses; returns their logits, float32 [W * B]."""
+    for optimizer in engine.optimizers:
+        optimizer.zero_grad()
+    logits = []
+    for batch in batches:
+        loss, (_, found, _) = engine.module(batch)
+        (loss / len(batches)).backward()
+        logits.append(found)
+    for optimizer in engine.optimizers:
+        optimizer.step()
+    return torch.cat(logits)
 
 
 def _model(case: dict[str, Any]) -> nn.Module:
@@ -98,19 +116,27 @@ def _torchrec(case: dict[str, Any], kind: str) -> tuple[Engine, Any]:
     return Engine(peer.model, peer.model, [*tables, dense], collective=True), peer.collection()
 
 
-def _batches(case: dict[str, Any], split: str) -> Batches:
-    rank, world_size = ranks()
+def _batches(case: dict[str, Any], split: str, rank: int, world_size: int) -> Batches:
     return Batches(case["data"], split, BatchOptions(
         global_batch_size=case["batch_size"] * case["world_size"], rank=rank,
         world_size=world_size, shuffle=split == "train", seed=case["seed"],
         last="drop" if split == "train" else "keep"))
 
 
-def _training_batches(case: dict[str, Any]) -> Iterator[Any]:
-    """The first ``num_steps`` batches, through as many epochs as that takes."""
-    data = _batches(case, "train")
+def _training_batches(case: dict[str, Any], rank: int) -> Iterator[Any]:
+    """A rank's share of the first ``num_steps`` batches, through as many epochs as that takes.
+
+    The checked steps come first and use the first ``checked_batch_size`` samples of each share. The
+    fewer samples, the less likely is one that meets a ReLU within rounding of its kink, from where
+    row-wise Adagrad, which takes a cold row's first step at full length, makes differences large.
+    """
+    data = _batches(case, "train", rank, case["world_size"])
     epochs = itertools.chain.from_iterable(data.epoch(k) for k in itertools.count())
-    for arrays in itertools.islice(epochs, case["num_steps"]):
+    for step, arrays in enumerate(itertools.islice(epochs, case["num_steps"])):
+        if step < case["checked_steps"]:
+            size = case["checked_batch_size"]
+            arrays = ArrayBatch(arrays.labels[:size], arrays.dense[:size],
+                                np.ascontiguousarray(arrays.ids[:, :size]))
         yield to_batch(arrays, data.folder.sparse)
 
 
@@ -120,7 +146,7 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
     names = list(sides)
     taken: dict[str, list[float]] = {name: [] for name in names}
     logits: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    batches, done = _training_batches(case), 0
+    batches, done = _training_batches(case, ranks()[0]), 0
     for turn in itertools.count():
         chunk = list(itertools.islice(batches, min(_PER_TURN, case["num_steps"] - done)))
         if not chunk:
@@ -134,7 +160,8 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
                 into.append(engine.step(next(step))[1])
 
             seconds = record.interleave({name: run}, dist.barrier, 1, len(chunk) - 1)[name]
-            taken[name].extend(seconds)
+            if done >= case["checked_steps"]:
+                taken[name].extend(seconds)
         done += len(chunk)
         if done == case["checked_steps"]:
             for name, (engine, _) in sides.items():
@@ -160,7 +187,7 @@ def _time_collections(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any]
     Ids are of the validation split, which the statistics behind the plan have not counted; the
     output gradient is given.
     """
-    data = _batches(case, "valid")
+    data = _batches(case, "valid", *ranks())
     full = (a for a in data if a.num_samples == case["batch_size"])
     kjts = [to_batch(a, data.folder.sparse).sparse_features
             for a in itertools.islice(full, _NUM_KJTS)]

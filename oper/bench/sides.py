@@ -24,6 +24,21 @@ EPS = 1e-8
 DENSE_LAYERS, OVER_LAYERS = (512, 256), (512, 512, 256, 1)  # the dense arch ends with `dim`
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a step shows of itself; features in the order of the configuration.
+
+    Attributes:
+        pooled: output of the collection, float32 [B, sum of dims].
+        gradient: of the rank's loss by that output, same shape.
+        logits: float32 [B]; None for a collection alone.
+    """
+
+    pooled: torch.Tensor
+    gradient: torch.Tensor
+    logits: torch.Tensor | None
+
+
 @dataclass(slots=True)
 class Side:
     """One contender.
@@ -70,13 +85,25 @@ class Side:
                 return self.model(batch.sparse_features).values()
             return self.model(batch)[1][1]
 
-    def in_order(self, values: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Pooled embeddings with their features in the order of the configuration."""
-        if self.gradient is None:
-            return values
-        keys = self._keys(batch.sparse_features)
-        blocks = dict(zip(keys, values.detach().chunk(len(keys), dim=1), strict=True))
-        return torch.cat([blocks[f] for f in self.features], dim=1)
+    def traced_step(self, batch: Any) -> Trace:
+        """A step that also tells what went out of the collection and what came back."""
+        seen: dict[str, torch.Tensor] = {}
+
+        def in_order(keys: list[str], values: torch.Tensor) -> torch.Tensor:
+            blocks = dict(zip(keys, values.detach().chunk(len(keys), dim=1), strict=True))
+            return torch.cat([blocks[f] for f in self.features], dim=1)
+
+        def watch(module: nn.Module, args: Any, output: Any) -> None:
+            keys, values = list(output.keys()), output.values()
+            seen["pooled"] = in_order(keys, values)
+            values.register_hook(lambda g: seen.update(gradient=in_order(keys, g)))
+
+        handle = self.collection.register_forward_hook(watch)
+        try:
+            out = self.step(batch).detach()
+        finally:
+            handle.remove()
+        return Trace(seen["pooled"], seen["gradient"], out if self.gradient is None else None)
 
     def lookup(self, features: Any) -> torch.Tensor:
         """Pooled embeddings in the order of the configuration, without gradient."""
@@ -86,13 +113,10 @@ class Side:
 
     def order_gradient(self, gradient: torch.Tensor, batch: Any) -> None:
         """Take an output gradient, given in the order of the configuration."""
-        keys = self._keys(batch.sparse_features)
+        with torch.no_grad():
+            keys = list(self.collection(batch.sparse_features).keys())
         blocks = dict(zip(self.features, gradient.chunk(len(keys), dim=1), strict=True))
         self.gradient = torch.cat([blocks[k] for k in keys], dim=1).contiguous()
-
-    def _keys(self, features: Any) -> list[str]:
-        with torch.no_grad():
-            return list(self.collection(features).keys())
 
     def dense_parameters(self) -> dict[str, torch.Tensor]:
         """Parameters outside the tables, by their plain names."""
@@ -104,12 +128,23 @@ class Side:
         return found
 
 
+_PERIOD = 1_000_003  # a prime: equal rows of a table are at least as many rows apart
+
+
 def _initialise(weight: torch.Tensor, num_rows: int, seed: int) -> torch.Tensor:
-    """TorchRec's default range, from a seed: the same numbers on every side."""
+    """Uniform in TorchRec's default range, from a seed: the same numbers on every side.
+
+    The numbers repeat with `_PERIOD`, since drawing them all takes longer than the measurement.
+    """
     bound = math.sqrt(1.0 / num_rows)
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        return weight.uniform_(-bound, bound, generator=generator)
+        flat = weight.view(-1)
+        block = torch.empty(min(_PERIOD, flat.numel()))
+        block.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+        for at in range(0, flat.numel(), _PERIOD):
+            part = flat[at:at + _PERIOD]
+            part.copy_(block[:part.numel()])
+        return weight
 
 
 def make_collection(work: Workload, device: str) -> Any:

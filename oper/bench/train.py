@@ -19,17 +19,18 @@ def cases(quick: bool) -> list[Case]:
     """The cases in the order of the record; the main ones only when `quick`."""
     found = []
     exponents = {"": 1.05} if quick else {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
-    for whole in (False, True):
-        for suffix, exponent in exponents.items():
+    for suffix, exponent in exponents.items():
+        for whole in (False, True):
             for pooling in (1, 20):
                 if whole and suffix:
-                    continue  # reported for the collection alone
+                    continue  # other skews are reported for the collection alone
                 case = Case(f"{'dlrm' if whole else 'ebc'}-pool{pooling}{suffix}",
                             Workload(pooling=pooling, exponent=exponent), whole)
                 if whole:
                     case = replace(case, rounds=10, per_round=3)
                 if quick:
-                    case = replace(case, rounds=4 if whole else 8, per_round=2 if whole else 4)
+                    case = replace(case, num_stats_batches=8, rounds=4 if whole else 8,
+                                   per_round=2 if whole else 4)
                 found.append(case)
     return found
 

@@ -17,16 +17,13 @@ from oper.bench.ceiling import Ceiling
 from oper.bench.sides import Side, build_oper, build_torchrec
 from oper.bench.torchrec_peer import PLAN_KINDS
 from oper.bench.verify import Checks, Reference, verify
-from oper.bench.workload import (
-    CHECKED,
-    TIMED,
-    Workload,
-    batch_ids,
-    collect_stats,
-    make_batch,
-)
+from oper.bench.workload import TIMED, Workload, collect_stats, make_batch, timed_ids
 from oper.plan import Plan, uniform_plan
 from oper.stats import AccessStats
+
+# The parts of a step, as the library counts them.
+PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
+_PHASE_STEPS = 16
 
 Progress = Callable[[str], None]
 
@@ -87,21 +84,22 @@ class _Runner:
     def run(self) -> dict[str, Any]:
         load_before = record.load_average()
         self.progress("drawing batches")
-        ids = [batch_ids(self.work, self.rank, self.world_size, k)
-               for k in range(self.case.num_batches)]
+        ids = timed_ids(self.work, self.rank, self.world_size, self.case.num_batches)
         batches = [make_batch(self.work, x, (TIMED, self.rank, k)) for k, x in enumerate(ids)]
         plan, plan_s = self._plan()
-        reference = self._build(plan)
         checks = Checks.make(self.work, self.rank, self.world_size)
+        reference = self._build(plan, checks)
         verdicts = verify(self.sides, checks, reference, self.progress)
         reference = None
         gc.collect()
         gc.freeze()
         ceiling = Ceiling(self._tables, ids, self.work.pooling)
         timings = self._measure(batches, ceiling)
+        phases = self._phases(batches)
         entry = {
             "name": self.case.name, **self._figures(timings, verdicts, ids),
-            "ceiling": ceiling.settings, "page_kind": self._tables.page_kind,
+            "oper_phases_ms": phases, "ceiling": ceiling.settings,
+            "page_kind": self._tables.page_kind,
             "workload": self.work.to_json(), "world_size": self.world_size,
             "threads_per_rank": torch.get_num_threads(), "num_batches": self.case.num_batches,
             "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(plan_s, 3),
@@ -137,7 +135,7 @@ class _Runner:
         dist.broadcast_object_list(chosen)
         return chosen[0], seconds
 
-    def _build(self, plan: Plan) -> Reference | None:
+    def _build(self, plan: Plan, checks: Checks) -> Reference | None:
         """All contenders, alive together; the unsharded model on rank 0."""
         whole = self.case.whole_model
         self.progress("building OPER's side")
@@ -146,27 +144,15 @@ class _Runner:
         for kind in PLAN_KINDS:
             self.progress(f"building TorchRec's {kind} side")
             self.sides.append(build_torchrec(self.work, whole, kind, self.world_size))
-        gradient = None
         if not whole:
-            gradient = self._set_gradients()
-        if self.rank:
-            return None
-        from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
-        bags = next(m for m in model.modules() if isinstance(m, EmbeddingBagCollection))
-        return Reference(model, bags, gradient, self.world_size)
-
-    def _set_gradients(self) -> torch.Tensor:
-        """Give every side the same output gradient; returns that of all ranks, by rank."""
-        columns = self.work.dim * len(self.work.num_rows)
-        generator = torch.Generator().manual_seed(self.work.seed)
-        joint = torch.randn(self.work.batch_size, columns, generator=generator) * 1e-3
-        mine = joint.chunk(self.world_size)[self.rank].clone()
-        ids = batch_ids(self.work, self.rank, self.world_size, 0, CHECKED)
-        sample = make_batch(self.work, ids, (CHECKED, self.rank, 0))
-        for side in self.sides:
-            side.order_gradient(mine, sample)
-        return joint
+            # The same output gradient for every side and every step.
+            columns = self.work.dim * len(self.work.num_rows)
+            generator = torch.Generator().manual_seed(self.work.seed + self.rank)
+            size = self.work.batch_size // self.world_size
+            gradient = torch.randn(size, columns, generator=generator) * 1e-3
+            for side in self.sides:
+                side.order_gradient(gradient, checks.batch(0, self.rank))
+        return None if self.rank else Reference(model, checks)
 
     def _measure(self, batches: Sequence[Any], ceiling: Ceiling) -> dict[str, np.ndarray]:
         """Seconds by phase and contender, the maximum over ranks of every call."""
@@ -192,6 +178,21 @@ class _Runner:
                 found[f"{phase} {name}"] = np.array(self._slowest(seconds.tolist()))
             found[f"{phase} busy cores"] = np.array([(record.busy_seconds() - busy) / wall])
         return found
+
+    def _phases(self, batches: Sequence[Any]) -> dict[str, float]:
+        """Where OPER's step goes: median milliseconds by phase, mean over ranks."""
+        tables = self._tables
+        taken = []
+        self.sides[0].model.train()
+        for batch in batches[:_PHASE_STEPS]:
+            tables.barrier()
+            self.sides[0].step(batch)
+            taken.append(torch.ops.oper.context_phases(tables._handle))
+        mine = np.median(np.array(taken, np.float64), axis=0) / 1e6
+        joint = torch.from_numpy(mine)
+        dist.all_reduce(joint)
+        return {name: round(x / self.world_size, 4)
+                for name, x in zip(PHASES, joint.tolist(), strict=True)}
 
     def _slowest(self, values: list[float]) -> list[float]:
         """The maximum over ranks of each value."""

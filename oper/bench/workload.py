@@ -99,6 +99,13 @@ def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: i
         for t, n in enumerate(work.num_rows)])
 
 
+@functools.lru_cache(maxsize=2)
+def timed_ids(work: Workload, rank: int, world_size: int, num_batches: int
+              ) -> tuple[np.ndarray, ...]:
+    """The first `num_batches` timed batches of a rank; kept, since cases share workloads."""
+    return tuple(batch_ids(work, rank, world_size, k) for k in range(num_batches))
+
+
 def make_kjt(work: Workload, ids: np.ndarray) -> Any:
     """A `KeyedJaggedTensor` of `batch_ids` output, with lengths and offsets worked out."""
     import torch
@@ -123,6 +130,7 @@ def make_batch(work: Workload, ids: np.ndarray, seed: tuple[int, ...]) -> Any:
     return Batch(dense, make_kjt(work, ids), labels)
 
 
+@functools.lru_cache(maxsize=2)
 def collect_stats(work: Workload, rank: int, world_size: int, num_batches: int) -> AccessStats:
     """Access statistics of this rank's part of batches that are never timed."""
     from oper.analysis import Collector

@@ -19,8 +19,8 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> torch.T
     """A table as a ``state_dict`` value, in logical order.
 
     Returns:
-        One rank: float32, a copy of the global shape. Several ranks: a ``DTensor`` of that shape,
-        of which each rank holds one contiguous row range (``Shard(0)``), so that
+        One rank: float32, a copy of the global shape. Several ranks: a ``DTensor`` of that shape, of
+        which each rank holds one contiguous row range (``Shard(0)``), so that
         ``torch.distributed.checkpoint`` saves and reshards it.
     """
     shape = torch.Size(tables.shape(name, part))
@@ -135,7 +135,7 @@ def _rank0_weight(tables: ShardedTables, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _initialise(tables: ShardedTables, name: str, init_fn: InitFn | None) -> None:
-    spec = tables.specs[name]
+    spec = tables.directories[tables.tables[name]].table
     bound = math.sqrt(1.0 / spec.num_rows)  # TorchRec's default range
     # One seed for all ranks, drawn from rank 0's generator so that torch.manual_seed rules.
     seed = tables.group.all_gather(torch.initial_seed())[0]

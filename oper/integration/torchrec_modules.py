@@ -148,8 +148,8 @@ class _FusedOptimizer(FusedOptimizer):
     ...}}}``, with one canonical state per row whatever the plan.
     """
 
-    def __init__(self, tables: ShardedTables, names: Mapping[str, str],
-                 parameters: Mapping[str, str]) -> None:
+    def __init__(self, tables: ShardedTables, names: Mapping[str, str], parameters: Mapping[str, str]
+                 ) -> None:
         self._tables = tables
         self._names = dict(names)
         # Keys need tensors to stand for the tables, which are no parameters.
@@ -167,7 +167,7 @@ class _FusedOptimizer(FusedOptimizer):
         self._shown = {}
         for table, stand_in in self._stand_ins.items():
             full = self._names[table]
-            spec = self._tables.specs[full]
+            spec = self._tables.directories[self._tables.tables[full]].table
             parts = {f"{table}.{_STATE_NAMES[part]}": table_entry(self._tables, full, part)
                      for part, _ in STATE_PARTS[spec.optimizer]}
             if parts and "adam" in spec.optimizer:

@@ -92,6 +92,7 @@ class ShardedTables:
         self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
         for k, d in enumerate(self.directories):
             self.pieces[d.table.name].append(k)
+        self.tables = {name: pieces[0] for name, pieces in self.pieces.items()}
         # A single rank updates without an exchange but through the same outbox.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096)
@@ -165,10 +166,10 @@ class ShardedTables:
                 otherwise every row is read directly.
         """
         _check_batch(batch)
-        if batch.batch_size == 0 and batch.ids.numel() == 0:
-            if not (collective and self.has_push):
-                dim = self.output_columns if batch.pooled else self.directories[0].table.dim
-                return torch.empty(0, dim), torch.zeros(1, dtype=torch.int64)
+        empty = batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size)
+        if empty and not batch.lengths.any() and not (collective and self.has_push):
+            dim = self.output_columns if batch.pooled else self.directories[0].table.dim
+            return torch.empty(0, dim), torch.zeros(batch.lengths.numel() + 1, dtype=torch.int64)
         out, offsets, code, detail = torch.ops.oper.lookup_forward(
             self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, collective)

@@ -1,0 +1,105 @@
+"""``oper bench plan``: gaps, times and peers of the planner over a suite of modelled cases."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oper.bench import plan_workloads, record
+from oper.bench.plan_workloads import Workload
+from oper.search.baselines import score_peers
+from oper.search.cost import evaluate
+from oper.search.planner import plan_problem
+from oper.search.problem import make_problem
+from oper.search.space import EVERYTHING
+
+_WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
+    "criteo-kaggle": plan_workloads.criteo_kaggle,
+    "mlperf-dlrm-v2": plan_workloads.mlperf_dlrm_v2,
+    "avazu": plan_workloads.avazu,
+    "synthetic-100": lambda seed: plan_workloads.synthetic(100, seed),
+    "synthetic-850": lambda seed: plan_workloads.synthetic(850, seed),
+    "flat-100": lambda seed: plan_workloads.synthetic(100, seed, 0.6),
+    "giant": plan_workloads.giant,
+    "few-tables": plan_workloads.few_tables,
+    "unequal-100": lambda seed: plan_workloads.synthetic(100, seed),
+}
+_QUICK = {"criteo-kaggle/8", "synthetic-100/8", "few-tables/16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One workload on one machine for one objective."""
+
+    workload: str
+    num_ranks: int
+    objective: str
+
+    @property
+    def name(self) -> str:
+        """``WORKLOAD/RANKS/OBJECTIVE``."""
+        return f"{self.workload}/{self.num_ranks}/{self.objective}"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the benchmark beside the common ones."""
+    parser.add_argument("--seed", type=int, default=0,
+                        help="of the synthetic tables and of the search (default 0)")
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every workload on 8, 16, 64 and 128 ranks, for training and inference."""
+    every = [Case(w, n, o) for w in _WORKLOADS for n in (8, 16, 64, 128)
+             for o in ("training", "inference")]
+    return [c for c in every if not quick or f"{c.workload}/{c.num_ranks}" in _QUICK]
+
+
+def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """One entry per case; a case whose data is absent says so and counts as verified."""
+    seed = getattr(args, "seed", 0)
+    for case in chosen:
+        workload = _WORKLOADS[case.workload](seed)
+        if workload is None:
+            yield {"name": case.name, "skipped": "its data is not in the folder named by OPER_DATA",
+                   "verified": True}
+        else:
+            yield run_case(case, workload, seed)
+
+
+def run_case(case: Case, workload: Workload, seed: int) -> dict[str, Any]:
+    """Plan one case, score the peers, and check the plan against bound, memory and peers."""
+    topology = plan_workloads.machine(case.num_ranks, case.workload.startswith("unequal"))
+    begin = time.perf_counter()
+    problem = make_problem(workload.tables, workload.stats, topology, objective=case.objective,
+                           batch_size=workload.batch_size, allow=EVERYTHING)
+    plan = plan_problem(problem, seed=seed)
+    seconds = time.perf_counter() - begin
+    found = evaluate(plan, problem)
+    peers = score_peers(problem, seed)
+    best = min(peers, key=lambda n: (peers[n], n), default=None)
+    best_us = None if best is None else peers[best]
+    return {
+        "name": case.name, "modelled": topology.source, "gap": plan.gap, "gap_kind": "relaxation",
+        "seconds": seconds, "modelled_step_us": found.step_us,
+        "lower_bound_us": plan.lower_bound_us, "best_peer": best, "best_peer_step_us": best_us,
+        "ratio_vs_best_peer": None if best_us is None else best_us / found.step_us,
+        "ratio_vs_torchrec": None, "peers_step_us": peers, "imbalance": found.imbalance,
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "verified": bool(found.fits and plan.lower_bound_us <= found.step_us * (1 + 1e-9)),
+    }
+
+
+def report(entries: Sequence[Mapping[str, Any]]) -> str:
+    """The entries as a table for a person, skipped ones named below it."""
+    rows = [[e["name"], f"{e['modelled_step_us']:.0f}", f"{100 * e['gap']:.2f}",
+             f"{e['seconds']:.2f}", e["best_peer"] or "none fits",
+             "-" if e["ratio_vs_best_peer"] is None else f"{e['ratio_vs_best_peer']:.2f}"]
+            for e in entries if "skipped" not in e]
+    text = record.table(["case (modelled)", "step us", "gap %", "seconds", "best peer",
+                         "peer / ours"], rows) + "\n" if rows else ""
+    return text + "".join(f"skipped {e['name']}: {e['skipped']}\n"
+                          for e in entries if "skipped" in e)

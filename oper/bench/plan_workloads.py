@@ -1,0 +1,140 @@
+"""The planning suite: tables, statistics and machines of every case, seeded and reproducible."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec
+from oper.topology import Costs, Domain, Topology
+
+_NUM_SAMPLES = 100_000_000  # samples behind synthetic statistics
+_HEAD = 64
+#: Published cardinalities of Criteo Kaggle (Display Advertising Challenge), C1..C26.
+CRITEO_KAGGLE = (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+                 27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Tables, their statistics, and the samples per rank and step."""
+
+    tables: list[TableSpec]
+    stats: AccessStats
+    batch_size: int
+
+
+def power_law(num_rows: int, exponent: float, length: float) -> TableStats:
+    """Statistics of a bounded power law, without an array over rows.
+
+    Rows are grouped geometrically; a group has the count of its middle. Bags have `length` ids on
+    average: all of the floor or the ceiling.
+    """
+    edges = np.unique(np.concatenate([np.arange(min(num_rows, _HEAD) + 1), np.geomspace(
+        _HEAD, max(num_rows, _HEAD + 1), 400).astype(np.int64)]))
+    edges = np.append(edges[edges < num_rows], num_rows)
+    rows = np.diff(edges)
+    weight = ((edges[:-1] + edges[1:] + 1) / 2.0) ** -exponent
+    counts = np.rint(weight / (weight @ rows) * _NUM_SAMPLES * length).astype(np.int64)
+    head = int(min(_HEAD, (counts[:_HEAD] > 0).sum(), num_rows))
+    values, inverse = np.unique(counts[head:], return_inverse=True)
+    tail = np.bincount(inverse, rows[head:], minlength=values.size).astype(np.int64)
+    short = int(np.floor(length))
+    many = round((length - short) * _NUM_SAMPLES)
+    lengths = np.array([short, short + 1]) if many else np.array([short])
+    bags = np.array([_NUM_SAMPLES - many, many]) if many else np.array([_NUM_SAMPLES])
+    return TableStats(num_rows, np.arange(head), counts[:head], values, tail, lengths, bags)
+
+
+def _workload(rows: Sequence[int], dims: Sequence[int], lengths: Sequence[float],
+              exponents: Sequence[float], batch_size: int) -> Workload:
+    specs = [TableSpec(f"t{k}", int(n), int(d), (f"f{k}",))
+             for k, (n, d) in enumerate(zip(rows, dims, strict=True))]
+    stats = {s.name: power_law(s.num_rows, float(a), float(x))
+             for s, a, x in zip(specs, exponents, lengths, strict=True)}
+    return Workload(specs, AccessStats(_NUM_SAMPLES, stats, "synthetic power laws", True),
+                    batch_size)
+
+
+def criteo_kaggle(seed: int) -> Workload:
+    """26 tables with the published cardinalities, one id per bag."""
+    rng = np.random.default_rng(seed)
+    n = len(CRITEO_KAGGLE)
+    return _workload(CRITEO_KAGGLE, [128] * n, [1.0] * n, rng.uniform(1.0, 1.2, n), 8192)
+
+
+def mlperf_dlrm_v2(seed: int) -> Workload | None:
+    """26 tables of MLPerf DLRM-DCNv2 with its multi-hot sizes; None without OPER_DATA."""
+    path = Path(os.environ.get("OPER_DATA", "")) / "table_configs" / "table_configs.json"
+    if not path.is_file():
+        return None
+    value = json.loads(path.read_text(encoding="utf-8"))["mlperf_dlrm_v2"]
+    rows = value["rows"]
+    rng = np.random.default_rng(seed)
+    return _workload(rows, [value["dim"]] * len(rows), value["multi_hot"],
+                     rng.uniform(0.9, 1.2, len(rows)), 8192)
+
+
+def avazu(seed: int) -> Workload | None:
+    """Avazu from the published value counts (values seen 50 times or more); None without them."""
+    path = (Path(os.environ.get("OPER_DATA", "")) / "avazu_value_counts"
+            / "avazu_train_value_counts_ge50.csv.gz")
+    if not path.is_file():
+        return None
+    counts: dict[str, list[int]] = {}
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            counts.setdefault(row["Field"], []).append(int(row["Total"]))
+    specs, stats = [], {}
+    for name, values in sorted(counts.items()):
+        ordered = np.sort(np.array(values, np.int64))[::-1]
+        num_bags = int(ordered.sum())
+        specs.append(TableSpec(name, ordered.size, 64, (name,)))
+        stats[name] = TableStats.from_counts(ordered.size, np.arange(ordered.size), ordered,
+                                             (np.array([1]), np.array([num_bags])))
+    most = max(t.num_bags for t in stats.values())
+    return Workload(specs, AccessStats(most, stats, "published value counts", True), 8192)
+
+
+def synthetic(num_tables: int, seed: int, exponent: float | None = None) -> Workload:
+    """Rows 10^2..10^7.3, dims 16..256, half one-hot and half lognormal bags, Zipf 0.6..1.3."""
+    rng = np.random.default_rng([seed, num_tables])
+    rows = (10 ** rng.uniform(2, 7.3, num_tables)).astype(np.int64)
+    dims = rng.choice([16, 32, 64, 128, 256], num_tables)
+    bags = np.clip(rng.lognormal(2.0, 1.0, num_tables), 1, 200).round(1)
+    lengths = np.where(rng.random(num_tables) < 0.5, 1.0, bags)
+    law = rng.uniform(0.6, 1.3, num_tables) if exponent is None else np.full(num_tables, exponent)
+    return _workload(rows.tolist(), dims.tolist(), lengths.tolist(), law.tolist(), 4096)
+
+
+def giant(seed: int) -> Workload:
+    """One table larger than a rank's memory beside twenty ordinary ones."""
+    rng = np.random.default_rng([seed, 21])
+    rows = [400_000_000, *(10 ** rng.uniform(2, 6.5, 20)).astype(np.int64).tolist()]
+    return _workload(rows, [128, *rng.choice([32, 64, 128], 20).tolist()], [1.0] * 21,
+                     [1.05] * 21, 4096)
+
+
+def few_tables(seed: int) -> Workload:
+    """Four tables, for machines with more ranks than that."""
+    return _workload([5_000_000, 200_000, 30_000_000, 1000], [128, 64, 128, 32],
+                     [4.0, 20.0, 1.0, 1.0], [1.05, 0.9, 1.1, 0.8], 4096)
+
+
+def machine(num_ranks: int, unequal: bool = False) -> Topology:
+    """H100-like hosts of eight; `unequal`: half the ranks with half the memory, 0.6 the speed."""
+    domains = []
+    for r in range(num_ranks):
+        slow = unequal and r % 2 == 1
+        domains.append(Domain((r,), r // 8, int(40e9 if slow else 80e9), 2512.0 * (0.6 if slow else 1),
+                              6280.0 * (0.6 if slow else 1), int(50e6), 360.0, 40.0))
+    kind = "unequal" if unequal else "h100-like"
+    return Topology(f"{kind}-{num_ranks}", tuple(domains), Costs(phase_us=10.0), "published")

@@ -1,0 +1,201 @@
+"""``nn.EmbeddingBag`` and ``nn.Embedding`` at world size 1: the same call, the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import oper
+from oper.errors import InvalidInputError
+from oper.plan import uniform_plan
+from oper.tables import TableSpec
+
+LR = 0.25
+
+
+def shard(module: nn.Module, **fields: Any) -> nn.Module:
+    """The sharded copy of a bag, planned without statistics."""
+    pooling = getattr(module, "mode", "none")
+    spec = TableSpec("weight", module.num_embeddings, module.embedding_dim, (), pooling)
+    fields = {"optimizer": oper.SGD(lr=LR)} | fields
+    return oper.shard(copy.deepcopy(module), plan=uniform_plan([spec], 1), **fields)
+
+
+def train_both(bag: nn.Module, sharded: nn.Module, *call: Any) -> None:
+    """Three steps of SGD on both, comparing outputs and weights."""
+    for step in range(3):
+        outs = [m(*call) for m in (bag, sharded)]
+        assert outs[0].shape == outs[1].shape and outs[1].dtype == torch.float32
+        assert torch.allclose(outs[1], outs[0], rtol=1e-5, atol=1e-6)
+        target = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(step))
+        for out in outs:
+            ((out - target) ** 2).mean().backward()
+        with torch.no_grad():
+            bag.weight -= LR * bag.weight.grad
+            bag.weight.grad = None
+    assert torch.allclose(sharded.state_dict()["weight"], bag.weight, rtol=1e-5, atol=1e-6)
+
+
+def ids(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 40, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+CALLS = {
+    "rows of equal length": lambda: (ids(30).view(6, 5),),
+    "offsets": lambda: (ids(30), torch.tensor([0, 4, 4, 29, 30])),
+    "int32": lambda: (ids(30).int(), torch.tensor([0, 4, 4, 29]).int()),
+    "strided": lambda: (ids(60).view(6, 10)[:, ::2],),
+    "no bags": lambda: (ids(0), torch.zeros(0, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("padding", [None, 0, 7, -1])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags(mode: str, padding: int | None, call: str) -> None:
+    torch.manual_seed(0)
+    bag = nn.EmbeddingBag(40, 12, mode=mode, padding_idx=padding)
+    if padding is not None:
+        with torch.no_grad():
+            bag.weight[padding] = 3.0  # not zero: padding must be left out, not added as zeros
+    train_both(bag, shard(bag), *CALLS[call]())
+
+
+@pytest.mark.parametrize("padding", [None, 7])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_with_the_last_offset(mode: str, padding: int | None) -> None:
+    bag = nn.EmbeddingBag(40, 12, mode=mode, padding_idx=padding, include_last_offset=True)
+    train_both(bag, shard(bag), ids(30), torch.tensor([0, 4, 4, 29, 30]))
+    with pytest.raises(InvalidInputError, match="lengths"):
+        shard(bag)(ids(30), torch.tensor([0, 4, 4, 29, 31]))
+
+
+@pytest.mark.parametrize("padding", [None, 7])
+@pytest.mark.parametrize("flat", [False, True])
+def test_per_sample_weights(flat: bool, padding: int | None) -> None:
+    bag = nn.EmbeddingBag(40, 12, mode="sum", padding_idx=padding)
+    weights = torch.randn(30, generator=torch.Generator().manual_seed(1))
+    if flat:
+        train_both(bag, shard(bag), ids(30), torch.tensor([0, 4, 4, 29]), weights)
+    else:
+        train_both(bag, shard(bag), ids(30).view(6, 5), None, weights.view(6, 5))
+
+
+@pytest.mark.parametrize("padding", [None, 7])
+def test_gradients_of_per_sample_weights(padding: int | None) -> None:
+    bag = nn.EmbeddingBag(40, 12, mode="sum", padding_idx=padding)
+    sharded = shard(bag)
+    grads = []
+    for module in (bag, sharded):
+        weights = torch.linspace(-1, 1, 30).requires_grad_()
+        module(ids(30), torch.tensor([0, 4, 4, 29]), weights).square().sum().backward()
+        grads.append(weights.grad)
+    assert torch.allclose(grads[1], grads[0], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_torch_would_refuse() -> None:
+    mean = shard(nn.EmbeddingBag(40, 12, mode="mean"))
+    with pytest.raises(InvalidInputError, match="per_sample_weights"):
+        mean(ids(30).view(6, 5), None, torch.ones(6, 5))
+    sums = shard(nn.EmbeddingBag(40, 12, mode="sum"))
+    for wrong in (torch.ones(6, 5, dtype=torch.float64), torch.ones(6, 4)):
+        with pytest.raises(InvalidInputError, match="weights"):
+            sums(ids(30).view(6, 5), None, wrong)
+
+
+def test_calls_that_torch_would_refuse() -> None:
+    sharded = shard(nn.EmbeddingBag(40, 12, mode="sum"))
+    with pytest.raises(InvalidInputError, match="offsets"):
+        sharded(ids(30))
+    for offsets in ([1, 4], [0, 9, 4], [0, 40]):
+        with pytest.raises(InvalidInputError, match="lengths"):
+            sharded(ids(30), torch.tensor(offsets))
+    with pytest.raises(InvalidInputError, match="offsets"):
+        sharded(ids(30).view(6, 5), torch.tensor([0, 5]))
+    with pytest.raises(InvalidInputError, match="id=40,"):
+        sharded(torch.tensor([[1, 40]]))
+    padded = shard(nn.EmbeddingBag(40, 12, mode="sum", padding_idx=0))
+    with pytest.raises(InvalidInputError, match="lengths"):
+        padded(ids(30), torch.tensor([0, 9, 4]))
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0,), (2, 0)])
+def test_embedding(shape: tuple[int, ...], padding: int | None) -> None:
+    torch.manual_seed(0)
+    module = nn.Embedding(40, 12, padding_idx=padding)
+    if padding is not None:
+        with torch.no_grad():
+            module.weight[padding] = 2.0
+    index = torch.randint(0, 6, shape, generator=torch.Generator().manual_seed(2))
+    sharded = shard(module)
+    if index.numel():
+        train_both(module, sharded, index)
+    else:
+        assert sharded(index).shape == module(index).shape
+        sharded(index).sum().backward()
+        assert torch.equal(sharded.state_dict()["weight"], module.weight)
+
+
+@pytest.mark.parametrize("optimizer", [oper.RowWiseAdagrad(lr=0.1, eps=1e-8)])
+def test_padding_rows_keep_weight_and_state(optimizer: Any) -> None:
+    for module in (nn.Embedding(40, 8, padding_idx=3), nn.EmbeddingBag(40, 8, padding_idx=3)):
+        sharded = shard(module, optimizer=optimizer)
+        sharded(torch.tensor([[3, 1, 3], [3, 3, 3]])).sum().backward()
+        tables = sharded.tables
+        assert torch.equal(tables.read("weight")[3], module.weight[3])
+        assert tables.read("weight", part="momentum1").nonzero().flatten().tolist() == [1]
+
+
+def test_names_shapes_and_round_trip() -> None:
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(40, 12, mode="sum"), "rows": nn.Embedding(9, 4),
+                           "dense": nn.Linear(3, 2)})
+    want = {k: v.clone() for k, v in model.state_dict().items()}
+    specs = [TableSpec("bag", 40, 12), TableSpec("rows", 9, 4)]
+    sharded = oper.shard(copy.deepcopy(model), plan=uniform_plan(specs, 1),
+                         optimizer=oper.SGD(lr=LR))
+    got = sharded.state_dict()
+    assert list(got) == list(want)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+    assert [n for n, _ in sharded.named_parameters()] == ["dense.weight", "dense.bias"]
+    assert not list(sharded["bag"].buffers())
+    # Back into an unsharded model, and other numbers into the sharded one.
+    model.load_state_dict(got)
+    other = {k: v + 1 for k, v in want.items()}
+    assert str(sharded.load_state_dict(other)) == "<All keys matched successfully>"
+    assert all(torch.equal(v, other[k]) for k, v in sharded.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"bag\.weight|cannot load table 'bag'"):
+        sharded.load_state_dict({**want, "bag.weight": torch.zeros(40, 11)})
+    with pytest.raises(RuntimeError, match=r"Missing.*bag\.weight"):
+        sharded.load_state_dict({k: v for k, v in want.items() if k != "bag.weight"})
+    with pytest.raises(RuntimeError, match=r"Unexpected.*bag\.more"):
+        sharded.load_state_dict({**want, "bag.more": torch.zeros(1)})
+
+
+def test_attributes_of_the_bag_are_there() -> None:
+    bag = nn.EmbeddingBag(40, 12, mode="sum", padding_idx=2, include_last_offset=True)
+    sharded = shard(bag)
+    for name in ("num_embeddings", "embedding_dim", "mode", "padding_idx", "include_last_offset"):
+        assert getattr(sharded, name) == getattr(bag, name)
+
+
+def test_rows_of_no_length() -> None:
+    # torch itself stumbles over [4, 0]; empty bags by offsets are zeros, and so are these.
+    for mode, padding in (("sum", None), ("mean", 3)):
+        out = shard(nn.EmbeddingBag(40, 12, mode=mode, padding_idx=padding))(ids(0).view(4, 0))
+        assert out.shape == (4, 12) and not out.any()
+
+
+def test_evaluation_without_gradient() -> None:
+    bag = nn.EmbeddingBag(40, 12, mode="sum")
+    sharded = shard(bag).eval()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            out = sharded(ids(30).view(6, 5))
+        assert not out.requires_grad and torch.allclose(out, bag(ids(30).view(6, 5)), atol=1e-6)
+    frozen = shard(bag, objective="inference", optimizer=None)
+    assert not frozen(ids(30).view(6, 5)).requires_grad
