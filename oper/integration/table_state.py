@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,17 +11,21 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError, fail
+from oper.shmem.optimizers import STATE_PARTS
 from oper.shmem.runtime import CHUNK_ROWS, ShardedTables
 
+_GENERATOR = threading.Lock()
 InitFn = Callable[[torch.Tensor], Any]
+# What TorchRec calls the parts of an optimizer's state.
+_STATE_NAMES = {"momentum1": "momentum1", "momentum2": "exp_avg_sq"}
 
 
 def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> torch.Tensor:
     """A table as a ``state_dict`` value, in logical order.
 
     Returns:
-        One rank: float32, a copy of the global shape. Several ranks: a ``DTensor`` of that shape, of
-        which each rank holds one contiguous row range (``Shard(0)``), so that
+        One rank: float32, a copy of the global shape. Several ranks: a ``DTensor`` of that shape,
+        of which each rank holds one contiguous row range (``Shard(0)``), so that
         ``torch.distributed.checkpoint`` saves and reshards it.
     """
     shape = torch.Size(tables.shape(name, part))
@@ -70,6 +75,11 @@ def load_entry(tables: ShardedTables, name: str, value: torch.Tensor, part: str 
     if full is not None:
         value = full()
     want = tables.shape(name, part)
+    if type(value).__name__ == "ShardedTensor":
+        raise InvalidInputError(
+            fail(f"cannot load table {name!r}", "value", "ShardedTensor",
+                 "a DTensor or a whole tensor",
+                 "save and load with torch.distributed.checkpoint, which reshards"))
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != want:
         raise InvalidInputError(
             fail(f"cannot load table {name!r}", "shape", tuple(getattr(value, "shape", ())),
@@ -87,6 +97,7 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
         state_dict, prefix, missing_keys, unexpected_keys, error_msgs: as torch passes them.
         names: table by parameter name (without prefix).
     """
+    tables.barrier()  # peers may still be reading
     for name, table in names.items():
         if f"{prefix}{name}" not in state_dict:
             missing_keys.append(f"{prefix}{name}")
@@ -100,6 +111,29 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     tables.publish()
 
 
+def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, torch.Tensor]:
+    """A table's optimizer state in TorchRec's names, ``{"<label>.momentum1": ...}``.
+
+    One canonical state per row whatever the plan, in logical order, as `table_entry` gives rows.
+    Optimizers with bias correction add ``<label>.step``, a number.
+    """
+    kind = tables.directories[tables.tables[name]].table.optimizer
+    entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
+               for part, _ in STATE_PARTS[kind]}
+    if "adam" in kind:
+        entries[f"{label}.step"] = torch.tensor(float(tables.num_steps))
+    return entries
+
+
+def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
+                           entries: Mapping[str, torch.Tensor]) -> None:
+    """Write what `optimizer_entries` gave; ``tables.publish()`` after the last table."""
+    for part, _ in STATE_PARTS[tables.directories[tables.tables[name]].table.optimizer]:
+        load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
+    if f"{label}.step" in entries:
+        tables.num_steps = int(entries[f"{label}.step"])
+
+
 def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tensor, InitFn | None]]
                  ) -> None:
     """Fill freshly sharded tables. Collective.
@@ -111,9 +145,11 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
             that depends on the table and the chunk only: the same numbers for every plan. Other
             weights are kept; where ranks disagree, rank 0's are taken, as DDP does.
     """
+    # One seed for all ranks, drawn from rank 0's generator so that torch.manual_seed rules.
+    seed = tables.group.all_gather(torch.initial_seed())[0]
     for name, weight, init_fn in weights:
         if weight.is_meta:
-            _initialise(tables, name, init_fn)
+            _initialise(tables, name, init_fn, seed)
             continue
         if tables.group.world_size > 1 and not tables.group.is_local:
             weight = _rank0_weight(tables, weight)
@@ -134,15 +170,14 @@ def _rank0_weight(tables: ShardedTables, weight: torch.Tensor) -> torch.Tensor:
     return data
 
 
-def _initialise(tables: ShardedTables, name: str, init_fn: InitFn | None) -> None:
+def _initialise(tables: ShardedTables, name: str, init_fn: InitFn | None, seed: int) -> None:
     spec = tables.directories[tables.tables[name]].table
     bound = math.sqrt(1.0 / spec.num_rows)  # TorchRec's default range
-    # One seed for all ranks, drawn from rank 0's generator so that torch.manual_seed rules.
-    seed = tables.group.all_gather(torch.initial_seed())[0]
     for chunk, begin in enumerate(range(0, spec.num_rows, CHUNK_ROWS)):
         rows = min(CHUNK_ROWS, spec.num_rows - begin)
         key = zlib.crc32(f"{name}/{chunk}".encode())
-        with torch.random.fork_rng(devices=[]):
+        # Virtual ranks share the process-wide generator.
+        with _GENERATOR, torch.random.fork_rng(devices=[]):
             torch.manual_seed((seed * 1000003 + key) % (1 << 63))
             values = torch.empty(rows, spec.dim)
             if init_fn is None:

@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
-from oper.integration.table_state import load_tables, table_entry
+from oper.integration.table_state import (
+    load_optimizer_entries,
+    load_tables,
+    optimizer_entries,
+    table_entry,
+)
 from oper.shmem.runtime import Lookup, ShardedTables
 from oper.tables import TableSpec
 
@@ -48,6 +53,26 @@ class _ShardedModule(nn.Module):
         self.tables = tables
         self._name = name
         self._key_of = torch.zeros(1, dtype=torch.int64)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Shape and dtype of the table on the meta device; `state_dict` has the values."""
+        return torch.empty(self.num_embeddings, self.embedding_dim, device="meta")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups; writing ``["lr"]`` takes effect in the next backward pass."""
+        return self.tables.param_groups
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Optimizer state, ``{"state": {"weight": {"weight.momentum1": ...}}}``. Collective."""
+        return {"state": {"weight": optimizer_entries(self.tables, self._name, "weight")}}
+
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` gave, of any plan and world size. Collective."""
+        self.tables.barrier()  # peers may still be reading
+        load_optimizer_entries(self.tables, self._name, "weight", state_dict["state"]["weight"])
+        self.tables.publish()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
                             ) -> None:
@@ -88,6 +113,9 @@ class ShardedEmbeddingBag(_ShardedModule):
             raise InvalidInputError(fail("cannot look up", "mode", self.mode,
                                          "sum with per_sample_weights", "leave the weights out"))
         if input.dim() == 2:
+            if offsets is not None:
+                raise InvalidInputError(fail("cannot look up", "offsets", tuple(offsets.shape),
+                                             "no offsets with ids [B, L]", "leave them out"))
             lengths = torch.full((input.shape[0],), input.shape[1], dtype=torch.int64)
             input = input.reshape(-1)
         else:
@@ -109,6 +137,8 @@ class ShardedEmbeddingBag(_ShardedModule):
                       weights: torch.Tensor | None
                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Padded ids neither count in the mean nor get a gradient, as in torch."""
+        if (lengths < 0).any() or int(lengths.sum()) != ids.numel():
+            return ids, lengths, weights  # refused by the lookup
         keep = ids != self.padding_idx
         bags = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
         left = torch.bincount(bags[keep], minlength=lengths.numel())
@@ -127,19 +157,18 @@ class ShardedEmbedding(_ShardedModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows, float32 [*input.shape, dim], of ids int64 or int32 of any shape.
 
-        The gradient of ``padding_idx`` is dropped, as in torch.
+        ``padding_idx`` gets no gradient and is not touched by the update.
         """
         ids = input.reshape(-1).contiguous()
+        rows = self._rows(ids) if self.padding_idx is None else self._padded_rows(ids)
+        return rows.view(*input.shape, self.embedding_dim)
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         lengths = torch.tensor([ids.numel()], dtype=torch.int64)
-        out = self.tables.lookup(Lookup(ids, lengths, self._key_of, 1, pooled=False))
-        if self.padding_idx is not None and out.requires_grad:
-            out = _drop_gradient(out, ids == self.padding_idx)
-        return out.view(*input.shape, self.embedding_dim)
+        return self.tables.lookup(Lookup(ids, lengths, self._key_of, 1, pooled=False))
 
-
-def _drop_gradient(rows: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """`rows` unchanged, with zero gradient where told.
-
-    A zero gradient still touches the row: without decay it stays as it is.
-    """
-    return torch.where(where[:, None], rows.detach(), rows)
+    def _padded_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            padding = self._rows(ids.new_tensor([self.padding_idx]))
+        at = ids.ne(self.padding_idx).nonzero()[:, 0]
+        return padding.expand(ids.numel(), -1).index_copy(0, at, self._rows(ids[at]))

@@ -9,8 +9,10 @@ names and with the shapes of the unsharded module, and nowhere else.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,10 +36,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from oper.errors import InvalidInputError, fail
-from oper.integration.table_state import load_entry, load_tables, table_entry
+from oper.integration.table_state import (
+    load_optimizer_entries,
+    load_tables,
+    optimizer_entries,
+    table_entry,
+)
 from oper.shmem.optimizers import (
     SGD,
-    STATE_PARTS,
     Adagrad,
     Adam,
     Optimizer,
@@ -48,10 +54,6 @@ from oper.shmem.runtime import Lookup, ShardedTables
 from oper.tables import TableSpec
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
-
-
-# What TorchRec calls the parts of an optimizer's state.
-_STATE_NAMES = {"momentum1": "momentum1", "momentum2": "exp_avg_sq"}
 
 
 def divides_gradients() -> bool:
@@ -108,6 +110,12 @@ def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
             fail(what, "optimizer", [c.__name__ for c in classes],
                  f"one of {sorted(_KNOWN_OPTIMIZERS)}", "tag the tables with one of these"))
     make, arguments = _KNOWN_OPTIMIZERS[name]
+    mode = getattr(kwargs.get("weight_decay_mode"), "name", None)
+    if make is RowWiseAdagrad and mode in ("NONE", "L2", "DECOUPLE"):  # FBGEMM's names
+        del kwargs["weight_decay_mode"]
+        arguments = arguments | {"decoupled": mode == "DECOUPLE"}
+        if mode == "NONE":
+            kwargs["weight_decay"] = 0.0
     for key, value in kwargs.items():
         if key not in arguments and (key not in _NEUTRAL or value != _NEUTRAL[key]):
             raise InvalidInputError(
@@ -127,7 +135,8 @@ _KNOWN_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = 
 }
 # Arguments of theirs that ours do not have, at the values that change nothing.
 _NEUTRAL = {"weight_decay": 0, "momentum": 0, "dampening": 0, "nesterov": False, "lr_decay": 0,
-            "initial_accumulator_value": 0, "maximize": False, "amsgrad": False}
+            "initial_accumulator_value": 0, "maximize": False, "amsgrad": False, "foreach": None,
+            "fused": None, "capturable": False, "differentiable": False}
 
 
 class _Context(Multistreamable):
@@ -141,6 +150,34 @@ class _Context(Multistreamable):
         """Nothing of ours lives on a stream."""
 
 
+class _Entries(dict[str, torch.Tensor]):
+    """A table's state, ``{"<table>.momentum1": ...}``; unlike a plain dict it can be referred to
+    weakly."""
+
+
+class _States(Mapping[torch.Tensor, _Entries]):
+    """The state of all tables, each one read when it is first looked at."""
+
+    def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], _Entries]) -> None:
+        self._of = tables
+        self._show = show
+        self._seen: dict[torch.Tensor, _Entries] = {}
+
+    def __getitem__(self, stand_in: torch.Tensor) -> _Entries:
+        if stand_in not in self._seen:
+            self._seen[stand_in] = self._show(self._of[stand_in])
+        return self._seen[stand_in]
+
+    def __contains__(self, stand_in: object) -> bool:
+        return stand_in in self._of
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
 class _FusedOptimizer(FusedOptimizer):
     """The face that schedulers and checkpoints see; updates happen in the backward pass.
 
@@ -148,8 +185,8 @@ class _FusedOptimizer(FusedOptimizer):
     ...}}}``, with one canonical state per row whatever the plan.
     """
 
-    def __init__(self, tables: ShardedTables, names: Mapping[str, str], parameters: Mapping[str, str]
-                 ) -> None:
+    def __init__(self, tables: ShardedTables, names: Mapping[str, str],
+                 parameters: Mapping[str, str]) -> None:
         self._tables = tables
         self._names = dict(names)
         # Keys need tensors to stand for the tables, which are no parameters.
@@ -157,38 +194,33 @@ class _FusedOptimizer(FusedOptimizer):
         own = {full: table for table, full in names.items()}
         for group in tables.param_groups:
             group["params"] = [self._stand_ins[own[t]] for t in group["tables"]]
-        self._shown: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._shown: weakref.WeakValueDictionary[str, _Entries] = weakref.WeakValueDictionary()
         super().__init__({parameters[t]: x for t, x in self._stand_ins.items()}, {},
                          tables.param_groups)
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
-        """Copies of the optimizer state by parameter; `post_load_state_dict` writes them back."""
-        self._shown = {}
-        for table, stand_in in self._stand_ins.items():
-            full = self._names[table]
-            spec = self._tables.directories[self._tables.tables[full]].table
-            parts = {f"{table}.{_STATE_NAMES[part]}": table_entry(self._tables, full, part)
-                     for part, _ in STATE_PARTS[spec.optimizer]}
-            if parts and "adam" in spec.optimizer:
-                parts[f"{table}.step"] = torch.tensor(float(self._tables.num_steps))
-            if parts:
-                self._shown[stand_in] = parts
-        return self._shown
+        """The optimizer state by parameter, copied when it is looked at.
+
+        `post_load_state_dict` writes the copies back that are still in use.
+        """
+        return _States({x: table for table, x in self._stand_ins.items()}, self._show)
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
         """The base class assigns an empty state at construction."""
 
+    def _show(self, table: str) -> _Entries:
+        entries = _Entries(optimizer_entries(self._tables, self._names[table], table))
+        self._shown[table] = entries
+        return entries
+
     def post_load_state_dict(self) -> None:
-        for table, stand_in in self._stand_ins.items():
-            full = self._names[table]
-            shown = self._shown.get(stand_in, {})
-            for part, name in _STATE_NAMES.items():
-                if f"{table}.{name}" in shown:
-                    load_entry(self._tables, full, shown[f"{table}.{name}"], part)
-            if f"{table}.step" in shown:
-                self._tables.num_steps = int(shown[f"{table}.step"])
+        self._tables.barrier()  # peers may still be reading
+        for table in self._stand_ins:
+            entries = self._shown.pop(table, None)
+            if entries is not None:
+                load_optimizer_entries(self._tables, self._names[table], table, entries)
         self._tables.publish()
 
     def step(self, closure: Any = None) -> None:
@@ -252,6 +284,16 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         key_of = torch.tensor([at[f] for f in self._features], dtype=torch.int64)
         self._key_of[keys] = key_of
         return key_of
+
+    def _stand_ins(self) -> SimpleNamespace:
+        """``<table>.weight`` of every table: shape and dtype on the meta device, no values.
+
+        Tools that follow a state_dict's names through the modules, such as those of
+        ``torch.distributed.checkpoint.state_dict``, find them here.
+        """
+        return SimpleNamespace(**{
+            c.name: SimpleNamespace(weight=torch.empty(
+                c.num_embeddings, c.embedding_dim, device="meta")) for c in self._configs})
 
     # ---- TorchRec's pipelines --------------------------------------------------------------------
 
@@ -335,6 +377,11 @@ class ShardedEmbeddingBags(_ShardedCollection):
     def _keyed(self, values: torch.Tensor) -> KeyedTensor:
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
 
+    @property
+    def embedding_bags(self) -> SimpleNamespace:
+        """Stand-ins for the tables, which are no modules: ``.<table>.weight`` on meta."""
+        return self._stand_ins()
+
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Configurations, as the unsharded collection."""
         return self._configs
@@ -373,13 +420,22 @@ class ShardedEmbeddings(_ShardedCollection):
         return LazyNoWait(self._jagged(output, ctx.features))
 
     def _jagged(self, values: torch.Tensor, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        inputs = features.to_dict()
+        if features.stride() == 0:  # which to_dict() cannot split
+            none = JaggedTensor(features.values()[:0], lengths=features.lengths()[:0])
+            inputs = dict.fromkeys(self._features, none)
+        else:
+            inputs = features.to_dict()
         of_feature = [inputs[f] for f in self._features]
         parts = torch.split(values, [jt.values().numel() for jt in of_feature])
         return {
             name: JaggedTensor(values=part, lengths=jt.lengths(),
                                weights=jt.values() if self._need_indices else None)
             for name, part, jt in zip(self._output_names, parts, of_feature, strict=True)}
+
+    @property
+    def embeddings(self) -> SimpleNamespace:
+        """Stand-ins for the tables, which are no modules: ``.<table>.weight`` on meta."""
+        return self._stand_ins()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Configurations, as the unsharded collection."""

@@ -1,0 +1,381 @@
+"""Unpooled lookups: EmbeddingCollection and nn.Embedding give what the unsharded modules give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import oper
+from oper.errors import InvalidInputError
+from oper.plan import uniform_plan
+from oper.tables import TableSpec
+from tests.runtime_support import assert_bitwise, mixed_plan, plans_for, run_ranks
+from tests.world_support import run_world
+
+embedding_configs = pytest.importorskip("torchrec.modules.embedding_configs")
+from torchrec.modules.embedding_modules import EmbeddingCollection  # noqa: E402
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRecRowWise  # noqa: E402
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
+
+from oper.integration.torchrec_modules import table_specs  # noqa: E402
+from oper.shmem.runtime import Lookup, ShardedTables  # noqa: E402
+
+DIM = 20
+TABLES = {"t0": (50, ["a", "b"]), "t1": (30, ["b", "c"]), "t2": (1, ["d"]), "t3": (700, ["e"])}
+KEYS = ["c", "unused", "a", "e", "d", "b"]
+
+
+def collection(need_indices: bool = False, seed: int = 0) -> EmbeddingCollection:
+    torch.manual_seed(seed)
+    return EmbeddingCollection(
+        [embedding_configs.EmbeddingConfig(name=n, num_embeddings=rows, embedding_dim=DIM,
+                                           feature_names=features)
+         for n, (rows, features) in TABLES.items()], need_indices=need_indices)
+
+
+def sequences(seed: int, batch_size: int = 9, dtype: torch.dtype = torch.int64
+              ) -> KeyedJaggedTensor:
+    """Sequences of 0 to 6 ids; every second one of `e` is empty, in batch 3 all of them."""
+    g = torch.Generator().manual_seed(seed)
+    rows = {"a": 50, "b": 30, "c": 30, "d": 1, "e": 700, "unused": 10**9}
+    lengths = torch.randint(0, 7, (len(KEYS), batch_size), generator=g)
+    lengths[KEYS.index("e"), ::1 if seed == 3 else 2] = 0
+    ids = [torch.randint(0, rows[k], (int(n.sum()),), generator=g)
+           for k, n in zip(KEYS, lengths, strict=True)]
+    return KeyedJaggedTensor(KEYS, torch.cat(ids).to(dtype), lengths=lengths.reshape(-1).to(dtype))
+
+
+def loss_of(out: dict[str, Any], batch_size: int) -> torch.Tensor:
+    """Every number of every sequence counts differently."""
+    total = torch.zeros(())
+    for k, jt in enumerate(out.values()):
+        v = jt.values()
+        at = torch.arange(v.numel(), dtype=torch.float32).view(v.shape)
+        total = total + ((v - torch.sin(at + k)) ** 2).sum()
+    return total / max(1, batch_size)
+
+
+def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
+    assert list(got) == list(want)
+    for name, jt in want.items():
+        mine = got[name]
+        assert_bitwise(mine.values(), jt.values(), name)
+        assert torch.equal(mine.lengths(), jt.lengths()), name
+        assert torch.equal(mine.offsets(), jt.offsets()), name
+        assert (mine.weights_or_none() is None) == (jt.weights_or_none() is None)
+        if jt.weights_or_none() is not None:
+            assert torch.equal(mine.weights(), jt.weights()), name
+
+
+def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    assert got.shape == want.shape, what
+    gap, largest = (got - want).abs().max(), want.abs().max()
+    assert gap <= 1e-5 * largest, f"{what}: {gap}, largest {largest}"
+
+
+# ---- EmbeddingCollection -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("need_indices", [False, True])
+def test_forward_is_the_unsharded_one(need_indices: bool, dtype: torch.dtype) -> None:
+    """Order, names of shared features, lengths, indices; keys in another order, one unused."""
+    plain = collection(need_indices)
+    specs = table_specs(plain, "sgd")
+    for plan in (uniform_plan(specs, 1), mixed_plan(specs, 1, 3)):
+        sharded = oper.shard(collection(need_indices), plan=plan, optimizer=oper.SGD(lr=0.1))
+        assert "b@t0" in plain(sequences(0)) and sharded.need_indices() == need_indices
+        for seed, batch_size in ((0, 9), (3, 9), (4, 1)):
+            kjt = sequences(seed, batch_size, dtype)
+            assert_same(sharded(kjt), plain(kjt))
+            with torch.no_grad():
+                assert_same(sharded(kjt), plain(kjt))
+
+
+def test_an_empty_batch() -> None:
+    """The unsharded collection fails on it; a rank of several may have one."""
+    sharded = oper.shard(collection(need_indices=True), optimizer=oper.SGD(lr=0.1))
+    before = sharded.state_dict()
+    out = sharded(sequences(5, 0))
+    assert list(out) == ["a", "b@t0", "b@t1", "c", "d", "e"]
+    for jt in out.values():
+        assert jt.values().shape == (0, DIM) and jt.lengths().shape == (0,)
+        assert jt.weights().shape == (0,) and jt.weights().dtype == torch.int64
+    loss_of(out, 0).backward()
+    assert_bitwise(dict(sharded.state_dict()), dict(before), "tables")
+
+
+@pytest.mark.parametrize("ours, theirs", [
+    (oper.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+    (oper.Adagrad(lr=0.1, eps=1e-6), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)),
+    (oper.RowWiseAdagrad(lr=0.1), lambda p: TorchRecRowWise(p, lr=0.1)),
+])
+def test_training_equals_the_unsharded_one(ours: Any, theirs: Callable[..., Any]) -> None:
+    plain = collection()
+    sharded = oper.shard(collection(), plan=mixed_plan(table_specs(plain, ours.name), 1, 2),
+                         optimizer=ours)
+    optimizer = theirs(plain.parameters())
+    for seed in range(10):
+        kjt = sequences(seed, 6 + seed)
+        optimizer.zero_grad()
+        mine, want = sharded(kjt), plain(kjt)
+        loss_of(mine, 6).backward()
+        loss_of(want, 6).backward()
+        optimizer.step()
+        for name, jt in want.items():
+            if jt.values().numel():
+                close(mine[name].values(), jt.values(), name)
+    assert list(sharded.state_dict()) == list(plain.state_dict())
+    start = collection().state_dict()
+    for name, weight in plain.state_dict().items():
+        close(sharded.state_dict()[name], weight, name)
+        assert not torch.equal(weight, start[name])
+
+
+def test_a_model_takes_both_kinds_of_collection() -> None:
+    """Pooled and unpooled side by side, with a table name that both use."""
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.bags = EmbeddingBagCollection([embedding_configs.EmbeddingBagConfig(
+                name="t0", num_embeddings=50, embedding_dim=8, feature_names=["a"])])
+            self.sequences = collection()
+
+        def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
+            return loss_of(self.sequences(kjt), 9) + self.bags(kjt).values().square().sum()
+
+    plain, sharded = Both(), oper.shard(Both(), optimizer=oper.SGD(lr=0.01))
+    for model in (plain, sharded):
+        model(sequences(1)).backward()
+    for name, p in plain.named_parameters():
+        close(sharded.state_dict()[name], (p - 0.01 * p.grad).detach(), name)
+
+
+def test_a_bad_id_names_feature_and_table() -> None:
+    sharded = oper.shard(collection(), optimizer=oper.SGD(lr=0.1))
+    kjt = sequences(1)
+    at = int(kjt.offset_per_key()[KEYS.index("b")])
+    kjt.values()[at] = 40  # fits t0, which has 50 rows, and not t1
+    with pytest.raises(InvalidInputError, match=r"'b' in table 't1'.*40"):
+        sharded(kjt)
+
+
+def test_missing_features_are_named() -> None:
+    sharded = oper.shard(collection(), optimizer=oper.SGD(lr=0.1))
+    with pytest.raises(InvalidInputError, match="'e'"):
+        sharded(KeyedJaggedTensor(["a", "b", "c", "d"], torch.zeros(0, dtype=torch.int64),
+                                  lengths=torch.zeros(4, dtype=torch.int64)))
+
+
+# ---- every plan and world size -------------------------------------------------------------------
+
+
+def _train_virtual(world_size: int, plan: Any, steps: int) -> tuple[list[Any], dict[str, Any]]:
+    plain = collection()
+    features = [(f, n) for n, (_, fs) in TABLES.items() for f in fs]
+    key_of = torch.tensor([KEYS.index(f) for f, _ in features])
+    optimizer = oper.Adam(lr=0.01, eps=1e-4)
+
+    def body(group: Any) -> tuple[list[Any], dict[str, Any]]:
+        tables = ShardedTables(plan, features, group, optimizer, 1 / world_size)
+        for name, weight in plain.state_dict().items():
+            tables.write(name.split(".")[1], weight)
+        tables.publish()
+        outputs = []
+        for step in range(steps):
+            kjt = sequences(step + 50 * group.rank, (9, 0, 4, 1)[(group.rank + step) % 4])
+            out = tables.lookup(Lookup(kjt.values(), kjt.lengths(), key_of, kjt.stride(),
+                                       pooled=False))
+            outputs.append(out.detach().clone())
+            (out * torch.cos(torch.arange(out.numel()).view(out.shape))).sum().backward()
+        tables.barrier()
+        return outputs, {f"{n} {p}": tables.read(n, part=p) for n in TABLES
+                         for p in ("rows", "momentum1", "momentum2")}
+
+    ranks = run_ranks(world_size, body)
+    for _, parts in ranks[1:]:
+        assert_bitwise(parts, ranks[0][1], "two ranks")
+    return [outputs for outputs, _ in ranks], ranks[0][1]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_plans_are_bitwise_equal(world_size: int) -> None:
+    specs = [TableSpec(n, rows, DIM, tuple(fs), "none", optimizer="adam")
+             for n, (rows, fs) in TABLES.items()]
+    plans = plans_for(specs, world_size)
+    want = _train_virtual(world_size, plans.pop("striped"), 5)
+    assert {o.shape[0] for o in want[0][0]} >= {0}  # a rank had an empty batch
+    for name, plan in plans.items():
+        assert_bitwise(_train_virtual(world_size, plan, 5), want, name)
+
+
+# ---- nn.Embedding --------------------------------------------------------------------------------
+
+
+def embedding_pair(optimizer: Any, padding_idx: int | None = None, rows: int = 40
+                   ) -> tuple[nn.Embedding, nn.Module]:
+    torch.manual_seed(3)
+    plain = nn.Embedding(rows, 12, padding_idx=padding_idx, sparse=True)
+    return plain, oper.shard(copy.deepcopy(plain), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 4), (6,), (), (0,), (3, 0)])
+@pytest.mark.parametrize("padding_idx", [None, 0, -1])
+def test_embedding_takes_any_shape(shape: Sequence[int], padding_idx: int | None) -> None:
+    plain, sharded = embedding_pair(oper.SGD(lr=0.5), padding_idx)
+    plain.sparse = False  # torch's sparse gradient takes no single id
+    ids = torch.randint(0, 40, shape)
+    for value in (ids, ids.int(), ids.expand(2, *ids.shape).transpose(0, -1)):
+        assert_bitwise(sharded(value), plain(value), "forward")
+    # A gradient that is a transposed view.
+    for module in (plain, sharded):
+        out = module(ids)
+        (out.movedim(-1, 0) * torch.arange(1.0, out.numel() + 1).view(12, *shape)).sum().backward()
+    want = plain.weight - 0.5 * plain.weight.grad
+    close(sharded.state_dict()["weight"], want.detach(), "updated")
+
+
+@pytest.mark.parametrize("ours, theirs", [
+    (oper.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+    (oper.Adagrad(lr=0.1, eps=1e-6), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)),
+    (oper.Adam(lr=0.1, eps=1e-12), lambda p: torch.optim.SparseAdam(p, lr=0.1, eps=1e-12)),
+])
+def test_embedding_training(ours: Any, theirs: Callable[..., Any]) -> None:
+    plain, sharded = embedding_pair(ours, padding_idx=2)
+    optimizer = theirs(list(plain.parameters()))
+    start = plain.weight.detach().clone()
+    for step in range(8):
+        ids = torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        for module in (plain, sharded):
+            ((module(ids) - 0.3) ** 2).sum().backward()
+        optimizer.step()
+    close(sharded.state_dict()["weight"], plain.weight.detach(), "weight")
+    assert torch.equal(plain.weight[2], start[2]) and not torch.equal(plain.weight[3], start[3])
+
+
+@pytest.mark.parametrize("ours", [
+    oper.Adam(lr=0.1, weight_decay=0.5), oper.RowWiseAdagrad(lr=0.1, weight_decay=0.5)])
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_the_padding_row_is_not_touched(make: type, ours: Any) -> None:
+    """Not even by weight decay, which other looked-up rows feel."""
+    module = oper.shard(make(10, 4, padding_idx=2), optimizer=ours)
+    with torch.no_grad():
+        before = module.state_dict()["weight"]
+    module(torch.tensor([[1, 2, 2], [2, 3, 1]])).sum().backward()
+    changed = (module.state_dict()["weight"] != before).any(1).tolist()
+    assert changed == [False, True, False, True] + 6 * [False]
+
+
+@pytest.mark.parametrize("module, option", [
+    (nn.Embedding(5, 4, max_norm=1.0), "max_norm"),
+    (nn.Embedding(5, 4, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    (nn.Embedding(5, 4, dtype=torch.float64), "dtype"),
+])
+def test_refused_options(module: nn.Module, option: str) -> None:
+    with pytest.raises(InvalidInputError, match=option):
+        oper.shard(module, optimizer=oper.SGD(lr=0.1))
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+class SequenceModel(nn.Module):
+    """A collection, a bare embedding and a dense layer; returns (loss, its value)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = collection()
+        self.positions = nn.Embedding(16, DIM, padding_idx=0)
+        self.dense = nn.Linear(DIM, 3)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.items(batch.sparse_features)
+        names = ["a", "b@t0", "b@t1", "c", "d", "e"]
+        rows = torch.cat([found[n].values() for n in names])
+        places = self.positions(batch.labels)
+        total = self.dense(rows).tanh().sum() + self.dense(places).square().sum()
+        loss = total / (batch.dense_features.shape[0] + 1)
+        return loss, loss.detach()
+
+
+def make_batch(seed: int, batch_size: int) -> Any:
+    from torchrec.datasets.utils import Batch
+
+    g = torch.Generator().manual_seed(seed)
+    return Batch(torch.rand(batch_size, 1, generator=g), sequences(seed, batch_size),
+                 torch.randint(0, 16, (batch_size, 5), generator=g))
+
+
+def batches_of(rank: int, steps: int) -> list[Any]:
+    """Unequal batches; rank 1 has an empty one."""
+    return [make_batch(100 * rank + s, (7, 4, 11, 2)[(rank + s) % 4] if (rank, s) != (1, 2) else 0)
+            for s in range(steps)]
+
+
+def _body(rank: int, world_size: int, steps: int, pipelined: bool) -> dict[str, torch.Tensor]:
+    import torchrec.distributed as trec
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    torch.manual_seed(0)
+    model = oper.shard(SequenceModel(), optimizer=oper.RowWiseAdagrad(lr=0.1), batch_size=8)
+    wrapped = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=trec.types.ShardingPlan({}), sharders=[])
+    dense = torch.optim.SGD(model.dense.parameters(), lr=0.1)
+    batches = batches_of(rank, steps)
+    losses = []
+    if pipelined:
+        pipeline = TrainPipelineSparseDist(wrapped, dense, torch.device("cpu"),
+                                           execute_all_batches=True)
+        iterator = iter(batches)
+        for _ in range(steps):
+            losses.append(pipeline.progress(iterator))
+    else:
+        for batch in batches:
+            dense.zero_grad()
+            loss, value = wrapped(batch)
+            loss.backward()
+            dense.step()
+            losses.append(value)
+    state = {n: v.full_tensor() if hasattr(v, "full_tensor") else v.clone()
+             for n, v in wrapped.state_dict().items()}
+    return state | {"losses": torch.stack(losses)}
+
+
+def _reference(world_size: int, steps: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = SequenceModel()
+    tables = [p for n, p in model.named_parameters() if not n.startswith("dense")]
+    optimizers = [TorchRecRowWise(tables, lr=0.1),
+                  torch.optim.SGD(model.dense.parameters(), lr=0.1)]
+    losses = []
+    for step in zip(*(batches_of(r, steps) for r in range(world_size)), strict=True):
+        # The unsharded collection takes no empty batch; its loss would be 0.
+        found = torch.stack([
+            model(b)[0] if b.dense_features.shape[0] else torch.zeros(()) for b in step])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found.mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(found.detach())
+    return {n: v.detach() for n, v in model.state_dict().items()} | {"losses": torch.stack(losses)}
+
+
+def test_two_processes_equal_the_unsharded_model_also_pipelined() -> None:
+    want = _reference(2, 6)
+    plain = run_world(2, _body, 6, False)
+    piped = run_world(2, _body, 6, True)
+    for rank in range(2):
+        assert_bitwise(plain[rank], piped[rank], f"rank {rank}: pipelined")
+        for name, value in plain[rank].items():
+            close(value, want[name][:, rank] if name == "losses" else want[name], name)
