@@ -68,7 +68,7 @@ def criteo_kaggle(seed: int) -> Workload:
     """26 tables with the published cardinalities, one id per bag."""
     rng = np.random.default_rng(seed)
     n = len(CRITEO_KAGGLE)
-    return _workload(CRITEO_KAGGLE, [128] * n, [1.0] * n, rng.uniform(1.0, 1.2, n), 8192)
+    return _workload(CRITEO_KAGGLE, [128] * n, [1.0] * n, rng.uniform(1.0, 1.2, n).tolist(), 8192)
 
 
 def mlperf_dlrm_v2(seed: int) -> Workload | None:
@@ -80,7 +80,7 @@ def mlperf_dlrm_v2(seed: int) -> Workload | None:
     rows = value["rows"]
     rng = np.random.default_rng(seed)
     return _workload(rows, [value["dim"]] * len(rows), value["multi_hot"],
-                     rng.uniform(0.9, 1.2, len(rows)), 8192)
+                     rng.uniform(0.9, 1.2, len(rows)).tolist(), 8192)
 
 
 def avazu(seed: int) -> Workload | None:
@@ -134,7 +134,8 @@ def machine(num_ranks: int, unequal: bool = False) -> Topology:
     domains = []
     for r in range(num_ranks):
         slow = unequal and r % 2 == 1
-        domains.append(Domain((r,), r // 8, int(40e9 if slow else 80e9), 2512.0 * (0.6 if slow else 1),
-                              6280.0 * (0.6 if slow else 1), int(50e6), 360.0, 40.0))
+        speed = 0.6 if slow else 1.0
+        domains.append(Domain((r,), r // 8, int(40e9 if slow else 80e9), 2512.0 * speed,
+                              6280.0 * speed, int(50e6), 360.0, 40.0))
     kind = "unequal" if unequal else "h100-like"
     return Topology(f"{kind}-{num_ranks}", tuple(domains), Costs(phase_us=10.0), "published")

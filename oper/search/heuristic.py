@@ -45,13 +45,14 @@ _FINENESS = (0.3, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0)
 EFFORTS = {"fast": Effort(4000, 6), "thorough": Effort(60000, 80)}
 
 
-def search(bound: Bound, effort: Effort, target_gap: float, seed: int) -> State:
+def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, seed: int) -> State:
     """Find a placement of the bound's problem.
 
     Args:
         bound: the solved relaxation.
         effort: trials, kicks, deadline.
-        target_gap: stop when (step - bound) / bound is at most this.
+        lower_us: lower bound of the whole problem, of which this relaxation may be a branch.
+        target_gap: stop when step / lower_us - 1 is at most this.
         seed: equal seeds give equal placements unless a deadline cuts the search short.
     """
     rng = np.random.default_rng(seed)
@@ -64,7 +65,7 @@ def search(bound: Bound, effort: Effort, target_gap: float, seed: int) -> State:
         book.simplify(near)
     state = _placed(book)
     improver = _Improver(state, book, rng)
-    improver.run(effort, bound.lower_bound_us * (1.0 + target_gap))
+    improver.run(effort, lower_us * (1.0 + target_gap))
     return improver.best
 
 

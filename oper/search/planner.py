@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oper.errors import InvalidInputError, fail
 from oper.plan import Piece, Plan
 from oper.search.bound import Bound, solve_relaxation
 from oper.search.cost import CostModel, evaluate
-from oper.search.heuristic import EFFORTS, Effort, search
+from oper.search.heuristic import EFFORTS, search
 from oper.search.infeasible import explain_bound, explain_plan
 from oper.search.placing import table_plan
 from oper.search.problem import Problem, make_problem
@@ -78,22 +78,65 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)
-    bound = solve_relaxation(Relaxation(CostModel(problem)), deadline=budget.deadline)
-    if bound.overflow > 1e-6:
-        raise explain_bound(problem, bound)
-    state = _best_state(bound, budget, target_gap, seed)
-    if not state.evaluation.fits:
-        raise explain_plan(problem, state.evaluation)
-    plan = _assemble(problem, bound, state)
-    notes = {"effort": effort, "seed": seed, "source": problem.topology.source,
-             "bound": "whole-table configurations, class means", "trials_rounds": bound.num_rounds}
+    branches = sorted((_Branch.of(p, budget.deadline) for p in _branches(problem)),
+                      key=lambda x: x.lower_bound_us)
+    fitting = [x for x in branches if x.bound.overflow <= 1e-6]
+    if not fitting:
+        raise explain_bound(problem, branches[0].bound)
+    lower_us = fitting[0].lower_bound_us
+    best: tuple[_Branch, State] | None = None
+    for branch in fitting:
+        # A branch whose own bound is above what is already found cannot hold a better plan.
+        if best is not None and (best[1].evaluation.step_us <= max(
+                branch.lower_bound_us, lower_us * (1 + target_gap))):
+            continue
+        state = search(branch.bound, budget, lower_us, target_gap, seed)
+        if best is None or state.score < best[1].score:
+            best = branch, state
+    assert best is not None
+    if not best[1].evaluation.fits:
+        raise explain_plan(problem, best[1].evaluation)
+    plan = _assemble(problem, best[0].bound, best[1])
     step_us = evaluate(plan, problem).step_us
-    return replace(plan, step_us=step_us, lower_bound_us=min(bound.lower_bound_us, step_us),
-                   notes=notes)
+    notes = {"effort": effort, "seed": seed, "constants": problem.topology.source,
+             "bound": "whole-table configurations, class means",
+             "bound_rounds": sum(x.bound.num_rounds for x in branches)}
+    return replace(plan, step_us=step_us, lower_bound_us=min(lower_us, step_us), notes=notes)
 
 
-def _best_state(bound: Bound, budget: Effort, target_gap: float, seed: int) -> State:
-    return search(bound, budget, target_gap, seed)
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """A part of the space with its bound; every plan lies in some branch."""
+
+    bound: Bound
+    lower_bound_us: float
+
+    @staticmethod
+    def of(problem: Problem, deadline: float | None) -> _Branch:
+        """Bound one branch; pushing anything at all costs one barrier, which the LP cannot see."""
+        bound = solve_relaxation(Relaxation(CostModel(problem)), deadline=deadline)
+        pays = "push" in problem.allow and not bound.relaxation.base_tally.num_pushed
+        barrier = problem.topology.costs.phase_us if pays else 0.0
+        return _Branch(bound, bound.lower_bound_us + barrier)
+
+
+def _branches(problem: Problem) -> list[Problem]:
+    """Plans that push something, and plans that push nothing."""
+    if "push" not in problem.allow:
+        return [problem]
+    pinned = problem.constraints.tables
+    free = [t.spec.name for t in problem.tables
+            if t.spec.name not in pinned or pinned[t.spec.name].tiers is None]
+    if not free or any("pull" not in problem.modes_of(name) for name in free):
+        return [problem]
+    return [replace(problem, allow=problem.allow - {"push"}), problem]
+
+
+def space_bound(problem: Problem) -> float:
+    """Certified lower bound (us) over all plans of the space; 0 where memory fits none."""
+    found = [b.lower_bound_us for b in (_Branch.of(p, None) for p in _branches(problem))
+             if b.bound.overflow <= 1e-6]
+    return min(found, default=0.0)
 
 
 def _assemble(problem: Problem, bound: Bound, state: State) -> Plan:

@@ -231,8 +231,11 @@ def make_problem(
     world_size = topology.world_size
     held = parse_constraints(constraints, (t.name for t in specs), world_size)
     entries = tuple(make_table(t, stats, batch_size, world_size) for t in specs)
+    chosen = check_allow(allow)
+    if objective == "inference" and "pull" in chosen:
+        chosen -= {"push"}  # serving has no barriers, which partial sums would need
     problem = Problem(entries, make_machine(topology, held.reserve_bytes), objective, batch_size,
-                      check_allow(allow), held)
+                      chosen, held)
     for t in specs:
         pinned = t.name in held.tables and held.tables[t.name].tiers is not None
         if not pinned and not (problem.placements_of(t.name) and problem.modes_of(t.name)):

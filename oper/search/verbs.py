@@ -11,7 +11,7 @@ from typing import Any
 
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.plan import Plan
-from oper.search.problem import Problem, make_problem
+from oper.search.problem import make_problem
 from oper.search.space import EXECUTABLE
 from oper.stats import AccessStats
 from oper.tables import DTYPE_BYTES, OPTIMIZER_STATE_BYTES, TableSpec
@@ -70,6 +70,7 @@ def run_explain(args: argparse.Namespace) -> int:
     """Print what a plan costs."""
     from oper.search.cost import evaluate
     from oper.search.explain import as_json, summary
+    from oper.search.planner import space_bound
 
     plan = Plan.load(args.plan)
     if args.topology is None:
@@ -83,7 +84,7 @@ def run_explain(args: argparse.Namespace) -> int:
     step_us = evaluate(plan, problem).step_us
     if abs(step_us - plan.step_us) > 1e-6 * step_us:
         # Another machine, batch or statistics: the bound in the file is not about this problem.
-        plan = replace(plan, step_us=step_us, lower_bound_us=_bound_of(problem, step_us))
+        plan = replace(plan, step_us=step_us, lower_bound_us=min(space_bound(problem), step_us))
     if args.json:
         print(json.dumps({"plan": args.plan, **as_json(plan, problem)}))
     else:
@@ -96,14 +97,6 @@ def _used(plan: Plan) -> frozenset[str]:
     tiers = [tier for t in plan.tables for piece in t.pieces for tier in piece.tiers]
     split = {"columns"} if any(len(t.pieces) > 1 for t in plan.tables) else set()
     return EXECUTABLE | split | {t.mode for t in tiers} | {t.placement for t in tiers}
-
-
-def _bound_of(problem: Problem, step_us: float) -> float:
-    """The lower bound of the problem; 0 (unknown) where memory is too small for any plan."""
-    from oper.search.bound import lower_bound
-
-    bound = lower_bound(problem)
-    return 0.0 if bound.overflow > 1e-6 else min(bound.lower_bound_us, step_us)
 
 
 def _add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:

@@ -1,0 +1,120 @@
+"""Peers' plans: valid, within memory, what their rule says, and never better than ours."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import pytest
+from search_cases import gpus, problem
+
+from oper.bench import plan as bench_plan, plan_workloads
+from oper.search.baselines import peers, score_peers
+from oper.search.cost import evaluate
+from oper.search.planner import plan_problem, space_bound
+from oper.search.problem import make_problem
+from oper.search.space import EVERYTHING
+
+
+@pytest.mark.parametrize("name", sorted(peers()))
+@pytest.mark.parametrize("objective", ["training", "inference"])
+def test_every_peer_gives_a_valid_plan_above_the_bound(name, objective):
+    stated = problem(12, 3, gpus(4), objective, allow=EVERYTHING)
+    plan = peers()[name](stated, 0)
+    assert plan is not None
+    plan.check_for([t.spec for t in stated.tables], 4)
+    found = evaluate(plan, stated)
+    assert found.fits
+    if objective == "training":  # serving plans may not push, the peers' do
+        assert found.step_us >= space_bound(stated) * (1 - 1e-9)
+
+
+def test_largest_first_is_graham_on_sizes():
+    stated = problem(9, 5, gpus(3), allow=EVERYTHING)
+    plan = peers()["largest-first-size"](stated, 0)
+    load = np.zeros(3)
+    for t in sorted(stated.tables, key=lambda t: -t.spec.num_bytes):
+        owner = plan.table(t.spec.name).tiers[0].ranks[0]
+        assert load[owner] == load.min()
+        load[owner] += t.spec.num_bytes
+
+
+def test_replicate_or_partition_fills_memory_with_the_hottest_rows():
+    roomy = problem(8, 6, gpus(4), "inference")
+    need = sum(t.spec.num_rows * t.spec.row_bytes for t in roomy.tables)
+    tight = problem(8, 6, gpus(4, memory_bytes=0.5 * need), "inference")
+    plan = peers()["ugache-replicate-or-partition"](tight, 0)
+    found = evaluate(plan, tight)
+    assert found.fits and found.domain_bytes.max() >= 0.8 * 0.5 * need
+    full = peers()["ugache-replicate-or-partition"](roomy, 0)
+    assert {x.placement for t in full.tables for x in t.tiers} == {"replicated"}
+
+
+def test_peers_that_do_not_fit_say_so():
+    stated = problem(3, 1, gpus(2), allow=EVERYTHING)
+    largest = max(t.spec.num_bytes for t in stated.tables)
+    tight = problem(3, 1, gpus(2, memory_bytes=0.9 * largest), allow=EVERYTHING)
+    assert peers()["largest-first-size"](tight, 0) is None
+    assert "largest-first-size" not in score_peers(tight)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("objective", ["training", "inference"])
+def test_no_peer_beats_the_plan(seed, objective):
+    stated = problem(10, seed, gpus(4), objective)
+    stated = make_problem([t.spec for t in stated.tables], _stats(seed), gpus(4),
+                          objective=objective, batch_size=2048, allow=EVERYTHING)
+    plan = plan_problem(stated)
+    assert plan.lower_bound_us <= plan.step_us
+    scored = {n: s for n, s in score_peers(stated).items()}
+    if objective == "inference":  # peers that push would need barriers, which serving has not
+        scored = {n: s for n, s in scored.items() if n.startswith(("ugache", "flexshard"))}
+    assert scored
+    assert plan.step_us <= min(scored.values()) * 1.0001
+
+
+def _stats(seed):
+    from search_cases import tables_and_stats
+
+    return tables_and_stats(10, seed)[1]
+
+
+@pytest.mark.parametrize(("length", "exponent", "pushes"), [(40.0, 0.4, True), (1.0, 1.2, False)])
+def test_pushing_is_chosen_for_long_flat_bags_and_not_for_skewed_single_ids(
+        length, exponent, pushes):
+    """One partial sum beats forty rows; a few unique rows beat a partial sum per bag."""
+    made = plan_workloads._workload([2_000_000] * 8, [64] * 8, [length] * 8, [exponent] * 8, 4096)
+    stated = make_problem(made.tables, made.stats, gpus(4), batch_size=4096, allow=EVERYTHING)
+    plan = plan_problem(stated)
+    modes = {x.mode for t in plan.tables for p in t.pieces for x in p.tiers}
+    assert ("push" in modes) == pushes
+
+
+def test_bench_entries_hold_the_named_keys_and_check_themselves():
+    chosen = [c for c in bench_plan.cases(False) if c.name in
+              ("criteo-kaggle/8/training", "criteo-kaggle/8/inference")]
+    entries = list(bench_plan.run(argparse.Namespace(seed=1), chosen))
+    assert [e["name"] for e in entries] == [c.name for c in chosen]
+    for e in entries:
+        assert e.keys() >= {"gap", "gap_kind", "seconds", "modelled_step_us", "best_peer",
+                            "best_peer_step_us", "ratio_vs_torchrec", "ratio_vs_best_peer",
+                            "lower_bound_us", "peak_rss_mb", "verified"}
+        assert e["verified"] and e["gap"] <= 0.03
+        assert e["ratio_vs_best_peer"] >= 0.9999
+    text = bench_plan.report(entries)
+    assert all(e["name"] in text for e in entries)
+
+
+def test_bench_skips_by_name_without_the_data(monkeypatch):
+    monkeypatch.delenv("OPER_DATA", raising=False)
+    case = next(c for c in bench_plan.cases(False) if c.workload == "avazu")
+    entry = next(iter(bench_plan.run(argparse.Namespace(seed=0), [case])))
+    assert "OPER_DATA" in entry["skipped"]
+    assert case.name in bench_plan.report([entry])
+
+
+def test_power_law_statistics_add_up():
+    stats = plan_workloads.power_law(3_000_000, 1.05, 2.5)
+    assert stats.num_rows == 3_000_000 and stats.head_ids.size == 64
+    assert stats.pooling_factor == pytest.approx(2.5, rel=0.01)
+    assert stats.coverage(1_000_000) > 0.8
