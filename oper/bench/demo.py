@@ -170,7 +170,8 @@ def _case(job: Job, manifest: dict[str, Any]) -> dict[str, Any]:
     if not epoch:
         raise InvalidInputError(fail("cannot run the demo", "training rows", train,
                                      f">= {WORLD_SIZE * batch}", "use a longer log"))
-    num_steps = CHECKED_STEPS + max(_MIN_TIMED, min(epoch - CHECKED_STEPS, _QUICK_STEPS if job.quick else _MAX_STEPS))
+    most = _QUICK_STEPS if job.quick else _MAX_STEPS
+    num_steps = CHECKED_STEPS + max(_MIN_TIMED, min(epoch - CHECKED_STEPS, most))
     return {"folder": str(job.folder), "data": str(job.folder / "data"),
             "plan": str(job.folder / "plan.json"), "seed": job.seed, "batch_size": batch,
             "world_size": WORLD_SIZE, "num_steps": num_steps, "checked_steps": CHECKED_STEPS,

@@ -61,8 +61,8 @@ def _correctness(found: Mapping[str, Any]) -> str:
     if found["max_relative_diff"] <= found["tolerance"]:
         verdict = f"equal (at most {found['tolerance']:.0e} is rounding)"
     elif found["verified"]:
-        verdict = ("further apart than rounding, though OPER no more than TorchRec: the model has amplified "
-                   "rounding")
+        verdict = ("further apart than rounding, though OPER no more than TorchRec: the model has "
+                   "amplified rounding")
     else:
         verdict = "NOT EQUAL"
     return "\n".join([

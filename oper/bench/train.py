@@ -29,8 +29,8 @@ def cases(quick: bool) -> list[Case]:
                 if whole:
                     case = replace(case, rounds=10, per_round=3)
                 if quick:
-                    case = replace(case, num_stats_batches=8, rounds=4 if whole else 8,
-                                   per_round=2 if whole else 4)
+                    case = replace(case, num_stats_batches=8, rounds=3 if whole else 6,
+                                   per_round=2 if whole else 3)
                 found.append(case)
     return found
 

@@ -16,7 +16,7 @@ from oper.bench import record
 from oper.bench.ceiling import Ceiling
 from oper.bench.sides import Side, build_oper, build_torchrec
 from oper.bench.torchrec_peer import PLAN_KINDS
-from oper.bench.verify import Checks, Reference, verify
+from oper.bench.verify import Checks, Reference, Verdict, verify
 from oper.bench.workload import TIMED, Workload, collect_stats, make_batch, timed_ids
 from oper.plan import Plan, uniform_plan
 from oper.stats import AccessStats
@@ -95,6 +95,8 @@ class _Runner:
         gc.freeze()
         ceiling = Ceiling(self._tables, ids, self.work.pooling)
         timings = self._measure(batches, ceiling)
+        if self.rank == 0:
+            verdicts["ceiling"] = self._check(ceiling, batches[0])
         phases = self._phases(batches)
         entry = {
             "name": self.case.name, **self._figures(timings, verdicts, ids),
@@ -179,6 +181,13 @@ class _Runner:
             found[f"{phase} busy cores"] = np.array([(record.busy_seconds() - busy) / wall])
         return found
 
+    def _check(self, ceiling: Ceiling, batch: Any) -> dict[str, Any]:
+        """Whether the bare gather has summed the rows that a lookup sums."""
+        ceiling.run(0)
+        verdict = Verdict()
+        verdict.compare("ceiling", ceiling.out, self.sides[0].lookup(batch.sparse_features))
+        return verdict.to_json()
+
     def _phases(self, batches: Sequence[Any]) -> dict[str, float]:
         """Where OPER's step goes: median milliseconds by phase, mean over ranks."""
         tables = self._tables
@@ -218,6 +227,8 @@ class _Runner:
         def median(name: str, phase: str) -> float:
             return float(np.median(timings[f"{phase} {name}"]))
 
+        plans["ceiling"] = {"forward": record.summary(timings["forward ceiling"]),
+                            "verification": verdicts.get("ceiling")}
         ceiling = median("ceiling", "forward")
         return {
             "ratio_step": round(median(best, "step") / median("oper", "step"), 3),
@@ -227,7 +238,7 @@ class _Runner:
             "torchrec_best": best,
             "torchrec_step_ms": plans[best]["step"]["median_ms"],
             "torchrec_forward_ms": plans[best]["forward"]["median_ms"],
-            "gather_ceiling_ms": record.summary(timings["forward ceiling"])["median_ms"],
+            "gather_ceiling_ms": plans["ceiling"]["forward"]["median_ms"],
             "gather_ceiling_gbps": round(total["forward"] / ceiling / 1e9, 3),
             "forward_fraction_of_ceiling": round(ceiling / median("oper", "forward"), 4),
             "verified": bool(verdicts) and all(v["passed"] for v in verdicts.values()),

@@ -23,7 +23,9 @@ from oper.bench.workload import CHECKED, Workload, batch_ids, make_batch, make_k
 NUM_STEPS = 2
 # max|a - b| <= tolerance * max|b| per tensor. Tables differ by the order of sums only; the dense
 # part of a DLRM also by the shapes of its matrix products.
-TOLERANCE = {"pooled": 1e-5, "rows": 1e-5, "tables": 1e-5, "logits": 1e-4, "dense": 1e-4}
+TOLERANCE = {"pooled": 1e-5, "ceiling": 1e-5, "rows": 1e-5, "tables": 1e-5, "logits": 1e-4,
+             "dense": 1e-4}
+_CHUNK_ROWS = 4096
 _PROBED_ROWS = 16_384  # per table, of the touched ones
 
 
@@ -44,11 +46,12 @@ class Verdict:
             return
         if not ours.numel():
             return
-        scale = max(float(reference.abs().max()), 1e-30)
-        found = float((ours - reference).abs().max()) / scale
-        if not found <= self.worst.get(kind, 0.0):
-            self.worst[kind] = found if found == found else float("inf")
-        self.worst.setdefault(kind, 0.0)
+        # In parts: temporaries of a whole table cost more than the comparison.
+        parts = zip(ours.split(_CHUNK_ROWS), reference.split(_CHUNK_ROWS), strict=True)
+        most = [torch.stack([(a - b).abs().max(), b.abs().max()]) for a, b in parts]
+        found, scale = torch.stack(most).amax(dim=0).tolist()  # NaN wins
+        ratio = found / max(scale, 1e-30) if found == found else float("inf")
+        self.worst[kind] = max(self.worst.get(kind, 0.0), ratio)
 
     @property
     def passed(self) -> bool:
@@ -166,7 +169,7 @@ class Reference:
         with torch.no_grad():
             for value in self.dense.values():
                 assert value.grad is not None
-                value -= LEARNING_RATE * value.grad
+                value.sub_(value.grad, alpha=LEARNING_RATE)
                 value.grad = None
         return logits.detach()
 

@@ -1,0 +1,24 @@
+"""A worker function for tests: one weight of OPER's side is wrong."""
+
+from typing import Any
+
+import torch
+
+from oper.bench import train_case
+
+
+def run_case(value: dict[str, Any], progress: train_case.Progress) -> dict[str, Any]:
+    """`train_case.run_case` with row 3 of the first table off by one."""
+    build = train_case.build_oper
+
+    def build_wrong(*args: Any, **kwargs: Any) -> Any:
+        side, reference = build(*args, **kwargs)
+        assert side.tables is not None
+        row = side.tables.read("t0", 3, 4)
+        side.tables.barrier()
+        side.tables.write("t0", row + torch.ones_like(row), 3)
+        side.tables.publish()
+        return side, reference
+
+    train_case.build_oper = build_wrong
+    return train_case.run_case(value, progress)

@@ -1,0 +1,111 @@
+"""Records, timings and the comparison that a benchmark rests on."""
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from oper.bench import record, verbs
+from oper.bench.verify import Verdict
+from oper.bench.workload import Workload, batch_ids, collect_stats, draw_ids
+from oper.errors import InvalidInputError, OperError
+
+
+def test_interleave_gives_every_contender_the_same_calls_in_turns() -> None:
+    seen: list[tuple[str, int]] = []
+    aligned: list[int] = []
+    runs = {name: (lambda k, name=name: seen.append((name, k))) for name in "ab"}
+    taken = record.interleave(runs, lambda: aligned.append(1), rounds=3, per_round=2, lead_in=1)
+    assert {n: t.shape for n, t in taken.items()} == {"a": (6,), "b": (6,)}
+    assert [k for n, k in seen if n == "a"] == [k for n, k in seen if n == "b"] == list(range(9))
+    # The order of the contenders rotates.
+    assert "".join(n for n, _ in seen) == "aaabbb" + "bbbaaa" + "aaabbb"
+    assert len(aligned) == len(seen)
+
+
+def test_summary_is_in_milliseconds() -> None:
+    found = record.summary(np.arange(1, 101) / 1e3)
+    assert found["median_ms"] == 50.5 and found["min_ms"] == 1 and found["n"] == 100
+    assert found["p10_ms"] < found["median_ms"] < found["p90_ms"]
+
+
+def test_record_has_the_agreed_keys(tmp_path) -> None:
+    value = record.record("train", ["oper", "bench", "train"], [{"name": "x"}], 0.5)
+    assert list(value) == ["benchmark", "command", "versions", "machine", "cases"]
+    assert value["command"] == "oper bench train" and value["machine"]["load_before"] == 0.5
+    assert value["machine"]["cores"] >= 1 and value["versions"]["torch"]
+    record.write(tmp_path / "r.json", value)
+    assert json.loads((tmp_path / "r.json").read_text()) == value
+
+
+@pytest.mark.parametrize(("ours", "passed"), [
+    ([1.0, 2.0], True), ([1.0, 2.0 + 1e-6], True), ([1.0, 2.001], False), ([1.0, 2.0, 3.0], False),
+    ([float("nan"), 2.0], False)])
+def test_a_comparison_can_fail(ours: list[float], passed: bool) -> None:
+    verdict = Verdict()
+    assert not verdict.passed  # nothing compared, nothing shown
+    verdict.compare("pooled", torch.tensor(ours), torch.tensor([1.0, 2.0]))
+    assert verdict.passed is passed
+    verdict.compare("pooled", torch.ones(2), torch.ones(2))  # a good tensor heals no bad one
+    assert verdict.passed is passed
+    assert json.loads(json.dumps(verdict.to_json()))["passed"] is passed
+
+
+def test_ids_follow_the_power_law() -> None:
+    rng = np.random.default_rng(0)
+    counts = np.bincount(draw_ids(rng, 1000, 400_000, 1.05), minlength=1000)
+    edges = np.arange(1, 1002.0) ** (1 - 1.05)
+    expected = (edges[:-1] - edges[1:]) / (edges[0] - edges[-1]) * 400_000
+    assert counts.size == 1000
+    assert np.all(np.abs(counts - expected) < 6 * np.sqrt(expected) + 1)
+    uniform = np.bincount(draw_ids(rng, 10, 100_000, 0.0), minlength=10)
+    assert np.all(np.abs(uniform - 10_000) < 600)
+
+
+def test_batches_are_reproducible_and_statistics_come_from_others() -> None:
+    work = Workload(num_rows=(50, 7), batch_size=64, pooling=3)
+    ids = batch_ids(work, 1, 2, 0)
+    assert ids.shape == (2, 32 * 3) and ids[1].max() < 7
+    assert np.array_equal(ids, batch_ids(work, 1, 2, 0))
+    for other in (batch_ids(work, 0, 2, 0), batch_ids(work, 1, 2, 1), batch_ids(work, 1, 2, 0, 1)):
+        assert not np.array_equal(ids, other)
+    stats = collect_stats(work, 0, 2, 4)
+    assert stats.tables["t0"].num_accesses == 4 * 32 * 3
+    assert stats.tables["t0"].pooling_factor == 3
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, words: list[str], verified: bool) -> int:
+    from oper.bench import train
+
+    entry = {"verified": verified, "name": "ebc-pool1"}
+    monkeypatch.setattr(train, "run", lambda args, chosen: iter([entry] * len(chosen)))
+    monkeypatch.setattr(train, "report", lambda entries: f"{len(entries)}\n")
+    parser = argparse.ArgumentParser()
+    verbs.configure_bench(parser)
+    return verbs.run_bench(parser.parse_args(words))
+
+
+def test_an_unverified_case_fails_the_command(monkeypatch, tmp_path, capsys) -> None:
+    target = tmp_path / "out.json"
+    words = ["train", "--quick", "--cases", "ebc-*", "--json", str(target)]
+    assert _run(monkeypatch, words, True) == 0
+    assert _run(monkeypatch, words, False) == 1
+    value = json.loads(target.read_text())
+    assert value["benchmark"] == "train" and len(value["cases"]) == 2
+    assert value["command"] == f"oper bench {' '.join(words[:1] + words[2:4] + words[1:2])} " \
+        f"--json {target}".replace("ebc-*", "'ebc-*'")
+    assert "ebc-pool1 done" in capsys.readouterr().err
+
+
+def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
+    with pytest.raises(InvalidInputError, match=r"nothing to run.*--cases='nope'"):
+        _run(monkeypatch, ["train", "--cases", "nope"], True)
+
+
+def test_a_failing_worker_shows_its_log() -> None:
+    from oper.bench.launch import run_workers
+
+    with pytest.raises(OperError, match=r"a benchmark process has failed(.|\n)*no_such_module"):
+        list(run_workers("no_such_module:f", [{}], 1))

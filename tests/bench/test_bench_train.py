@@ -1,0 +1,53 @@
+"""The training benchmark end to end, in two processes on two small tables."""
+
+import pytest
+
+pytest.importorskip("torchrec")
+
+from oper.bench import train
+from oper.bench.launch import run_workers
+from oper.bench.train_case import PHASES, Case
+from oper.bench.workload import Workload
+
+TINY = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
+KEYS = {"name", "ratio_step", "ratio_forward", "oper_step_ms", "oper_forward_ms",
+        "gather_ceiling_gbps", "forward_fraction_of_ceiling", "verified", "bytes_moved",
+        "page_kind", "load_before", "load_after", "plans"}
+
+
+def _case(name: str, whole_model: bool) -> Case:
+    return Case(name, TINY, whole_model, num_batches=4, num_stats_batches=4, rounds=2, per_round=2)
+
+
+def test_two_processes_measure_and_verify() -> None:
+    cases = [_case("ebc", False), _case("dlrm", True)]
+    entries = list(run_workers("oper.bench.train_case:run_case", [c.to_json() for c in cases], 2))
+    assert [e["name"] for e in entries] == ["ebc", "dlrm"]
+    for entry in entries:
+        assert set(entry) >= KEYS
+        assert entry["verified"] is True, entry["plans"]
+        assert set(entry["plans"]) == {"oper", "table_wise", "mixed", "ceiling"}
+        best = entry["plans"][entry["torchrec_best"]]
+        assert best["step"]["median_ms"] == entry["torchrec_step_ms"]
+        assert best["step"]["median_ms"] == min(
+            entry["plans"][k]["step"]["median_ms"] for k in ("table_wise", "mixed"))
+        assert entry["ratio_step"] == pytest.approx(
+            entry["torchrec_step_ms"] / entry["oper_step_ms"], rel=1e-2)
+        assert entry["plans"]["oper"]["step"]["n"] == 4
+        assert set(entry["oper_phases_ms"]) == set(PHASES)
+        # 64 bags of 3 rows and one output, 2 tables, 64 bytes each.
+        assert entry["bytes_moved"]["forward"] == 64 * 2 * (3 + 1) * 64
+        assert "data_parallel" in entry["plans"]["mixed"]["plan"]["tables"]["t0"]
+        assert "table_wise" in entry["plans"]["mixed"]["plan"]["tables"]["t1"]
+    compared = entries[1]["plans"]["oper"]["verification"]["max_relative_diff"]
+    assert set(compared) == {"pooled", "logits", "rows", "dense", "tables"}
+    assert "NO" not in train.report(entries)
+
+
+def test_a_wrong_weight_is_found() -> None:
+    entry, = run_workers("tests.bench.broken:run_case", [_case("ebc", False).to_json()], 2)
+    assert entry["verified"] is False
+    assert not entry["plans"]["oper"]["verification"]["passed"]
+    assert entry["plans"]["table_wise"]["verification"]["passed"]
+    report = train.report([entry])
+    assert "NO" in report and "oper differs from the unsharded model" in report
