@@ -197,7 +197,8 @@ class PlatformWheel(bdist_wheel):
 
 
 torch_version()  # before pip resolves dependencies: it would fetch a torch of its own choice
-host_sources = [s for s in sources("csrc/host/*.cpp", "csrc/ops_*.cpp") if not s.endswith("_cuda.cpp")]
+host_sources = [s for s in sources("csrc/host/*.cpp", "csrc/ops_*.cpp")
+                if not s.endswith("ops_cuda.cpp")]
 extensions = [Extension(HOST, host_sources)]
 if cuda_sources():
     extensions.append(Extension(CUDA, cuda_sources()))
