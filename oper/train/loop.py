@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import os
 import platform
 import signal
 import sys
@@ -59,7 +58,7 @@ def train(config: TrainConfig, show_progress: bool = True) -> dict[str, Any]:
     engine = make_engine(model, config)
     del model
     out = Path(config.out)
-    with _peer_errors(), _MetricsFile(out if rank == 0 else None, config) as log:
+    with _peer_errors(engine), _MetricsFile(out if rank == 0 else None, config) as log:
         steps, interrupted = _run(engine, config, splits, log, show_progress)
         result: dict[str, Any] = {"steps": steps, "interrupted": interrupted}
         state = full_state(engine.module)
@@ -225,18 +224,22 @@ def _bar(total: int, what: str, show: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _peer_errors() -> Iterator[None]:
+def _peer_errors(engine: Engine) -> Iterator[None]:
     """gloo's many words for a peer that has gone, as one."""
     try:
         yield
     except OperError:
         raise
     except RuntimeError as error:
-        text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        text = str(error).strip().partition("\n")[0]
         signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
         if ranks()[1] == 1 or not any(sign in str(error) for sign in signs):
             raise
+        from oper.integration.torchrec_modules import ShardedEmbeddingBags
+
+        for module in engine.bare.modules():
+            if isinstance(module, ShardedEmbeddingBags):
+                module.tables.barrier()  # knows the peers by process: raises an error with the rank
         raise PeerLostError(
-            fail(f"rank {ranks()[0]} of {ranks()[1]} has lost a peer in the exchange of dense "
-                 "gradients", "cause", text, "all ranks alive",
-                 f"look at the other ranks' logs; pid {os.getpid()} stops")) from error
+            fail(f"rank {ranks()[0]} of {ranks()[1]} has lost a peer in an exchange over gloo",
+                 "cause", text, "all ranks alive", "look at the other ranks' logs")) from error

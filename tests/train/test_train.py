@@ -151,7 +151,7 @@ def test_a_dead_peer_is_one_message(prepared: Prepared, tmp_path: Path) -> None:
     assert time.monotonic() - began < 15
     assert ranks[0].returncode == 1
     assert "Traceback" not in err and err.count("oper: ") == 1, err
-    assert "peer" in err.splitlines()[-1]
+    assert "rank=1" in err.splitlines()[-1]
 
 
 def test_what_cannot_be_trained(prepared: Prepared, tmp_path: Path) -> None:
