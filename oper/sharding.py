@@ -151,6 +151,11 @@ def _describe(target: _Target, objective: str, default: Optimizer | None) -> Non
            for p, parameter in target.module.named_parameters()}
     if objective == "training":
         for table, parameter in own.items():
+            if not parameter.requires_grad:
+                raise InvalidInputError(
+                    fail(f"cannot shard table {table!r} for training", "requires_grad", False,
+                         "a table that is to be trained",
+                         "set it, leave the module out of modules=, or use objective='inference'"))
             tagged = None
             if hasattr(parameter, "_optimizer_classes"):
                 from oper.integration.torchrec_modules import tagged_optimizer

@@ -138,8 +138,8 @@ def _module_tables(model: Any) -> Iterator[TableSpec]:
         else:
             rows, dim = (getattr(module, n, None) for n in ("num_embeddings", "embedding_dim"))
             if isinstance(rows, int) and isinstance(dim, int):
-                name = path or type(module).__name__
-                yield TableSpec(name, rows, dim, (name,))
+                # As oper.shard names it; the feature of a bare module is the empty path.
+                yield TableSpec(path or "weight", rows, dim, (path,))
 
 
 def _is_kjt(value: Any) -> bool:

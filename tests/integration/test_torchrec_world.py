@@ -1,0 +1,300 @@
+"""Sharded DLRM in real processes: DDP, DistributedModelParallel, pipelines, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime_support import assert_bitwise
+from tests.world_support import run_world
+
+pytest.importorskip("torchrec")
+
+LR, STEPS = 0.2, 10
+
+
+def _shard(model: Any, world_size: int, kind: str, **fields: Any) -> Any:
+    import oper
+    from tests.dlrm_support import EBC, plan_for
+
+    plan = plan_for(model.get_submodule(EBC), world_size, kind)
+    return oper.shard(model, plan=plan, **{"optimizer": oper.SGD(lr=LR)} | fields)
+
+
+def _full(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Whole tensors of a state_dict. Collective where it holds DTensors."""
+    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
+            for k, v in state.items()}
+
+
+def _train(model: Any, rank: int, tables_too: bool) -> list[float]:
+    """Data-parallel SGD; the unsharded model's tables are ordinary parameters."""
+    from tests.dlrm_support import make_batch
+
+    losses = []
+    for step in range(STEPS):
+        loss, _ = model(make_batch(100 * rank + step, 9 + 3 * rank))
+        loss.backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                assert tables_too or "embedding_bags" not in name
+                p -= LR * p.grad
+                p.grad = None
+        losses.append(loss.item())
+    return losses
+
+
+def _close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
+    from tests.dlrm_support import assert_close
+
+    assert list(got) == list(want), what
+    for name in want:
+        assert_close(got[name], want[name], f"{what}: {name}")
+
+
+# ---- DistributedDataParallel ---------------------------------------------------------------------
+
+
+def _ddp(rank: int, world_size: int, kind: str) -> None:
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    from tests.dlrm_support import EBC, make_dlrm
+
+    unsharded = DDP(make_dlrm(seed=3))
+    want = _train(unsharded, rank, True)
+    model = make_dlrm(seed=3)
+    # Sharded first, then wrapped together with the rest of the model.
+    sharded = _shard(model, world_size, kind)
+    before = _full(sharded.state_dict())
+    wrapped = DDP(sharded)
+    after = _full(sharded.state_dict())
+    assert_bitwise(after, before, "DDP's broadcast moved something")
+    assert not any("embedding_bags" in n for n, _ in wrapped.named_parameters())
+    got = _train(wrapped, rank, False)
+    assert torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-5)
+    _close(_full(wrapped.module.state_dict()), _full(unsharded.module.state_dict()), "DDP")
+    assert wrapped.module.get_submodule(EBC).tables.group.world_size == world_size
+
+
+@pytest.mark.parametrize("world_size, kind", [(2, "mixed0"), (2, "replicated")])
+def test_ddp_around_the_sharded_model(world_size: int, kind: str) -> None:
+    run_world(world_size, _ddp, kind)
+
+
+def _ranks_disagree(rank: int, world_size: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    from tests.dlrm_support import make_dlrm
+
+    # As under DDP, rank 0's weights are everybody's.
+    sharded = DDP(_shard(make_dlrm(seed=rank), world_size, "mixed0"))
+    _close(_full(sharded.module.state_dict()), _full(make_dlrm(seed=0).state_dict()), "rank 0's")
+
+
+def test_rank_0_decides_where_weights_differ() -> None:
+    run_world(2, _ranks_disagree)
+
+
+# ---- DistributedModelParallel and pipelines ------------------------------------------------------
+
+
+def _dmp(rank: int, world_size: int, pipelined: bool) -> dict[str, torch.Tensor]:
+    from torchrec.distributed.model_parallel import DistributedModelParallel as DMP
+    from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+    from tests.dlrm_support import EBC, make_batch, make_dlrm
+
+    plain = make_dlrm(seed=3)
+    sharded = _shard(make_dlrm(seed=3), world_size, "mixed0")
+    module = sharded.get_submodule(EBC)
+    model = DMP(sharded, device=torch.device("cpu"), plan=ShardingPlan({}), sharders=[])
+    assert model.module.get_submodule(EBC) is module, "DMP replaced the sharded module"
+    assert sorted(model.state_dict()) == sorted(plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [
+        n for n, _ in plain.named_parameters() if "embedding_bags" not in n]
+    dense = KeyedOptimizerWrapper(
+        dict(model.named_parameters()), lambda params: torch.optim.SGD(params, lr=LR))
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == [LR, LR]
+    pipeline = (TrainPipelineSparseDist if pipelined else TrainPipelineBase)(
+        model, optimizer, torch.device("cpu"))
+    batches = iter([make_batch(100 * rank + s, 9 + 3 * rank) for s in range(STEPS)])
+    steps = 0
+    with contextlib.suppress(StopIteration):
+        while True:
+            pipeline.progress(batches)
+            steps += 1
+    assert steps == STEPS
+    if pipelined:
+        assert len(pipeline._pipelined_modules) == 1
+    state = _full(model.state_dict())
+    return {name: state[name] for name in plain.state_dict()}
+
+
+def _both_pipelines(rank: int, world_size: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    from tests.dlrm_support import make_dlrm
+
+    unsharded = DDP(make_dlrm(seed=3))
+    _train(unsharded, rank, True)
+    want = _full(unsharded.module.state_dict())
+    plain, pipelined = (_dmp(rank, world_size, p) for p in (False, True))
+    _close(plain, want, "DMP")
+    assert_bitwise(pipelined, plain, "pipelined and not")
+
+
+def test_distributed_model_parallel_and_its_pipelines() -> None:
+    run_world(2, _both_pipelines)
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+def _checkpoint(rank: int, world_size: int, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import DTensor
+
+    import oper
+    from tests.dlrm_support import EBC, make_dlrm
+
+    model = _shard(make_dlrm(seed=3), world_size, "mixed0")
+    _train_alone(model, rank)
+    state = model.state_dict()
+    names = [n for n in state if "embedding_bags" in n]
+    for name in names:
+        assert isinstance(state[name], DTensor)
+        assert state[name].shape == make_dlrm().state_dict()[name].shape
+    want = _full(state)
+    # Unsharded, by whole tensors and back.
+    other = make_dlrm(seed=4)
+    other.load_state_dict(want)
+    again = _shard(make_dlrm(seed=5), world_size, "owned")
+    again.load_state_dict(other.state_dict())
+    assert_bitwise(_full(again.state_dict()), want, "unsharded and back")
+    # DTensors straight into another plan.
+    third = _shard(make_dlrm(seed=6), world_size, "replicated")
+    third.load_state_dict(state)
+    assert_bitwise(_full(third.state_dict()), want, "DTensors")
+    # And through files.
+    dcp.save({"model": state}, checkpoint_id=folder)
+    fourth = _shard(make_dlrm(seed=7), world_size, "mixed1")
+    target = {"model": fourth.state_dict()}
+    dcp.load(target, checkpoint_id=folder)
+    fourth.load_state_dict(target["model"])
+    assert_bitwise(_full(fourth.state_dict()), want, "files")
+    meta = make_dlrm(device="meta")
+    torch.manual_seed(11 + rank)  # rank 0's seed rules
+    meta = _shard(meta, world_size, "mixed2")
+    torch.save(_full(meta.state_dict()), f"{folder}/meta{rank}.pt")
+    torch.save(want, f"{folder}/want{rank}.pt")
+    with pytest.raises(oper.PlanError, match="world"):
+        _shard(make_dlrm(), world_size + 1, "striped")
+    assert model.get_submodule(EBC).tables.group.rank == rank
+
+
+def _train_alone(model: Any, rank: int) -> None:
+    from tests.dlrm_support import make_batch
+
+    for step in range(2):
+        model(make_batch(10 * rank + step, 8))[0].backward()
+
+
+def test_checkpoints_between_plans_and_worlds(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from tests.dlrm_support import make_dlrm
+
+    run_world(2, _checkpoint, str(tmp_path))
+    want, other = (torch.load(tmp_path / f"want{rank}.pt") for rank in range(2))
+    # Nothing averages the dense part here, so only the tables agree between the ranks.
+    assert_bitwise(*({k: v for k, v in w.items() if "embedding_bags" in k} for w in (want, other)),
+                   "tables on both ranks")
+    # The files of two processes load into one process, unsharded and sharded.
+    for model in (make_dlrm(seed=8), _shard(make_dlrm(seed=9), 1, "striped")):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        model.load_state_dict(state["model"])
+        tables = {k: v for k, v in model.state_dict().items() if "embedding_bags" in k}
+        assert_bitwise(tables, {k: want[k] for k in tables}, "one process")
+    # Meta tables: both ranks the same, and the same as in one process with rank 0's seed.
+    metas = [torch.load(tmp_path / f"meta{rank}.pt") for rank in range(2)]
+    model = make_dlrm(device="meta")
+    torch.manual_seed(11)
+    alone = _shard(model, 1, "striped").state_dict()
+    for name in tables:
+        assert_bitwise(metas[0][name], metas[1][name], f"{name} on both ranks")
+        assert_bitwise(metas[0][name], alone[name], f"{name} in one process")
+
+
+def _evaluate_alone(rank: int, world_size: int) -> float:
+    from tests.dlrm_support import make_batch, make_dlrm
+
+    model = _shard(make_dlrm(seed=3), world_size, "mixed0")
+    total = 0.0
+    if rank == 1:
+        model.eval()
+        with torch.no_grad():
+            total = sum(model(make_batch(k))[0].item() for k in range(5))
+        model.train()
+    _train_alone(model, rank)
+    return total
+
+
+def test_one_rank_evaluates_alone() -> None:
+    from tests.dlrm_support import make_batch, make_dlrm
+
+    with torch.no_grad():
+        want = sum(make_dlrm(seed=3)(make_batch(k))[0].item() for k in range(5))
+    assert run_world(2, _evaluate_alone, env={"OPER_DEADLINE_S": "20"})[1] == pytest.approx(
+        want, rel=1e-5)
+
+
+def _subgroup(rank: int, world_size: int) -> dict[str, torch.Tensor] | None:
+    import torch.distributed as dist
+
+    from tests.dlrm_support import make_batch, make_dlrm
+
+    group = dist.new_group([2, 1])
+    if rank == 0:
+        return None
+    # Ranks of the group are not those of the world, and their weights differ.
+    model = _shard(make_dlrm(seed=rank), 2, "mixed0", process_group=group)
+    start = _full(model.state_dict())
+    model(make_batch(0))[0].backward()
+    end = _full(model.state_dict())
+    assert any((start[n] != end[n]).any() for n in start)
+    return start
+
+
+def test_a_group_that_is_not_the_world() -> None:
+    from tests.dlrm_support import make_dlrm
+
+    _, first, second = run_world(3, _subgroup)
+    want = make_dlrm(seed=1).state_dict()  # new_group sorts its ranks: rank 1 is its first
+    for name in (n for n in want if "embedding_bags" in n):
+        assert_bitwise(first[name], want[name], name)
+        assert_bitwise(second[name], want[name], name)
+
+
+def _default_dmp(rank: int, world_size: int) -> None:
+    from torchrec.distributed.model_parallel import DistributedModelParallel as DMP
+
+    from tests.dlrm_support import EBC, make_batch, make_dlrm
+
+    sharded = _shard(make_dlrm(seed=3), world_size, "striped")
+    module = sharded.get_submodule(EBC)
+    model = DMP(sharded, device=torch.device("cpu"))
+    assert model.module.get_submodule(EBC) is module
+    model(make_batch(rank))[0].backward()
+
+
+def test_distributed_model_parallel_with_its_defaults() -> None:
+    run_world(2, _default_dmp)

@@ -1,0 +1,225 @@
+"""`oper.shard`: what it replaces, what it refuses and by which name, and the plan that it makes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import oper
+from oper.errors import FileFormatError, InvalidInputError, PlanError
+from oper.plan import Plan, uniform_plan
+from oper.tables import TableSpec
+from tests.support import ROOT
+
+SGD = oper.SGD(lr=0.1)
+
+
+def bag(rows: int = 20, dim: int = 4, **fields: Any) -> nn.EmbeddingBag:
+    return nn.EmbeddingBag(rows, dim, **{"mode": "sum"} | fields)
+
+
+def plan(*tables: tuple[str, int, int], world_size: int = 1) -> Plan:
+    return uniform_plan([TableSpec(n, r, d) for n, r, d in tables], world_size)
+
+
+class Model(nn.Module):
+    """Two towers with one table each, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = bag(30)
+        self.items = nn.Sequential(bag(20))
+        self.dense = nn.Linear(4, 1)
+
+
+MODEL_PLAN = (("users", 30, 4), ("items.0", 20, 4))
+
+
+# ---- what is replaced ----------------------------------------------------------------------------
+
+
+def test_all_tables_of_a_model_in_place() -> None:
+    model = Model()
+    dense, names = model.dense, list(model.state_dict())
+    assert oper.shard(model, plan=plan(*MODEL_PLAN), optimizer=SGD) is model
+    assert type(model.users).__name__ == type(model.items[0]).__name__ == "ShardedEmbeddingBag"
+    assert model.dense is dense and list(model.state_dict()) == names
+    assert [n for n, _ in model.named_parameters()] == ["dense.weight", "dense.bias"]
+
+
+def test_only_the_named_modules() -> None:
+    model = Model()
+    users = model.users
+    oper.shard(model, plan=plan(MODEL_PLAN[1]), modules=["items.0"], optimizer=SGD)
+    assert model.users is users and type(model.items[0]).__name__ == "ShardedEmbeddingBag"
+
+
+def test_a_collection_itself_gives_a_new_module() -> None:
+    module = bag()
+    sharded = oper.shard(module, plan=plan(("weight", 20, 4)), optimizer=SGD)
+    assert sharded is not module
+    assert torch.equal(sharded.state_dict()["weight"], module.weight)
+
+
+def test_tables_of_one_name_in_two_collections() -> None:
+    torchrec = pytest.importorskip("torchrec")
+
+    def collection(rows: int) -> Any:
+        return torchrec.EmbeddingBagCollection(tables=[torchrec.EmbeddingBagConfig(
+            name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"])])
+
+    model = nn.ModuleDict({"a": collection(10), "b": collection(20)})
+    want = {k: v.clone() for k, v in model.state_dict().items()}
+    oper.shard(model, plan=plan(("a.t", 10, 4), ("b.t", 20, 4)), optimizer=SGD)
+    got = model.state_dict()
+    assert list(got) == list(want) and all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_a_bare_bag_needs_no_torchrec() -> None:
+    code = (
+        "import sys; sys.modules['torchrec'] = None; sys.modules['fbgemm_gpu'] = None\n"
+        "import torch, oper\n"
+        "from oper.plan import uniform_plan\nfrom oper.tables import TableSpec\n"
+        "bag = torch.nn.EmbeddingBag(9, 4, mode='sum')\n"
+        "made = oper.shard(bag, plan=uniform_plan([TableSpec('weight', 9, 4)], 1),"
+        " optimizer=oper.SGD(lr=0.1))\n"
+        "made(torch.tensor([[1, 2]])).sum().backward()\nprint(made.state_dict()['weight'].shape)\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([9, 4])" in done.stdout
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option, value", [
+    ("max_norm", 1.0), ("scale_grad_by_freq", True), ("mode", "max"), ("dtype", torch.float64)])
+def test_options_of_bags_that_are_refused_by_name(option: str, value: Any) -> None:
+    model = nn.ModuleDict({"mine": bag(**{option: value})})
+    with pytest.raises(InvalidInputError, match=f"'mine'.*{option}"):
+        oper.shard(model, plan=plan(("mine", 20, 4)), optimizer=SGD)
+    assert type(model["mine"]) is nn.EmbeddingBag
+
+
+def test_shared_parameters_are_refused_by_both_names() -> None:
+    model = nn.ModuleDict({"first": bag(), "second": bag()})
+    model["second"].weight = model["first"].weight
+    with pytest.raises(InvalidInputError, match=r"first\.weight.*second\.weight"):
+        oper.shard(model, plan=plan(("first", 20, 4), ("second", 20, 4)), optimizer=SGD)
+    # Tied to a dense layer: just as wrong, and named.
+    model = nn.ModuleDict({"first": bag(), "head": nn.Linear(4, 20, bias=False)})
+    model["head"].weight = model["first"].weight
+    with pytest.raises(InvalidInputError, match=r"first\.weight.*head\.weight"):
+        oper.shard(model, plan=plan(("first", 20, 4)), optimizer=SGD)
+    # The same module twice is the same table twice.
+    shared = bag()
+    with pytest.raises(InvalidInputError, match=r"a\.weight.*b\.weight"):
+        oper.shard(nn.ModuleDict({"a": shared, "b": shared}), optimizer=SGD)
+
+
+def test_a_tie_elsewhere_in_the_model_is_none_of_our_business() -> None:
+    model = nn.ModuleDict({"table": bag(), "x": nn.Linear(3, 3), "y": nn.Linear(3, 3)})
+    model["y"].weight = model["x"].weight
+    oper.shard(model, plan=plan(("table", 20, 4)), optimizer=SGD)
+
+
+def test_frozen_tables_are_not_trained_by_stealth() -> None:
+    frozen = nn.EmbeddingBag.from_pretrained(torch.ones(20, 4), mode="sum")
+    model = nn.ModuleDict({"frozen": frozen})
+    with pytest.raises(InvalidInputError, match=r"'?frozen'?.*requires_grad"):
+        oper.shard(model, plan=plan(("frozen", 20, 4)), optimizer=SGD)
+    oper.shard(model, plan=plan(("frozen", 20, 4)), objective="inference")
+
+
+def test_training_needs_an_optimizer_and_the_error_names_both_ways() -> None:
+    with pytest.raises(InvalidInputError) as error:
+        oper.shard(Model(), plan=plan(*MODEL_PLAN))
+    text = str(error.value)
+    assert "optimizer=" in text and "apply_optimizer_in_backward" in text and "'users'" in text
+
+
+@pytest.mark.parametrize("make, word", [
+    (lambda: nn.Linear(3, 3), "Linear"), (lambda: nn.ModuleDict({"x": nn.Linear(2, 2)}), "Module")])
+def test_nothing_to_shard(make: Any, word: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"nothing to shard.*{word}"):
+        oper.shard(make(), optimizer=SGD)
+
+
+def test_a_path_that_does_not_exist_or_holds_no_table() -> None:
+    for path in ("nowhere", "dense"):
+        with pytest.raises(InvalidInputError, match=path):
+            oper.shard(Model(), modules=["users", path], optimizer=SGD)
+
+
+def test_objectives() -> None:
+    with pytest.raises((InvalidInputError, PlanError), match="serving"):
+        oper.shard(Model(), objective="serving", optimizer=SGD)
+    model = oper.shard(Model(), plan=plan(*MODEL_PLAN), objective="inference")
+    assert not model.users(torch.tensor([[1, 2]])).requires_grad
+
+
+@pytest.mark.parametrize("made, word", [
+    (plan(*MODEL_PLAN, world_size=2), "world"),
+    (plan(MODEL_PLAN[0]), r"items\.0"),
+    (plan(*MODEL_PLAN, ("third", 5, 4)), "third"),
+    (plan(("users", 31, 4), MODEL_PLAN[1]), "users.*num_rows=31"),
+    (plan(("users", 30, 8), MODEL_PLAN[1]), "users.*dim=8")])
+def test_plans_for_something_else(made: Plan, word: str) -> None:
+    model = Model()
+    with pytest.raises(PlanError, match=word):
+        oper.shard(model, plan=made, optimizer=SGD)
+    assert type(model.users) is nn.EmbeddingBag, "a refused model stays as it was"
+
+
+def test_plan_files(tmp_path: Path) -> None:
+    good = tmp_path / "plan.json"
+    plan(*MODEL_PLAN).save(good)
+    model = oper.shard(Model(), plan=good, optimizer=SGD)
+    assert type(model.users).__name__ == "ShardedEmbeddingBag"
+    half = tmp_path / "half.json"
+    half.write_text(good.read_text()[:-30])
+    for path in (half, str(half)):
+        with pytest.raises(FileFormatError, match=r"half\.json"):
+            oper.shard(Model(), plan=path, optimizer=SGD)
+
+
+# ---- plans that it makes -------------------------------------------------------------------------
+
+
+def test_without_statistics_one_warning_and_a_plan_by_size() -> None:
+    model = Model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        oper.shard(model, optimizer=SGD)
+    about = [str(w.message) for w in caught if "stat" in str(w.message)]
+    assert len(about) == 1, about
+    model.users(torch.tensor([[1, 2]])).sum().backward()
+
+
+def test_with_collected_statistics() -> None:
+    rng = np.random.default_rng(0)
+    batches = [{"": (torch.from_numpy(rng.zipf(1.5, 64) % 500), torch.full((32,), 2))}
+               for _ in range(8)]
+    module = bag(500, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stats = oper.collect(batches, module)
+        sharded = oper.shard(module, stats, optimizer=SGD, batch_size=32)
+    ids = torch.arange(500).view(50, 10)
+    assert torch.allclose(sharded(ids), module(ids), atol=1e-5)
+
+
+def test_statistics_for_other_tables() -> None:
+    module = bag(500, 8)
+    stats = oper.collect([{"": (torch.tensor([1, 2]), torch.tensor([2]))}], module)
+    with pytest.raises(oper.OperError, match="rows"):
+        oper.shard(bag(400, 8), stats, optimizer=SGD)
