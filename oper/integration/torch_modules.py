@@ -168,6 +168,7 @@ class ShardedEmbedding(_ShardedModule):
         return self.tables.lookup(Lookup(ids, lengths, self._key_of, 1, pooled=False))
 
     def _padded_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self.padding_idx is not None
         with torch.no_grad():
             padding = self._rows(ids.new_tensor([self.padding_idx]))
         at = ids.ne(self.padding_idx).nonzero()[:, 0]

@@ -156,17 +156,14 @@ class _Entries(dict[str, torch.Tensor]):
 
 
 class _States(Mapping[torch.Tensor, _Entries]):
-    """The state of all tables, each one read when it is first looked at."""
+    """The state of all tables, read anew whenever it is looked at."""
 
     def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], _Entries]) -> None:
         self._of = tables
         self._show = show
-        self._seen: dict[torch.Tensor, _Entries] = {}
 
     def __getitem__(self, stand_in: torch.Tensor) -> _Entries:
-        if stand_in not in self._seen:
-            self._seen[stand_in] = self._show(self._of[stand_in])
-        return self._seen[stand_in]
+        return self._show(self._of[stand_in])
 
     def __contains__(self, stand_in: object) -> bool:
         return stand_in in self._of
@@ -195,6 +192,7 @@ class _FusedOptimizer(FusedOptimizer):
         for group in tables.param_groups:
             group["params"] = [self._stand_ins[own[t]] for t in group["tables"]]
         self._shown: weakref.WeakValueDictionary[str, _Entries] = weakref.WeakValueDictionary()
+        self._loading: dict[str, _Entries] | None = None
         super().__init__({parameters[t]: x for t, x in self._stand_ins.items()}, {},
                          tables.param_groups)
 
@@ -211,9 +209,21 @@ class _FusedOptimizer(FusedOptimizer):
         """The base class assigns an empty state at construction."""
 
     def _show(self, table: str) -> _Entries:
+        if self._loading is not None and table in self._loading:
+            return self._loading[table]
         entries = _Entries(optimizer_entries(self._tables, self._names[table], table))
         self._shown[table] = entries
+        if self._loading is not None:
+            self._loading[table] = entries
         return entries
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a `state_dict` of any plan and world size. Collective."""
+        self._loading = {}  # the base class fills these copies, then calls post_load_state_dict
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._loading = None
 
     def post_load_state_dict(self) -> None:
         self._tables.barrier()  # peers may still be reading

@@ -1,0 +1,195 @@
+"""`fused_optimizer`: tags, learning-rate schedules and state, as TorchRec's users know them."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import oper
+from oper.errors import InvalidInputError
+from oper.plan import uniform_plan
+from tests.runtime_support import assert_bitwise
+
+configs = pytest.importorskip("torchrec.modules.embedding_configs")
+from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: E402
+from torchrec.modules.embedding_modules import EmbeddingBagCollection  # noqa: E402
+from torchrec.optim import RowWiseAdagrad as TorchRecRowWise  # noqa: E402
+from torchrec.optim.keyed import (  # noqa: E402
+    CombinedOptimizer,
+    KeyedOptimizerWrapper,
+    OptimizerWrapper,
+)
+from torchrec.optim.optimizers import PartialRowWiseAdam  # noqa: E402
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
+
+from oper.integration.torchrec_modules import table_specs, tagged_optimizer  # noqa: E402
+
+
+def bags(names: str = "ab", rows: int = 20) -> EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return EmbeddingBagCollection([configs.EmbeddingBagConfig(
+        name=n, num_embeddings=rows, embedding_dim=4, feature_names=[f"f{n}"]) for n in names])
+
+
+def lookup(*ids: int) -> KeyedJaggedTensor:
+    """The same bag for every table."""
+    return KeyedJaggedTensor(["fa", "fb"], torch.tensor(ids * 2),
+                             lengths=torch.tensor([len(ids)] * 2))
+
+
+def step(model: Any, *ids: int) -> None:
+    model(lookup(*ids)).values().sum().backward()
+
+
+def weight(model: Any, table: str) -> torch.Tensor:
+    return model.state_dict()[f"embedding_bags.{table}.weight"]
+
+
+@pytest.mark.parametrize("theirs, arguments, ours", [
+    (torch.optim.SGD, {"lr": 0.5}, oper.SGD(lr=0.5)),
+    (torch.optim.Adagrad, {"lr": 0.5, "eps": 0.25}, oper.Adagrad(lr=0.5, eps=0.25)),
+    (torch.optim.Adam, {"lr": 0.5, "betas": (0.5, 0.75), "foreach": None},
+     oper.Adam(lr=0.5, betas=(0.5, 0.75))),
+    (PartialRowWiseAdam, {"lr": 0.5, "weight_decay": 0.5},
+     oper.PartialRowWiseAdam(lr=0.5, weight_decay=0.5)),
+    (TorchRecRowWise, {"lr": 0.5, "weight_decay": 0.5},
+     oper.RowWiseAdagrad(lr=0.5, weight_decay=0.5)),
+])
+def test_tags(theirs: type, arguments: dict[str, Any], ours: Any) -> None:
+    collection = bags()
+    _apply_optimizer_in_backward(theirs, collection.parameters(), dict(arguments))
+    assert [tagged_optimizer(p) for p in collection.parameters()] == [ours, ours]
+
+
+def test_decay_modes_of_fbgemm_in_a_tag() -> None:
+    tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    want = {"NONE": oper.RowWiseAdagrad(), "L2": oper.RowWiseAdagrad(weight_decay=0.5),
+            "DECOUPLE": oper.RowWiseAdagrad(weight_decay=0.5, decoupled=True)}
+    for mode, ours in want.items():
+        collection = bags("a")
+        _apply_optimizer_in_backward(TorchRecRowWise, collection.parameters(), {
+            "weight_decay": 0.5, "weight_decay_mode": tbe.WeightDecayMode[mode]})
+        assert tagged_optimizer(next(collection.parameters())) == ours
+
+
+@pytest.mark.parametrize("theirs, arguments, named", [
+    (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}, "SGD.momentum"),
+    (torch.optim.Adagrad, {"weight_decay": 0.1}, "Adagrad.weight_decay"),
+    (torch.optim.Adam, {"amsgrad": True}, "Adam.amsgrad"),
+    (torch.optim.RMSprop, {}, "RMSprop"),
+])
+def test_what_a_tag_cannot_ask_for(theirs: type, arguments: dict[str, Any], named: str) -> None:
+    collection = bags("a")
+    _apply_optimizer_in_backward(theirs, collection.parameters(), arguments)
+    with pytest.raises(InvalidInputError, match=named):
+        oper.shard(collection)
+
+
+def test_schedules_reach_the_tables() -> None:
+    """A torch scheduler on the fused optimizer, also inside a CombinedOptimizer."""
+    model = oper.shard(bags(), optimizer=oper.SGD(lr=1.0))
+    dense = torch.nn.Linear(2, 2)
+    optimizer = CombinedOptimizer([
+        ("bags", model.fused_optimizer),
+        KeyedOptimizerWrapper(dict(dense.named_parameters()), lambda p: torch.optim.SGD(p, 1.0))])
+    schedule = torch.optim.lr_scheduler.StepLR(model.fused_optimizer, 1, gamma=0.5)
+    moved = []
+    for _ in range(3):
+        before = weight(model, "a")
+        optimizer.zero_grad()
+        step(model, 3)
+        optimizer.step()
+        schedule.step()
+        moved.append((before - weight(model, "a"))[3])
+    assert torch.allclose(torch.stack(moved)[:, 0], torch.tensor([1.0, 0.5, 0.25]), atol=1e-6)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.125, 1.0]
+
+
+def test_each_optimizer_has_its_group() -> None:
+    collection = bags("abc")
+    for name, parameter in collection.named_parameters():
+        kind = torch.optim.Adagrad if ".b." in name else torch.optim.SGD
+        _apply_optimizer_in_backward(kind, [parameter], {"lr": 0.5})
+    model = oper.shard(collection, plan=uniform_plan(
+        table_specs(collection, {"a": "sgd", "b": "adagrad", "c": "sgd"}), 1))
+    groups = model.fused_optimizer.param_groups
+    assert [len(g["params"]) for g in groups] == [2, 1]
+    groups[0]["lr"] = 0.0
+    before = {n: weight(model, n) for n in "abc"}
+    ids = torch.tensor([1] * 3)
+    model(KeyedJaggedTensor(["fa", "fb", "fc"], ids, lengths=ids)).values().sum().backward()
+    assert [torch.equal(weight(model, n), before[n]) for n in "abc"] == [True, False, True]
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda o: o, OptimizerWrapper, lambda o: CombinedOptimizer([("", o)]),
+    lambda o: CombinedOptimizer([("", OptimizerWrapper(o))])],
+    ids=["plain", "wrapped", "combined", "both"])
+def test_state_goes_through_torchrecs_wrappers(wrap: Any) -> None:
+    """Saved after step 1, loaded after step 2: step 2 repeats itself. Also with groups."""
+    model = oper.shard(bags(), optimizer=oper.Adam(lr=0.1))
+    optimizer = wrap(model.fused_optimizer)
+    optimizer.save_param_groups(True)
+    step(model, 1, 2)
+    optimizer.param_groups[0]["lr"] = 0.2
+    weights = dict(model.state_dict())
+    state = optimizer.state_dict()
+    step(model, 2, 3)
+    want = dict(model.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.3
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    # What is shown is the present state, however often and through whatever it is asked for.
+    assert_bitwise(optimizer.state_dict()["state"], state["state"], "state after loading")
+    assert model.tables.num_steps == 1 and model.fused_optimizer.param_groups[0]["lr"] == 0.2
+    step(model, 2, 3)
+    assert_bitwise(dict(model.state_dict()), want, "repeated step")
+    later = optimizer.state_dict()["state"]["embedding_bags.a.weight"]
+    assert later["a.step"] == 2 and state["state"]["embedding_bags.a.weight"]["a.step"] == 1
+    assert not torch.equal(later["a.momentum1"],
+                           state["state"]["embedding_bags.a.weight"]["a.momentum1"])
+
+
+def test_a_state_dict_is_a_copy() -> None:
+    model = oper.shard(bags(), optimizer=oper.RowWiseAdagrad(lr=0.1))
+    step(model, 1)
+    state = model.fused_optimizer.state_dict()["state"]["embedding_bags.a.weight"]["a.momentum1"]
+    before = state.clone()
+    step(model, 1)
+    assert torch.equal(state, before)
+    state.fill_(7.0)
+    now = model.fused_optimizer.state_dict()["state"]["embedding_bags.a.weight"]["a.momentum1"]
+    assert now[1] == 2.0 and now[0] == 0.0
+
+
+def test_nothing_of_the_state_stays_in_memory() -> None:
+    """Neither construction, nor wrapping, nor saving keeps a copy of the optimizer state."""
+    def large() -> int:
+        gc.collect()
+        return len({x.data_ptr() for x in gc.get_objects()
+                    if isinstance(x, torch.Tensor) and x.numel() >= 50_000 and not x.is_meta})
+
+    model = oper.shard(bags("ab", rows=50_000), optimizer=oper.RowWiseAdagrad(lr=0.1))
+    before = large()
+    optimizer = CombinedOptimizer([("", OptimizerWrapper(model.fused_optimizer))])
+    state = optimizer.state_dict()
+    assert large() == before + 2
+    optimizer.load_state_dict(state)
+    del state
+    assert large() == before
+
+
+def test_a_state_of_other_tables_is_refused() -> None:
+    model = oper.shard(bags(), optimizer=oper.Adam(lr=0.1))
+    state = model.fused_optimizer.state_dict()
+    entry = state["state"]["embedding_bags.a.weight"]
+    with pytest.raises(ValueError, match="Different state size"):
+        model.fused_optimizer.load_state_dict(
+            {"state": state["state"] | {"embedding_bags.a.weight": {
+                "a.momentum1": entry["a.momentum1"]}}})
+    del state["state"]["embedding_bags.a.weight"]
+    with pytest.raises(ValueError, match="parameter count"):
+        model.fused_optimizer.load_state_dict(state)
