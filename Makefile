@@ -45,9 +45,10 @@ $(VENV)/.oper-installed: Makefile pyproject.toml $(wildcard requirements/*.txt) 
 	@echo "== torch"
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "is there")' 2>/dev/null \
 	  || $(PIP) install $(TORCH_SPEC) \
-	  || { echo "pip finds no '$(TORCH_SPEC)'. Install a build of torch that suits this machine into" \
-	       "$(VENV) as pytorch.org shows (CPU build without a GPU), then run make again;" \
-	       "or name one with TORCH_SPEC=..." >&2; exit 1; }
+	  || { echo "pip finds no '$(TORCH_SPEC)'; taking the default build, which may be large" >&2; \
+	       $(PIP) install $(firstword $(subst +, ,$(TORCH_SPEC))); } \
+	  || { echo "Install a build of torch that suits this machine into $(VENV) as pytorch.org" \
+	       "shows, then run make again; or name one with TORCH_SPEC=..." >&2; exit 1; }
 	@echo "== what OPER and its tests need ($(KIND))"
 	@$(PIP) install --quiet -r requirements/$(KIND).txt
 	@$(PIP) install --quiet --no-deps -r requirements/torchrec.txt

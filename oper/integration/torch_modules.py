@@ -171,5 +171,5 @@ class ShardedEmbedding(_ShardedModule):
         assert self.padding_idx is not None
         with torch.no_grad():
             padding = self._rows(ids.new_tensor([self.padding_idx]))
-        at = ids.ne(self.padding_idx).nonzero()[:, 0]
+        at = (ids != self.padding_idx).nonzero()[:, 0]
         return padding.expand(ids.numel(), -1).index_copy(0, at, self._rows(ids[at]))

@@ -164,7 +164,7 @@ def test_more_rows_than_keys_can_count_are_refused() -> None:
 def test_placements_that_are_not_executed_are_refused() -> None:
     spec = TableSpec("mine", 10, 8, ("f",), "sum")
     tier = Tier(0, 10, "striped", (0, 1), memory="host")
-    with pytest.raises(PlanError, match="(?s)'mine'.*memory"):
+    with pytest.raises(PlanError, match=r"(?s)'mine'.*memory"):
         TableDirectory(TablePlan(spec, (Piece(0, 8, (tier,)),)), 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +36,7 @@ def rich_plan(tables: tuple[TableSpec, ...], world_size: int, seed: int, columns
             cuts |= set(rng.integers(1, t.dim, 2).tolist())
         edges = sorted(cuts)
         pieces = tuple(Piece(a, b, random_tiers(rng, t.num_rows, world_size))
-                       for a, b in zip(edges, edges[1:], strict=False))
+                       for a, b in itertools.pairwise(edges))
         head = rng.permutation(t.num_rows)[: int(rng.integers(0, t.num_rows + 1))]
         entries.append(TablePlan(t, pieces, head))
     return Plan(world_size, tuple(entries))
@@ -45,7 +46,7 @@ def random_tiers(rng: np.random.Generator, num_rows: int, world_size: int) -> tu
     inner = set(rng.integers(1, num_rows, 3).tolist()) if num_rows > 1 else set()
     edges = sorted({0, num_rows} | inner)
     tiers = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         ranks = tuple(rng.permutation(world_size)[: int(rng.integers(1, world_size + 1))].tolist())
         kind = rng.choice(["replicated", "striped", "owned", "pushed", "pushed"])
         if kind == "owned":

@@ -1,0 +1,117 @@
+// Rows of embeddings as vectors. Part of kernels.inl.
+
+// ---- rows as vectors ---------------------------------------------------------------------------
+
+OPER_INLINE Lanes load_part(const float* p, int count) {
+  Lanes v = {};
+  // Constant sizes compile to single moves; the common small dims are multiples of four.
+  if (count == 8) {
+    std::memcpy(&v, p, 32);
+  } else if (count == 4) {
+    std::memcpy(&v, p, 16);
+  } else {
+    std::memcpy(&v, p, static_cast<size_t>(count) * 4);
+  }
+  return v;
+}
+
+OPER_INLINE void store_part(float* p, const Lanes& v, int count) {
+  if (count == 8) {
+    std::memcpy(p, &v, 32);
+  } else if (count == 4) {
+    std::memcpy(p, &v, 16);
+  } else {
+    std::memcpy(p, &v, static_cast<size_t>(count) * 4);
+  }
+}
+
+// A fixed tree, so that every instruction set gives the same bits.
+OPER_INLINE float sum_of_lanes(Lanes s) {
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) s[i] += s[i + width];
+  return s[0];
+}
+
+// A row of `dim` floats. N > 0: exactly 16 * N columns, kept in registers. N == 0: any dim.
+template <int N>
+struct Row {
+  Lanes v[N > 0 ? N : kMaxVectors];
+
+  static OPER_INLINE int full(int dim) { return N > 0 ? N : dim / 16; }
+  static OPER_INLINE int part(int dim) { return N > 0 ? 0 : dim % 16; }
+  static OPER_INLINE int vectors(int dim) { return full(dim) + (part(dim) ? 1 : 0); }
+
+  OPER_INLINE void load(const float* p, int dim) {
+    const int n = full(dim);
+    for (int i = 0; i < n; ++i) v[i] = *reinterpret_cast<const Loose*>(p + 16 * i);
+    if (part(dim)) v[n] = load_part(p + 16 * n, part(dim));
+  }
+  OPER_INLINE void add(const float* p, int dim) {
+    const int n = full(dim);
+    for (int i = 0; i < n; ++i) v[i] += *reinterpret_cast<const Loose*>(p + 16 * i);
+    if (part(dim)) v[n] += load_part(p + 16 * n, part(dim));
+  }
+  // v += w * p, the product rounded first.
+  OPER_INLINE void add_scaled(const float* p, float w, int dim) {
+    const int n = full(dim);
+    for (int i = 0; i < n; ++i) v[i] += *reinterpret_cast<const Loose*>(p + 16 * i) * w;
+    if (part(dim)) v[n] += load_part(p + 16 * n, part(dim)) * w;
+  }
+  OPER_INLINE void scale(float w, int dim) {
+    const int n = vectors(dim);
+    for (int i = 0; i < n; ++i) v[i] *= w;
+  }
+  OPER_INLINE void divide(float w, int dim) {
+    const int n = vectors(dim);
+    for (int i = 0; i < n; ++i) v[i] /= w;
+  }
+  OPER_INLINE void zero(int dim) {
+    const int n = vectors(dim);
+    for (int i = 0; i < n; ++i) v[i] = Lanes{};
+  }
+  OPER_INLINE void store(float* p, int dim) const {
+    const int n = full(dim);
+    for (int i = 0; i < n; ++i) *reinterpret_cast<Loose*>(p + 16 * i) = v[i];
+    if (part(dim)) store_part(p + 16 * n, v[n], part(dim));
+  }
+  OPER_INLINE float sum_of_squares(int dim) const {
+    const int n = vectors(dim);
+    Lanes s = v[0] * v[0];
+    for (int i = 1; i < n; ++i) s += v[i] * v[i];
+    return sum_of_lanes(s);
+  }
+  OPER_INLINE float dot(const float* p, int dim) const {
+    Row other;
+    other.load(p, dim);
+    const int n = vectors(dim);
+    Lanes s = v[0] * other.v[0];
+    for (int i = 1; i < n; ++i) s += v[i] * other.v[i];
+    return sum_of_lanes(s);
+  }
+};
+
+OPER_INLINE void prefetch_row(const void* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64)
+    __builtin_prefetch(static_cast<const char*>(p) + at, 0, 3);
+}
+
+OPER_INLINE void prefetch_row_for_write(const void* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64)
+    __builtin_prefetch(static_cast<const char*>(p) + at, 1, 3);
+}
+
+// Calls body(std::integral_constant<int, N>) with N = dim / 16 when that fits registers, else 0.
+template <class Body>
+OPER_INLINE auto with_row_width(int dim, Body body) {
+  if (dim % 16 == 0) {
+    switch (dim / 16) {
+      case 1: return body(std::integral_constant<int, 1>{});
+      case 2: return body(std::integral_constant<int, 2>{});
+      case 4: return body(std::integral_constant<int, 4>{});
+      case 6: return body(std::integral_constant<int, 6>{});
+      case 8: return body(std::integral_constant<int, 8>{});
+      default: break;
+    }
+  }
+  return body(std::integral_constant<int, 0>{});
+}

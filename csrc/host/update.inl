@@ -1,0 +1,205 @@
+// Merge of all ranks' gradients and the optimizer, at the owner. Part of kernels.inl.
+
+// ---- update at the owner -----------------------------------------------------------------------
+
+struct Incoming {  // what one rank left for this owner
+  const uint32_t* slots;
+  const float* rows;
+  int64_t at, end;
+};
+
+// One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its squares
+// over all columns of the row. FBGEMM's definitions, see optimizer.h.
+template <int N>
+OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>& g,
+                                 float squares_of_row) {
+  const OptimizerArgs& args = table.optimizer;
+  const int dim = table.dim;
+  const int n = Row<N>::vectors(dim);
+  float* row = table.rows + slot * dim;
+  Row<N> w;
+  w.load(row, dim);
+  switch (args.kind) {
+    case Optimizer::kNone:
+      return;
+    case Optimizer::kSgd:
+      for (int i = 0; i < n; ++i) w.v[i] -= g.v[i] * args.learning_rate;
+      break;
+    case Optimizer::kRowWiseAdagrad: {
+      const float multiplier = rowwise_adagrad_multiplier(table.momentum1 + slot, squares_of_row,
+                                                          table.row_columns, args);
+      if (args.decay == Decay::kDecoupled) {
+        const float keep = 1.0f - args.learning_rate * args.weight_decay;
+        for (int i = 0; i < n; ++i) w.v[i] *= keep;
+      }
+      for (int i = 0; i < n; ++i) w.v[i] -= g.v[i] * multiplier;
+      break;
+    }
+    case Optimizer::kAdagrad: {
+      Row<N> m;
+      m.load(table.momentum1 + slot * dim, dim);
+      for (int i = 0; i < n; ++i) {
+        m.v[i] += g.v[i] * g.v[i];
+        for (int k = 0; k < 16; ++k)
+          w.v[i][k] -= args.learning_rate * g.v[i][k] / (std::sqrt(m.v[i][k]) + args.eps);
+      }
+      m.store(table.momentum1 + slot * dim, dim);
+      break;
+    }
+    case Optimizer::kAdam:
+    case Optimizer::kPartialRowWiseAdam: {
+      Row<N> m;
+      m.load(table.momentum1 + slot * dim, dim);
+      for (int i = 0; i < n; ++i)
+        m.v[i] = m.v[i] * args.beta1 + g.v[i] * (1.0f - args.beta1);
+      m.store(table.momentum1 + slot * dim, dim);
+      if (args.kind == Optimizer::kPartialRowWiseAdam) {
+        const float root =
+            partial_adam_root(table.momentum2 + slot, squares_of_row, table.row_columns, args);
+        for (int i = 0; i < n; ++i)
+          w.v[i] -= ((m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay) *
+                    args.learning_rate;
+      } else {
+        Row<N> s;
+        s.load(table.momentum2 + slot * dim, dim);
+        for (int i = 0; i < n; ++i) {
+          s.v[i] = s.v[i] * args.beta2 + g.v[i] * g.v[i] * (1.0f - args.beta2);
+          Lanes root;
+          for (int k = 0; k < 16; ++k)
+            root[k] = std::sqrt(s.v[i][k] / args.correction2) + args.eps;
+          w.v[i] -= ((m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay) *
+                    args.learning_rate;
+        }
+        s.store(table.momentum2 + slot * dim, dim);
+      }
+      break;
+    }
+  }
+  w.store(row, dim);
+}
+
+// Calls body(slot, gradient) for every row of this rank that any rank has a gradient of, summed in
+// rank order and scaled.
+template <int N, class Body>
+void merge_rows(const Context& context, const Table& table, std::vector<Incoming>& in,
+                float gradient_scale, Body body) {
+  const int dim = table.dim;
+  const int64_t row_bytes = table.row_bytes();
+  const bool row_state = table.optimizer.kind == Optimizer::kRowWiseAdagrad;
+  const int32_t W = context.world_size;
+  constexpr int64_t kAhead = 10;
+  constexpr uint64_t kNone = ~uint64_t{0};
+  for (;;) {
+    uint64_t slot = kNone;
+    for (int32_t r = 0; r < W; ++r)
+      if (in[r].at < in[r].end) slot = std::min<uint64_t>(slot, in[r].slots[in[r].at]);
+    if (slot == kNone) break;
+    Row<N> g;
+    bool first = true;
+    for (int32_t r = 0; r < W; ++r) {
+      Incoming& box = in[r];
+      if (box.at >= box.end || box.slots[box.at] != slot) continue;
+      const float* row = box.rows + box.at * dim;
+      if (first) {
+        g.load(row, dim);
+      } else {
+        g.add(row, dim);
+      }
+      first = false;
+      ++box.at;
+      if (box.at + kAhead < box.end) {
+        const int64_t ahead = box.slots[box.at + kAhead];
+        prefetch_row_for_write(table.rows + ahead * dim, row_bytes);
+        if (row_state) __builtin_prefetch(table.momentum1 + ahead, 1, 3);
+      }
+    }
+    if (gradient_scale != 1.0f) g.scale(gradient_scale, dim);
+    body(static_cast<int64_t>(slot), g);
+  }
+}
+
+// The same over reduced rows and, in tiers of their own, pushed rows.
+template <int N, class Body>
+void merge_all(const Context& context, int32_t index, float gradient_scale, Body body) {
+  const Table& table = context.tables[index];
+  std::vector<Incoming> in(static_cast<size_t>(context.world_size));
+  for (int32_t r = 0; r < context.world_size; ++r) {
+    OutboxTable* entry = context.outbox_table(r, index);
+    const int64_t* begin = Context::outbox_begin(entry);
+    in[r] = {reinterpret_cast<const uint32_t*>(context.outbox[r] + entry->slots_offset),
+             reinterpret_cast<const float*>(context.outbox[r] + entry->rows_offset),
+             begin[context.rank], begin[context.rank + 1]};
+  }
+  merge_rows<N>(context, table, in, gradient_scale, body);
+  if (!table.has_push) return;
+  for (int32_t r = 0; r < context.world_size; ++r)
+    in[r] = {table.pushed[r].slots.data(), table.pushed[r].rows.data(), 0,
+             static_cast<int64_t>(table.pushed[r].slots.size())};
+  merge_rows<N>(context, table, in, gradient_scale, body);
+}
+
+int64_t position_at(const Table& table, int64_t slot) {
+  for (const HomeTier& tier : table.home_tiers) {
+    if (slot < tier.slot_begin || slot >= tier.slot_end) continue;
+    const int64_t n = static_cast<int64_t>(tier.offsets.size());
+    const int64_t k = slot - tier.slot_begin;
+    return tier.start + k / n * tier.period + tier.offsets[k % n];
+  }
+  return -1;
+}
+
+// Sum over all pieces of a row, in column order: the same number at every piece's owner.
+float squares_of_row(const Context& context, const Table& table, int64_t slot) {
+  const int64_t position = position_at(table, slot);
+  float sum = 0.0f;
+  for (int32_t p : table.pieces) {
+    const Table& piece = context.tables[p];
+    const int64_t key =
+        locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
+    int32_t owner = 0;
+    while (key >= piece.owner_begin[owner + 1]) ++owner;
+    sum += piece.squares[owner][key - piece.owner_begin[owner]];
+  }
+  return sum;
+}
+
+template <int N>
+OPER_INLINE void add_l2(const Table& table, int64_t slot, Row<N>& g) {
+  if (table.optimizer.decay != Decay::kL2) return;
+  g.add_scaled(table.rows + slot * table.dim, table.optimizer.weight_decay, table.dim);
+}
+
+void squares(const Context& context, int32_t index, float gradient_scale) {
+  const Table& table = context.tables[index];
+  float* to = table.squares[context.rank];
+  with_row_width(table.dim, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
+      add_l2<N>(table, slot, g);
+      to[slot] = g.sum_of_squares(table.dim);
+    });
+  });
+}
+
+void update(const Context& context, int32_t index, float gradient_scale) {
+  const Table& table = context.tables[index];
+  uint32_t* touched = table.has_replicas ? table.touched[context.rank] : nullptr;
+  if (touched) touched[0] = 0;
+  const bool row_wise = is_row_wise(table.optimizer.kind);
+  auto replicated = [&](int64_t slot) {
+    for (const auto& range : table.replicated_slots)
+      if (slot >= range.first && slot < range.second) return true;
+    return false;
+  };
+  with_row_width(table.dim, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
+      add_l2<N>(table, slot, g);
+      const float sum = !row_wise                ? 0.0f
+                        : table.pieces.empty() ? g.sum_of_squares(table.dim)
+                                               : squares_of_row(context, table, slot);
+      apply_optimizer<N>(table, slot, g, sum);
+      if (touched && replicated(slot)) touched[++touched[0]] = static_cast<uint32_t>(slot);
+    });
+  });
+}
