@@ -9,11 +9,11 @@ from oper.bench.record import table
 from oper.tables import format_bytes
 
 _SHOWN_TABLES = 5
-_NAMES = {"table_wise": "table-wise", "mixed": "small tables data-parallel, others table-wise"}
+_NAMES = {"table_wise": "table-wise", "mixed": "small tables data-parallel"}
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page, from what `oper.bench.demo.demo` returns."""
+    """The page, from what `oper.bench.demo.demo` returns with ``"machine"`` added."""
     parts = [_data(found), _plan(found), _correctness(found), _times(found), _quality(found)]
     return "\n\n".join(parts) + f"\n\nEverything is in {found['folder']} " \
         f"(figures: demo.json); {found['seconds']:.0f} s in all.\n"
@@ -83,14 +83,18 @@ def _times(found: Mapping[str, Any]) -> str:
         for name, p, w in (("embeddings alone: forward", "", "forward"),
                            ("embeddings alone: step", "", "step"),
                            ("whole DLRM: training step", "dlrm_", "step"))]
-    training = found["training"]
+    training, machine = found["training"], found["machine"]
+    busy = machine["load_before"] > 0.25 * machine["cores"]
     return "\n".join([
         f"TIME  {training['world_size']} processes with one thread each, dim {training['dim']}, "
         f"{training['batch_size']:,} samples per process, in turns in one run; medians, ms",
         table(("", "OPER", "TorchRec", "TorchRec / OPER"), rows),
-        f"TorchRec by its faster plan here ({_NAMES[found['torchrec_plan']]}); allocator settings "
-        "that suit it, for both.",
-        "A step is forward + backward + update. The dense layers are the same work on both sides."])
+        f"TorchRec by the faster of two plans: {_NAMES[found['torchrec_plan']]} (embeddings), "
+        f"{_NAMES[found['dlrm_torchrec_plan']]} (DLRM).",
+        "Both sides have the allocator settings that make TorchRec fastest.",
+        "A step is forward + backward + update. The dense layers are the same work on both sides.",
+        *([f"NOISY: load average {machine['load_before']} on {machine['cores']} cores before this "
+           "run; trust no time of it."] if busy else [])])
 
 
 def _quality(found: Mapping[str, Any]) -> str:

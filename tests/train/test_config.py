@@ -8,6 +8,7 @@ import pytest
 
 from oper.errors import FileFormatError, InvalidInputError
 from oper.train.config import TrainConfig, load_config, parse_settings
+from tests.support import ROOT
 
 FILE = """
 data = "clicks"
@@ -73,3 +74,8 @@ def test_foreign_and_missing_files(tmp_path: Path) -> None:
         parse_settings(["model.dim"])
     with pytest.raises(InvalidInputError, match="data"):
         TrainConfig()
+
+
+def test_the_example_shows_the_defaults() -> None:
+    shown = load_config(ROOT / "examples" / "train.toml", {"data": "d", "out": "x"})
+    assert shown == TrainConfig(data="d", out="x")
