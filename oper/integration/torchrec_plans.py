@@ -1,0 +1,460 @@
+"""TorchRec's plans in and out: export of the nearest plan, import for scoring, OPER as its planner.
+
+A TorchRec plan says for every table one of a few sharding types. What OPER's plans hold beyond that
+(tiers, rows out of id order, partial replicas, pulled rows) is lost on export and named by
+`lost_in_torchrec`. Import goes the other way without loss: every TorchRec plan is an OPER plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingPlanner,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError, fail
+from oper.integration.torchrec_modules import configs_of, table_specs
+from oper.plan import MAX_PATTERN, Piece, Plan, TablePlan, Tier
+from oper.search.cost import evaluate
+from oper.search.planner import plan_problem
+from oper.search.problem import make_problem
+from oper.search.space import EVERYTHING, EXECUTABLE
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+from oper.topology import Topology
+
+ROW_RANGES = ("even", "proportional")
+KINDS = frozenset({"data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise"})
+# Spaces whose plans the planner exports; the best export wins. The narrow ones lose nothing.
+_SPACES: tuple[frozenset[str], ...] = (
+    frozenset({"owned", "push"}), frozenset({"owned", "replicated", "push"}),
+    frozenset({"owned", "push", "columns"}), EXECUTABLE, EVERYTHING)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What an exported plan is for.
+
+    Attributes:
+        device_type: ``"cpu"`` or ``"cuda"``, for the shards' placement.
+        local_size: ranks per host; None = all of them on one.
+        row_ranges: ``"even"`` (blocks of ceil(rows / W) rows: what TorchRec's training executes,
+            whatever a plan says) or ``"proportional"`` to the rows that each rank holds (its
+            inference modules and other readers of its plans take those).
+        kinds: sharding types that may be used.
+    """
+
+    device_type: str = "cpu"
+    local_size: int | None = None
+    row_ranges: str = "even"
+    kinds: frozenset[str] = KINDS
+
+    def __post_init__(self) -> None:
+        if self.row_ranges not in ROW_RANGES:
+            raise InvalidInputError(fail("cannot export a plan", "row_ranges", self.row_ranges,
+                                         f"one of {ROW_RANGES}", "correct it"))
+        if "table_wise" not in self.kinds:
+            raise InvalidInputError(fail("cannot export a plan", "kinds", sorted(self.kinds),
+                                         "table_wise among them", "allow it"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The nearest TorchRec sharding of one table.
+
+    Attributes:
+        kind: TorchRec's sharding type.
+        shards: rank and rectangle ``(row, num_rows, column, num_columns)`` of every shard.
+        lost: what the table's plan held beyond it.
+    """
+
+    kind: str
+    shards: tuple[tuple[int, tuple[int, int, int, int]], ...]
+    lost: tuple[str, ...]
+
+
+# -- export ----------------------------------------------------------------------------------------
+
+
+def to_torchrec(plan: Plan, module: nn.Module, options: ExportOptions | None = None
+                ) -> ShardingPlan:
+    """The nearest plan that TorchRec can express, for the collections of `module`.
+
+    Owned tables become table-wise, replicated ones data-parallel, columns of owned pieces
+    column-wise, stripes over the ranks of one of several hosts table-row-wise, everything else
+    row-wise. `lost_in_torchrec` says what that leaves out.
+
+    Args:
+        plan: made for the tables of `module` (named by their path as well where names collide).
+        module: a model, or a collection itself; meta tables will do.
+        options: device, hosts, row ranges.
+
+    Raises:
+        PlanError: a table that the plan does not know, or that is of another size there.
+    """
+    options = options or ExportOptions()
+    choices = _choices(plan, options)
+    names = plan_names(module)
+    wanted = [replace(spec, name=names[path, spec.name])
+              for path, child in collections_of(module) for spec in table_specs(child)]
+    tables = [t.table for t in plan.tables]
+    known = {t.name: t for t in tables}
+    for spec in wanted:
+        held = known.get(spec.name)
+        if held is None or (held.num_rows, held.dim) != (spec.num_rows, spec.dim):
+            raise PlanError(fail("the plan is for another model", "table, rows, columns",
+                                 (spec.name, spec.num_rows, spec.dim),
+                                 f"one of {[(t.name, t.num_rows, t.dim) for t in tables][:8]}",
+                                 "make a plan for this model"))
+    out = {}
+    for path, child in collections_of(module):
+        entries = EmbeddingModuleShardingPlan()
+        for config in configs_of(child):
+            entries[config.name] = _parameter_sharding(
+                choices[names[path, config.name]], plan, options)
+        out[path] = entries
+    return ShardingPlan(out)
+
+
+def lost_in_torchrec(plan: Plan, options: ExportOptions | None = None) -> list[str]:
+    """What `to_torchrec` leaves out, one line per table and loss; empty = the same plan."""
+    choices = _choices(plan, options or ExportOptions())
+    return [f"{name}: {text}" for name, c in choices.items() for text in c.lost]
+
+
+def collections_of(module: nn.Module, types: Sequence[type] = (
+        EmbeddingBagCollection, EmbeddingCollection)) -> list[tuple[str, Any]]:
+    """Path and module of every unsharded collection of exactly one of `types`."""
+    return [(path, m) for path, m in module.named_modules() if type(m) in types]
+
+
+def plan_names(module: nn.Module) -> dict[tuple[str, str], str]:
+    """Name in a plan by (path of the collection, table): the path is added where names collide."""
+    pairs = [(path, c.name) for path, child in collections_of(module) for c in configs_of(child)]
+    every = [name for _, name in pairs]
+    return {(path, name): name if every.count(name) == 1 else f"{path}.{name}"
+            for path, name in pairs}
+
+
+def _choices(plan: Plan, options: ExportOptions) -> dict[str, _Choice]:
+    filled = np.zeros(plan.world_size)  # bytes by rank, for tables that have no owner of their own
+    return {t.table.name: _nearest(t, plan.world_size, options, filled) for t in plan.tables}
+
+
+def _nearest(entry: TablePlan, world_size: int, options: ExportOptions, filled: np.ndarray
+             ) -> _Choice:
+    spec = entry.table
+    tiers = [x for piece in entry.pieces for x in piece.tiers]
+    held = np.stack([_held_rows(p, world_size) for p in entry.pieces])
+    everywhere = all(x.placement == "replicated" and len(x.ranks) == world_size for x in tiers)
+    owners = [int(h.argmax()) if np.count_nonzero(h) == 1 else -1 for h in held]
+    width = np.array([p.stop - p.start for p in entry.pieces])
+    if everywhere and "data_parallel" in options.kinds:
+        kind, shards = "data_parallel", []
+    elif min(owners) >= 0 and (len(set(owners)) == 1 or "column_wise" in options.kinds):
+        columns = _merged_columns(entry.pieces, owners)
+        kind = "table_wise" if len(columns) == 1 else "column_wise"
+        shards = [(r, (0, spec.num_rows, a, b - a)) for a, b, r in columns]
+    else:
+        kind, shards = _by_rows(spec, width @ held, options, filled)
+    for rank, (_, rows, _, columns_wide) in shards:
+        filled[rank] += rows * columns_wide
+    return _Choice(kind, tuple(shards), tuple(_losses(entry, kind, width @ held, options)))
+
+
+def _held_rows(piece: Piece, world_size: int) -> np.ndarray:
+    """Rows by rank outside of replicas (master copies where all is replicated); float64 [W]."""
+    held, masters = np.zeros(world_size), np.zeros(world_size)
+    for x in piece.tiers:
+        into = masters if x.placement == "replicated" else held
+        pattern = x.pattern()
+        np.add.at(into, np.array(pattern), (x.stop - x.start) / len(pattern))
+    return held if held.any() else masters
+
+
+def _merged_columns(pieces: Sequence[Piece], owners: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Columns `[start, stop)` and owner, neighbours of one owner joined."""
+    out: list[tuple[int, int, int]] = []
+    for piece, owner in zip(pieces, owners, strict=True):
+        if out and out[-1][2] == owner:
+            out[-1] = (out[-1][0], piece.stop, owner)
+        else:
+            out.append((piece.start, piece.stop, owner))
+    return out
+
+
+def _by_rows(spec: TableSpec, held: np.ndarray, options: ExportOptions, filled: np.ndarray
+             ) -> tuple[str, list[tuple[int, tuple[int, int, int, int]]]]:
+    """Row-wise over all ranks, or over one host; else whole, on its best rank."""
+    world_size = held.size
+    local = options.local_size or world_size
+    holders = np.flatnonzero(held)
+    host = int(holders[0]) // local
+    one_host = local < world_size and bool((holders // local == host).all())
+    if one_host and "table_row_wise" in options.kinds:
+        kind, ranks = "table_row_wise", np.arange(host * local, (host + 1) * local)
+    elif "row_wise" in options.kinds:
+        kind, ranks = "row_wise", np.arange(world_size)
+    else:
+        best = np.lexsort((filled, -held))[0]
+        return "table_wise", [(int(best), (0, spec.num_rows, 0, spec.dim))]
+    if options.row_ranges == "even":
+        block = -(-spec.num_rows // ranks.size)
+        ends = np.minimum(np.arange(1, ranks.size + 1) * block, spec.num_rows)
+    else:
+        share = np.cumsum(held[ranks]) / held[ranks].sum()
+        ends = np.rint(share * spec.num_rows).astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]])
+    return kind, [(int(r), (int(a), int(b - a), 0, spec.dim))
+                  for r, a, b in zip(ranks, starts, ends, strict=True)]
+
+
+def _losses(entry: TablePlan, kind: str, held: np.ndarray, options: ExportOptions
+            ) -> Iterator[str]:
+    tiers = [x for piece in entry.pieces for x in piece.tiers]
+    most = max(len(p.tiers) for p in entry.pieces)
+    copies = [x for x in tiers if x.placement == "replicated"]
+    rest = [x for x in tiers if x.placement != "replicated"]
+    if most > 1:
+        yield f"{most} tiers become one {kind} sharding"
+    if copies and kind != "data_parallel":
+        rows = sum(x.stop - x.start for x in copies)
+        word = "replicas" if all(len(x.ranks) == held.size for x in copies) else "partial replicas"
+        yield f"{word} of {rows} rows"
+    if len(entry.pieces) > 1 and kind not in ("column_wise", "data_parallel"):
+        yield f"{len(entry.pieces)} column pieces"
+    by_rows = kind in ("row_wise", "table_row_wise")
+    if by_rows or any(x.placement == "striped" for x in rest):
+        order = "rows dealt in hotness order" if entry.head_ids.size else "rows dealt in turn"
+        yield f"{order} become " + ("ranges of ids" if by_rows else "one owner")
+    if by_rows and options.row_ranges == "even" and held.max() - held.min() > 1e-6 * held.max() + 1:
+        yield "uneven shares of the ranks become even ones"
+    if any(x.mode == "pull" for x in rest):
+        yield "pulled rows are pooled by their owner and pushed"
+    if any(x.memory == "host" for x in tiers):
+        yield "rows in host memory"
+
+
+def _parameter_sharding(choice: _Choice, plan: Plan, options: ExportOptions) -> ParameterSharding:
+    kernel = "fused" if plan.objective == "training" else "quant"
+    if choice.kind == "data_parallel":
+        return ParameterSharding(sharding_type="data_parallel", compute_kernel="dense",
+                                 ranks=list(range(plan.world_size)), sharding_spec=None)
+    local = options.local_size or plan.world_size
+    shards = []
+    for rank, (row, num_rows, column, num_columns) in choice.shards:
+        device = "cpu" if options.device_type == "cpu" else (
+            f"{options.device_type}:{rank % local}")
+        shards.append(ShardMetadata(shard_offsets=[row, column],
+                                    shard_sizes=[num_rows, num_columns],
+                                    placement=f"rank:{rank}/{device}"))
+    return ParameterSharding(sharding_type=choice.kind, compute_kernel=kernel,
+                             ranks=[rank for rank, _ in choice.shards],
+                             sharding_spec=EnumerableShardingSpec(shards))
+
+
+# -- import ----------------------------------------------------------------------------------------
+
+
+def from_torchrec(sharding_plan: ShardingPlan, tables: Iterable[TableSpec], world_size: int,
+                  *, scattered: bool = False, **plan_fields: Any) -> Plan:
+    """A TorchRec plan as an OPER plan, to be scored, compared or executed.
+
+    Rows keep their ids: ranges of rows become owned tiers over ids in id order. Bags are pooled at
+    the owner and pushed, as TorchRec does; data-parallel tables become replicated ones.
+
+    Args:
+        sharding_plan: of any sharding types.
+        tables: the tables, named as in the plan or with their module's path before it.
+        world_size: number of ranks.
+        scattered: ids say nothing about hotness although the statistics are ordered by it: a range
+            of rows is then a stripe, which holds its share of the hot rows like any other.
+        plan_fields: other fields of `Plan`.
+
+    Raises:
+        PlanError: a table without a sharding, or shards that do not cover it.
+    """
+    found: dict[str, list[Any]] = {}
+    for path, module_plan in sharding_plan.plan.items():
+        for name, sharding in module_plan.items():
+            for key in {name, f"{path}.{name}"}:
+                found.setdefault(key, []).append(sharding)
+    entries = []
+    for spec in tables:
+        shardings = found.get(spec.name, [])
+        if len(shardings) != 1:
+            raise PlanError(fail("cannot import a TorchRec plan", f"shardings of {spec.name!r}",
+                                 len(shardings), "1", "name tables as the plan does, with the path "
+                                 "of their module before it where two are called alike"))
+        pieces = _pieces(spec, shardings[0], world_size)
+        if scattered:
+            pieces = tuple(replace(p, tiers=_as_stripe(p.tiers)) for p in pieces)
+        entries.append(TablePlan(spec, pieces))
+    return Plan(world_size, tuple(entries), **plan_fields)
+
+
+def _pieces(spec: TableSpec, sharding: Any, world_size: int) -> tuple[Piece, ...]:
+    if sharding.sharding_type == "data_parallel":
+        every = Tier(0, spec.num_rows, "replicated", tuple(range(world_size)))
+        return (Piece(0, spec.dim, (every,)),)
+    spans = []  # row, end row, column, end column, rank
+    for k, shard in enumerate(sharding.sharding_spec.shards):
+        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+        rank = sharding.ranks[k] if sharding.ranks else shard.placement.rank()
+        if rows and columns:
+            spans.append((row, row + rows, column, column + columns, int(rank)))
+    out: list[Piece] = []
+    for a, b in pairwise(sorted({x for s in spans for x in s[2:4]} | {0, spec.dim})):
+        tiers: list[Tier] = []
+        for row, end, _, _, rank in sorted(s for s in spans if s[2] <= a and b <= s[3]):
+            if tiers and tiers[-1].ranks == (rank,) and tiers[-1].stop == row:
+                tiers[-1] = replace(tiers[-1], stop=end)
+            else:
+                tiers.append(Tier(row, end, "owned", (rank,), mode="push"))
+        if out and out[-1].tiers == tuple(tiers):
+            out[-1] = replace(out[-1], stop=b)
+        else:
+            out.append(Piece(a, b, tuple(tiers)))
+    return tuple(out)
+
+
+def _as_stripe(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    """One stripe that deals to the owners of row ranges what they hold."""
+    if len(tiers) == 1:
+        return tiers
+    rows: dict[int, int] = {}
+    for x in tiers:
+        rows[x.ranks[0]] = rows.get(x.ranks[0], 0) + x.stop - x.start
+    sizes, total = np.array(list(rows.values()), float), tiers[-1].stop
+    weights: tuple[int, ...] = ()
+    if sizes.max() - sizes.min() > sizes.size:  # more than the rounding of even blocks
+        scale = min(1.0, (MAX_PATTERN - sizes.size) / total)
+        weights = tuple(np.maximum(np.rint(sizes * scale), 1).astype(int).tolist())
+    return (Tier(0, total, "striped", tuple(rows), weights, mode="push"),)
+
+
+# -- OPER as TorchRec's planner --------------------------------------------------------------------
+
+
+class OperPlanner(ShardingPlanner):
+    """A planner for ``DistributedModelParallel(..., plan=planner.collective_plan(...))``.
+
+    Plans are made from access statistics in several spaces, exported, and scored as TorchRec would
+    run them; the best export is returned.
+
+    Args:
+        stats: access statistics; None = plan from table sizes.
+        topology: the machine; None = this host with the group's ranks.
+        batch_size: samples per rank and step.
+        constraints: see `oper.search.space.parse_constraints`.
+        device_type: where TorchRec runs, ``"cpu"`` or ``"cuda"``.
+
+    Attributes:
+        oper_plan: the returned plan as an OPER plan, with its modelled step (after `plan`).
+        lost: what the export of the plan in OPER's space left out.
+    """
+
+    def __init__(self, stats: AccessStats | None = None, topology: Topology | None = None, *,
+                 batch_size: int = 4096, constraints: Mapping[str, Any] | None = None,
+                 device_type: str = "cpu") -> None:
+        self.stats = stats
+        self.topology = topology
+        self.batch_size = batch_size
+        self.constraints = constraints
+        self.device_type = device_type
+        self.oper_plan: Plan | None = None
+        self.lost: list[str] = []
+
+    def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
+        """Plan the collections of `module` that one of `sharders` shards (all when None).
+
+        Raises:
+            InvalidInputError: nothing to shard.
+            PlanInfeasibleError: the tables do not fit the topology.
+        """
+        offered = _offered(module, sharders, self.device_type)
+        names = plan_names(module)
+        specs = [replace(spec, name=names[path, spec.name])
+                 for path, child in collections_of(module) for spec in table_specs(child)]
+        topology = self.topology or Topology.this_host(_world_size())
+        hosts = [len(d.ranks) for d in topology.domains if d.host == topology.domains[0].host]
+        options = ExportOptions(self.device_type, sum(hosts), kinds=offered)
+        best: tuple[float, ShardingPlan, Plan, list[str]] | None = None
+        refused: PlanInfeasibleError | None = None
+        for space in _SPACES:
+            problem = make_problem(specs, self.stats, topology, batch_size=self.batch_size,
+                                   allow=space, constraints=self.constraints)
+            try:
+                made = plan_problem(problem)
+            except PlanInfeasibleError as error:
+                refused = refused or error
+                continue
+            exported = to_torchrec(made, module, options)
+            again = from_torchrec(exported, specs, topology.world_size,
+                                  batch_size=self.batch_size, topology=topology.name)
+            found = evaluate(again, problem)
+            if found.fits and (best is None or found.step_us < best[0]):
+                best = (found.step_us, exported, replace(again, step_us=found.step_us),
+                        lost_in_torchrec(made, options))
+        if best is None and refused is not None:
+            raise refused
+        if best is None:
+            raise PlanError(fail("no exported plan fits the topology", "memory_bytes",
+                                 [d.memory_bytes for d in topology.domains][:8],
+                                 "room for whole tables or even row ranges",
+                                 "run the plan by oper.shard, which places single rows"))
+        _, result, self.oper_plan, self.lost = best
+        return result
+
+    def collective_plan(self, module: nn.Module, sharders: Sequence[Any] | None = None,
+                        pg: dist.ProcessGroup | None = None) -> ShardingPlan:
+        """`plan` on the first rank of `pg`, the same result (or error) on all. Collective."""
+        parts: list[Any] = [None]
+        first = dist.get_process_group_ranks(pg)[0] if pg is not None else 0
+        if dist.get_rank() == first:
+            try:
+                parts = [(self.plan(module, sharders), self.oper_plan, self.lost)]
+            except Exception as error:  # the other ranks wait for it
+                parts = [error]
+        dist.broadcast_object_list(parts, first, group=pg)
+        if isinstance(parts[0], Exception):
+            raise parts[0]
+        result, self.oper_plan, self.lost = parts[0]
+        return result
+
+
+def _offered(module: nn.Module, sharders: Sequence[Any] | None, device_type: str
+             ) -> frozenset[str]:
+    """Sharding types that all sharders of the module's collections offer."""
+    found = [type(child) for _, child in collections_of(module)]
+    if not found:
+        raise InvalidInputError(fail("nothing to plan", "module", type(module).__name__,
+                                     "a model with an EmbeddingBagCollection or "
+                                     "EmbeddingCollection", "pass the model before sharding"))
+    if sharders is None:
+        return KINDS
+    offered = KINDS
+    for kind in set(found):
+        able = [s for s in sharders if s.module_type is kind]
+        if not able:
+            raise InvalidInputError(fail("nothing to plan with", "sharders", len(sharders),
+                                         f"one for {kind.__name__}", "add it"))
+        offered &= frozenset(able[0].sharding_types(device_type))
+    return offered
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

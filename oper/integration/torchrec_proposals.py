@@ -1,0 +1,146 @@
+"""TorchRec's own planner as a peer: what the installed package proposes for a problem of ours."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    Topology as PlannerTopology,
+)
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.proposers import (
+    DynamicProgrammingProposer,
+    GreedyProposer,
+    UniformProposer,
+)
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import CustomTopologyData, PlannerError
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from oper.errors import InvalidInputError, fail
+from oper.integration.torchrec_plans import from_torchrec
+from oper.plan import Plan
+from oper.search.problem import Problem, TableProblem
+from oper.tables import TableSpec
+from oper.topology import Topology
+
+_DTYPES = {"float32": DataType.FP32, "float16": DataType.FP16, "bfloat16": DataType.BF16}
+_SCALE = 1e6  # GB/s in bytes per millisecond, the planner's unit
+
+
+def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator[tuple[str, Plan]]:
+    """TorchRec's best plan of each of its proposers, as OPER plans; (proposer, plan).
+
+    The planner sees what it can: table sizes, mean pooling factors, memory and bandwidths per rank,
+    ranks per host. No memory is reserved, so that both planners fill the same machine. Row ranges
+    come back as stripes, since ids of a TorchRec model say nothing about hotness.
+
+    Args:
+        problem: the problem; its statistics give the mean pooling factors.
+        time_limit_s: for all proposers together. TorchRec looks at the clock only between two
+            proposals; run it in a process of its own where the limit must hold.
+
+    Raises:
+        InvalidInputError: the time limit is not positive, or a table's dtype is unknown to it.
+    """
+    if not time_limit_s > 0:
+        raise InvalidInputError(fail("cannot ask TorchRec's planner", "time_limit_s", time_limit_s,
+                                     "> 0", "give it time"))
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    begin = time.monotonic()
+    topology = planner_topology(problem.topology)
+    constraints = {t.spec.name: _constraint(t) for t in problem.tables}
+    module = _module([t.spec for t in problem.tables])
+    enumerator = EmbeddingEnumerator(topology, problem.batch_size, constraints)
+    sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    proposers = {"greedy by cost": GreedyProposer(use_depth=False), "greedy": GreedyProposer(),
+                 "uniform": UniformProposer(), "dynamic programming": DynamicProgrammingProposer()}
+    names = [t.spec for t in problem.tables]
+    for k, (name, proposer) in enumerate(proposers.items()):
+        left = time_limit_s - (time.monotonic() - begin)
+        if k and left <= 0:
+            return
+        planner = EmbeddingShardingPlanner(
+            topology=topology, batch_size=problem.batch_size, enumerator=enumerator,
+            storage_reservation=FixedPercentageStorageReservation(0.0), proposer=[proposer],
+            constraints=constraints, debug=False, stats=[],
+            timeout_seconds=max(1, round(left / (len(proposers) - k))))
+        try:
+            found = planner.plan(module, sharders)
+        except PlannerError:  # nothing that this proposer proposes fits
+            continue
+        yield name, from_torchrec(
+            found, names, problem.machine.world_size, scattered=True,
+            objective=problem.objective, batch_size=problem.batch_size,
+            topology=problem.topology.name)
+
+
+def planner_topology(topology: Topology) -> PlannerTopology:
+    """TorchRec's view of a topology: one bandwidth for all ranks, memory rank by rank.
+
+    Several ranks in one memory domain are CPU processes to it, one rank per domain is a GPU. Where
+    ranks differ it gets the mean of their bandwidths.
+    """
+    domains, world_size = topology.domains, topology.world_size
+    shared = any(len(d.ranks) > 1 for d in domains)
+    memory = [d.memory_bytes // len(d.ranks) for d in domains for _ in d.ranks]
+    read = sum(d.read_gbps for d in domains) / world_size * _SCALE
+    local = sum(len(d.ranks) for d in domains if d.host == domains[0].host)
+    kind, cap = ("cpu", "ddr_cap") if shared else ("cuda", "hbm_cap")
+    quiet = logging.getLogger("torchrec.distributed.planner.types")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        return PlannerTopology(
+            world_size, kind, local_world_size=local, hbm_mem_bw=read, ddr_mem_bw=read,
+            intra_host_bw=sum(d.link_gbps for d in domains) / len(domains) * _SCALE,
+            inter_host_bw=sum(d.cross_gbps for d in domains) / len(domains) * _SCALE,
+            custom_topology_data=CustomTopologyData({cap: memory}, world_size))
+    finally:
+        quiet.setLevel(level)
+
+
+def _constraint(t: TableProblem) -> ParameterConstraints:
+    """Mean pooling factor of the table's features, and kernels that keep rows in rank memory."""
+    mean = max(t.traffic.num_ids / max(t.traffic.num_bags, 1e-300), 1e-3)
+    num_features = max(1, len(t.spec.features))
+    return ParameterConstraints(compute_kernels=["fused", "dense"],
+                                pooling_factors=[mean] * num_features)
+
+
+def _module(specs: list[TableSpec]) -> nn.Module:
+    """Collections of the tables on the meta device; unpooled tables one by one."""
+    module, pooled = nn.Module(), []
+    device = torch.device("meta")
+    for k, spec in enumerate(specs):
+        if spec.dtype not in _DTYPES:
+            raise InvalidInputError(fail(f"TorchRec's planner cannot place table {spec.name!r}",
+                                         "dtype", spec.dtype, f"one of {sorted(_DTYPES)}",
+                                         "leave the peer out"))
+        common: dict[str, Any] = {
+            "name": spec.name, "num_embeddings": spec.num_rows, "embedding_dim": spec.dim,
+            "feature_names": list(spec.features) or [spec.name], "data_type": _DTYPES[spec.dtype]}
+        if spec.pooling == "none":
+            setattr(module, f"sequence_{k}", EmbeddingCollection(
+                tables=[EmbeddingConfig(**common)], device=device))
+        else:
+            kind = PoolingType.MEAN if spec.pooling == "mean" else PoolingType.SUM
+            pooled.append(EmbeddingBagConfig(**common, pooling=kind))
+    if pooled:
+        module.bags = EmbeddingBagCollection(tables=pooled, device=device)
+    return module
