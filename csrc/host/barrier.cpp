@@ -82,6 +82,13 @@ Barrier::Result Barrier::arrive(int32_t* culprit) {
   return failed_;
 }
 
+void Barrier::give_up() {
+  lines_[rank_].gave_up.store(1, std::memory_order_seq_cst);
+  futex_wake_all(&lines_[rank_].epoch);
+  failed_ = Result::kPeerGaveUp;
+  culprit_ = rank_;
+}
+
 Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
   BarrierLine& line = lines_[peer];
   for (int i = 0; i < spins_; ++i) {
@@ -97,6 +104,7 @@ Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
     if (!reached(seen, target)) futex_wait(&line.epoch, seen, kSliceMs);
     line.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;
+    if (line.gave_up.load(std::memory_order_seq_cst) != 0) return Result::kPeerGaveUp;
     if (has_exited(pidfds_[peer])) {
       // It may have arrived just before it ended.
       if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;

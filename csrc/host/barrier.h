@@ -12,12 +12,13 @@ namespace oper::host {
 struct alignas(128) BarrierLine {
   std::atomic<uint32_t> epoch;
   std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> gave_up;
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
 class Barrier {
  public:
-  enum class Result : int64_t { kOk = 0, kPeerLost = 1, kDeadline = 2 };
+  enum class Result : int64_t { kOk = 0, kPeerLost = 1, kDeadline = 2, kPeerGaveUp = 6 };
 
   // `lines` is [world_size] in memory that all ranks map; `pidfds` is [world_size], -1 = not
   // watched (this rank, or a virtual rank of the same process).
@@ -27,6 +28,9 @@ class Barrier {
   // Everything written by any rank before its arrive() is seen by all ranks after theirs.
   // On failure `culprit` names the rank that is missing. A failed barrier stays failed.
   Result arrive(int32_t* culprit);
+
+  // This rank will not arrive any more: whoever waits for it fails at once.
+  void give_up();
 
  private:
   Result wait_for(int32_t peer, uint32_t target);

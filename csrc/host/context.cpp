@@ -198,6 +198,12 @@ class PhaseClock {
   Clock::time_point last_;
 };
 
+// An error of this rank alone before an exchange: the others need not wait for it.
+Status give_up(Context& context, int64_t code, int64_t detail) {
+  if (context.barrier) context.barrier->give_up();
+  return {code, detail};
+}
+
 Status barrier(Context& context) {
   if (!context.barrier) return {};
   int32_t culprit = -1;
@@ -222,11 +228,6 @@ Status pool_direct(Context& context, const Batch& batch, float* out, bool all,
   return {};
 }
 
-bool has_split_tables(const Context& context) {
-  return std::any_of(context.tables.begin(), context.tables.end(),
-                     [](const Table& table) { return !table.pieces.empty(); });
-}
-
 // Tables with pushed tiers, one task each.
 std::vector<int32_t> push_tables(const Context& context) {
   std::vector<int32_t> result;
@@ -247,15 +248,15 @@ Status forward_with_push(Context& context, const Batch& batch, float* out, Paral
     if (result == kReduceFull) full.store(true);
     note_bad(bad, result);
   });
-  if (bad.load() >= 0) return {4, bad.load()};
-  if (full.load()) return {3, -1};
+  if (bad.load() >= 0) return give_up(context, 4, bad.load());
+  if (full.load()) return give_up(context, 3, -1);
   status = barrier(context);
   if (status.code != 0) return status;
   run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch&) {
     const int32_t reader = static_cast<int32_t>((context.rank + k / n) % context.world_size);
     if (!kernels().pool_for(context, tables[k % n], reader)) full.store(true);
   });
-  if (full.load()) return {3, -1};
+  if (full.load()) return give_up(context, 3, -1);
   status = barrier(context);
   if (status.code != 0) return status;
   run_tasks(context, n, false, parallel, [&](int64_t k, Scratch& scratch) {
@@ -278,13 +279,17 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
 
 void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
                      ParallelFor parallel) {
-  // The pieces of a split table add to the same numbers: in order, on one thread.
-  const bool split = has_split_tables(context);
+  // The pieces of a split table, and several features of one key, add to the same numbers: in order,
+  // on one thread.
+  std::vector<const int64_t*> bounds;
+  for (const FeatureBags& bags : batch.features) bounds.push_back(bags.bounds);
+  std::sort(bounds.begin(), bounds.end());
+  const bool in_order = std::adjacent_find(bounds.begin(), bounds.end()) != bounds.end();
   const auto task = [&](size_t f, const BagRange& range, Scratch& scratch) {
     const Table& table = context.tables[context.features[f].table];
     kernels().weight_gradient(table, range, grad, out, scratch);
   };
-  run_bag_tasks(context, batch, split, parallel, task);
+  run_bag_tasks(context, batch, in_order, parallel, task);
 }
 
 Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
@@ -315,8 +320,8 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
     if (result == kReduceFull) full.store(true);
     note_bad(bad, result);
   });
-  if (bad.load() >= 0) return {4, bad.load()};
-  if (full.load()) return {3, -1};
+  if (bad.load() >= 0) return give_up(context, 4, bad.load());
+  if (full.load()) return give_up(context, 3, -1);
   context.collapse_outbox(context.rank);
   clock.end(kReduce);
   Status status = barrier(context);

@@ -231,7 +231,8 @@ struct Batch {
 };
 
 struct Status {
-  int64_t code = 0;  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range
+  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings)
+  int64_t code = 0;
   int64_t detail = -1;
 };
 

@@ -201,25 +201,10 @@ class ShardedTables:
                         ) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
         assert batch.weights is not None
-        keys = batch.key_of.tolist()
-        ids, weights, key_of = batch.ids, batch.weights, batch.key_of
-        shared = len(set(keys)) < len(keys) and batch.batch_size > 0
-        if shared:  # the kernel writes once per id; a key of several features needs their sum
-            ends = offsets[:: batch.batch_size].tolist()
-            spans = [slice(ends[k], ends[k + 1]) for k in keys]
-            ids, weights = (torch.cat([x[s] for s in spans]) for x in (ids, weights))
-            lengths = offsets.diff().view(-1, batch.batch_size)[key_of].reshape(-1)
-            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            key_of = torch.arange(len(keys))
         gradient: torch.Tensor = torch.ops.oper.lookup_weight_gradient(
-            self._handle, grad.contiguous(), ids, offsets, weights, key_of, batch.batch_size)
-        if not shared:
-            return gradient
-        total = torch.zeros_like(batch.weights)
-        for span, part in zip(spans, gradient.split([s.stop - s.start for s in spans]),
-                              strict=True):
-            total[span] += part
-        return total
+            self._handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
+            batch.batch_size)
+        return gradient
 
     def _optimizer_arguments(self, step: int) -> torch.Tensor:
         """float64 [T, 9], what every table's optimizer needs at this step."""
@@ -242,6 +227,10 @@ class ShardedTables:
             raise PeerLostError(
                 fail("a peer process has ended", "rank", detail, "all ranks alive",
                      "look at that rank's log and start all ranks again"))
+        if code == 6:
+            raise PeerLostError(
+                fail("a peer has given up this exchange", "rank", detail, "no error on any rank",
+                     "look at that rank's error and start all ranks again"))
         if code == 2:
             raise DeadlineError(
                 fail("a peer did not arrive at the gradient exchange", "rank", detail,

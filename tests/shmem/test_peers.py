@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from oper.errors import DeadlineError, PeerLostError
+from oper.errors import DeadlineError, OperError, PeerLostError
 from oper.plan import uniform_plan
-from oper.shmem.group import ProcessGroup
-from oper.shmem.optimizers import RowWiseAdagrad
-from tests.runtime_support import dlrm_case, make_batch, mixed_plan, open_tables, rank_loss
+from oper.shmem.group import ProcessGroup, ThreadGroup
+from oper.shmem.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.runtime import Lookup, ShardedTables
+from oper.tables import TableSpec
+from tests.runtime_support import (
+    dlrm_case,
+    make_batch,
+    mixed_plan,
+    open_tables,
+    rank_loss,
+    run_ranks,
+)
 from tests.world_support import leftovers, report, world
 
 CASE = dlrm_case()
@@ -123,3 +133,26 @@ def test_leftovers_can_be_seen(tmp_path: Path) -> None:
         finally:
             name.unlink()
     assert "process" in text and "socket" in text and "/dev/shm" in text
+
+
+def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank with the large batch says why; its peer need not wait for the deadline."""
+    monkeypatch.setenv("OPER_OUTBOX_BYTES", str(1 << 16))
+    table = TableSpec("t", 10_000, 64, ("f",), "sum", optimizer="sgd")
+    plan = uniform_plan([table], 2)
+    errors: list[str] = []
+
+    def body(group: ThreadGroup) -> None:
+        tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=0.1), 0.5)
+        n = 5_000 if group.rank == 1 else 10
+        batch = Lookup(torch.arange(n), torch.ones(n, dtype=torch.int64),
+                       torch.zeros(1, dtype=torch.int64), n)
+        start = time.monotonic()
+        with pytest.raises(OperError) as caught:
+            tables.lookup(batch).sum().backward()
+        assert time.monotonic() - start < 5
+        errors.append(f"{type(caught.value).__name__} {caught.value}")
+
+    run_ranks(2, body)
+    assert any("OPER_OUTBOX_BYTES" in e for e in errors)
+    assert any("PeerLostError" in e and "rank=1" in e for e in errors)
