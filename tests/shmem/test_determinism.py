@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import random
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from oper.plan import Piece, Plan, uniform_plan
 from oper.shmem.directory import TableDirectory
 from oper.shmem.group import SingleGroup
 from tests.runtime_support import (
@@ -21,6 +26,8 @@ from tests.runtime_support import (
     mixed_plan,
     open_tables,
     plans_for,
+    rank_loss,
+    run_ranks,
     train_rank,
     train_virtual,
 )
@@ -104,6 +111,50 @@ def _variant(rank: int, world_size: int, cases: list[Case]) -> tuple[str, list[R
         plan = mixed_plan(case.tables, 1, 2)
         results.append(train_rank(case, plan, steps, RWA, SingleGroup()))
     return torch.ops.oper.kernel_name(), results
+
+
+def push_plan(case: Case, world_size: int) -> Plan:
+    """All rows striped and pooled by their owners."""
+    plan = uniform_plan(case.tables, world_size, "striped")
+    tables = []
+    for entry in plan.tables:
+        (tier,) = entry.tiers
+        piece = Piece(0, entry.table.dim, (replace(tier, mode="push"),))
+        tables.append(replace(entry, pieces=(piece,)))
+    return replace(plan, tables=tuple(tables))
+
+
+@pytest.mark.parametrize("kind", ["pull", "push"])
+def test_slow_ranks_change_nothing(kind: str) -> None:
+    """Ranks that dawdle at random meet peers in every phase; two forwards may be under way."""
+    case = dlrm_case()
+    steps = make_steps(case, 3, STEPS, seed=3)
+    plan = push_plan(case, 3) if kind == "push" else mixed_plan(case.tables, 3, 1)
+
+    def body(group, seed: int | None) -> list[torch.Tensor]:
+        dawdle = random.Random(None if seed is None else 10 * seed + group.rank)
+
+        def wait() -> None:
+            if seed is not None and dawdle.random() < 0.5:
+                time.sleep(dawdle.random() * 0.01)
+
+        tables = open_tables(case, plan, group, RWA)
+        found = []
+        for first, second in itertools.pairwise(step[group.rank] for step in steps):
+            outs = []
+            for batch in (first, second):
+                outs.append(tables.lookup(batch.lookup(case)))
+                wait()
+            for out, batch in zip(outs, (first, second), strict=True):
+                found.append(out.detach().clone())
+                rank_loss(out, batch.target).backward()
+                wait()
+        tables.barrier()
+        return [*found, *(tables.read(t.name) for t in case.tables)]
+
+    want = run_ranks(3, lambda group: body(group, None))
+    for seed in range(2):
+        assert_bitwise(run_ranks(3, lambda group, s=seed: body(group, s)), want, "slow ranks")
 
 
 def test_kernel_variants() -> None:
