@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oper.bench import plan_workloads, record
+from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload
 from oper.search.baselines import score_peers
 from oper.search.cost import evaluate
@@ -28,6 +31,7 @@ _WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
     "few-tables": plan_workloads.few_tables,
     "unequal-100": lambda seed: plan_workloads.synthetic(100, seed),
 }
+_TORCHREC = "torchrec: "  # before the name of a proposer, among the peers
 _QUICK = {"criteo-kaggle/8", "synthetic-100/8", "few-tables/16"}
 
 
@@ -49,6 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of the benchmark beside the common ones."""
     parser.add_argument("--seed", type=int, default=0,
                         help="of the synthetic tables and of the search (default 0)")
+    parser.add_argument("--torchrec-seconds", type=float, default=20.0, metavar="S",
+                        help="time limit of TorchRec's planner per case (default 20; 0 = leave it "
+                             "out)")
 
 
 def cases(quick: bool) -> list[Case]:
@@ -60,17 +67,21 @@ def cases(quick: bool) -> list[Case]:
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """One entry per case; a case whose data is absent says so and counts as verified."""
-    seed = getattr(args, "seed", 0)
-    for case in chosen:
-        workload = _WORKLOADS[case.workload](seed)
-        if workload is None:
-            yield {"name": case.name, "skipped": "its data is not in the folder named by OPER_DATA",
-                   "verified": True}
-        else:
-            yield run_case(case, workload, seed)
+    with contextlib.ExitStack() as stack:
+        torchrec = None
+        if args.torchrec_seconds > 0 and importlib.util.find_spec("torchrec"):
+            torchrec = stack.enter_context(TorchRecPlanner(args.torchrec_seconds))
+        for case in chosen:
+            workload = _WORKLOADS[case.workload](args.seed)
+            if workload is None:
+                yield {"name": case.name, "verified": True,
+                       "skipped": "its data is not in the folder named by OPER_DATA"}
+            else:
+                yield run_case(case, workload, args.seed, torchrec)
 
 
-def run_case(case: Case, workload: Workload, seed: int) -> dict[str, Any]:
+def run_case(case: Case, workload: Workload, seed: int,
+             torchrec: TorchRecPlanner | None = None) -> dict[str, Any]:
     """Plan one case, score the peers, and check the plan against bound, memory and peers."""
     topology = plan_workloads.machine(case.num_ranks, case.workload.startswith("unequal"))
     begin = time.perf_counter()
@@ -78,28 +89,44 @@ def run_case(case: Case, workload: Workload, seed: int) -> dict[str, Any]:
                            batch_size=workload.batch_size, allow=EVERYTHING)
     plan = plan_problem(problem, seed=seed)
     seconds = time.perf_counter() - begin
+    peak_rss_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     found = evaluate(plan, problem)
-    peers = score_peers(problem, seed)
+    begin = time.perf_counter()
+    theirs = {} if torchrec is None else torchrec.propose(problem)
+    torchrec_seconds = time.perf_counter() - begin
+    peers = score_peers(problem, seed, {_TORCHREC + k: p for k, p in theirs.items()})
     best = min(peers, key=lambda n: (peers[n], n), default=None)
-    best_us = None if best is None else peers[best]
+    own = min((us for n, us in peers.items() if n.startswith(_TORCHREC)), default=None)
     return {
         "name": case.name, "modelled": topology.source, "gap": plan.gap, "gap_kind": "relaxation",
         "seconds": seconds, "modelled_step_us": found.step_us,
-        "lower_bound_us": plan.lower_bound_us, "best_peer": best, "best_peer_step_us": best_us,
-        "ratio_vs_best_peer": None if best_us is None else best_us / found.step_us,
-        "ratio_vs_torchrec": None, "peers_step_us": peers, "imbalance": found.imbalance,
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "verified": bool(found.fits and plan.lower_bound_us <= found.step_us * (1 + 1e-9)),
+        "lower_bound_us": plan.lower_bound_us, "best_peer": best,
+        "best_peer_step_us": None if best is None else peers[best],
+        "ratio_vs_best_peer": None if best is None else peers[best] / found.step_us,
+        "ratio_vs_torchrec": None if own is None else own / found.step_us,
+        "torchrec_step_us": own, "torchrec_seconds": torchrec_seconds,
+        "torchrec": None if torchrec is None else _verdict(theirs, own),
+        "peers_step_us": peers, "imbalance": found.imbalance, "peak_rss_mb": peak_rss_mb,
+        "verified": bool(found.fits and plan.lower_bound_us <= found.step_us * (1 + 1e-9)
+                         and (best is None or found.step_us <= peers[best] * (1 + 1e-9))),
     }
+
+
+def _verdict(theirs: Mapping[str, Any], step_us: float | None) -> str:
+    """What became of TorchRec's planner, in words."""
+    if step_us is not None:
+        return "best of its proposers"
+    return "its plans do not fit" if theirs else "no plan within the time limit"
 
 
 def report(entries: Sequence[Mapping[str, Any]]) -> str:
     """The entries as a table for a person, skipped ones named below it."""
     rows = [[e["name"], f"{e['modelled_step_us']:.0f}", f"{100 * e['gap']:.2f}",
              f"{e['seconds']:.2f}", e["best_peer"] or "none fits",
-             "-" if e["ratio_vs_best_peer"] is None else f"{e['ratio_vs_best_peer']:.2f}"]
+             *("-" if e[k] is None else f"{e[k]:.2f}"
+               for k in ("ratio_vs_best_peer", "ratio_vs_torchrec"))]
             for e in entries if "skipped" not in e]
     text = record.table(["case (modelled)", "step us", "gap %", "seconds", "best peer",
-                         "peer / ours"], rows) + "\n" if rows else ""
+                         "peer / ours", "torchrec / ours"], rows) + "\n" if rows else ""
     return text + "".join(f"skipped {e['name']}: {e['skipped']}\n"
                           for e in entries if "skipped" in e)

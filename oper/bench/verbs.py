@@ -13,22 +13,39 @@ from oper.bench import record
 from oper.errors import InvalidInputError, fail
 
 # A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
-# record per case, and ``report(entries)``.
+# record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.train", "training steps, beside TorchRec's plans, in two processes"),
+    "plan": ("oper.bench.plan", "the planner: gaps, times, peers' plans, on modelled machines"),
 }
+_COMMON = ("verb", "benchmark", "json", "cases", "quick")
+
+
+class _LazyParser(argparse.ArgumentParser):
+    """Adds a benchmark's own arguments when that benchmark is asked for: its module is slow."""
+
+    place = ""
+
+    def parse_known_args(  # type: ignore[override]
+            self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        module: Any = importlib.import_module(self.place)
+        if hasattr(module, "configure"):
+            module.configure(self)
+        return super().parse_known_args(args, namespace)
 
 
 def configure_bench(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``oper bench``."""
-    subs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    for name, (_, help_line) in BENCHMARKS.items():
+    subs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True,
+                                 parser_class=_LazyParser)
+    for name, (place, help_line) in BENCHMARKS.items():
         sub = subs.add_parser(name, help=help_line, description=f"Measure {help_line}.")
         sub.add_argument("--json", metavar="F", help="also write the record to this file")
-        sub.add_argument("--cases", metavar="GLOB", default="*",
+        sub.add_argument("--only", "--cases", dest="cases", metavar="GLOB", default="*",
                          help="only cases whose name matches, e.g. 'ebc-*'")
         sub.add_argument("--quick", action="store_true",
                          help="main cases only, with few repetitions")
+        sub.place = place
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -37,7 +54,7 @@ def run_bench(args: argparse.Namespace) -> int:
     every = module.cases(args.quick)
     chosen = [c for c in every if fnmatch.fnmatch(c.name, args.cases)]
     if not chosen:
-        raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--cases",
+        raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
                                      args.cases, f"a pattern for {[c.name for c in every]}",
                                      "correct it"))
     load_before = record.load_average()
@@ -57,7 +74,10 @@ def run_bench(args: argparse.Namespace) -> int:
 def _command(args: argparse.Namespace) -> list[str]:
     words = ["oper", "bench", args.benchmark]
     if args.cases != "*":
-        words += ["--cases", shlex.quote(args.cases)]
+        words += ["--only", shlex.quote(args.cases)]
     if args.quick:
         words.append("--quick")
+    for name, value in vars(args).items():
+        if name not in _COMMON and value is not None:  # the benchmark's own arguments
+            words += [f"--{name.replace('_', '-')}", shlex.quote(str(value))]
     return [*words, "--json", shlex.quote(args.json)] if args.json else words

@@ -9,7 +9,7 @@ caches of rows are read by their reader (`pull`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,11 +51,18 @@ def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
     }
 
 
-def score_peers(problem: Problem, seed: int = 0) -> dict[str, float]:
-    """Modelled step (us) of every peer whose plan fits."""
+def score_peers(problem: Problem, seed: int = 0,
+                others: Mapping[str, Plan | None] | None = None) -> dict[str, float]:
+    """Modelled step (us) of every peer whose plan fits.
+
+    Args:
+        problem: the problem.
+        seed: of peers that choose at random.
+        others: plans of peers outside of this package, by name.
+    """
+    plans = {name: make(problem, seed) for name, make in peers().items()} | dict(others or {})
     out = {}
-    for name, make in peers().items():
-        plan = make(problem, seed)
+    for name, plan in plans.items():
         if plan is not None:
             found = evaluate(plan, problem)
             if found.fits:

@@ -89,7 +89,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, words: list[str], verified: bool) -> i
 
 def test_an_unverified_case_fails_the_command(monkeypatch, tmp_path, capsys) -> None:
     target = tmp_path / "out.json"
-    words = ["train", "--quick", "--cases", "ebc-*", "--json", str(target)]
+    words = ["train", "--quick", "--only", "ebc-*", "--json", str(target)]
     assert _run(monkeypatch, words, True) == 0
     assert _run(monkeypatch, words, False) == 1
     value = json.loads(target.read_text())
@@ -100,7 +100,7 @@ def test_an_unverified_case_fails_the_command(monkeypatch, tmp_path, capsys) -> 
 
 
 def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
-    with pytest.raises(InvalidInputError, match=r"nothing to run.*--cases='nope'"):
+    with pytest.raises(InvalidInputError, match=r"nothing to run.*--only='nope'"):
         _run(monkeypatch, ["train", "--cases", "nope"], True)
 
 

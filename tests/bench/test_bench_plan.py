@@ -1,0 +1,94 @@
+"""The planning benchmark: its record, its table, and TorchRec's planner in a child process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+
+from oper.bench import plan, verbs
+from oper.bench.plan_peer import TorchRecPlanner
+from oper.bench.plan_workloads import Workload, machine
+from oper.plan import Plan
+from oper.search.problem import make_problem
+from oper.search.space import EVERYTHING
+from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec
+
+KEYS = ("gap", "gap_kind", "seconds", "modelled_step_us", "best_peer", "best_peer_step_us",
+        "ratio_vs_torchrec", "ratio_vs_best_peer", "lower_bound_us", "peak_rss_mb", "verified")
+
+
+def small(seed: int = 0) -> Workload:
+    rng = np.random.default_rng(seed)
+    specs, stats = [], {}
+    for k in range(6):
+        rows = int(rng.integers(50, 20_000))
+        counts = np.rint(1e6 / np.arange(1, rows + 1)).astype(np.int64)
+        specs.append(TableSpec(f"t{k}", rows, 64, (f"f{k}",)))
+        stats[f"t{k}"] = TableStats.from_counts(rows, np.arange(rows), counts, (
+            np.array([1]), np.array([int(counts.sum())])))
+    return Workload(specs, AccessStats(1_000_000, stats, "generated", True), 512)
+
+
+def bench(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    verbs.configure_bench(parser)
+    return verbs.run_bench(parser.parse_args(["plan", *words]))
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_WORKLOADS", {"small": small, "absent": lambda seed: None})
+
+
+def test_record_and_table(suite, tmp_path, capsys) -> None:
+    target = tmp_path / "plan.json"
+    assert bench("--only", "*/8/training", "--seed", "3", "--torchrec-seconds", "0",
+                 "--json", str(target)) == 0
+    value = json.loads(target.read_text())
+    assert value["command"] == ("oper bench plan --only '*/8/training' --seed 3 "
+                                f"--torchrec-seconds 0.0 --json {target}")
+    case, absent = value["cases"]
+    assert case["name"] == "small/8/training" and set(KEYS) <= set(case)
+    assert case["lower_bound_us"] <= case["modelled_step_us"] <= case["best_peer_step_us"]
+    assert case["ratio_vs_torchrec"] is None and case["torchrec"] is None
+    assert absent == {"name": "absent/8/training", "verified": True,
+                      "skipped": "its data is not in the folder named by OPER_DATA"}
+    out = capsys.readouterr().out
+    assert "small/8/training" in out and "skipped absent/8/training" in out
+
+
+def test_a_plan_behind_a_peer_is_not_verified(suite, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(plan, "score_peers", lambda *a: {"faster": 1e-3})
+    assert bench("--only", "small/8/training", "--torchrec-seconds", "0") == 1
+    assert "faster" in capsys.readouterr().out
+
+
+def test_torchrec_is_a_peer(suite, tmp_path) -> None:
+    pytest.importorskip("torchrec")
+    target = tmp_path / "plan.json"
+    assert bench("--only", "small/8/training", "--torchrec-seconds", "10",
+                 "--json", str(target)) == 0
+    case, = json.loads(target.read_text())["cases"]
+    theirs = {k: v for k, v in case["peers_step_us"].items() if k.startswith("torchrec: ")}
+    assert theirs and case["torchrec"] == "best of its proposers"
+    assert case["ratio_vs_torchrec"] == pytest.approx(
+        min(theirs.values()) / case["modelled_step_us"])
+    assert case["ratio_vs_torchrec"] >= 1
+
+
+def test_a_planner_that_does_not_come_back_is_ended(monkeypatch) -> None:
+    pytest.importorskip("torchrec")
+    work = small()
+    stated = make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
+    with TorchRecPlanner(10.0) as planner:
+        planner.time_limit_s = -1.9  # gives up after a tenth of a second
+        assert planner.propose(stated) == {}
+        assert planner._process is None
+        planner.time_limit_s = 10.0
+        again = planner.propose(stated)
+    assert again and all(isinstance(p, Plan) for p in again.values())
+    assert planner._process is None
