@@ -73,7 +73,25 @@ def load_average() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def busy_seconds() -> float:
+class BusyClock:
+    """How many cores other programs keep busy while something is measured."""
+
+    def __init__(self) -> None:
+        self._begin, self._busy = time.perf_counter(), _busy_seconds()
+        self._own = time.process_time()
+
+    def others(self, total: Callable[[list[float]], list[float]]) -> float:
+        """Mean busy cores since the start, less this program's own. Collective.
+
+        Args:
+            total: the sum over ranks of each of the given numbers.
+        """
+        own, = total([time.process_time() - self._own])
+        wall = time.perf_counter() - self._begin
+        return max(0.0, (_busy_seconds() - self._busy - own) / wall)
+
+
+def _busy_seconds() -> float:
     """Processor time (s) that the whole machine has spent since boot, all cores together."""
     try:
         line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,12 @@ import torch.distributed as dist
 
 from oper.bench import record
 from oper.bench.ceiling import Ceiling
+from oper.bench.planning import chosen_plan, slowest, total
 from oper.bench.sides import Side, build_oper, build_torchrec
 from oper.bench.torchrec_peer import PLAN_KINDS
 from oper.bench.verify import Checks, Reference, Verdict, verify
-from oper.bench.workload import TIMED, Workload, collect_stats, make_batch, timed_ids
-from oper.plan import Plan, uniform_plan
-from oper.stats import AccessStats
+from oper.bench.workload import TIMED, Workload, make_batch, timed_ids
+from oper.plan import Plan
 
 # The parts of a step, as the library counts them.
 PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
@@ -86,7 +85,8 @@ class _Runner:
         self.progress("drawing batches")
         ids = timed_ids(self.work, self.rank, self.world_size, self.case.num_batches)
         batches = [make_batch(self.work, x, (TIMED, self.rank, k)) for k, x in enumerate(ids)]
-        plan, plan_s = self._plan()
+        self.progress("collecting statistics and planning")
+        plan, plan_s = chosen_plan(self.work, self.case.num_stats_batches, "training")
         checks = Checks.make(self.work, self.rank, self.world_size)
         reference = self._build(plan, checks)
         verdicts = verify(self.sides, checks, reference, self.progress)
@@ -122,21 +122,6 @@ class _Runner:
         gc.unfreeze()
         gc.collect()
 
-    def _plan(self) -> tuple[Plan, float]:
-        """The plan that OPER chooses from statistics of other batches, and how long that took."""
-        self.progress("collecting statistics and planning")
-        mine = collect_stats(self.work, self.rank, self.world_size, self.case.num_stats_batches)
-        parts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(parts, mine)
-        chosen: list[Any] = [None]
-        begin = time.perf_counter()
-        if self.rank == 0:
-            stats = AccessStats.merge_all(parts)
-            chosen = [choose_plan(self.work, stats, self.world_size)]
-        seconds = time.perf_counter() - begin
-        dist.broadcast_object_list(chosen)
-        return chosen[0], seconds
-
     def _build(self, plan: Plan, checks: Checks) -> Reference | None:
         """All contenders, alive together; the unsharded model on rank 0."""
         whole = self.case.whole_model
@@ -161,7 +146,7 @@ class _Runner:
         align = self._tables.barrier
         rounds, per_round = self.case.rounds, self.case.per_round
         self.progress("finding the gather ceiling's best settings")
-        ceiling.tune(align, self._slowest)
+        ceiling.tune(align, slowest)
         found: dict[str, np.ndarray] = {}
         for phase in ("step", "forward"):
             runs: dict[str, Callable[[int], Any]] = {}
@@ -173,12 +158,11 @@ class _Runner:
             self.progress(f"warming up: {phase}")
             record.interleave(runs, align, 1, 2)
             self.progress(f"measuring: {phase}, {rounds} rounds of {per_round}")
-            busy, begin = record.busy_seconds(), time.perf_counter()
+            clock = record.BusyClock()
             mine = record.interleave(runs, align, rounds, per_round)
-            wall = time.perf_counter() - begin
+            found[f"{phase} other cores"] = np.array([clock.others(total)])
             for name, seconds in mine.items():
-                found[f"{phase} {name}"] = np.array(self._slowest(seconds.tolist()))
-            found[f"{phase} busy cores"] = np.array([(record.busy_seconds() - busy) / wall])
+                found[f"{phase} {name}"] = np.array(slowest(seconds.tolist()))
         return found
 
     def _check(self, ceiling: Ceiling, batch: Any) -> dict[str, Any]:
@@ -198,23 +182,13 @@ class _Runner:
             self.sides[0].step(batch)
             taken.append(torch.ops.oper.context_phases(tables._handle))
         mine = np.median(np.array(taken, np.float64), axis=0) / 1e6
-        joint = torch.from_numpy(mine)
-        dist.all_reduce(joint)
         return {name: round(x / self.world_size, 4)
-                for name, x in zip(PHASES, joint.tolist(), strict=True)}
-
-    def _slowest(self, values: list[float]) -> list[float]:
-        """The maximum over ranks of each value."""
-        joint = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(joint, op=dist.ReduceOp.MAX)
-        return joint.tolist()
+                for name, x in zip(PHASES, total(mine.tolist()), strict=True)}
 
     def _figures(self, timings: dict[str, np.ndarray], verdicts: dict[str, dict[str, Any]],
                  ids: Sequence[np.ndarray]) -> dict[str, Any]:
         moved = moved_bytes(self.work, ids)
-        parts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(parts, moved)
-        total = {k: sum(p[k] for p in parts) for k in moved}
+        joint = {k: int(x) for k, x in zip(moved, total(list(moved.values())), strict=True)}
         plans: dict[str, Any] = {}
         for side in self.sides:
             plans[side.name] = {
@@ -239,29 +213,17 @@ class _Runner:
             "torchrec_step_ms": plans[best]["step"]["median_ms"],
             "torchrec_forward_ms": plans[best]["forward"]["median_ms"],
             "gather_ceiling_ms": plans["ceiling"]["forward"]["median_ms"],
-            "gather_ceiling_gbps": round(total["forward"] / ceiling / 1e9, 3),
+            "gather_ceiling_gbps": round(joint["forward"] / ceiling / 1e9, 3),
             "forward_fraction_of_ceiling": round(ceiling / median("oper", "forward"), 4),
             "verified": bool(verdicts) and all(v["passed"] for v in verdicts.values()),
-            "bytes_moved": total, "plans": plans,
-            "busy_cores": {phase: round(float(timings[f"{phase} busy cores"][0]), 2)
-                           for phase in ("step", "forward")}}
+            "bytes_moved": joint, "plans": plans,
+            "other_busy_cores": {phase: round(float(timings[f"{phase} other cores"][0]), 2)
+                                 for phase in ("step", "forward")}}
 
 
 def _over(batches: Sequence[Any], call: Callable[[Any], Any]) -> Callable[[int], Any]:
     """`call` on batch number k, modulo their number."""
     return lambda k: call(batches[k % len(batches)])
-
-
-def choose_plan(work: Workload, stats: AccessStats, world_size: int) -> Plan:
-    """The plan that ``oper plan`` chooses for this host."""
-    from oper.topology import Topology
-
-    try:
-        from oper.search import make_plan
-    except ImportError:
-        return uniform_plan(work.tables(), world_size, notes={"planner": "uniform stripes"})
-    return make_plan(work.tables(), stats, Topology.this_host(world_size), objective="training",
-                     batch_size=work.batch_size // world_size)
 
 
 def moved_bytes(work: Workload, ids: Sequence[np.ndarray]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from oper.errors import InvalidInputError, fail
 # record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.train", "training steps, beside TorchRec's plans, in two processes"),
+    "lookup": ("oper.bench.lookup", "forward passes, beside torch, fbgemm and bare gathers"),
     "plan": ("oper.bench.plan", "the planner: gaps, times, peers' plans, on modelled machines"),
 }
 _COMMON = ("verb", "benchmark", "json", "cases", "quick")

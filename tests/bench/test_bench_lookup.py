@@ -1,0 +1,34 @@
+"""The lookup benchmark end to end, in one and in two processes, on two small tables."""
+
+import pytest
+
+pytest.importorskip("torchrec")
+
+from oper.bench import lookup
+from oper.bench.launch import run_workers
+from oper.bench.lookup_case import PEERS, Case
+from oper.bench.workload import Workload
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lookups_are_measured_and_verified(world_size: int) -> None:
+    work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
+    case = Case(f"lookup-w{world_size}", work, world_size, num_batches=4, num_stats_batches=4,
+                rounds=2, per_round=2)
+    entry, = run_workers("oper.bench.lookup_case:run_case", [case.to_json()], world_size,
+                         2 // world_size)
+    assert entry["verified"] is True, entry["verification"]
+    assert set(entry["verification"]) == {"oper", "ceiling", "nn_embedding_bag", "fbgemm"}
+    assert set(entry["timings"]) == {"oper", "ceiling", *PEERS}
+    assert entry["threads_per_rank"] * world_size == entry["threads_of_peers"] == 2
+    assert entry["bytes_moved"]["forward"] == 64 * 2 * (3 + 1) * 64
+    fastest = min(entry[f"{n}_forward_ms"] for n in PEERS)
+    assert entry["ratio_forward"] == pytest.approx(fastest / entry["oper_forward_ms"], rel=1e-2)
+    assert entry["name"] in lookup.report([entry])
+
+
+def test_cases_by_world_size() -> None:
+    names = [c.name for c in lookup.cases(quick=False)]
+    assert len(names) == len(set(names)) == 20
+    assert [c.name for c in lookup.cases(quick=True)] == [
+        f"lookup-d64-pool{p}-w{w}" for w in (1, 2) for p in (1, 20)]
