@@ -21,7 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
     "analyze": ("oper.data.verbs", "count what the data looks up: access statistics"),
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),
-    "explain": ("oper.search.verbs", "say in words and figures what a plan does and why"),
+    "explain": ("oper.report.verbs", "say in words and figures what a plan does and why"),
     "train": ("oper.train.verbs", "train a DLRM from a configuration file (also under torchrun)"),
     "demo": ("oper.bench.demo", "the main job end to end on one page, beside TorchRec"),
     "bench": ("oper.bench.verbs", "measure beside other systems and the machine's limits"),

@@ -1,1 +1,1 @@
-"""report."""
+"""Pages with plots, each one file, from plans, statistics and benchmark records."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.plan import Plan
-from oper.search.problem import make_problem
+from oper.search.problem import Problem, make_problem
 from oper.search.space import EXECUTABLE
 from oper.stats import AccessStats
 from oper.tables import DTYPE_BYTES, OPTIMIZER_STATE_BYTES, TableSpec
@@ -63,13 +63,41 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
                                                           "rows of a table equally hot)")
     _add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=int, metavar="N", help="default: the plan's own")
+    parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE",
+                        help="plan, bound and a new plan on a changed machine: memory=+10%%, "
+                             "link=x2, cross=, read=, batch=; several add up")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
 def run_explain(args: argparse.Namespace) -> int:
     """Print what a plan costs."""
-    from oper.search.cost import evaluate
+    from oper.search import what_if
     from oper.search.explain import as_json, summary
+
+    changes = [what_if.parse_change(text) for text in args.what_if]
+    plan, problem = explained(args)
+    compared = None
+    if changes:
+        topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
+                                                       changes)
+        after = make_problem([t.table for t in plan.tables], _stats(args), topology,
+                             objective=plan.objective, allow=problem.allow, batch_size=batch_size)
+        compared = what_if.compare(plan, problem, after)
+    if args.json:
+        value = {"plan": args.plan, **as_json(plan, problem)}
+        if compared is not None:
+            value["what_if"] = {"changes": args.what_if, **compared}
+        print(json.dumps(value))
+    elif compared is not None:
+        print(what_if.as_text(changes, compared), end="")
+    else:
+        print(summary(plan, problem), end="")
+    return 0
+
+
+def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
+    """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
+    from oper.search.cost import evaluate
     from oper.search.planner import space_bound
 
     plan = Plan.load(args.plan)
@@ -77,19 +105,18 @@ def run_explain(args: argparse.Namespace) -> int:
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
     if args.topology == "this-host" and args.world_size is None:
         args.world_size = plan.world_size
-    stats = None if args.stats is None else AccessStats.load(args.stats)
-    problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
+    problem = make_problem([t.table for t in plan.tables], _stats(args), _topology(args),
                            objective=plan.objective, allow=_used(plan),
                            batch_size=args.batch_size or plan.batch_size or 2048)
     step_us = evaluate(plan, problem).step_us
     if abs(step_us - plan.step_us) > 1e-6 * step_us:
         # Another machine, batch or statistics: the bound in the file is not about this problem.
         plan = replace(plan, step_us=step_us, lower_bound_us=min(space_bound(problem), step_us))
-    if args.json:
-        print(json.dumps({"plan": args.plan, **as_json(plan, problem)}))
-    else:
-        print(summary(plan, problem), end="")
-    return 0
+    return plan, problem
+
+
+def _stats(args: argparse.Namespace) -> AccessStats | None:
+    return None if args.stats is None else AccessStats.load(args.stats)
 
 
 def _used(plan: Plan) -> frozenset[str]:

@@ -108,7 +108,7 @@ def test_bench_entries_hold_the_named_keys_and_check_themselves():
 def test_bench_skips_by_name_without_the_data(monkeypatch):
     monkeypatch.delenv("OPER_DATA", raising=False)
     case = next(c for c in bench_plan.cases(False) if c.workload == "avazu")
-    entry = next(iter(bench_plan.run(argparse.Namespace(seed=0), [case])))
+    entry = next(iter(bench_plan.run(argparse.Namespace(seed=0, torchrec_seconds=0), [case])))
     assert "OPER_DATA" in entry["skipped"]
     assert case.name in bench_plan.report([entry])
 

@@ -1,0 +1,149 @@
+"""Plots as SVG text for pages that are complete in themselves."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import numpy as np
+
+from oper.errors import MissingDependencyError, fail
+from oper.plan import Plan, Tier
+from oper.search.cost import Evaluation, is_ordered
+from oper.search.machine import TERMS
+from oper.search.problem import IDS, Problem
+
+# Colours that people with any colour vision tell apart (Okabe and Ito, 2008).
+_TERM_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00")
+PLACEMENT_COLOURS = {"replicated": "#009E73", "striped": "#56B4E9", "striped push": "#0072B2",
+                     "owned": "#E69F00", "owned push": "#D55E00"}
+_MAX_CURVES = 10
+MAX_MAPPED = 40  # tables in the placement map
+
+
+def pyplot() -> Any:
+    """Matplotlib's pyplot without a display.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingDependencyError(fail("cannot draw plots", "matplotlib", None, "installed",
+                                          "pip install 'oper[report]'")) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def svg_of(figure: Any, name: str) -> str:
+    """A figure as an SVG element without anything that refers outside of it.
+
+    Args:
+        figure: a matplotlib figure; closed afterwards.
+        name: makes the identifiers inside differ from those of other figures of the page.
+    """
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
+    pyplot().close(figure)
+    text = out.getvalue()
+    text = text[text.index("<svg"):]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # implied inside HTML
+
+
+def loads(found: Evaluation, before: Evaluation | None) -> str:
+    """Microseconds per rank by term, one panel per phase; the plan compared with as marks."""
+    plt = pyplot()
+    num_ranks = found.held_bytes.size
+    width = min(14.0, 3.2 + 0.12 * num_ranks * len(found.phases))
+    figure, axes = plt.subplots(1, len(found.phases), figsize=(width, 3.2), squeeze=False)
+    ranks = np.arange(num_ranks)
+    for number, (axis, phase) in enumerate(zip(axes[0], found.phases, strict=True)):
+        us = phase.seconds * 1e6
+        # Memory and compute add up; links run beside them and get bars of their own.
+        links = [k for k in range(2, len(TERMS)) if us[k].max() > 0]
+        bar = 0.8 / (1 + len(links))
+        axis.bar(ranks, us[0], bar, color=_TERM_COLOURS[0], label=TERMS[0])
+        if us[1].max() > 0:
+            axis.bar(ranks, us[1], bar, us[0], color=_TERM_COLOURS[1], label=TERMS[1])
+        for slot, k in enumerate(links, 1):
+            axis.bar(ranks + slot * bar, us[k], bar, color=_TERM_COLOURS[k],
+                     label=TERMS[k].replace("_", " "))
+        if before is not None:
+            level = before.phases[number].groups.max(axis=0) * 1e6
+            axis.plot(ranks + bar * len(links) / 2, level, "k_", markersize=9,
+                      label="whole tables")
+        axis.set_title(phase.name, fontsize=10)
+        axis.set_xlabel("rank")
+        axis.set_xticks(ranks[:: max(1, num_ranks // 8)])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("microseconds")
+    handles = {label: h for a in axes[0] for h, label in zip(
+        *a.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=len(handles),
+                  bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=9)
+    figure.tight_layout()
+    return svg_of(figure, "loads")
+
+
+def coverage(problem: Problem) -> str:
+    """Share of a table's lookups that meet its hottest rows, for the tables looked up most."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(6.4, 3.6))
+    tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:_MAX_CURVES]
+    for k, t in enumerate(tables):
+        share = t.cumulative[IDS] / max(float(t.total[IDS]), 1e-300)
+        rows = t.edges / t.spec.num_rows
+        axis.plot(rows[1:], share[1:], color=plt.get_cmap("viridis")(k / max(1, len(tables) - 1)),
+                  label=f"{t.spec.name} ({t.spec.num_rows:,} rows)", linewidth=1.4)
+    axis.set_xscale("log")
+    axis.set_ylim(0, 1.02)
+    axis.set_xlabel("share of rows, hottest first")
+    axis.set_ylabel("share of lookups")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    return svg_of(figure, "coverage")
+
+
+def placement_kind(tier: Tier) -> str:
+    """Key of `PLACEMENT_COLOURS`."""
+    return f"{tier.placement} push" if tier.mode == "push" else tier.placement
+
+
+def placement_map(plan: Plan, problem: Problem) -> str:
+    """One bar per table, its lookups from the hottest row on, coloured by where rows live."""
+    plt = pyplot()
+    tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:MAX_MAPPED]
+    figure, axis = plt.subplots(figsize=(9.0, 0.6 + 0.24 * len(tables)))
+    for y, t in enumerate(tables):
+        entry = plan.table(t.spec.name)
+        every = max(float(t.total[IDS]), 1e-300)
+        for piece in entry.pieces:
+            left, low = 0.0, y - 0.4 + 0.8 * piece.start / t.spec.dim
+            high = 0.8 * (piece.stop - piece.start) / t.spec.dim
+            for tier in piece.tiers:
+                part = t.features(tier.start, tier.stop, is_ordered(t, entry))[IDS] / every
+                axis.barh(low, part, high, left, align="edge", edgecolor="white", linewidth=0.6,
+                          color=PLACEMENT_COLOURS[placement_kind(tier)])
+                if tier.placement == "owned" and part > 0.04:
+                    axis.text(left + part / 2, low + high / 2, str(tier.ranks[0]), fontsize=7,
+                              ha="center", va="center")
+                left += part
+    axis.set_yticks(range(len(tables)), [t.spec.name for t in tables], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1)
+    axis.set_xlabel("share of the table's lookups, hottest rows first (number = owner)")
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    used = {placement_kind(x) for e in plan.tables for p in e.pieces for x in p.tiers}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for k, c in PLACEMENT_COLOURS.items()
+               if k in used]
+    axis.legend(handles, [k for k in PLACEMENT_COLOURS if k in used], loc="lower left",
+                bbox_to_anchor=(0.0, 1.0), ncols=5, frameon=False, fontsize=8)
+    return svg_of(figure, "placement")
