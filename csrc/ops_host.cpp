@@ -286,37 +286,17 @@ bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out)
   return !negative && sum == total;
 }
 
-// A block of at least `count` numbers that stays where it is; larger ones replace it, and old ones
-// stay for their users.
-class Numbers {
- public:
-  explicit Numbers(int64_t step) : step_(step) {}
-  const int64_t* at_least(int64_t count) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (blocks_.empty() || static_cast<int64_t>(blocks_.back()->size()) < count) {
-      auto block = std::make_unique<std::vector<int64_t>>(static_cast<size_t>(count + count / 2));
-      for (size_t i = 0; i < block->size(); ++i) (*block)[i] = static_cast<int64_t>(i) * step_;
-      blocks_.push_back(std::move(block));
-    }
-    return blocks_.back()->data();
-  }
-
- private:
-  int64_t step_;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<std::vector<int64_t>>> blocks_;
-};
-
-// 0, 1, 2, ...: the bounds of bags with one id each.
+// 0, 1, 2, ...: the bounds of bags with one id each. Grows; old blocks stay for their users.
 const int64_t* ascending(int64_t count) {
-  static auto* numbers = new Numbers(1);
-  return numbers->at_least(count);
-}
-
-// The bounds of empty bags.
-const int64_t* zeros(int64_t count) {
-  static auto* numbers = new Numbers(0);
-  return numbers->at_least(count);
+  static std::mutex mutex;
+  static auto* blocks = new std::vector<std::unique_ptr<std::vector<int64_t>>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (blocks->empty() || static_cast<int64_t>(blocks->back()->size()) < count) {
+    auto block = std::make_unique<std::vector<int64_t>>(static_cast<size_t>(count + count / 2));
+    for (size_t i = 0; i < block->size(); ++i) (*block)[i] = static_cast<int64_t>(i);
+    blocks->push_back(std::move(block));
+  }
+  return blocks->back()->data();
 }
 
 // What identifies a batch of lookups in the operators below.
@@ -343,8 +323,7 @@ Batch make_batch(const Context& context, const Lookup& lookup, int64_t* num_rows
   int64_t first = 0, rows = 0;  // of the current feature of the collection, and behind it
   int32_t logical = -1;
   for (const Feature& feature : context.features) {
-    const int64_t key = key_of[feature.logical];  // -1: absent, all bags are empty
-    const int64_t* bounds = key < 0 ? zeros(B + 1) : offsets + key * B;
+    const int64_t* bounds = offsets + key_of[feature.logical] * B;
     if (lookup.pooled) {
       batch.features.push_back({bounds, B, feature.column});
       rows = B;
