@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
     "train": ("oper.train.verbs", "train a DLRM from a configuration file (also under torchrun)"),
     "demo": ("oper.bench.demo", "the main job end to end on one page, beside TorchRec"),
     "bench": ("oper.bench.verbs", "measure beside other systems and the machine's limits"),
+    "calibrate": ("oper.bench.calibrate", "measure this machine's constants of the cost model"),
     "doctor": ("oper.doctor", "what is installed, what the machine offers, what is missing"),
 }
 

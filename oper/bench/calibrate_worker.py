@@ -1,0 +1,181 @@
+"""What every rank does for ``oper calibrate``: gathers, and steps under given placements."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from oper.bench.ceiling import PREFETCH_ROWS, row_addresses
+from oper.bench.workload import TIMED, Workload, batch_ids, collect_stats
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.group import ProcessGroup
+from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.runtime import CHUNK_ROWS, Lookup, ShardedTables
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+
+#: Placements that a step is measured under; pulled ones first.
+KINDS = ("striped", "owned on one rank", "owned, balanced", "striped 3:1", "replicated",
+         "head replicated", "head on one rank", "half owned", "pushed", "owned, pushed",
+         "head replicated, tail pushed")
+_HEAD = 0.02  # share of a table's rows that counts as its head
+_BAG = 16  # rows summed per bag in the bare gather: little is written
+_GATHER_ROWS = 1 << 19
+_WAITS = (2, 4)  # where the runtime's phase clock counts waiting for peers
+
+
+def plan_of(kind: str, tables: Sequence[TableSpec], stats: AccessStats, world_size: int) -> Plan:
+    """The same placement for every table; owners take turns where a table has one."""
+    entries = []
+    for k, spec in enumerate(tables):
+        ids = np.zeros(0, np.int64)
+        if not stats.ids_in_hotness_order:
+            ids = stats.tables[spec.name].head_ids
+        tiers = tuple(_tiers(kind, k, spec.num_rows, world_size))
+        entries.append(TablePlan(spec, (Piece(0, spec.dim, tiers),), ids))
+    return Plan(world_size, tuple(entries))
+
+
+def _tiers(kind: str, number: int, num_rows: int, world_size: int) -> list[Tier]:
+    every = tuple((number + r) % world_size for r in range(world_size))
+    head = max(1, min(num_rows - 1, round(_HEAD * num_rows)))
+    whole = {
+        "striped": Tier(0, num_rows, "striped", every),
+        "owned on one rank": Tier(0, num_rows, "owned", (0,)),
+        "owned, balanced": Tier(0, num_rows, "owned", every[:1]),
+        "striped 3:1": Tier(0, num_rows, "striped", tuple(range(world_size)),
+                            (3,) + (1,) * (world_size - 1)),
+        "replicated": Tier(0, num_rows, "replicated", every),
+        "pushed": Tier(0, num_rows, "striped", every, mode="push"),
+        "owned, pushed": Tier(0, num_rows, "owned", every[:1], mode="push")}
+    if kind in whole:
+        return [whole[kind]]
+    tail = Tier(head, num_rows, "striped", every)
+    if kind == "half owned":
+        one = Tier(0, num_rows, "owned", (0,))
+        return [one if number % 2 else Tier(0, num_rows, "striped", every)]
+    if kind == "head on one rank":
+        return [Tier(0, head, "owned", (0,)), tail]
+    copies = Tier(0, head, "replicated", every)
+    if kind == "head replicated":
+        return [copies, tail]
+    return [copies, Tier(head, num_rows, "striped", every, mode="push")]
+
+
+def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
+    """One case; the worker function. Collective.
+
+    Args:
+        case: ``{"gather": cache_bytes}``, or ``{"work", "kinds", "steps", "stats"}``: a workload,
+            placements of `KINDS`, timed steps, and the file that its statistics are written to.
+        progress: called with what is being done.
+
+    Returns:
+        On rank 0: bandwidths, or by kind ``wall_us`` (slowest rank), ``low_us`` (its 10th
+        percentile), ``outside_us`` (calls and barriers, outside of the working phases) and
+        ``phases_us``, float [W][6]; medians.
+    """
+    group = ProcessGroup()
+    if "gather" in case:
+        progress("reading rows at random")
+        return _gather(group, int(case["gather"]))
+    work = Workload.from_json(case["work"])
+    mine = collect_stats(work, group.rank, group.world_size, 8)
+    stats = AccessStats.merge_all(group.all_gather(mine))
+    if group.rank == 0:
+        stats.save(case["stats"])
+    # As many batches as keep repeated steps from finding all of their rows in cache.
+    batches = [_lookup(work, batch_ids(work, group.rank, group.world_size, k, TIMED), group)
+               for k in range(8)]
+    found = {}
+    for kind in case["kinds"]:
+        progress(f"pooling {work.pooling}, dim {work.dim}, exponent {work.exponent:g}: {kind}")
+        plan = plan_of(kind, work.tables(), stats, group.world_size)
+        found[kind] = _steps(plan, work, batches, group, int(case["steps"]))
+    return found
+
+
+def _lookup(work: Workload, ids: np.ndarray, group: ProcessGroup) -> Lookup:
+    size = work.batch_size // group.world_size
+    lengths = torch.full((ids.shape[0] * size,), work.pooling, dtype=torch.int64)
+    return Lookup(torch.from_numpy(ids.reshape(-1)), lengths, torch.arange(ids.shape[0]), size)
+
+
+def _open(plan: Plan, features: list[tuple[str, str]], group: ProcessGroup) -> ShardedTables:
+    """Tables whose pages are all there."""
+    tables = ShardedTables(plan, features, group, RowWiseAdagrad(lr=0.01, eps=1e-8),
+                           1.0 / group.world_size)
+    for spec in tables.specs.values():
+        for at in range(0, spec.num_rows, CHUNK_ROWS):
+            n = min(CHUNK_ROWS, spec.num_rows - at)
+            tables.write(spec.name, torch.full((n, spec.dim), 0.01), at)
+    tables.publish()
+    tables.use_huge_pages()
+    return tables
+
+
+def _steps(plan: Plan, work: Workload, batches: Sequence[Lookup], group: ProcessGroup, steps: int
+           ) -> dict[str, Any]:
+    tables = _open(plan, [(f, f"t{k}") for k, f in enumerate(work.features)], group)
+    gradient = torch.full((batches[0].batch_size, tables.output_columns), 1e-3)
+    wall, phases = [], []
+    for number in range(steps + 4):
+        batch = batches[number % len(batches)]
+        tables.barrier()
+        begin = time.perf_counter()
+        _, offsets = tables.forward(batch, collective=True)
+        tables.apply_gradients(gradient, batch, offsets)
+        took = time.perf_counter() - begin
+        if number >= 4:  # the first steps touch the outbox for the first time
+            wall.append(took)
+            phases.append(torch.ops.oper.context_phases(tables._handle))
+    tables.barrier()
+    tables.close()
+    every = group.all_gather((np.array(wall) * 1e6, np.array(phases, float) / 1e3))
+    walls, clocks = (np.stack([x[k] for x in every]) for k in (0, 1))  # [W, n], [W, n, 6]
+    # Who arrives last at a barrier waits for nobody: what is left is the barrier itself.
+    barriers = clocks[:, :, list(_WAITS)].min(axis=0).sum(axis=1)
+    slowest = walls.max(axis=0)
+    return {"wall_us": float(np.median(slowest)), "low_us": float(np.percentile(slowest, 10)),
+            "outside_us": float(np.median(walls - clocks.sum(axis=2)) + np.median(barriers)),
+            "phases_us": np.median(clocks, axis=1).tolist()}
+
+
+def _gather(group: ProcessGroup, cache_bytes: int) -> dict[str, Any]:
+    """GB/s of all ranks together: rows of 256 bytes from memory, and repeated ones from cache."""
+    spec = TableSpec("rows", max(_GATHER_ROWS, 8 * cache_bytes // 256), 64, ("f",))
+    tables = _open(uniform_plan([spec], group.world_size), [("f", "rows")], group)
+    address = row_addresses(tables, "rows")
+    near = max(1024, cache_bytes // group.world_size // 4 // 256)
+    rng = np.random.default_rng(group.rank)
+    found = {"read_gbps": _rate(tables, address[rng.integers(0, spec.num_rows, 1 << 18)]),
+             "cache_gbps": _rate(tables, address[rng.integers(0, near, 1 << 18)])}
+    tables.barrier()
+    tables.close()
+    return {k: sum(group.all_gather(v)) for k, v in found.items()}
+
+
+def _rate(tables: ShardedTables, address: np.ndarray) -> float:
+    """This rank's GB/s of gathering `address` while the others do the same; the best distance."""
+    num_bags = address.size // _BAG
+    flat = torch.from_numpy(np.concatenate([address, np.repeat(address[-1:], max(PREFETCH_ROWS))]))
+    offsets = torch.arange(num_bags + 1) * _BAG
+    out = torch.empty(num_bags, 64)
+    seconds = []
+    for prefetch in PREFETCH_ROWS:
+        times = []
+        for _ in range(5):
+            tables.barrier()
+            begin = time.perf_counter()
+            torch.ops.oper.gather_ceiling(flat, offsets, torch.arange(num_bags) * 64, 64, prefetch,
+                                          False, out)
+            times.append(time.perf_counter() - begin)
+        seconds.append(float(np.median(times)))
+    joint = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(joint, op=dist.ReduceOp.MAX)
+    return address.size * 256 / float(joint.min()) / 1e9

@@ -1,0 +1,132 @@
+"""Calibration: the fit finds what is there, real processes are measured, files are read back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oper.bench import calibrate
+from oper.bench.calibrate import Sample, fit, nonnegative_least_squares, spearman
+from oper.bench.calibrate_worker import KINDS, plan_of
+from oper.bench.workload import Workload, collect_stats
+from oper.search import topology_preset
+from oper.topology import Costs, Topology
+
+TRUE = Costs(phase_us=40.0, id_ns=3.0, sort_ns=4.0, reduce_ns=4.0, update_ns=20.0)
+BANDWIDTH = {"read_gbps": 50.0, "cache_gbps": 150.0}
+
+
+def works() -> list[Workload]:
+    return [Workload((5000, 300), dim, 512, pooling, exponent)
+            for pooling in (1, 20) for dim in (16, 64) for exponent in (0.0, 1.05)]
+
+
+def true_topology() -> Topology:
+    base = Topology.this_host(2)
+    domain = replace(base.domains[0], read_gbps=50.0, cache_gbps=150.0,
+                     cache_bytes=calibrate.last_level_cache_bytes())
+    return replace(base, domains=(domain,), costs=TRUE)
+
+
+def modelled(work: Workload, kind: str, noise: float = 0.0) -> Sample:
+    """A sample as a machine would give it that is exactly what the model says."""
+    stats = collect_stats(work, 0, 2, 2)
+    sample = Sample(work, kind, stats, 0.0, 0.0, 60.0, np.zeros((3, 2)))
+    found = calibrate._model(sample, true_topology())
+    clock = np.stack([p.groups.max(axis=0) * 1e6 for p in found.phases]) + TRUE.phase_us - 20.0
+    shaken = clock * (1 + noise * np.random.default_rng(work.pooling).standard_normal(clock.shape))
+    return replace(sample, phases_us=shaken, wall_us=found.step_us, low_us=found.step_us)
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return [modelled(w, kind) for w in works() for kind in ("striped", "owned on one rank",
+                                                            "pushed", "head replicated")]
+
+
+def test_the_fit_finds_the_constants_of_the_model(samples) -> None:
+    pulled = [s for s in samples if s.kind == "striped"]
+    found = fit(pulled, 2, BANDWIDTH)
+    costs = found.topology.costs
+    assert costs.phase_us == pytest.approx(TRUE.phase_us, rel=1e-3)  # 20 of the clock, 60 / 3 more
+    assert costs.id_ns == pytest.approx(3.0, rel=1e-2)
+    assert costs.sort_ns + costs.reduce_ns == pytest.approx(8.0, rel=1e-2)
+    assert costs.update_ns == pytest.approx(20.0, rel=1e-2)
+    assert all(worst < 1e-6 for _, worst in found.residuals.values())
+    assert found.topology.source == "measured"
+    # What it has not seen is predicted as well, since the samples follow the model.
+    value = calibrate.predicted_against_executed(samples, found)
+    assert value["median_error"] < 1e-3 and value["spearman_all"] > 0.999
+    assert value["num_plans"] == len(samples) and value["median_error_unseen"] < 1e-3
+
+
+def test_noise_shows_in_the_residuals() -> None:
+    noisy = [modelled(w, "striped", 0.2) for w in works()]
+    found = fit(noisy, 2, BANDWIDTH)
+    assert max(worst for _, worst in found.residuals.values()) > 0.05
+
+
+def test_wrong_predictions_show(samples) -> None:
+    found = fit([s for s in samples if s.kind == "striped"], 2, BANDWIDTH)
+    turned = [replace(s, wall_us=1e6 / s.wall_us) for s in samples]
+    value = calibrate.predicted_against_executed(turned, found)
+    assert value["spearman"] < -0.9 and value["median_error"] > 0.1
+
+
+def test_least_squares_stays_nonnegative() -> None:
+    a = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    assert nonnegative_least_squares(a, a @ [2.0, 3.0]) == pytest.approx([2.0, 3.0])
+    x = nonnegative_least_squares(a, np.array([2.0, -3.0, -1.0]))
+    assert (x >= 0).all() and x[1] == 0 and x[0] == pytest.approx(0.5)
+    assert nonnegative_least_squares(a, -np.ones(3)) == pytest.approx([0.0, 0.0])
+
+
+def test_spearman() -> None:
+    x = np.array([1.0, 5.0, 2.0, 9.0])
+    assert spearman(x, x**3) == pytest.approx(1.0)
+    assert spearman(x, -x) == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_placement_is_a_valid_plan(kind: str, world_size: int) -> None:
+    work = Workload((5000, 30, 2), 16, 24 * world_size, 2)
+    plan = plan_of(kind, work.tables(), collect_stats(work, 0, world_size, 1), world_size)
+    assert plan.world_size == world_size and len(plan.tables) == 3
+
+
+def test_topology_files_are_read_back(tmp_path: Path) -> None:
+    made = replace(true_topology(), name="measured-2", source="measured")
+    target = tmp_path / "t.toml"
+    target.write_text(calibrate.as_toml(made))
+    again = Topology.from_toml(target)
+    assert again.costs == made.costs and again.source == "measured"
+    assert replace(again.domains[0], link_gbps=40.0, cross_gbps=40.0) == made.domains[0]
+
+
+def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(calibrate, "workloads", lambda quick, world_size: [
+        Workload((3000, 200), 16, 128, p) for p in (1, 5)])
+    monkeypatch.setattr(calibrate, "last_level_cache_bytes", lambda: 1 << 20)
+    target, check = tmp_path / "mine.toml", tmp_path / "check.json"
+    parser = argparse.ArgumentParser()
+    calibrate.configure_calibrate(parser)
+    assert calibrate.run_calibrate(parser.parse_args(
+        ["-o", str(target), "--quick", "--check", str(check)])) == 0
+    made = topology_preset(str(target))
+    assert made.world_size == 2 and made.source == "measured"
+    d = made.domains[0]
+    assert 0.1 < d.read_gbps <= d.cache_gbps < 10_000 and d.cache_bytes == 1 << 20
+    assert made.costs.phase_us > 0
+    case, = json.loads(check.read_text())["cases"]
+    assert case["num_plans"] == 2 * len(KINDS) >= 10 and case["spread"] > 1
+    assert {p["kind"] for p in case["plans"]} == set(KINDS)
+    assert all(p["measured_us"] > 0 and p["predicted_us"] > 0 for p in case["plans"])
+    assert -1 <= case["spearman"] <= 1
+    out = capsys.readouterr().out
+    assert "residual" in out and "update_ns" in out and "median error" in out
