@@ -55,4 +55,4 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
                     for e in entries for n, v in e["verification"].items() if not v["passed"])
     return (record.table(headers, rows) + "\nforward passes of whole batches, medians; w = OPER's "
             "processes; the others: one process; 2 threads in all; ratio = fastest peer / OPER\n"
-            + wrong)
+            + record.noise_note(entries) + wrong)

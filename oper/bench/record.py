@@ -19,6 +19,7 @@ from oper.files import write_text
 # Variables that change what is measured; each record holds those that are set.
 ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
                "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD", "OPER_OUTBOX_BYTES")
+NOISY_CORES = 0.15  # above this, contenders wait for other programs more than for themselves
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "highspy")
 
 
@@ -163,6 +164,24 @@ def record(benchmark: str, command: Sequence[str], cases: Sequence[Mapping[str, 
 def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
     """Write a record as JSON, atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
+    """A line that names the cases which other programs have disturbed; empty when there are none.
+
+    Args:
+        entries: cases with ``other_busy_cores``, a number or one per phase.
+    """
+    noisy = {}
+    for entry in entries:
+        cores = entry.get("other_busy_cores", 0.0)
+        worst = max(cores.values()) if isinstance(cores, Mapping) else cores
+        if worst > NOISY_CORES:
+            noisy[entry["name"]] = worst
+    if not noisy:
+        return ""
+    return ("NOISY, not for the record; cores that other programs kept busy: "
+            + ", ".join(f"{name} {cores:.1f}" for name, cores in noisy.items()) + "\n")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

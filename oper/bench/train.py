@@ -54,7 +54,8 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
         "yes" if e["verified"] else "NO"] for e in entries]
     notes = "".join(_complaints(e) for e in entries if not e["verified"])
     return (record.table(headers, rows) + f"\n{WORLD_SIZE} processes, 1 thread each; medians of the"
-            " slower rank; ratio = TorchRec's best plan / OPER\n" + notes)
+            " slower rank; ratio = TorchRec's best plan / OPER\n"
+            + record.noise_note(entries) + notes)
 
 
 def _complaints(entry: dict[str, Any]) -> str:

@@ -40,6 +40,14 @@ def test_record_has_the_agreed_keys(tmp_path) -> None:
     assert json.loads((tmp_path / "r.json").read_text()) == value
 
 
+def test_disturbed_cases_are_named() -> None:
+    quiet = {"name": "a", "other_busy_cores": {"step": 0.02, "forward": 0.0}}
+    assert record.noise_note([quiet]) == ""
+    noisy = [quiet, {"name": "b", "other_busy_cores": {"step": 0.0, "forward": 1.0}},
+             {"name": "c", "other_busy_cores": 0.5}]
+    assert "b 1.0, c 0.5" in record.noise_note(noisy)
+
+
 @pytest.mark.parametrize(("ours", "passed"), [
     ([1.0, 2.0], True), ([1.0, 2.0 + 1e-6], True), ([1.0, 2.001], False), ([1.0, 2.0, 3.0], False),
     ([float("nan"), 2.0], False)])
