@@ -226,24 +226,31 @@ def predicted_against_executed(samples: Sequence[Sample], fitted: Fit) -> dict[s
 
     Returns:
         ``median_error`` (relative), ``spearman`` (mean over workloads of the order of their
-        plans), ``spearman_all``, ``spread`` (largest / smallest measured step), ``plans``.
+        plans), ``spearman_all``, ``spread`` (largest / smallest measured step),
+        ``signed_error_by_kind`` (median of predicted / measured - 1), ``plans``.
     """
     plans = []
     for s in samples:
-        predicted = _model(s, fitted.topology).step_us
+        model = _model(s, fitted.topology)
+        predicted = model.step_us
         plans.append({"name": s.name, "kind": s.kind, "fitted": s.kind in _FITTED,
                       "predicted_us": predicted, "measured_us": s.wall_us,
                       "measured_p10_us": s.low_us,
-                      "error": abs(predicted - s.wall_us) / s.wall_us})
+                      "error": abs(predicted - s.wall_us) / s.wall_us,
+                      "predicted_phases_us": [round(p.time_us, 1) for p in model.phases],
+                      "measured_phases_us": s.phases_us.max(axis=1).round(1).tolist()})
     us = np.array([[p["predicted_us"], p["measured_us"]] for p in plans])
     by_work = {s.work: [k for k, x in enumerate(samples) if x.work == s.work] for s in samples}
     orders = [spearman(*us[k].T) for k in by_work.values() if len(k) > 2]
     unseen = [p["error"] for p in plans if not p["fitted"]]
+    signed = {kind: float(np.median([p["predicted_us"] / p["measured_us"] - 1 for p in plans
+                                     if p["kind"] == kind]))
+              for kind in dict.fromkeys(p["kind"] for p in plans)}
     return {"num_plans": len(plans), "median_error": float(np.median([p["error"] for p in plans])),
             "median_error_unseen": float(np.median(unseen)) if unseen else None,
             "spearman": float(np.mean(orders)) if orders else None,
             "spearman_all": spearman(*us.T), "spread": float(us[:, 1].max() / us[:, 1].min()),
-            "plans": plans}
+            "signed_error_by_kind": signed, "plans": plans}
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:

@@ -76,6 +76,10 @@ def test_wrong_predictions_show(samples) -> None:
     turned = [replace(s, wall_us=1e6 / s.wall_us) for s in samples]
     value = calibrate.predicted_against_executed(turned, found)
     assert value["spearman"] < -0.9 and value["median_error"] > 0.1
+    slow = [replace(s, wall_us=2 * s.wall_us) if s.kind == "pushed" else s for s in samples]
+    by_kind = calibrate.predicted_against_executed(slow, found)["signed_error_by_kind"]
+    assert by_kind["pushed"] == pytest.approx(-0.5, abs=1e-3)
+    assert by_kind["striped"] == pytest.approx(0.0, abs=1e-3)
 
 
 def test_least_squares_stays_nonnegative() -> None:
@@ -128,5 +132,8 @@ def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None
     assert {p["kind"] for p in case["plans"]} == set(KINDS)
     assert all(p["measured_us"] > 0 and p["predicted_us"] > 0 for p in case["plans"])
     assert -1 <= case["spearman"] <= 1
+    assert set(case["signed_error_by_kind"]) == set(KINDS)
+    assert all(len(p["predicted_phases_us"]) == len(p["measured_phases_us"]) == 3
+               for p in case["plans"])
     out = capsys.readouterr().out
     assert "residual" in out and "update_ns" in out and "median error" in out
