@@ -46,6 +46,9 @@ _SCALE = 1e6  # GB/s in bytes per millisecond, the planner's unit
 def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator[tuple[str, Plan]]:
     """TorchRec's best plan of each of its proposers, as OPER plans; (proposer, plan).
 
+    The first is held to whole tables: with many tables and ranks the others may not come back in
+    time.
+
     The planner sees what it can: table sizes, mean pooling factors, memory and bandwidths per rank,
     ranks per host. No memory is reserved, so that both planners fill the same machine. Row ranges
     come back as stripes, since ids of a TorchRec model say nothing about hotness.
@@ -64,28 +67,33 @@ def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     begin = time.monotonic()
     topology = planner_topology(problem.topology)
-    constraints = {t.spec.name: _constraint(t) for t in problem.tables}
-    module = _module([t.spec for t in problem.tables])
-    enumerator = EmbeddingEnumerator(topology, problem.batch_size, constraints)
+    specs = [t.spec for t in problem.tables]
+    module = _module(specs)
     sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-    proposers = {"greedy by cost": GreedyProposer(use_depth=False), "greedy": GreedyProposer(),
-                 "uniform": UniformProposer(), "dynamic programming": DynamicProgrammingProposer()}
-    names = [t.spec for t in problem.tables]
-    for k, (name, proposer) in enumerate(proposers.items()):
+    whole = {t.spec.name: _constraint(t, ["table_wise"]) for t in problem.tables}
+    free = {t.spec.name: _constraint(t, None) for t in problem.tables}
+    # The enumerator keeps the sharding options from one planner to the next.
+    enumerator = EmbeddingEnumerator(topology, problem.batch_size, free)
+    runs = [("table-wise only", GreedyProposer(), whole, None),
+            ("greedy by cost", GreedyProposer(use_depth=False), free, enumerator),
+            ("greedy", GreedyProposer(), free, enumerator),
+            ("uniform", UniformProposer(), free, enumerator),
+            ("dynamic programming", DynamicProgrammingProposer(), free, enumerator)]
+    for k, (name, proposer, constraints, options) in enumerate(runs):
         left = time_limit_s - (time.monotonic() - begin)
         if k and left <= 0:
             return
         planner = EmbeddingShardingPlanner(
-            topology=topology, batch_size=problem.batch_size, enumerator=enumerator,
+            topology=topology, batch_size=problem.batch_size, enumerator=options,
             storage_reservation=FixedPercentageStorageReservation(0.0), proposer=[proposer],
             constraints=constraints, debug=False, stats=[],
-            timeout_seconds=max(1, round(left / (len(proposers) - k))))
+            timeout_seconds=max(1, round(left / (len(runs) - k))))
         try:
             found = planner.plan(module, sharders)
         except PlannerError:  # nothing that this proposer proposes fits
             continue
         yield name, from_torchrec(
-            found, names, problem.machine.world_size, scattered=True,
+            found, specs, problem.machine.world_size, scattered=True,
             objective=problem.objective, batch_size=problem.batch_size,
             topology=problem.topology.name)
 
@@ -115,11 +123,11 @@ def planner_topology(topology: Topology) -> PlannerTopology:
         quiet.setLevel(level)
 
 
-def _constraint(t: TableProblem) -> ParameterConstraints:
+def _constraint(t: TableProblem, kinds: list[str] | None) -> ParameterConstraints:
     """Mean pooling factor of the table's features, and kernels that keep rows in rank memory."""
     mean = max(t.traffic.num_ids / max(t.traffic.num_bags, 1e-300), 1e-3)
     num_features = max(1, len(t.spec.features))
-    return ParameterConstraints(compute_kernels=["fused", "dense"],
+    return ParameterConstraints(sharding_types=kinds, compute_kernels=["fused", "dense"],
                                 pooling_factors=[mean] * num_features)
 
 

@@ -300,7 +300,8 @@ def test_planner_is_torchrecs_and_uses_what_sharders_offer() -> None:
 def test_torchrecs_planner_proposes_plans_that_can_be_scored() -> None:
     stated = make_problem(specs(), zipf_stats(), gpus(4), batch_size=64, allow=EVERYTHING)
     found = dict(torchrec_proposals(stated, 20.0))
-    assert {"greedy by cost", "greedy"} <= set(found)
+    assert {"table-wise only", "greedy by cost", "greedy"} <= set(found)
+    assert all(x.placement == "owned" for t in found["table-wise only"].tables for x in t.tiers)
     exact = make_plan(specs(), zipf_stats(), gpus(4), batch_size=64, allow=EVERYTHING)
     for plan in found.values():
         assert evaluate(plan, stated).step_us >= exact.lower_bound_us
