@@ -2,37 +2,54 @@
 
 // ---- resolving ids -----------------------------------------------------------------------------
 
-// Places of ids[0..n); a bad id is resolved as 0 and its index returned (-1: none).
+// Index of the first id outside [0, num_rows), or -1. The common case is one pass that the compiler
+// turns into vector code.
+template <class Id>
+int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
+  const uint64_t limit = static_cast<uint64_t>(num_rows);
+  uint64_t any = 0;
+  for (int64_t i = 0; i < n; ++i)
+    any |= static_cast<uint64_t>(static_cast<uint64_t>(static_cast<int64_t>(ids[i])) >= limit);
+  if (__builtin_expect(any == 0, 1)) return -1;
+  int64_t i = 0;
+  while (static_cast<uint64_t>(static_cast<int64_t>(ids[i])) < limit) ++i;
+  return i;
+}
+
+// Places of ids[0..n); returns the first bad id's index, or -1.
 template <class Id, class Out>
 int64_t resolve(const TableMap& map, const Id* ids, int64_t n, Out* out) {
-  const uint64_t num_rows = static_cast<uint64_t>(map.num_rows);
-  int64_t bad = -1;
-  auto checked = [&](int64_t i) -> int64_t {
-    const int64_t id = static_cast<int64_t>(ids[i]);
-    if (__builtin_expect(static_cast<uint64_t>(id) >= num_rows, 0)) {
-      if (bad < 0) bad = i;
-      return 0;
-    }
-    return id;
-  };
-  if (map.num_tiers == 1 && map.head.bits == nullptr && map.tiers[0].shift >= 0) {
-    // The usual table: one tier dealt to a power of two of ranks; hoist its constants.
-    const TierMap tier = map.tiers[0];
-    const int64_t mask = tier.period - 1;
-    if (tier.period == 1) {
-      const int64_t base = tier.base[0], step = tier.step[0];
-      for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(base + checked(i) * step);
-      return bad;
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t id = checked(i);
-      const int64_t k = id & mask;
-      out[i] = static_cast<Out>(tier.base[k] + (id >> tier.shift) * tier.step[k]);
-    }
-    return bad;
+  const int64_t bad = first_bad(ids, n, map.num_rows);
+  if (bad >= 0) return bad;
+  const TierMap& tier = map.tiers[0];
+  if (map.num_tiers > 1 || map.head.bits != nullptr || tier.shift < 0) {
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(locate(map, ids[i]));
+    return -1;
   }
-  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(locate(map, checked(i)));
-  return bad;
+  // The usual table: one tier dealt evenly to a power of two of ranks; hoist its constants.
+  const int64_t base = tier.base[0], step = tier.step[0];
+  if (tier.period == 1) {
+    for (int64_t i = 0; i < n; ++i)
+      out[i] = static_cast<Out>(base + static_cast<int64_t>(ids[i]) * step);
+    return -1;
+  }
+  const int64_t mask = tier.period - 1;
+  const int shift = tier.shift;
+  if (tier.period == 2 && tier.step[1] == step) {
+    const int64_t apart = tier.base[1] - base;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t id = static_cast<int64_t>(ids[i]);
+      out[i] = static_cast<Out>(base + (-(id & 1) & apart) + (id >> 1) * step);
+    }
+    return -1;
+  }
+  const int64_t* bases = tier.base;
+  const int64_t* steps = tier.step;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t id = static_cast<int64_t>(ids[i]);
+    out[i] = static_cast<Out>(bases[id & mask] + (id >> shift) * steps[id & mask]);
+  }
+  return -1;
 }
 
 // ---- forward -----------------------------------------------------------------------------------
