@@ -113,6 +113,7 @@ def demo(job: Job) -> dict[str, Any]:
         "log_loss": {"oper": two["sides"]["oper"]["log_loss"], "unsharded": one["log_loss"],
                      "torchrec": two["sides"][best]["log_loss"]},
         "sides": two["sides"], "page_kind": two["page_kind"],
+        "other_busy_cores": two["other_busy_cores"],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from oper.bench.record import table
+from oper.bench.record import NOISY_CORES, table
 from oper.tables import format_bytes
 
 _SHOWN_TABLES = 5
@@ -84,7 +84,7 @@ def _times(found: Mapping[str, Any]) -> str:
                            ("embeddings alone: step", "", "step"),
                            ("whole DLRM: training step", "dlrm_", "step"))]
     training, machine = found["training"], found["machine"]
-    busy = machine["load_before"] > 0.25 * machine["cores"]
+    busy = found["other_busy_cores"]
     return "\n".join([
         f"TIME  {training['world_size']} processes with one thread each, dim {training['dim']}, "
         f"{training['batch_size']:,} samples per process, in turns in one run; medians, ms",
@@ -93,8 +93,8 @@ def _times(found: Mapping[str, Any]) -> str:
         f"{_NAMES[found['dlrm_torchrec_plan']]} (DLRM).",
         "Both sides have the allocator settings that make TorchRec fastest.",
         "A step is forward + backward + update. The dense layers are the same work on both sides.",
-        *([f"NOISY: load average {machine['load_before']} on {machine['cores']} cores before this "
-           "run; trust no time of it."] if busy else [])])
+        *([f"NOISY: other programs kept {busy:.1f} of {machine['cores']} cores busy meanwhile; trust "
+           "no time of this run."] if busy > NOISY_CORES else [])])
 
 
 def _quality(found: Mapping[str, Any]) -> str:

@@ -40,23 +40,29 @@ def beside(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
 
     Returns:
         By side (``"oper"``, ``"table_wise"``, ``"mixed"``): validation AUC and log loss, and timing
-        of the whole training step, the step and the forward pass of the embedding collection.
+        of the whole training step, the step and the forward pass of the embedding collection; and
+        how many cores other programs kept busy meanwhile.
     """
     progress("building the models: OPER, TorchRec table-wise, TorchRec mixed")
     sides = {"oper": _oper(case)} | {kind: _torchrec(case, kind) for kind in PLAN_KINDS}
+    clock = record.BusyClock()
     timed = _train_in_turns(sides, case, progress)
+    busy = [clock.others(_sum)]
     results: dict[str, Any] = {}
     for name, (engine, _) in sides.items():
         progress(f"validating {name}")
         results[name] = evaluate(engine, _batches(case, "valid", *ranks()))
     progress("timing the embedding collections alone")
+    clock = record.BusyClock()
     steps, forwards = _time_collections(sides, case)
+    busy.append(clock.others(_sum))
     for name in sides:
         for what, seconds in (("train_step", timed[name]), ("step", steps[name]),
                               ("forward", forwards[name])):
             results[name][what] = record.summary(_slowest(seconds))
     bags = sides["oper"][1]
-    return {"sides": results, "page_kind": bags.tables.page_kind}
+    return {"sides": results, "page_kind": bags.tables.page_kind,
+            "other_busy_cores": round(max(busy), 2)}
 
 
 def alone(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -218,6 +224,13 @@ def _time_collections(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any]
     forwards = record.interleave({n: forward_of(s[1]) for n, s in sides.items()}, dist.barrier,
                                  rounds, per_round, lead_in=2)
     return steps, forwards
+
+
+def _sum(numbers: list[float]) -> list[float]:
+    """The ranks' sum of each number. Collective."""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(values)
+    return values.tolist()
 
 
 def _slowest(seconds: np.ndarray) -> np.ndarray:
