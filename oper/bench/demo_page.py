@@ -93,8 +93,8 @@ def _times(found: Mapping[str, Any]) -> str:
         f"{_NAMES[found['dlrm_torchrec_plan']]} (DLRM).",
         "Both sides have the allocator settings that make TorchRec fastest.",
         "A step is forward + backward + update. The dense layers are the same work on both sides.",
-        *([f"NOISY: other programs kept {busy:.1f} of {machine['cores']} cores busy meanwhile; trust "
-           "no time of this run."] if busy > NOISY_CORES else [])])
+        *([f"NOISY: other programs kept {busy:.1f} of {machine['cores']} cores busy meanwhile; "
+           "trust no time of this run."] if busy > NOISY_CORES else [])])
 
 
 def _quality(found: Mapping[str, Any]) -> str:
