@@ -6,8 +6,9 @@ torch nor torchrec nor a solver.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from oper.lazy import lazy_exports
 
 __version__ = "0.1.0"
 
@@ -63,14 +64,4 @@ if TYPE_CHECKING:
     from oper.tables import TableSpec as TableSpec
     from oper.topology import Topology as Topology
 
-
-def __getattr__(name: str) -> Any:
-    try:
-        module = _PUBLIC[name]
-    except KeyError:
-        raise AttributeError(f"module 'oper' has no attribute {name!r}") from None
-    return getattr(importlib.import_module(module), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -5,8 +5,9 @@ Needs NumPy only; the modules load on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from oper.lazy import lazy_exports
 
 _PUBLIC = {
     "collect": "oper.analysis.collector",
@@ -43,14 +44,4 @@ if TYPE_CHECKING:
         skew as skew,
     )
 
-
-def __getattr__(name: str) -> Any:
-    try:
-        module = _PUBLIC[name]
-    except KeyError:
-        raise AttributeError(f"module 'oper.analysis' has no attribute {name!r}") from None
-    return getattr(importlib.import_module(module), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

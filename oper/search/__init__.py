@@ -6,8 +6,9 @@ when a search runs.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from oper.lazy import lazy_exports
 
 _PUBLIC = {
     "make_plan": "oper.search.planner",
@@ -40,14 +41,4 @@ if TYPE_CHECKING:
         TableConstraint as TableConstraint,
     )
 
-
-def __getattr__(name: str) -> Any:
-    try:
-        module = _PUBLIC[name]
-    except KeyError:
-        raise AttributeError(f"module 'oper.search' has no attribute {name!r}") from None
-    return getattr(importlib.import_module(module), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)
