@@ -10,7 +10,8 @@ from oper.errors import InvalidInputError, fail
 from oper.plan import PLACEMENTS, Tier
 
 FEATURES = frozenset({*PLACEMENTS, "pull", "push", "columns"})
-#: What every runtime of this package executes: the default of `make_plan`.
+#: The default of `make_plan`. The host runtime executes pushed tiers and column pieces as well, but
+#: among ranks that share a memory they never pay.
 EXECUTABLE = frozenset({"replicated", "striped", "owned", "pull"})
 #: The whole space that the search knows.
 EVERYTHING = FEATURES
