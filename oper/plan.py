@@ -19,7 +19,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,7 @@ class Plan:
             for entry in value["tables"]:
                 spec = TableSpec.from_json(entry["table"])
                 pieces = tuple(
-                    Piece(*_range(p["columns"]), tuple(_tier_from_json(x) for x in p["tiers"]))
+                    Piece(*_range(p["columns"]), tuple(tier_from_json(x) for x in p["tiers"]))
                     for p in entry["pieces"])
                 packed = orders.pop(spec.name, None)
                 head = _EMPTY if packed is None else _unpack_ids(what, spec, packed)
@@ -275,7 +275,8 @@ def _tier_json(tier: Tier) -> dict[str, Any]:
     return value
 
 
-def _tier_from_json(value: dict[str, Any]) -> Tier:
+def tier_from_json(value: Mapping[str, Any]) -> Tier:
+    """A tier as plan files write it."""
     unknown = set(value) - {"rows", "place", "ranks", "mode", "weights", "memory"}
     if unknown:
         raise PlanError(fail("invalid tier", "keys", sorted(unknown), "known keys", "correct it"))

@@ -72,9 +72,11 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     if effort not in EFFORTS:
         raise InvalidInputError(fail("cannot search", "effort", effort, f"one of {sorted(EFFORTS)}",
                                      "correct it"))
-    if target_gap < 0 or (time_budget_s is not None and time_budget_s <= 0):
+    if not target_gap >= 0 or (time_budget_s is not None and not time_budget_s > 0):  # NaN too
         raise InvalidInputError(fail("cannot search", "target_gap, time_budget_s",
                                      (target_gap, time_budget_s), ">= 0 and > 0", "correct it"))
+    if seed < 0:
+        raise InvalidInputError(fail("cannot search", "seed", seed, ">= 0", "correct it"))
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)

@@ -222,9 +222,9 @@ def make_problem(
     if objective not in ("training", "inference"):
         raise InvalidInputError(fail("cannot state the problem", "objective", objective,
                                      "training or inference", "correct it"))
-    if batch_size < 1:
-        raise InvalidInputError(fail("cannot state the problem", "batch_size", batch_size, ">= 1",
-                                     "pass the samples per rank and step"))
+    if not 1 <= batch_size < 2**31:
+        raise InvalidInputError(fail("cannot state the problem", "batch_size", batch_size,
+                                     ">= 1 and < 2^31", "pass the samples per rank and step"))
     if stats is None:
         warnings.warn("no access statistics: the plan follows table sizes alone and takes all rows "
                       "of a table as equally hot", stacklevel=2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import PLACEMENTS, Tier
+from oper.plan import PLACEMENTS, Tier, tier_from_json
 
 FEATURES = frozenset({*PLACEMENTS, "pull", "push", "columns"})
 #: The default of `make_plan`. The host runtime executes pushed tiers and column pieces as well, but
@@ -75,10 +75,17 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
     """
     if value is None:
         return Constraints()
+    if not isinstance(value, Constraints | Mapping):
+        raise InvalidInputError(fail("invalid constraints", "constraints", value,
+                                     "a mapping of table name to constraint", "correct it"))
     if not isinstance(value, Constraints):
+        reserve = value.get("reserve_bytes", 0)
+        if isinstance(reserve, bool) or not isinstance(reserve, int):
+            raise InvalidInputError(fail("invalid constraints", "reserve_bytes", reserve,
+                                         "an integer >= 0", "correct it"))
         tables = {k: v if isinstance(v, TableConstraint) else _from_mapping(k, v)
                   for k, v in value.items() if k != "reserve_bytes"}
-        value = Constraints(tables, int(value.get("reserve_bytes", 0)))
+        value = Constraints(tables, reserve)
     known = set(names)
     for name, held in value.tables.items():
         what = f"invalid constraint of table {name!r}"
@@ -102,10 +109,18 @@ def _from_mapping(name: str, value: Any) -> TableConstraint:
     if not isinstance(value, Mapping) or set(value) - known:
         raise InvalidInputError(fail(f"invalid constraint of table {name!r}", "fields", value,
                                      f"some of {sorted(known)}", "correct it"))
-    placements, modes, ranks = (value.get(k) for k in ("placements", "modes", "ranks"))
-    tiers = value.get("tiers")
-    return TableConstraint(
-        None if placements is None else frozenset(placements),
-        None if modes is None else frozenset(modes),
-        None if ranks is None else tuple(int(r) for r in ranks),
-        None if tiers is None else tuple(tiers))
+    try:
+        placements, modes, ranks = (None if value.get(k) is None else list(value[k])
+                                    for k in ("placements", "modes", "ranks"))
+        if not all(isinstance(x, str) for x in (placements or []) + (modes or [])):
+            raise TypeError("placements and modes are lists of text")
+        tiers = value.get("tiers")
+        return TableConstraint(
+            None if placements is None else frozenset(placements),
+            None if modes is None else frozenset(modes),
+            None if ranks is None else tuple(int(r) for r in ranks),
+            None if tiers is None else tuple(t if isinstance(t, Tier) else tier_from_json(t)
+                                             for t in tiers))
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidInputError(fail(f"invalid constraint of table {name!r}", "fields", value,
+                                     "lists, and tiers as in a plan file", str(error))) from None

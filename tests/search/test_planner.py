@@ -119,7 +119,8 @@ def test_constraints_are_obeyed():
     assert {tier.placement for tier in plan.table("t1").tiers} == {"owned"}
     assert plan.table("t2").tiers == pinned
     same = make_plan(specs, stats, gpus(4), batch_size=128, constraints={
-        "t0": {"ranks": [1, 2]}, "t1": {"placements": ["owned"]}, "t2": {"tiers": pinned},
+        "t0": {"ranks": [1, 2]}, "t1": {"placements": ["owned"]},
+        "t2": {"tiers": [{"rows": [0, specs[2].num_rows], "place": "owned", "ranks": [1]}]},
         "reserve_bytes": 1000})
     assert same.to_text() == plan.to_text()
 
@@ -164,12 +165,16 @@ def test_reserve_larger_than_memory_is_infeasible():
                   constraints={"reserve_bytes": 10**7})
 
 
-def test_bad_effort_and_gap_are_refused():
+def test_bad_effort_gap_and_seed_are_refused():
     stated = problem(2, 0, host(2))
     with pytest.raises(InvalidInputError, match="effort"):
         plan_problem(stated, effort="heroic")
     with pytest.raises(InvalidInputError, match="target_gap"):
         plan_problem(stated, target_gap=-1)
+    with pytest.raises(InvalidInputError, match="target_gap"):
+        plan_problem(stated, target_gap=float("nan"))
+    with pytest.raises(InvalidInputError, match="seed"):
+        plan_problem(stated, seed=-1)
 
 
 def test_a_time_budget_is_kept():
