@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from oper import __version__
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = next((w for w in words if not w.startswith("-")), None)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("oper").setLevel(logging.INFO)
+    # A user of the command has no use for the line of code that warns.
+    warnings.formatwarning = lambda message, *_, **__: f"oper: {message}\n"
     try:
         args = build_parser(verb).parse_args(words)
         module = importlib.import_module(VERBS[args.verb][0])

@@ -113,6 +113,15 @@ def test_errors_become_a_line_and_a_code(
     assert capsys.readouterr() == ("begun\n", words)
 
 
+def test_a_warning_is_one_line_without_code() -> None:
+    code = ("import warnings\nfrom oper import cli\n"
+            "try:\n    cli.main(['--version'])\nexcept SystemExit:\n    pass\n"
+            "warnings.warn('look out')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          check=True)
+    assert done.stderr == "oper: look out\n"
+
+
 def test_debugging_shows_where(verb: Callable[[Callable[[], int]], None],
                                monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPER_DEBUG", "1")

@@ -61,6 +61,9 @@ def _check_out(out: str, force: bool) -> None:
     from oper.errors import InvalidInputError, fail
     from oper.train.loop import METRICS
 
+    if os.path.exists(out) and not os.path.isdir(out):
+        raise InvalidInputError(fail("cannot start training", "out", out, "a folder",
+                                     "name another one"))
     # Only rank 0 looks: the others may come when it has begun to write.
     if force or int(os.environ.get("RANK", "0")) > 0 or not os.path.exists(f"{out}/{METRICS}"):
         return

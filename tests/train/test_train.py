@@ -171,3 +171,6 @@ def test_what_cannot_be_trained(prepared: Prepared, tmp_path: Path) -> None:
     done = run_oper(*words(prepared, tmp_path))
     assert done.returncode == 1 and "--force" in done.stderr and "Traceback" not in done.stderr
     assert run_oper("train", "--data", prepared.folder, "--set", "x=3").stderr.count("\n") == 1
+    into_file = run_oper("train", "--data", prepared.folder, "--out", damaged)
+    assert into_file.returncode == 1 and "expected a folder" in into_file.stderr
+    assert into_file.stderr.count("\n") == 1
