@@ -118,6 +118,12 @@ def _find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[_Targ
             continue
         if type(child) in (*collections, nn.EmbeddingBag, nn.Embedding):
             targets.append(_Target(path, child, type(child) in collections))
+    done = [path for path, child in module.named_modules() if hasattr(child, "tables")
+            and type(child).__module__.startswith("oper.integration")]
+    if done and not targets:
+        raise InvalidInputError(
+            fail("nothing to shard", "modules", done[:8], "modules that are not sharded yet",
+                 "shard a model once"))
     missing = set(wanted or ()) - {t.path for t in targets}
     if missing or not targets:
         raise InvalidInputError(

@@ -223,3 +223,10 @@ def test_statistics_for_other_tables() -> None:
     stats = oper.collect([{"": (torch.tensor([1, 2]), torch.tensor([2]))}], module)
     with pytest.raises(oper.OperError, match="rows"):
         oper.shard(bag(400, 8), stats, optimizer=SGD)
+
+
+def test_a_second_time_is_refused_by_name() -> None:
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum"))
+    oper.shard(model, optimizer=oper.SGD(lr=0.1))
+    with pytest.raises(oper.InvalidInputError, match="not sharded yet"):
+        oper.shard(model, optimizer=oper.SGD(lr=0.1))
