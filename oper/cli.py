@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from oper import __version__
 from oper.errors import OperError, PlanInfeasibleError
@@ -47,6 +48,17 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+_plain_format = warnings.formatwarning
+
+
+def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int,
+                    line: str | None = None) -> str:
+    """Our own warnings as one line without a source position; others as Python prints them."""
+    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent):
+        return f"oper: {message}\n"
+    return _plain_format(message, category, filename, lineno, line)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code (usage errors exit with 2)."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -54,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("oper").setLevel(logging.INFO)
     # A user of the command has no use for the line of code that warns.
-    warnings.formatwarning = lambda message, *_, **__: f"oper: {message}\n"
+    warnings.formatwarning = _format_warning
     try:
         args = build_parser(verb).parse_args(words)
         module = importlib.import_module(VERBS[args.verb][0])

@@ -113,13 +113,16 @@ def test_errors_become_a_line_and_a_code(
     assert capsys.readouterr() == ("begun\n", words)
 
 
-def test_a_warning_is_one_line_without_code() -> None:
+def test_a_warning_of_ours_is_one_line_without_code() -> None:
     code = ("import warnings\nfrom oper import cli\n"
             "try:\n    cli.main(['--version'])\nexcept SystemExit:\n    pass\n"
-            "warnings.warn('look out')")
+            "warnings.warn_explicit('look out', UserWarning, cli.__file__, 1)\n"
+            "warnings.warn_explicit('not ours', UserWarning, 'elsewhere.py', 1)\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           check=True)
-    assert done.stderr == "oper: look out\n"
+    ours, others = done.stderr.splitlines()
+    assert ours == "oper: look out"
+    assert others == "elsewhere.py:1: UserWarning: not ours"
 
 
 def test_debugging_shows_where(verb: Callable[[Callable[[], int]], None],

@@ -87,9 +87,8 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
     if ranks()[1] > 1:
         from torch.nn.parallel import DistributedDataParallel
 
-        # The settings of TorchRec's own wrapper.
-        module = DistributedDataParallel(sharded, gradient_as_bucket_view=True,
-                                         broadcast_buffers=False, static_graph=True)
+        # The settings of TorchRec's own wrapper, but for buffers: a DLRM has none to broadcast.
+        module = DistributedDataParallel(sharded, gradient_as_bucket_view=True, static_graph=True)
     return Engine(module, sharded, [dense_optimizer(o, sharded)])
 
 
