@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -48,10 +48,7 @@ class Case:
 
     def to_json(self) -> dict[str, Any]:
         """For `from_json` in a worker."""
-        return {"name": self.name, "work": self.work.to_json(), "world_size": self.world_size,
-                "num_threads": self.num_threads, "num_batches": self.num_batches,
-                "num_stats_batches": self.num_stats_batches, "rounds": self.rounds,
-                "per_round": self.per_round}
+        return {**asdict(self), "work": self.work.to_json()}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Case:
