@@ -23,7 +23,7 @@ def row_addresses(tables: ShardedTables, name: str) -> np.ndarray:
 
     Replicated rows are read from the rank's own copy, all others from their owner's arena.
     """
-    k = tables.tables[name]
+    k = tables.pieces[name][0]
     directory, layout, heap = tables.directories[k], tables._layout, tables._heap
     assert heap is not None
     rank, row_bytes = tables.group.rank, directory.table.row_bytes

@@ -117,7 +117,7 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
     One canonical state per row whatever the plan, in logical order, as `table_entry` gives rows.
     Optimizers with bias correction add ``<label>.step``, a number.
     """
-    kind = tables.directories[tables.tables[name]].table.optimizer
+    kind = tables.specs[name].optimizer
     entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
                for part, _ in STATE_PARTS[kind]}
     if "adam" in kind:
@@ -128,7 +128,7 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
 def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
                            entries: Mapping[str, torch.Tensor]) -> None:
     """Write what `optimizer_entries` gave; ``tables.publish()`` after the last table."""
-    for part, _ in STATE_PARTS[tables.directories[tables.tables[name]].table.optimizer]:
+    for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
         load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
     if f"{label}.step" in entries:
         tables.num_steps = int(entries[f"{label}.step"])
@@ -171,7 +171,7 @@ def _rank0_weight(tables: ShardedTables, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _initialise(tables: ShardedTables, name: str, init_fn: InitFn | None, seed: int) -> None:
-    spec = tables.directories[tables.tables[name]].table
+    spec = tables.specs[name]
     bound = math.sqrt(1.0 / spec.num_rows)  # TorchRec's default range
     for chunk, begin in enumerate(range(0, spec.num_rows, CHUNK_ROWS)):
         rows = min(CHUNK_ROWS, spec.num_rows - begin)

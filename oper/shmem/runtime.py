@@ -92,7 +92,6 @@ class ShardedTables:
         self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
         for k, d in enumerate(self.directories):
             self.pieces[d.table.name].append(k)
-        self.tables = {name: pieces[0] for name, pieces in self.pieces.items()}
         # A single rank updates without an exchange but through the same outbox.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096)
