@@ -35,6 +35,9 @@ PLAN_VERSION = 1
 PLACEMENTS = ("replicated", "striped", "owned")
 MODES = ("pull", "push")
 MEMORIES = ("device", "host")
+_PLAN_KEYS = {"kind", "version", "world_size", "objective", "batch_size", "topology", "step_us",
+              "lower_bound_us", "notes", "tables", "orders"}
+_TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "sbp"}
 MAX_PATTERN = 4096  # longest period of a weighted stripe
 _EMPTY = np.zeros(0, np.int64)
 
@@ -69,10 +72,12 @@ class Tier:
         return _spread(self.ranks, weights)
 
     def notation(self) -> str:
-        """Split / broadcast / partial in the notation of SBP papers (OneFlow, Yuan et al. 2021)."""
+        """Split / broadcast / partial as in OneFlow (Yuan et al. 2021): ``"S"`` rows are split over
+        the ranks (one rank, when owned), ``"B"`` every rank of the set has all of them, ``"P"``
+        split, and what readers receive are partial sums."""
         if self.placement == "replicated":
             return "B"
-        return "P" if self.mode == "push" else "S(0)"
+        return "P" if self.mode == "push" else "S"
 
 
 def _spread(ranks: Sequence[int], weights: Sequence[int]) -> list[int]:
@@ -230,7 +235,8 @@ class Plan:
         """
         what = f"cannot read {os.fspath(path)!r} as a plan"
         try:
-            value = json.loads(Path(path).read_text(encoding="utf-8"))
+            value = json.loads(Path(path).read_text(encoding="utf-8"),
+                               object_pairs_hook=_without_repeats)
             kind, version = value["kind"], value["version"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise FileFormatError(
@@ -241,13 +247,13 @@ class Plan:
                                        f"{(PLAN_KIND, PLAN_VERSION)}",
                                        "pass a plan of this release"))
         try:
+            _check_keys(what, "keys", value, _PLAN_KEYS)
             orders = dict(value["orders"])
             tables = []
             for entry in value["tables"]:
+                _check_keys(what, "keys of a table", entry, {"table", "pieces"})
                 spec = TableSpec.from_json(entry["table"])
-                pieces = tuple(
-                    Piece(*_range(p["columns"]), tuple(tier_from_json(x) for x in p["tiers"]))
-                    for p in entry["pieces"])
+                pieces = tuple(_piece_from_json(what, spec, p) for p in entry["pieces"])
                 packed = orders.pop(spec.name, None)
                 head = _EMPTY if packed is None else _unpack_ids(what, spec, packed)
                 tables.append(TablePlan(spec, pieces, head))
@@ -255,9 +261,9 @@ class Plan:
                 raise PlanError(fail(what, "orders", sorted(orders), "orders of the plan's tables",
                                      "name a table and its order alike"))
             return Plan(
-                _whole(value["world_size"]), tuple(tables), str(value["objective"]),
-                _whole(value["batch_size"]), str(value["topology"]), float(value["step_us"]),
-                float(value["lower_bound_us"]), dict(value["notes"]))
+                _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
+                _whole(value["batch_size"]), _text(value["topology"]), _number(value["step_us"]),
+                _number(value["lower_bound_us"]), _mapping(value["notes"]))
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             if isinstance(error, PlanError | FileFormatError | InvalidInputError):
                 raise
@@ -265,9 +271,31 @@ class Plan:
                                        "a complete plan", "write it again")) from None
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two equal keys, JSON readers would silently drop the first."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [k for k, _ in pairs]
+        raise ValueError(f"keys given twice: {sorted({k for k in names if names.count(k) > 1})}")
+    return value
+
+
+def _check_keys(what: str, name: str, value: Mapping[str, Any], known: set[str]) -> None:
+    """Raise PlanError for keys that no plan has: what is misspelt would be ignored."""
+    unknown = set(value) - known
+    if unknown:
+        raise PlanError(fail(what, name, sorted(unknown), f"some of {sorted(known)}",
+                             "correct or remove them"))
+
+
+def _piece_from_json(what: str, spec: TableSpec, value: Mapping[str, Any]) -> Piece:
+    _check_keys(what, f"keys of a piece of table {spec.name!r}", value, {"columns", "tiers"})
+    return Piece(*_range(value["columns"]), tuple(tier_from_json(x) for x in value["tiers"]))
+
+
 def _tier_json(tier: Tier) -> dict[str, Any]:
     value: dict[str, Any] = {"rows": [tier.start, tier.stop], "place": tier.placement,
-                             "ranks": list(tier.ranks), "mode": tier.mode}
+                             "ranks": list(tier.ranks), "mode": tier.mode, "sbp": tier.notation()}
     if tier.weights:
         value["weights"] = list(tier.weights)
     if tier.memory != "device":
@@ -276,14 +304,18 @@ def _tier_json(tier: Tier) -> dict[str, Any]:
 
 
 def tier_from_json(value: Mapping[str, Any]) -> Tier:
-    """A tier as plan files write it."""
-    unknown = set(value) - {"rows", "place", "ranks", "mode", "weights", "memory"}
-    if unknown:
-        raise PlanError(fail("invalid tier", "keys", sorted(unknown), "known keys", "correct it"))
-    return Tier(*_range(value["rows"]), str(value["place"]),
+    """A tier as plan files write it; `sbp` repeats what the others say and may be left out."""
+    _check_keys("invalid tier", "keys", value, _TIER_KEYS)
+    tier = Tier(*_range(value["rows"]), _text(value["place"]),
                 tuple(_whole(r) for r in value["ranks"]),
                 tuple(_whole(w) for w in value.get("weights", ())),
-                str(value.get("mode", "pull")), str(value.get("memory", "device")))
+                _text(value.get("mode", "pull")), _text(value.get("memory", "device")))
+    known = tier.placement in PLACEMENTS and tier.mode in MODES  # else refused by that name
+    if "sbp" in value and known and value["sbp"] != tier.notation():
+        raise PlanError(fail("invalid tier", "sbp", value["sbp"],
+                             f"{tier.notation()!r} for a {tier.placement} tier with mode "
+                             f"{tier.mode}", "correct it or leave it out"))
+    return tier
 
 
 def _range(value: Any) -> tuple[int, int]:
@@ -295,6 +327,24 @@ def _whole(value: Any) -> int:
     """An integer of a file edited by hand; 1.5 or "1" are mistakes, not numbers to round."""
     if type(value) is not int:
         raise TypeError(f"{value!r} is not an integer")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is not an object")
     return value
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
 from oper.stats import AccessStats
-from oper.tables import TableSpec
+from oper.tables import TableSpec, plan_names
 from oper.topology import Topology
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def shard(
     targets = _find_targets(module, modules)
     for target in targets:
         _describe(target, objective, optimizer)
-    _name_tables(targets)
+    _name_tables(targets, module)
     tables = [s for t in targets for s in t.specs]
     made = _the_plan(tables, stats, plan, topology, objective, batch_size, group)
     made.check_for(tables, group.world_size)
@@ -102,7 +102,8 @@ def shard(
     return module
 
 
-def _find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[_Target]:
+def _all_targets(module: nn.Module) -> list[_Target]:
+    """Every module with tables, whether it is to be sharded or not."""
     from torch import nn
 
     # A model can only contain TorchRec modules when torchrec has been imported.
@@ -114,10 +115,13 @@ def _find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[_Targ
     for path, child in module.named_modules():
         if any(t.path == "" or path.startswith(f"{t.path}.") for t in targets):
             continue  # a collection's own nn.EmbeddingBag
-        if wanted is not None and path not in wanted:
-            continue
         if type(child) in (*collections, nn.EmbeddingBag, nn.Embedding):
             targets.append(_Target(path, child, type(child) in collections))
+    return targets
+
+
+def _find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[_Target]:
+    targets = [t for t in _all_targets(module) if wanted is None or t.path in wanted]
     done = [path for path, child in module.named_modules() if hasattr(child, "tables")
             and type(child).__module__.startswith("oper.integration")]
     if done and not targets:
@@ -189,15 +193,19 @@ def _describe(target: _Target, objective: str, default: Optimizer | None) -> Non
         target.specs = [module_spec(name, target.module, optimizer)]
 
 
-def _name_tables(targets: list[_Target]) -> None:
-    """Plan-wide names: a table's own, prefixed by its module's path where two collide."""
-    count: dict[str, int] = {}
-    for spec in (s for t in targets for s in t.specs):
-        count[spec.name] = count.get(spec.name, 0) + 1
+def _own_names(target: _Target) -> list[str]:
+    if not target.is_collection:
+        return [target.path or "weight"]
+    from oper.integration.torchrec_modules import configs_of
+
+    return [c.name for c in configs_of(target.module)]
+
+
+def _name_tables(targets: list[_Target], module: nn.Module) -> None:
+    """Names in statistics and plans, as `oper.collect` gives them for the whole of `module`."""
+    names = plan_names((t.path, name) for t in _all_targets(module) for name in _own_names(t))
     for target in targets:
-        for spec in target.specs:
-            full = spec.name if count[spec.name] == 1 else f"{target.path}.{spec.name}"
-            target.names[spec.name] = full
+        target.names = {s.name: names[target.path, s.name] for s in target.specs}
         target.specs = [replace(s, name=target.names[s.name]) for s in target.specs]
 
 

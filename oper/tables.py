@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,20 @@ def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
             fail("two tables share a name", "names", twice, "unique names", "rename one")
         )
     return result
+
+
+def plan_names(owned: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Names of a model's tables in statistics and plans.
+
+    Args:
+        owned: (path of the module, own name of the table), for every table of the model.
+
+    Returns:
+        The name by that pair: the table's own, prefixed by the path where two tables share it.
+    """
+    pairs = list(owned)
+    count = Counter(name for _, name in pairs)
+    return {(path, name): name if count[name] == 1 else f"{path}.{name}" for path, name in pairs}
 
 
 def format_bytes(num_bytes: float) -> str:

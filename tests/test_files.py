@@ -231,3 +231,18 @@ def test_recipes_are_found_in_a_checkout() -> None:
     root = datasets_root()
     assert root.name == "datasets"
     assert list(root.glob("**/*.toml"))
+
+
+def test_an_unwritable_path_is_named_as_given(tmp_path: Path) -> None:
+    """Not the temporary file beside it, which nobody has heard of."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for path in ("file/plan.json", "folder"):
+        with pytest.raises(OSError, match=f"{path}'$") as caught:
+            write_text(tmp_path / path, "text")
+        assert caught.value.filename == os.fspath(tmp_path / path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+    if os.geteuid() != 0:
+        (tmp_path / "folder").chmod(0o500)
+        with pytest.raises(PermissionError, match=r"folder/plan\.json'$"):
+            write_text(tmp_path / "folder" / "plan.json", "text")

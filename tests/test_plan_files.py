@@ -63,6 +63,7 @@ def test_a_hand_edit_is_taken(tmp_path: Path) -> None:
     def edit(value: dict[str, Any]) -> None:
         tier(value, 1)["rows"] = [2, 8]
         tier(value, 2).update(rows=[8, 10], ranks=[0], mode="pull")
+        assert tier(value, 2).pop("sbp") == "P"  # repeats the mode; may be left out
 
     tiers = Plan.load(edited(tmp_path, edit)).table("hot").tiers
     assert tiers[1:] == (Tier(2, 8, "striped", (1, 0), (3, 1)), Tier(8, 10, "owned", (0,)))
@@ -92,6 +93,10 @@ def test_a_hand_edit_is_taken(tmp_path: Path) -> None:
     (lambda v: tier(v, 1).update(weights=[4096, 1]), "sum <= 4096"),
     (lambda v: tier(v, 2).update(weights=[1]), "of a striped tier"),
     (lambda v: tier(v).update(speed=3), r"keys=\['speed'\]"),
+    (lambda v: v.update(speed=3), r"keys=\['speed'\]"),
+    (lambda v: v["tables"][0].update(speed=3), r"keys of a table=\['speed'\]"),
+    (lambda v: v["tables"][0]["pieces"][0].update(rows=3), r"piece of table 'hot'=\['rows'\]"),
+    (lambda v: tier(v).update(sbp="S"), "sbp='S', expected 'B'"),
     (lambda v: v["tables"][0]["pieces"].clear(), "columns="),
     (lambda v: v["tables"][1]["pieces"][0].update(columns=[0, 1]), "cover 0..4 in order"),
     (lambda v: v["tables"][1]["pieces"][1].update(columns=[2, 5]), "cover 0..4"),
@@ -111,7 +116,12 @@ def test_a_contradiction_is_refused(tmp_path: Path, edit: Edit, words: str) -> N
     (lambda v: v.pop("orders"), "'orders'"),
     (lambda v: v.update(world_size="2"), "'2' is not an integer"),
     (lambda v: v.update(world_size=True), "True is not an integer"),
-    (lambda v: v.update(step_us="fast"), "could not convert"),
+    (lambda v: v.update(step_us="1"), "'1' is not a number"),
+    (lambda v: v.update(step_us=None), "None is not a number"),
+    (lambda v: v.update(topology=None), "None is not text"),
+    (lambda v: v.update(objective=None), "None is not text"),
+    (lambda v: v.update(notes=None), "None is not an object"),
+    (lambda v: tier(v).update(mode=None), "None is not text"),
     (lambda v: v.update(tables=3), "expected a complete plan"),
     (lambda v: v.update(notes=[1]), "expected a complete plan"),
     (lambda v: tier(v).update(rows=[0, 2.5]), "2.5 is not an integer"),
@@ -139,6 +149,18 @@ def test_a_damaged_table_is_refused(tmp_path: Path, field: str, value: object, w
     path = edited(tmp_path, lambda v: v["tables"][0]["table"].update({field: value}))
     with pytest.raises((InvalidInputError, PlanError), match=words):
         Plan.load(path)
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    twice = mixed_plan().to_text().replace('"batch_size"', '"world_size": 2, "batch_size"')
+    (tmp_path / "plan.json").write_text(twice)
+    with pytest.raises(FileFormatError, match=r"twice: \['world_size'\]"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_file_says_split_broadcast_or_partial() -> None:
+    value = json.loads(mixed_plan().to_text())
+    assert [x["sbp"] for x in value["tables"][0]["pieces"][0]["tiers"]] == ["B", "S", "P"]
 
 
 def test_truncation_anywhere_is_refused(tmp_path: Path) -> None:

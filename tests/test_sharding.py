@@ -78,6 +78,16 @@ def test_tables_of_one_name_in_two_collections() -> None:
 
     model = nn.ModuleDict({"a": collection(10), "b": collection(20)})
     want = {k: v.clone() for k, v in model.state_dict().items()}
+    batch = {"f": (torch.tensor([1, 9, 9]), torch.tensor([1, 2]))}
+    stats = oper.collect([batch], model)
+    assert list(stats.tables) == ["a.t", "b.t"]
+    # One after the other and from statistics: the names stay those of the whole model.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        oper.shard(model, stats, modules=["b"], optimizer=SGD)
+    assert type(model["a"]).__name__ == "EmbeddingBagCollection"
+    model = nn.ModuleDict({"a": model["a"], "b": collection(20)})
+    model["b"].load_state_dict({k[2:]: v for k, v in want.items() if k.startswith("b.")})
     oper.shard(model, plan=plan(("a.t", 10, 4), ("b.t", 20, 4)), optimizer=SGD)
     got = model.state_dict()
     assert list(got) == list(want) and all(torch.equal(got[k], want[k]) for k in want)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from oper.analysis.counting import CountOptions, TableCounter
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError, fail
 from oper.stats import AccessStats
-from oper.tables import TableSpec, check_unique
+from oper.tables import TableSpec, check_unique, plan_names
 
 
 def collect(
@@ -103,10 +104,14 @@ def tables_of(model_or_tables: Any) -> tuple[TableSpec, ...]:
     """The tables of a module tree or of a sequence of `TableSpec`.
 
     Modules are recognised by what they offer: `embedding_bag_configs()`, `embedding_configs()`, or
-    `num_embeddings` with `embedding_dim`. Raises InvalidInputError when there is none.
+    `num_embeddings` with `embedding_dim`. Tables of two collections that share a name are prefixed
+    by the path of their collection, as `oper.shard` does. Raises InvalidInputError when there is
+    none.
     """
     if hasattr(model_or_tables, "named_modules"):
-        tables = list(_module_tables(model_or_tables))
+        found = list(_module_tables(model_or_tables))
+        names = plan_names((path, t.name) for path, t in found)
+        tables = [replace(t, name=names[path, t.name]) for path, t in found]
         if not tables:
             raise InvalidInputError(
                 fail("cannot collect statistics", "model", type(model_or_tables).__name__,
@@ -123,7 +128,8 @@ def tables_of(model_or_tables: Any) -> tuple[TableSpec, ...]:
              "a module or a sequence of TableSpec", "pass the model or its tables"))
 
 
-def _module_tables(model: Any) -> Iterator[TableSpec]:
+def _module_tables(model: Any) -> Iterator[tuple[str, TableSpec]]:
+    """The tables under their own names, each with the path of its module."""
     collections: list[str] = []
     for path, module in model.named_modules():
         if any(path == c or path.startswith(f"{c}." if c else "") for c in collections):
@@ -132,14 +138,15 @@ def _module_tables(model: Any) -> Iterator[TableSpec]:
             if callable(getattr(module, method, None)):
                 collections.append(path)
                 for config in getattr(module, method)():
-                    yield TableSpec(config.name, int(config.num_embeddings),
-                                    int(config.embedding_dim), tuple(config.feature_names))
+                    yield path, TableSpec(
+                        config.name, int(config.num_embeddings), int(config.embedding_dim),
+                        tuple(config.feature_names))
                 break
         else:
             rows, dim = (getattr(module, n, None) for n in ("num_embeddings", "embedding_dim"))
             if isinstance(rows, int) and isinstance(dim, int):
                 # As oper.shard names it; the feature of a bare module is the empty path.
-                yield TableSpec(path or "weight", rows, dim, (path,))
+                yield path, TableSpec(path or "weight", rows, dim, (path,))
 
 
 def _is_kjt(value: Any) -> bool:

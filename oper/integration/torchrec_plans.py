@@ -33,7 +33,7 @@ from oper.search.planner import plan_problem
 from oper.search.problem import make_problem
 from oper.search.space import EVERYTHING, EXECUTABLE
 from oper.stats import AccessStats
-from oper.tables import TableSpec
+from oper.tables import TableSpec, plan_names
 from oper.topology import Topology
 
 ROW_RANGES = ("even", "proportional")
@@ -107,7 +107,7 @@ def to_torchrec(plan: Plan, module: nn.Module, options: ExportOptions | None = N
     """
     options = options or ExportOptions()
     choices = _choices(plan, options)
-    names = plan_names(module)
+    names = _names(module)
     wanted = [replace(spec, name=names[path, spec.name])
               for path, child in collections_of(module) for spec in table_specs(child)]
     tables = [t.table for t in plan.tables]
@@ -141,12 +141,10 @@ def collections_of(module: nn.Module, types: Sequence[type] = (
     return [(path, m) for path, m in module.named_modules() if type(m) in types]
 
 
-def plan_names(module: nn.Module) -> dict[tuple[str, str], str]:
-    """Name in a plan by (path of the collection, table): the path is added where names collide."""
-    pairs = [(path, c.name) for path, child in collections_of(module) for c in configs_of(child)]
-    every = [name for _, name in pairs]
-    return {(path, name): name if every.count(name) == 1 else f"{path}.{name}"
-            for path, name in pairs}
+def _names(module: nn.Module) -> dict[tuple[str, str], str]:
+    """Name in a plan by (path of the collection, table)."""
+    return plan_names(
+        (path, c.name) for path, child in collections_of(module) for c in configs_of(child))
 
 
 def _choices(plan: Plan, options: ExportOptions) -> dict[str, _Choice]:
@@ -386,7 +384,7 @@ class OperPlanner(ShardingPlanner):
             PlanInfeasibleError: the tables do not fit the topology.
         """
         offered = _offered(module, sharders, self.device_type)
-        names = plan_names(module)
+        names = _names(module)
         specs = [replace(spec, name=names[path, spec.name])
                  for path, child in collections_of(module) for spec in table_specs(child)]
         topology = self.topology or Topology.this_host(_world_size())

@@ -10,6 +10,7 @@ from oper.errors import InvalidInputError, fail
 from oper.topology import Topology
 
 THIS_HOST = "this-host"
+MAX_THIS_HOST = 1024  # processes that one machine might run, one per core
 
 
 def preset_names() -> list[str]:
@@ -32,6 +33,11 @@ def topology_preset(name: str, world_size: int | None = None) -> Topology:
         InvalidInputError: no such preset or file, or a file that is no topology.
     """
     if name == THIS_HOST:
+        if world_size is not None and not 1 <= world_size <= MAX_THIS_HOST:
+            raise InvalidInputError(fail(
+                f"cannot plan for {THIS_HOST}", "world_size", world_size,
+                f"1..{MAX_THIS_HOST} processes of one machine",
+                "name a topology of several hosts, such as h100-16x8, or a TOML file"))
         return Topology.this_host(2 if world_size is None else world_size)
     topology = _find(name)
     if world_size is not None and world_size != topology.world_size:

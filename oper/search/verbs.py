@@ -146,9 +146,6 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
 def _topology(args: argparse.Namespace) -> Topology:
     from oper.search.presets import topology_preset
 
-    if args.world_size is not None and args.world_size < 1:
-        raise InvalidInputError(fail("cannot plan", "world_size", args.world_size, ">= 1",
-                                     "correct it"))
     return topology_preset(args.topology, args.world_size)
 
 

@@ -165,6 +165,14 @@ def test_tables_of_a_module_tree() -> None:
     assert stats.tables["user"].head_ids.tolist() == [4, 0]
 
 
+def test_tables_of_one_name_are_prefixed_by_their_collection() -> None:
+    model = Module(
+        a=fake_collection("embedding_bag_configs", ("t", 10, ["a"]), ("u", 3, ["b"])),
+        b=Module(c=fake_collection("embedding_configs", ("t", 6, ["c"]))))
+    assert [(t.name, t.num_rows, t.features) for t in tables_of(model)] == [
+        ("a.t", 10, ("a",)), ("u", 3, ("b",)), ("b.c.t", 6, ("c",))]
+
+
 def test_models_without_tables_and_other_objects_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="a module with embedding tables"):
         tables_of(Module())
