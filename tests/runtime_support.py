@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.batch import Lookup
 from oper.shmem.group import ThreadGroup
 from oper.shmem.optimizers import (
     SGD,
@@ -26,7 +27,7 @@ from oper.shmem.optimizers import (
     PartialRowWiseAdam,
     RowWiseAdagrad,
 )
-from oper.shmem.runtime import Lookup, ShardedTables
+from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 
 OPTIMIZERS: dict[str, Optimizer] = {

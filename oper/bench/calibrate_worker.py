@@ -13,9 +13,11 @@ import torch.distributed as dist
 from oper.bench.ceiling import PREFETCH_ROWS, row_addresses
 from oper.bench.workload import TIMED, Workload, batch_ids, collect_stats
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.batch import Lookup
 from oper.shmem.group import ProcessGroup
 from oper.shmem.optimizers import RowWiseAdagrad
-from oper.shmem.runtime import CHUNK_ROWS, Lookup, ShardedTables
+from oper.shmem.runtime import ShardedTables
+from oper.shmem.table_rows import CHUNK_ROWS
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 

@@ -12,7 +12,8 @@ import torch
 
 from oper.errors import InvalidInputError, fail
 from oper.shmem.optimizers import STATE_PARTS
-from oper.shmem.runtime import CHUNK_ROWS, ShardedTables
+from oper.shmem.runtime import ShardedTables
+from oper.shmem.table_rows import CHUNK_ROWS
 
 _GENERATOR = threading.Lock()
 InitFn = Callable[[torch.Tensor], Any]

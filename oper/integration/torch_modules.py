@@ -15,7 +15,8 @@ from oper.integration.table_state import (
     optimizer_entries,
     table_entry,
 )
-from oper.shmem.runtime import Lookup, ShardedTables
+from oper.shmem.batch import Lookup
+from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 
 

@@ -42,6 +42,7 @@ from oper.integration.table_state import (
     optimizer_entries,
     table_entry,
 )
+from oper.shmem.batch import Lookup
 from oper.shmem.optimizers import (
     SGD,
     Adagrad,
@@ -50,7 +51,7 @@ from oper.shmem.optimizers import (
     PartialRowWiseAdam,
     RowWiseAdagrad,
 )
-from oper.shmem.runtime import Lookup, ShardedTables
+from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}

@@ -1,55 +1,37 @@
-"""Sharded tables of one collection: lookups, updates and access to rows in logical order."""
+"""Sharded tables of one collection: lookups and updates, executed as a plan says."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, PlanError, fail
+from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
-from oper.shmem.arena import OUTBOX_ENV, ArenaLayout, KernelMaps, outbox_bytes
-from oper.shmem.directory import TableDirectory, TierLayout
+from oper.shmem.arena import ArenaLayout, KernelMaps, outbox_bytes
+from oper.shmem.batch import (
+    DEADLINE_ENV,
+    FailedBatch,
+    Lookup,
+    check_batch,
+    raise_status,
+    rows_in_order,
+)
+from oper.shmem.directory import TableDirectory
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
-from oper.shmem.optimizers import STATE_PARTS, Optimizer
+from oper.shmem.optimizers import Optimizer
+from oper.shmem.table_rows import LogicalRows
 from oper.tables import TableSpec
 
-DEADLINE_ENV = "OPER_DEADLINE_S"
 MAX_DIM = 1024
-_INTEGERS = (torch.int64, torch.int32)
-CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are read or written
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """One batch of lookups.
-
-    Attributes:
-        ids: int64 or int32 [N], key-major.
-        lengths: int64 or int32 [num_keys * B], bag lengths, key-major.
-        key_of: int64 [F], which key carries each feature of the collection.
-        batch_size: samples B.
-        weights: float32 [N], per-sample weights, or None (pooled only).
-        pooled: one row per sample with the features side by side, or one row per id, feature after
-            feature.
-    """
-
-    ids: torch.Tensor
-    lengths: torch.Tensor
-    key_of: torch.Tensor
-    batch_size: int
-    weights: torch.Tensor | None = None
-    pooled: bool = True
-
-
-class ShardedTables:
+class ShardedTables(LogicalRows):
     """The tables of one collection, placed by a plan and shared by a group of ranks.
 
     Args:
@@ -164,7 +146,7 @@ class ShardedTables:
             collective: all ranks take part, and tiers in push mode are pooled by their owners;
                 otherwise every row is read directly.
         """
-        _check_batch(batch)
+        check_batch(batch)
         empty = batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size)
         if empty and not batch.lengths.any() and not (collective and self.has_push):
             dim = self.output_columns if batch.pooled else self.directories[0].table.dim
@@ -188,7 +170,7 @@ class ShardedTables:
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
-        grad = _rows_in_order(grad, batch.pooled)
+        grad = rows_in_order(grad, batch.pooled)
         code, detail = torch.ops.oper.lookup_backward(
             self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, self._optimizer_arguments(self.num_steps + 1), self.gradient_scale)
@@ -214,175 +196,15 @@ class ShardedTables:
              for d in self.directories],
             dtype=torch.float64)
 
+    def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
+        raise_status(code, detail, self._layout.outbox_bytes,
+                     FailedBatch(batch, offsets, self.features, self.specs))
+
     def barrier(self) -> None:
         """Wait for all ranks; raises PeerLostError or DeadlineError."""
         code, detail = torch.ops.oper.context_barrier(self._handle)
         if code:
-            self._raise(code, detail, None, None)
-
-    def _raise(self, code: int, detail: int, batch: Lookup | None,
-               offsets: torch.Tensor | None) -> None:
-        if code == 1:
-            raise PeerLostError(
-                fail("a peer process has ended", "rank", detail, "all ranks alive",
-                     "look at that rank's log and start all ranks again"))
-        if code == 6:
-            raise PeerLostError(
-                fail("a peer has given up this exchange", "rank", detail, "no error on any rank",
-                     "look at that rank's error and start all ranks again"))
-        if code == 2:
-            raise DeadlineError(
-                fail("a peer did not arrive at the gradient exchange", "rank", detail,
-                     f"arrival within {DEADLINE_ENV}={os.environ.get(DEADLINE_ENV, '300')} s",
-                     "every rank must run the same number of training steps; look at that rank"))
-        if code == 3:
-            raise OperError(
-                fail("the gradients of a batch do not fit the outbox", OUTBOX_ENV,
-                     self._layout.outbox_bytes, "room for the batch's distinct rows",
-                     f"raise {OUTBOX_ENV} or use a smaller batch"))
-        assert batch is not None and offsets is not None
-        if code == 5:
-            raise InvalidInputError(
-                fail("bag lengths do not fit the ids", "sum(lengths)", int(offsets[-1]),
-                     f"{batch.ids.numel()} with no negative length", "correct the batch"))
-        key = int(torch.searchsorted(offsets, detail, right=True)) - 1
-        key //= max(1, batch.batch_size)
-        bad = int(batch.ids[detail])
-        for feature, carrier in zip(self.features, batch.key_of.tolist(), strict=True):
-            num_rows = self.specs[feature[1]].num_rows
-            if carrier == key and not 0 <= bad < num_rows:
-                break  # of a feature's tables the one that lacks the row
-        raise InvalidInputError(
-            fail(f"lookup of feature {feature[0]!r} in table {feature[1]!r}", "id", bad,
-                 f"0 <= id < {num_rows}", "correct the input or enlarge the table"))
-
-    # ---- rows in logical order -------------------------------------------------------------------
-
-    def _parts(self, piece: int, begin: int, end: int
-               ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Rank, index into [begin, end) and slot of the rows `begin..end` of a piece."""
-        d = self.directories[piece]
-        owner, slot = d.locate(d.position_of(np.arange(begin, end, dtype=np.int64)))
-        for rank in range(self.group.world_size):
-            at = np.flatnonzero(owner == rank)
-            if at.size:
-                yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
-
-    def _view(self, part: str, piece: int, rank: int) -> torch.Tensor:
-        """A rank's shard of a piece or of its optimizer state, [slots, columns], mapped."""
-        heap, d = self._heap, self.directories[piece]
-        if heap is None:
-            raise OperError(fail("sharded tables were closed", "table", d.table.name, "open tables",
-                                 "read them before close()"))
-        columns = 1 if self._is_per_row(part, d.table.name) else d.dim
-        view: torch.Tensor = torch.ops.oper.segment_view(
-            heap.addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
-            int(d.num_slots[rank]), columns)
-        return view
-
-    def _columns(self, part: str, piece: int) -> slice:
-        """Where a piece stands in a row of the table; one column for a state per row."""
-        d = self.directories[piece]
-        per_row = self._is_per_row(part, d.table.name)
-        return slice(0, 1) if per_row else slice(d.column, d.column + d.dim)
-
-    def _is_per_row(self, part: str, table: str) -> bool:
-        spec = self.specs[table]
-        parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
-        if part not in parts:
-            raise InvalidInputError(
-                fail(f"table {table!r} has no such part", "part", part, f"one of {list(parts)}",
-                     f"its optimizer is {spec.optimizer}"))
-        return parts[part]
-
-    def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
-        """Global shape of a table or of a part of its optimizer state."""
-        spec = self.specs[table]
-        return (spec.num_rows,) if self._is_per_row(part, table) else (spec.num_rows, spec.dim)
-
-    def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
-             ) -> torch.Tensor:
-        """Rows `[begin, end)` of a table in logical order, as a copy.
-
-        Args:
-            table: its name.
-            begin, end: ids; the whole table by default.
-            part: ``"rows"``, or a part of the optimizer's state (`STATE_PARTS`).
-
-        Returns:
-            float32 [n, dim], or [n] for a state with one number per row.
-
-        One-sided: reads the owners' memory; no rank may be in an update meanwhile.
-        """
-        end = self.specs[table].num_rows if end is None else end
-        per_row = self._is_per_row(part, table)
-        out = torch.empty(end - begin, 1 if per_row else self.specs[table].dim)
-        # All pieces of a row carry the same state per row.
-        for piece in self.pieces[table][:1] if per_row else self.pieces[table]:
-            columns = self._columns(part, piece)
-            for at in range(begin, end, CHUNK_ROWS):
-                for rank, index, slot in self._parts(piece, at, min(end, at + CHUNK_ROWS)):
-                    out[index + (at - begin), columns] = self._view(part, piece, rank)[slot]
-        return out[:, 0] if per_row else out
-
-    def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows") -> None:
-        """Write rows `[begin, begin + n)`; every rank stores those that it owns.
-
-        Args:
-            table: its name.
-            values: float32, the shape that `read` returns; equal on all ranks.
-            begin: first id.
-            part: as for `read`.
-
-        Call `publish` afterwards.
-        """
-        values = values.detach().reshape(values.shape[0], -1)
-        for piece in self.pieces[table]:
-            columns = self._columns(part, piece)
-            mine = self._view(part, piece, self.group.rank)
-            for at in range(0, values.shape[0], CHUNK_ROWS):
-                stop = min(values.shape[0], at + CHUNK_ROWS)
-                for rank, index, slot in self._parts(piece, begin + at, begin + stop):
-                    if rank == self.group.rank:
-                        mine[slot] = values[index + at, columns].to(mine.dtype)
-
-    def publish(self) -> None:
-        """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
-        self.barrier()
-        for k, d in enumerate(self.directories):
-            for x in d.tiers:
-                if x.replica_base[self.group.rank] >= 0:
-                    self._copy_replicas(k, x)
-        self.barrier()
-
-    def _copy_replicas(self, piece: int, x: TierLayout) -> None:
-        """Copy a replicated tier's master rows into this rank's replica."""
-        d = self.directories[piece]
-        first = int(x.replica_base[self.group.rank])
-        copy = self._replica(piece, self.group.rank)[first:first + x.tier.stop - x.tier.start]
-        for at in range(0, copy.shape[0], CHUNK_ROWS):
-            positions = np.arange(at, min(copy.shape[0], at + CHUNK_ROWS)) + x.tier.start
-            owner, slot = d.locate(positions)
-            for peer in np.unique(owner):
-                here = np.flatnonzero(owner == peer)
-                source = self._view("rows", piece, int(peer))
-                copy[torch.from_numpy(here + at)] = source[torch.from_numpy(slot[here])]
-
-    def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
-        """A rank's copy of the replicated rows of one column piece of a table.
-
-        Returns:
-            float32 [rows, columns of the piece], a mapped view.
-        """
-        return self._replica(self.pieces[table][piece], rank)
-
-    def _replica(self, piece: int, rank: int) -> torch.Tensor:
-        assert self._heap is not None
-        d = self.directories[piece]
-        copy: torch.Tensor = torch.ops.oper.segment_view(
-            self._heap.addresses[rank] + int(self._layout.replicas[piece, rank]),
-            int(d.num_replica_rows[rank]), d.dim)
-        return copy
+            raise_status(code, detail, self._layout.outbox_bytes, None)
 
     def use_huge_pages(self) -> str:
         """Ask for huge pages behind the written rows; returns the page kind. Collective."""
@@ -430,39 +252,6 @@ class _Lookup(torch.autograd.Function):
             weights = tables.weight_gradient(grads[0], batch, offsets)
         tables.apply_gradients(grads[0], batch, offsets)
         return None, weights, None, None
-
-
-def _rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
-    """`grad` with columns side by side and rows that do not overlap, as the kernels read it."""
-    wide = pooled and grad.dim() == 2 and grad.stride(1) == 1 and grad.stride(0) >= grad.shape[1]
-    return grad if wide else grad.contiguous()
-
-
-def _check_batch(batch: Lookup) -> None:
-    """What the kernels take for granted: dtypes, sizes, contiguous memory."""
-    ids, lengths, weights = batch.ids, batch.lengths, batch.weights
-    for name, value in (("ids", ids), ("lengths", lengths)):
-        if value.dtype not in _INTEGERS or value.dim() != 1 or not value.is_contiguous():
-            raise InvalidInputError(
-                fail("cannot look up", name, (value.dtype, tuple(value.shape)),
-                     "contiguous int64 or int32, one dimension", "convert the batch"))
-    num_keys, rest = divmod(lengths.numel(), max(1, batch.batch_size))
-    first, last = (int(k) for k in torch.aminmax(batch.key_of))
-    if first < 0:
-        raise InvalidInputError(
-            fail("cannot look up", "key_of", batch.key_of.tolist()[:8], "a key for every feature",
-                 "add the missing features to the batch"))
-    if rest or (num_keys <= last if batch.batch_size else num_keys):
-        raise InvalidInputError(
-            fail("cannot look up", "number of lengths", lengths.numel(),
-                 f"one per key and sample of batch size {batch.batch_size}", "correct the batch"))
-    if weights is None:
-        return
-    if (weights.dtype != torch.float32 or weights.shape != ids.shape
-            or not weights.is_contiguous()):
-        raise InvalidInputError(
-            fail("cannot look up", "per-sample weights", (weights.dtype, tuple(weights.shape)),
-                 f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch"))
 
 
 def _check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimizer] | None

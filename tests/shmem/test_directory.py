@@ -11,9 +11,10 @@ from hypothesis import given, settings, strategies as st
 
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.shmem.batch import Lookup
 from oper.shmem.directory import TableDirectory
 from oper.shmem.optimizers import SGD
-from oper.shmem.runtime import Lookup, ShardedTables
+from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import assert_bitwise, run_ranks
 

@@ -10,9 +10,10 @@ import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PlanError
 from oper.plan import uniform_plan
+from oper.shmem.batch import Lookup
 from oper.shmem.group import SingleGroup
 from oper.shmem.optimizers import SGD
-from oper.shmem.runtime import Lookup, ShardedTables
+from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import (
     Case,

@@ -13,9 +13,10 @@ import torch
 
 from oper.errors import DeadlineError, OperError, PeerLostError
 from oper.plan import uniform_plan
+from oper.shmem.batch import Lookup
 from oper.shmem.group import ProcessGroup, ThreadGroup
 from oper.shmem.optimizers import SGD, RowWiseAdagrad
-from oper.shmem.runtime import Lookup, ShardedTables
+from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import (
     dlrm_case,

@@ -1,0 +1,133 @@
+"""One batch of lookups: what it is, what it must satisfy, and what the kernels' errors mean."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
+from oper.shmem.arena import OUTBOX_ENV
+from oper.tables import TableSpec
+
+DEADLINE_ENV = "OPER_DEADLINE_S"
+_INTEGERS = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """One batch of lookups.
+
+    Attributes:
+        ids: int64 or int32 [N], key-major.
+        lengths: int64 or int32 [num_keys * B], bag lengths, key-major.
+        key_of: int64 [F], which key carries each feature of the collection.
+        batch_size: samples B.
+        weights: float32 [N], per-sample weights, or None (pooled only).
+        pooled: one row per sample with the features side by side, or one row per id, feature after
+            feature.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+    key_of: torch.Tensor
+    batch_size: int
+    weights: torch.Tensor | None = None
+    pooled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FailedBatch:
+    """A batch that the kernels refused, and what its errors are told by.
+
+    Attributes:
+        batch: the batch.
+        offsets: int64 [num_keys * B + 1], bounds of its bags.
+        features: (feature name, table name) in output order.
+        specs: the tables by name.
+    """
+
+    batch: Lookup
+    offsets: torch.Tensor
+    features: Sequence[tuple[str, str]]
+    specs: Mapping[str, TableSpec]
+
+
+def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
+    """`grad` with columns side by side and rows that do not overlap, as the kernels read it."""
+    wide = pooled and grad.dim() == 2 and grad.stride(1) == 1 and grad.stride(0) >= grad.shape[1]
+    return grad if wide else grad.contiguous()
+
+
+def check_batch(batch: Lookup) -> None:
+    """What the kernels take for granted: dtypes, sizes, contiguous memory."""
+    ids, lengths, weights = batch.ids, batch.lengths, batch.weights
+    for name, value in (("ids", ids), ("lengths", lengths)):
+        if value.dtype not in _INTEGERS or value.dim() != 1 or not value.is_contiguous():
+            raise InvalidInputError(
+                fail("cannot look up", name, (value.dtype, tuple(value.shape)),
+                     "contiguous int64 or int32, one dimension", "convert the batch"))
+    num_keys, rest = divmod(lengths.numel(), max(1, batch.batch_size))
+    first, last = (int(k) for k in torch.aminmax(batch.key_of))
+    if first < 0:
+        raise InvalidInputError(
+            fail("cannot look up", "key_of", batch.key_of.tolist()[:8], "a key for every feature",
+                 "add the missing features to the batch"))
+    if rest or (num_keys <= last if batch.batch_size else num_keys):
+        raise InvalidInputError(
+            fail("cannot look up", "number of lengths", lengths.numel(),
+                 f"one per key and sample of batch size {batch.batch_size}", "correct the batch"))
+    if weights is None:
+        return
+    if (weights.dtype != torch.float32 or weights.shape != ids.shape
+            or not weights.is_contiguous()):
+        raise InvalidInputError(
+            fail("cannot look up", "per-sample weights", (weights.dtype, tuple(weights.shape)),
+                 f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch"))
+
+
+def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:
+    """Raise what a status code of the kernels means.
+
+    Args:
+        code, detail: what the operator returned; see csrc/host/context.h.
+        outbox_bytes: size of a rank's outbox.
+        failed: the batch that was looked up, unless the call had none.
+    """
+    if code == 1:
+        raise PeerLostError(
+            fail("a peer process has ended", "rank", detail, "all ranks alive",
+                 "look at that rank's log and start all ranks again"))
+    if code == 6:
+        raise PeerLostError(
+            fail("a peer has given up this exchange", "rank", detail, "no error on any rank",
+                 "look at that rank's error and start all ranks again"))
+    if code == 2:
+        raise DeadlineError(
+            fail("a peer did not arrive at the gradient exchange", "rank", detail,
+                 f"arrival within {DEADLINE_ENV}={os.environ.get(DEADLINE_ENV, '300')} s",
+                 "every rank must run the same number of training steps; look at that rank"))
+    if code == 3:
+        raise OperError(
+            fail("the gradients of a batch do not fit the outbox", OUTBOX_ENV,
+                 outbox_bytes, "room for the batch's distinct rows",
+                 f"raise {OUTBOX_ENV} or use a smaller batch"))
+    assert failed is not None
+    batch, offsets = failed.batch, failed.offsets
+    if code == 5:
+        raise InvalidInputError(
+            fail("bag lengths do not fit the ids", "sum(lengths)", int(offsets[-1]),
+                 f"{batch.ids.numel()} with no negative length", "correct the batch"))
+    key = int(torch.searchsorted(offsets, detail, right=True)) - 1
+    key //= max(1, batch.batch_size)
+    bad = int(batch.ids[detail])
+    for feature, carrier in zip(failed.features, batch.key_of.tolist(), strict=True):
+        num_rows = failed.specs[feature[1]].num_rows
+        if carrier == key and not 0 <= bad < num_rows:
+            break  # of a feature's tables the one that lacks the row
+    raise InvalidInputError(
+        fail(f"lookup of feature {feature[0]!r} in table {feature[1]!r}", "id", bad,
+             f"0 <= id < {num_rows}", "correct the input or enlarge the table"))

@@ -1,0 +1,166 @@
+"""Rows of sharded tables in logical order, whatever rank holds them: read, write, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, OperError, fail
+from oper.shmem.arena import ArenaLayout
+from oper.shmem.directory import TableDirectory, TierLayout
+from oper.shmem.group import Group
+from oper.shmem.heap import HostHeap
+from oper.shmem.optimizers import STATE_PARTS
+from oper.tables import TableSpec
+
+CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are read or written
+
+
+class LogicalRows:
+    """Base of `ShardedTables`: access to rows and optimizer state by id.
+
+    Attributes:
+        specs: the tables by name.
+        directories: one per column piece of each table.
+        pieces: the directories of each table, in column order.
+        group: the ranks.
+    """
+
+    specs: dict[str, TableSpec]
+    directories: list[TableDirectory]
+    pieces: dict[str, list[int]]
+    group: Group
+    _layout: ArenaLayout
+    _heap: HostHeap | None
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        raise NotImplementedError
+
+    def _parts(self, piece: int, begin: int, end: int
+               ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Rank, index into [begin, end) and slot of the rows `begin..end` of a piece."""
+        d = self.directories[piece]
+        owner, slot = d.locate(d.position_of(np.arange(begin, end, dtype=np.int64)))
+        for rank in range(self.group.world_size):
+            at = np.flatnonzero(owner == rank)
+            if at.size:
+                yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
+
+    def _view(self, part: str, piece: int, rank: int) -> torch.Tensor:
+        """A rank's shard of a piece or of its optimizer state, [slots, columns], mapped."""
+        heap, d = self._heap, self.directories[piece]
+        if heap is None:
+            raise OperError(fail("sharded tables were closed", "table", d.table.name, "open tables",
+                                 "read them before close()"))
+        columns = 1 if self._is_per_row(part, d.table.name) else d.dim
+        view: torch.Tensor = torch.ops.oper.segment_view(
+            heap.addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
+            int(d.num_slots[rank]), columns)
+        return view
+
+    def _columns(self, part: str, piece: int) -> slice:
+        """Where a piece stands in a row of the table; one column for a state per row."""
+        d = self.directories[piece]
+        per_row = self._is_per_row(part, d.table.name)
+        return slice(0, 1) if per_row else slice(d.column, d.column + d.dim)
+
+    def _is_per_row(self, part: str, table: str) -> bool:
+        spec = self.specs[table]
+        parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
+        if part not in parts:
+            raise InvalidInputError(
+                fail(f"table {table!r} has no such part", "part", part, f"one of {list(parts)}",
+                     f"its optimizer is {spec.optimizer}"))
+        return parts[part]
+
+    def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
+        """Global shape of a table or of a part of its optimizer state."""
+        spec = self.specs[table]
+        return (spec.num_rows,) if self._is_per_row(part, table) else (spec.num_rows, spec.dim)
+
+    def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
+             ) -> torch.Tensor:
+        """Rows `[begin, end)` of a table in logical order, as a copy.
+
+        Args:
+            table: its name.
+            begin, end: ids; the whole table by default.
+            part: ``"rows"``, or a part of the optimizer's state (`STATE_PARTS`).
+
+        Returns:
+            float32 [n, dim], or [n] for a state with one number per row.
+
+        One-sided: reads the owners' memory; no rank may be in an update meanwhile.
+        """
+        end = self.specs[table].num_rows if end is None else end
+        per_row = self._is_per_row(part, table)
+        out = torch.empty(end - begin, 1 if per_row else self.specs[table].dim)
+        # All pieces of a row carry the same state per row.
+        for piece in self.pieces[table][:1] if per_row else self.pieces[table]:
+            columns = self._columns(part, piece)
+            for at in range(begin, end, CHUNK_ROWS):
+                for rank, index, slot in self._parts(piece, at, min(end, at + CHUNK_ROWS)):
+                    out[index + (at - begin), columns] = self._view(part, piece, rank)[slot]
+        return out[:, 0] if per_row else out
+
+    def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows") -> None:
+        """Write rows `[begin, begin + n)`; every rank stores those that it owns.
+
+        Args:
+            table: its name.
+            values: float32, the shape that `read` returns; equal on all ranks.
+            begin: first id.
+            part: as for `read`.
+
+        Call `publish` afterwards.
+        """
+        values = values.detach().reshape(values.shape[0], -1)
+        for piece in self.pieces[table]:
+            columns = self._columns(part, piece)
+            mine = self._view(part, piece, self.group.rank)
+            for at in range(0, values.shape[0], CHUNK_ROWS):
+                stop = min(values.shape[0], at + CHUNK_ROWS)
+                for rank, index, slot in self._parts(piece, begin + at, begin + stop):
+                    if rank == self.group.rank:
+                        mine[slot] = values[index + at, columns].to(mine.dtype)
+
+    def publish(self) -> None:
+        """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
+        self.barrier()
+        for k, d in enumerate(self.directories):
+            for x in d.tiers:
+                if x.replica_base[self.group.rank] >= 0:
+                    self._copy_replicas(k, x)
+        self.barrier()
+
+    def _copy_replicas(self, piece: int, x: TierLayout) -> None:
+        """Copy a replicated tier's master rows into this rank's replica."""
+        d = self.directories[piece]
+        first = int(x.replica_base[self.group.rank])
+        copy = self._replica(piece, self.group.rank)[first:first + x.tier.stop - x.tier.start]
+        for at in range(0, copy.shape[0], CHUNK_ROWS):
+            positions = np.arange(at, min(copy.shape[0], at + CHUNK_ROWS)) + x.tier.start
+            owner, slot = d.locate(positions)
+            for peer in np.unique(owner):
+                here = np.flatnonzero(owner == peer)
+                source = self._view("rows", piece, int(peer))
+                copy[torch.from_numpy(here + at)] = source[torch.from_numpy(slot[here])]
+
+    def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
+        """A rank's copy of the replicated rows of one column piece of a table.
+
+        Returns:
+            float32 [rows, columns of the piece], a mapped view.
+        """
+        return self._replica(self.pieces[table][piece], rank)
+
+    def _replica(self, piece: int, rank: int) -> torch.Tensor:
+        assert self._heap is not None
+        d = self.directories[piece]
+        copy: torch.Tensor = torch.ops.oper.segment_view(
+            self._heap.addresses[rank] + int(self._layout.replicas[piece, rank]),
+            int(d.num_replica_rows[rank]), d.dim)
+        return copy
