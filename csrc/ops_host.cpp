@@ -235,6 +235,7 @@ int64_t context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor o
   for (int64_t r = 0; r < world_size; ++r)
     context.outbox.push_back(reinterpret_cast<char*>(outbox_data[r]));
   context.outbox_bytes = outbox_bytes;
+  context.start_counting();
   std::lock_guard<std::mutex> lock(registry_mutex);
   static int64_t next_handle = 1;
   registry()[next_handle] = std::move(owned);
@@ -261,6 +262,15 @@ std::tuple<int64_t, int64_t> context_barrier(int64_t handle) {
 std::vector<int64_t> context_phases(int64_t handle) {
   const Context& context = context_of(handle);
   return {context.phase_ns, context.phase_ns + kNumPhases};
+}
+
+// Forward passes, backward passes, then units moved [kinds][T][W], see host/traffic.h.
+std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
+  Context& context = context_of(handle);
+  std::vector<int64_t> result = context.moved();
+  result.insert(result.begin(), context.num_passes, context.num_passes + 2);
+  if (reset) context.reset_moved();
+  return result;
 }
 
 void context_close(int64_t handle) {
@@ -452,6 +462,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def("context_set_barrier(int handle, int lines, int[] pidfds, int deadline_ms) -> ()");
   m.def("context_barrier(int handle) -> (int, int)");
   m.def("context_phases(int handle) -> int[]");
+  m.def("context_traffic(int handle, bool reset) -> int[]");
   m.def("context_close(int handle) -> ()");
   m.def(
       "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
@@ -475,6 +486,7 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("context_set_barrier", TORCH_BOX(&oper::host::context_set_barrier));
   m.impl("context_barrier", TORCH_BOX(&oper::host::context_barrier));
   m.impl("context_phases", TORCH_BOX(&oper::host::context_phases));
+  m.impl("context_traffic", TORCH_BOX(&oper::host::context_traffic));
   m.impl("context_close", TORCH_BOX(&oper::host::context_close));
 }
 

@@ -19,7 +19,8 @@ MODULES = {
     for p in sorted((ROOT / "oper").rglob("*.py"))
 }
 
-LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "plan"})
+LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "plan", "directory",
+                    "traffic"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "data"}
 WORKLOADS = ENGINE | {"rl_rec"}
 # Who may import whom inside the package; a room may always import itself. Taking a name from the

@@ -29,7 +29,8 @@ Scratch::~Scratch() {
 Scratch* Context::take_scratch() {
   std::lock_guard<std::mutex> lock(scratch_mutex_);
   if (scratch_free_.empty()) {
-    scratch_all_.push_back(std::make_unique<Scratch>());
+    scratch_all_.push_back(
+        std::make_unique<Scratch>(static_cast<int64_t>(tables.size()), world_size));
     return scratch_all_.back().get();
   }
   Scratch* scratch = scratch_free_.back();
@@ -40,6 +41,41 @@ Scratch* Context::take_scratch() {
 void Context::give_scratch(Scratch* scratch) {
   std::lock_guard<std::mutex> lock(scratch_mutex_);
   scratch_free_.push_back(scratch);
+}
+
+void Context::start_counting() {
+  const int64_t W = world_size, T = static_cast<int64_t>(tables.size());
+  moved_.assign(static_cast<size_t>(kNumMoved * T * W), 0);
+  for (int32_t r = 0; r < W; ++r) arenas.rank.push_back(r);
+  std::sort(arenas.rank.begin(), arenas.rank.end(),
+            [&](int32_t a, int32_t b) { return outbox[a] < outbox[b]; });
+  for (int32_t r : arenas.rank) arenas.outbox.push_back(reinterpret_cast<int64_t>(outbox[r]));
+  for (int64_t t = 0; t < T; ++t) {
+    tables[t].index = static_cast<int32_t>(t);
+    tables[t].counters = TableCounters(moved_.data() + t * W, T * W);
+    tables[t].arenas = &arenas;
+  }
+}
+
+std::vector<int64_t> Context::moved() {
+  std::lock_guard<std::mutex> lock(scratch_mutex_);
+  std::vector<int64_t> result = moved_;
+  const size_t each = tables.size() * static_cast<size_t>(world_size);
+  for (const auto& scratch : scratch_all_)
+    for (Moved kind : {kRows, kWeightRows})
+      for (size_t i = 0; i < each; ++i)
+        result[static_cast<size_t>(kind) * each + i] += scratch->rows_read(kind, 0)[i];
+  return result;
+}
+
+void Context::reset_moved() {
+  std::lock_guard<std::mutex> lock(scratch_mutex_);
+  std::fill(moved_.begin(), moved_.end(), 0);
+  std::fill(num_passes, num_passes + 2, 0);
+  const size_t each = tables.size() * static_cast<size_t>(world_size);
+  for (const auto& scratch : scratch_all_)
+    for (Moved kind : {kRows, kWeightRows})
+      std::fill_n(scratch->rows_read(kind, 0), each, 0);
 }
 
 namespace {
@@ -174,11 +210,13 @@ void refresh_replicas(const Context& context) {
     const uint32_t* end = touched + 1 + touched[0];
     const uint32_t* slot =
         std::lower_bound(touched + 1, end, static_cast<uint32_t>(part.slot_begin));
+    const uint32_t* first = slot;
     for (; slot != end && *slot < part.slot_end; ++slot) {
       const int64_t row = part.first + (*slot - part.slot_begin) * part.stride;
       std::memcpy(part.replicas + row * static_cast<int64_t>(bytes),
                   part.masters + *slot * static_cast<int64_t>(bytes), bytes);
     }
+    table.counters.add(kRefreshedRows, part.owner, slot - first);
   }
 }
 
@@ -236,6 +274,35 @@ std::vector<int32_t> push_tables(const Context& context) {
   return result;
 }
 
+// Ids that the ranks have asked this owner for, whose weights and rows go with them.
+void count_requests(Context& context, const std::vector<int32_t>& tables, bool is_forward) {
+  for (int32_t t : tables) {
+    const TableCounters& counters = context.tables[t].counters;
+    for (int32_t r = 0; r < context.world_size; ++r) {
+      RequestTable* entry = context.request_table(r, t);
+      const int64_t* begin = Context::request_begin(entry);
+      const int64_t n = begin[context.rank + 1] - begin[context.rank];
+      counters.add(is_forward ? kIds : kGradientIds, r, n);
+      if (entry->weights_offset) counters.add(is_forward ? kIdWeights : kGradientWeights, r, n);
+      counters.add(is_forward ? kPooledRows : kBagGradients, is_forward ? context.rank : r, n);
+    }
+  }
+}
+
+// Reduced rows that this owner finds in the outboxes; a table whose owners exchange squares is
+// merged twice.
+void count_gradients(Context& context) {
+  for (size_t t = 0; t < context.tables.size(); ++t) {
+    const Table& table = context.tables[t];
+    for (int32_t r = 0; r < context.world_size; ++r) {
+      const int64_t* begin =
+          Context::outbox_begin(context.outbox_table(r, static_cast<int64_t>(t)));
+      const int64_t n = begin[context.rank + 1] - begin[context.rank];
+      table.counters.add(kGradientRows, r, table.exchanges_squares() ? 2 * n : n);
+    }
+  }
+}
+
 Status forward_with_push(Context& context, const Batch& batch, float* out, ParallelFor parallel) {
   const std::vector<int32_t> tables = push_tables(context);
   const int64_t n = static_cast<int64_t>(tables.size());
@@ -252,6 +319,7 @@ Status forward_with_push(Context& context, const Batch& batch, float* out, Paral
   if (full.load()) return give_up(context, 3, -1);
   status = barrier(context);
   if (status.code != 0) return status;
+  count_requests(context, tables, true);
   run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch&) {
     const int32_t reader = static_cast<int32_t>((context.rank + k / n) % context.world_size);
     if (!kernels().pool_for(context, tables[k % n], reader)) full.store(true);
@@ -262,6 +330,10 @@ Status forward_with_push(Context& context, const Batch& batch, float* out, Paral
   run_tasks(context, n, false, parallel, [&](int64_t k, Scratch& scratch) {
     kernels().pool_pushed(context, tables[k], batch, out, scratch);
   });
+  for (int32_t t : tables)
+    for (int32_t r = 0; r < context.world_size; ++r)
+      context.tables[t].counters.add(kPartialSums, r,
+                                     context.partial_table(r, t, context.rank)->count);
   return {};
 }
 
@@ -273,6 +345,7 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
   const Status status = collective && context.has_push
                             ? forward_with_push(context, batch, out, parallel)
                             : pool_direct(context, batch, out, true, parallel);
+  ++context.num_passes[0];
   clock.end(kForward);
   return status;
 }
@@ -329,8 +402,10 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   for (int32_t r = 0; r < context.world_size; ++r)
     if (r != context.rank) context.collapse_outbox(r);
   clock.end(kWaitForGradients);
+  count_gradients(context);
   if (context.has_push) {
     const std::vector<int32_t> pushed = push_tables(context);
+    count_requests(context, pushed, false);
     const int64_t n = static_cast<int64_t>(pushed.size());
     run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch& scratch) {
       kernels().reduce_pushed(context, pushed[k % n], static_cast<int32_t>(k / n), scratch);
@@ -353,6 +428,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   if (status.code != 0) return status;
   clock.end(kWaitForUpdates);
   refresh_replicas(context);
+  ++context.num_passes[1];
   clock.end(kRefresh);
   return {};
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "host/barrier.h"
+#include "host/traffic.h"
 #include "oper/directory.h"
 #include "oper/optimizer.h"
 
@@ -68,6 +69,9 @@ struct Table {
   bool has_replicas;
   std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
+  int32_t index;  // in the context
+  TableCounters counters;
+  const Arenas* arenas;
   int64_t row_bytes() const { return static_cast<int64_t>(dim) * 4; }
   // Whether owners of pieces of one row must add up squares before the update.
   bool exchanges_squares() const { return !pieces.empty() && is_row_wise(optimizer.kind); }
@@ -83,8 +87,15 @@ class Scratch {
     if (block.size < need) block.grow(need);
     return reinterpret_cast<T*>(block.data);
   }
+  // Rows that this thread has read, by kind (kRows, kWeightRows), table and owner.
+  int64_t* rows_read(Moved kind, int32_t table) {
+    return rows_read_.data() + ((kind == kRows ? 0 : num_tables_) + table) * world_size_;
+  }
 
-  Scratch() = default;
+  Scratch(int64_t num_tables, int64_t world_size)
+      : num_tables_(num_tables),
+        world_size_(world_size),
+        rows_read_(static_cast<size_t>(2 * num_tables * world_size)) {}
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch();
@@ -96,6 +107,8 @@ class Scratch {
     void grow(size_t need);
   };
   Block blocks_[6];
+  int64_t num_tables_, world_size_;
+  std::vector<int64_t> rows_read_;
 };
 
 // Where a rank leaves its reduced gradients: a header, then per table slots and gradient rows.
@@ -139,10 +152,18 @@ struct Context {
   std::unique_ptr<Barrier> barrier;  // null: single rank
   // Wall time of the last batch by phase, see enum Phase.
   int64_t phase_ns[kNumPhases] = {};
+  // Units read since the start or the last reset, [kNumMoved][T][W] by kind, table and rank that is
+  // read; and forward and backward passes. No batch may be running.
+  std::vector<int64_t> moved();
+  void reset_moved();
+  int64_t num_passes[2] = {};
   // Backing store of every pointer above that the directory uses.
   std::vector<std::vector<TierMap>> tier_storage;
   std::vector<int64_t> map_storage;
+  Arenas arenas;
 
+  // Once tables and outboxes are known.
+  void start_counting();
   Scratch* take_scratch();
   void give_scratch(Scratch* scratch);
   int64_t outbox_entry_bytes() const {
@@ -203,6 +224,7 @@ struct Context {
   std::mutex scratch_mutex_;
   std::vector<std::unique_ptr<Scratch>> scratch_all_;
   std::vector<Scratch*> scratch_free_;
+  std::vector<int64_t> moved_;
   static int64_t take_from(std::atomic<int64_t>& cursor, int64_t end, int64_t bytes) {
     const int64_t at = cursor.fetch_add((bytes + 63) / 64 * 64);
     return at + bytes <= end ? at : -1;

@@ -166,6 +166,7 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
       for (int64_t i = 0; i < n; ++i) {
         if (is_pushed(table, static_cast<int64_t>(ids[first + i]))) continue;
         const float* row = reinterpret_cast<const float*>(rows[i]);
+        count_rows(table, rows + i, 1, kRows, scratch);
         if (batch.weights) {
           sum.add_scaled(row, batch.weights[first + i], dim);
         } else {

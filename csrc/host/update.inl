@@ -158,6 +158,7 @@ float squares_of_row(const Context& context, const Table& table, int64_t slot) {
         locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
     int32_t owner = 0;
     while (key >= piece.owner_begin[owner + 1]) ++owner;
+    table.counters.add(kSquares, owner, 1);
     sum += piece.squares[owner][key - piece.owner_begin[owner]];
   }
   return sum;
@@ -186,6 +187,7 @@ void update(const Context& context, int32_t index, float gradient_scale) {
   uint32_t* touched = table.has_replicas ? table.touched[context.rank] : nullptr;
   if (touched) touched[0] = 0;
   const bool row_wise = is_row_wise(table.optimizer.kind);
+  int64_t num_updated = 0;
   auto replicated = [&](int64_t slot) {
     for (const auto& range : table.replicated_slots)
       if (slot >= range.first && slot < range.second) return true;
@@ -199,7 +201,9 @@ void update(const Context& context, int32_t index, float gradient_scale) {
                         : table.pieces.empty() ? g.sum_of_squares(table.dim)
                                                : squares_of_row(context, table, slot);
       apply_optimizer<N>(table, slot, g, sum);
+      ++num_updated;
       if (touched && replicated(slot)) touched[++touched[0]] = static_cast<uint32_t>(slot);
     });
   });
+  table.counters.add(kUpdatedRows, context.rank, num_updated);
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.shmem.directory import TableDirectory, TierLayout
+from oper.directory import TableDirectory, TierLayout
 from oper.shmem.optimizers import STATE_PARTS
 
 _ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill

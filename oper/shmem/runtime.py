@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem.arena import ArenaLayout, KernelMaps, outbox_bytes
@@ -20,13 +23,13 @@ from oper.shmem.batch import (
     raise_status,
     rows_in_order,
 )
-from oper.shmem.directory import TableDirectory
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
 from oper.shmem.optimizers import Optimizer
 from oper.shmem.table_rows import LogicalRows
 from oper.tables import TableSpec
+from oper.traffic import Traffic
 
 MAX_DIM = 1024
 
@@ -205,6 +208,23 @@ class ShardedTables(LogicalRows):
         code, detail = torch.ops.oper.context_barrier(self._handle)
         if code:
             raise_status(code, detail, self._layout.outbox_bytes, None)
+
+    def traffic(self, reset: bool = False) -> Traffic:
+        """What this rank has read since it was built, or since the last reset: rows, ids, sums and
+        gradients by table and by the rank whose memory they came from. Counting never stops; call
+        this between batches. Not collective.
+
+        Args:
+            reset: start again from zero.
+        """
+        if self._heap is None:
+            raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
+                                 "open tables", "ask for their traffic before close()"))
+        pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
+        empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
+        forward, backward, *counts = torch.ops.oper.context_traffic(self._handle, reset)
+        return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
+                       num_forward=forward, num_backward=backward)
 
     def use_huge_pages(self) -> str:
         """Ask for huge pages behind the written rows; returns the page kind. Collective."""

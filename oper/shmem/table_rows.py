@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from oper.directory import TableDirectory, TierLayout
 from oper.errors import InvalidInputError, OperError, fail
 from oper.shmem.arena import ArenaLayout
-from oper.shmem.directory import TableDirectory, TierLayout
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.optimizers import STATE_PARTS

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from oper.directory import TableDirectory
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.batch import Lookup
-from oper.shmem.directory import TableDirectory
 from oper.shmem.optimizers import SGD
 from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec

@@ -1,0 +1,183 @@
+"""Where the rows of a table live: the arithmetic that C++ executes, in NumPy.
+
+*position* = place in hotness order; *slot* = row number in the owner's shard of the table;
+*home key* = owner's first key + slot, a permutation of the rows that sorts them by owner and slot.
+Replicated rows have a home as well: it holds the master copy and the optimizer state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.errors import PlanError, fail
+from oper.plan import TablePlan, Tier
+
+MAX_ROWS = 2**32 - 1  # home keys and slots are 32-bit numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierLayout:
+    """Arithmetic of one tier.
+
+    Attributes:
+        tier: the tier.
+        pattern: int64 [P], owner of offset k of one turn.
+        within: int64 [P], how many earlier offsets of the turn have the same owner.
+        weight: int64 [W], rows per turn of each rank.
+        slot_base: int64 [W], slot of the tier's first row on each rank.
+        num_rows: int64 [W], rows of the tier on each rank.
+        replica_base: int64 [W], first replica row on each rank, -1 = no copy.
+    """
+
+    tier: Tier
+    pattern: np.ndarray
+    within: np.ndarray
+    weight: np.ndarray
+    slot_base: np.ndarray
+    num_rows: np.ndarray
+    replica_base: np.ndarray
+
+
+class TableDirectory:
+    """Directory of one column piece of a table; pure arithmetic, no memory of the rows.
+
+    Args:
+        plan: the table's placement, in device memory.
+        world_size: ranks W.
+        piece: which column piece.
+
+    Attributes:
+        table: the whole table.
+        column, dim: first column and columns of the piece.
+        num_slots: int64 [W], rows on each rank.
+        num_replica_rows: int64 [W], replicated rows on each rank.
+        owner_begin: int64 [W + 1], first home key of each rank.
+
+    Raises:
+        PlanError: the plan uses a placement that this runtime does not execute.
+    """
+
+    def __init__(self, plan: TablePlan, world_size: int, piece: int = 0) -> None:
+        self.table = plan.table
+        self.world_size = world_size
+        self.column = plan.pieces[piece].start
+        self.dim = plan.pieces[piece].stop - plan.pieces[piece].start
+        self._check_executable(plan)
+        tiers = plan.pieces[piece].tiers
+        # With single dealt tiers the order of rows is irrelevant: arithmetic on the id. All pieces
+        # of a table order its rows alike, since they meet by position.
+        one_tier = all(len(p.tiers) == 1 for p in plan.pieces)
+        self.head_ids = np.zeros(0, np.int64) if one_tier else plan.head_ids
+        order = np.argsort(self.head_ids, kind="stable")
+        self._sorted_head = self.head_ids[order]
+        self._sorted_positions = order.astype(np.int64)
+        self._head_gaps = self._sorted_head - np.arange(self._sorted_head.size)
+        slots = np.zeros(world_size, np.int64)
+        replicas = np.zeros(world_size, np.int64)
+        self.tiers: list[TierLayout] = []
+        for tier in tiers:
+            layout = _lay_out(tier, world_size, slots, replicas)
+            slots = slots + layout.num_rows
+            if tier.placement == "replicated":
+                replicas[list(tier.ranks)] += tier.stop - tier.start
+            self.tiers.append(layout)
+        self.num_slots = slots  # int64 [W]
+        self.num_replica_rows = replicas  # int64 [W]
+        self.owner_begin = np.concatenate([[0], np.cumsum(slots)])  # int64 [W + 1]
+        if plan.table.num_rows > MAX_ROWS:
+            raise PlanError(
+                fail(f"table {self.table.name!r} is too large", "rows", plan.table.num_rows,
+                     f"<= {MAX_ROWS}", "hash its ids into fewer rows or split it in two"))
+
+    @staticmethod
+    def _check_executable(plan: TablePlan) -> None:
+        what = f"cannot execute the plan of table {plan.table.name!r}"
+        for tier in (t for p in plan.pieces for t in p.tiers):
+            if tier.memory != "device":
+                raise PlanError(fail(what, "memory", tier.memory, "device",
+                                     "plan without a host tier"))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the piece."""
+        return 4 * self.dim
+
+    def position_of(self, ids: np.ndarray) -> np.ndarray:
+        """Positions (int64 [n]) of valid ids (int64 [n])."""
+        if not self.head_ids.size:
+            return ids
+        below = np.searchsorted(self._sorted_head, ids)
+        at = np.minimum(below, self._sorted_head.size - 1)
+        hot = self._sorted_head[at] == ids
+        return np.where(hot, self._sorted_positions[at], self.head_ids.size + ids - below)
+
+    def ids_at(self, positions: np.ndarray) -> np.ndarray:
+        """Ids (int64 [n]) at valid positions (int64 [n])."""
+        num_head = self.head_ids.size
+        if not num_head:
+            return positions
+        ordinal = positions - num_head
+        cold = ordinal + np.searchsorted(self._head_gaps, ordinal, side="right")
+        hot = self.head_ids[np.minimum(positions, num_head - 1)]
+        return np.where(positions < num_head, hot, cold)
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Home owner and slot (int64 [n] each) of positions (int64 [n])."""
+        owner = np.empty(positions.shape, np.int64)
+        slot = np.empty(positions.shape, np.int64)
+        for layout in self.tiers:
+            inside = (positions >= layout.tier.start) & (positions < layout.tier.stop)
+            turn, k = np.divmod(positions[inside] - layout.tier.start, layout.pattern.size)
+            who = layout.pattern[k]
+            owner[inside] = who
+            slot[inside] = layout.slot_base[who] + turn * layout.weight[who] + layout.within[k]
+        return owner, slot
+
+    def positions_of(self, rank: int, begin: int, end: int) -> np.ndarray:
+        """Positions (int64 [end - begin]) of the rows in slots [begin, end) of `rank`."""
+        slots = np.arange(begin, end, dtype=np.int64)
+        positions = np.empty(slots.shape, np.int64)
+        for layout in self.tiers:
+            first, count = layout.slot_base[rank], layout.num_rows[rank]
+            inside = (slots >= first) & (slots < first + count)
+            if not inside.any():
+                continue
+            mine = np.flatnonzero(layout.pattern == rank)
+            turn, k = np.divmod(slots[inside] - first, mine.size)
+            positions[inside] = layout.tier.start + turn * layout.pattern.size + mine[k]
+        return positions
+
+    def head_map(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Bitmap int64 [n], ranks int32 [n], positions int32 [H] for the kernels, or None.
+
+        n = ceil(num_rows / 64); bit i of word i // 64 marks a head row; `ranks` counts the head
+        rows before a word; `positions` lists their positions in ascending order of id.
+        """
+        if not self.head_ids.size:
+            return None
+        words = -(-self.table.num_rows // 64)
+        bits = np.zeros(words, np.uint64)
+        np.bitwise_or.at(bits, self._sorted_head // 64,
+                         np.uint64(1) << (self._sorted_head % 64).astype(np.uint64))
+        before = np.searchsorted(self._sorted_head, np.arange(words, dtype=np.int64) * 64)
+        return (bits.view(np.int64), before.astype(np.uint32).view(np.int32),
+                self._sorted_positions.astype(np.uint32).view(np.int32))
+
+
+def _lay_out(tier: Tier, world_size: int, slots: np.ndarray, replicas: np.ndarray) -> TierLayout:
+    pattern = np.asarray(tier.pattern(), np.int64)
+    within = np.zeros(pattern.size, np.int64)
+    for rank in set(pattern.tolist()):
+        mine = pattern == rank
+        within[mine] = np.arange(int(mine.sum()))
+    weight = np.bincount(pattern, minlength=world_size)
+    turns, rest = divmod(tier.stop - tier.start, pattern.size)
+    num_rows = turns * weight + np.bincount(pattern[:rest], minlength=world_size)
+    replica_base = np.full(world_size, -1, np.int64)
+    if tier.placement == "replicated":
+        ranks = list(tier.ranks)
+        replica_base[ranks] = replicas[ranks]
+    return TierLayout(tier, pattern, within, weight.astype(np.int64), slots.copy(),
+                      num_rows.astype(np.int64), replica_base)

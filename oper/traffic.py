@@ -1,0 +1,140 @@
+"""What ranks read from each other: kinds of transfers, and their counts in a run or a replay.
+
+Ranks exchange by reading one another's memory, so that a transfer is counted once, by the rank that
+reads; *peer* is the rank that is read. Counts are units (rows, ids, numbers) and exact; bytes are
+counts times the size of a unit, payload only (no headers, no cache lines).
+
+====================  ========  ===================================================================
+kind                  phase     one unit
+====================  ========  ===================================================================
+rows                  forward   a row read for one id, from the reader's own copy where it has one
+ids                   forward   slot and bag of an id whose owner pools it (push), 8 bytes
+id_weights            forward   its per-sample weight, 4 bytes
+pooled_rows           forward   a row that an owner reads for such an id
+partial_sums          forward   an owner's sum of one bag, and the bag's number
+weight_rows           backward  a row read for the gradient of a per-sample weight
+gradient_ids          backward  slot and bag of an id of a pushed row, 8 bytes
+gradient_id_weights   backward  its per-sample weight, 4 bytes
+bag_gradients         backward  the gradient of its bag, read by the row's owner
+gradient_rows         backward  a rank's summed gradient of one row, and its slot, read by the
+                                owner; twice where a row's owners first exchange squares
+squares               backward  a piece's sum of squared gradients of one row, 4 bytes
+updated_rows          backward  a row and its optimizer state, read and written by the owner
+refreshed_rows        backward  a changed master row, and its slot, copied into a replica
+====================  ========  ===================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+from oper.tables import OPTIMIZER_STATE_BYTES, TableSpec
+from oper.topology import Topology
+
+#: Kinds in the order of counters, with their phase. The kernels count in the same order.
+KINDS: dict[str, str] = {
+    "rows": "forward", "ids": "forward", "id_weights": "forward", "pooled_rows": "forward",
+    "partial_sums": "forward", "weight_rows": "backward", "gradient_ids": "backward",
+    "gradient_id_weights": "backward", "bag_gradients": "backward", "gradient_rows": "backward",
+    "squares": "backward", "updated_rows": "backward", "refreshed_rows": "backward"}
+KIND = {name: k for k, name in enumerate(KINDS)}
+#: Classes of links, nearest first.
+LINKS = ("own rank", "memory domain", "host", "cross host")
+#: Optimizers whose state is one number per row, which pieces of a row must agree on.
+ROW_WISE = frozenset({"rowwise_adagrad", "partial_rowwise_adam"})
+
+
+def unit_bytes(table: TableSpec, dim: int) -> np.ndarray:
+    """Bytes of one unit of each kind, int64 [13], for a piece of `dim` columns of `table`."""
+    row = table.row_bytes * dim // table.dim
+    gradient = 4 * dim
+    state = round(OPTIMIZER_STATE_BYTES[table.optimizer](dim))
+    size = {"rows": row, "ids": 8, "id_weights": 4, "pooled_rows": row,
+            "partial_sums": gradient + 4, "weight_rows": row, "gradient_ids": 8,
+            "gradient_id_weights": 4, "bag_gradients": gradient, "gradient_rows": gradient + 4,
+            "squares": 4, "updated_rows": 2 * (row + state), "refreshed_rows": row + 4}
+    return np.array([size[name] for name in KINDS], np.int64)
+
+
+def link_classes(world_size: int, topology: Topology | None = None) -> np.ndarray:
+    """int64 [W, W], index into `LINKS` by reader and peer; None = one memory domain.
+
+    Raises:
+        InvalidInputError: the topology has another number of ranks.
+    """
+    if topology is None:
+        return np.where(np.eye(world_size, dtype=bool), 0, 1)
+    if topology.world_size != world_size:
+        raise InvalidInputError(fail("cannot tell links apart", "topology's ranks",
+                                     topology.world_size, f"{world_size}",
+                                     "pass the topology of this world"))
+    domain = np.array(topology.domain_of())
+    host = np.array([topology.domains[k].host for k in domain])
+    far = np.where(host[:, None] == host[None, :], 2, 3)
+    return np.where(np.eye(world_size, dtype=bool), 0,
+                    np.where(domain[:, None] == domain[None, :], 1, far))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """What one rank has read.
+
+    Attributes:
+        rank: the rank.
+        tables: name of the table of each piece.
+        columns: first column and end of each piece.
+        counts: int64 [13, T, W], units by kind (`KINDS`), piece and peer.
+        unit_bytes: int64 [13, T].
+        num_forward, num_backward: passes that are counted.
+    """
+
+    rank: int
+    tables: tuple[str, ...]
+    columns: tuple[tuple[int, int], ...]
+    counts: np.ndarray
+    unit_bytes: np.ndarray
+    num_forward: int = 0
+    num_backward: int = 0
+
+    @staticmethod
+    def empty(rank: int, world_size: int, pieces: Sequence[tuple[TableSpec, int, int]]) -> Traffic:
+        """Nothing read yet; `pieces` are (table, first column, end)."""
+        size = np.stack([unit_bytes(t, stop - start) for t, start, stop in pieces], axis=1)
+        return Traffic(rank, tuple(t.name for t, _, _ in pieces),
+                       tuple((a, b) for _, a, b in pieces),
+                       np.zeros((*size.shape, world_size), np.int64), size)
+
+    @property
+    def num_bytes(self) -> np.ndarray:
+        """int64 [13, T, W], bytes by kind, piece and peer."""
+        return self.counts * self.unit_bytes[:, :, None]
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Both together; `other` is of the same rank and pieces."""
+        return replace(self, counts=self.counts + other.counts,
+                       num_forward=self.num_forward + other.num_forward,
+                       num_backward=self.num_backward + other.num_backward)
+
+    def by_link(self, topology: Topology | None = None) -> dict[str, dict[str, int]]:
+        """Bytes by phase (``"forward"``, ``"backward"``) and class of link (`LINKS`)."""
+        link = link_classes(self.counts.shape[2], topology)[self.rank]
+        size = self.num_bytes.sum(axis=1)
+        found: dict[str, dict[str, int]] = {p: dict.fromkeys(LINKS, 0)
+                                            for p in ("forward", "backward")}
+        for k, phase in enumerate(KINDS.values()):
+            for c, name in enumerate(LINKS):
+                found[phase][name] += int(size[k, link == c].sum())
+        return found
+
+    def to_json(self, topology: Topology | None = None) -> dict[str, Any]:
+        """Passes, bytes by phase and link, and bytes by kind and peer, as JSON-able values."""
+        size = self.num_bytes.sum(axis=1)
+        return {"rank": self.rank, "num_forward": self.num_forward,
+                "num_backward": self.num_backward, "bytes": self.by_link(topology),
+                "bytes_by_peer": {name: size[k].tolist() for k, name in enumerate(KINDS)
+                                  if size[k].any()}}
