@@ -210,8 +210,8 @@ class Plan:
         for t in self.tables:
             tables.append({
                 "table": t.table.to_json(),
-                "pieces": [{"columns": [p.start, p.stop], "tiers": [_tier_json(x) for x in p.tiers]}
-                           for p in t.pieces]})
+                "pieces": [{"columns": [p.start, p.stop],
+                            "tiers": [tier_to_json(x) for x in p.tiers]} for p in t.pieces]})
             if t.head_ids.size:
                 orders[t.table.name] = _pack_ids(t.head_ids)
         head = {
@@ -293,7 +293,8 @@ def _piece_from_json(what: str, spec: TableSpec, value: Mapping[str, Any]) -> Pi
     return Piece(*_range(value["columns"]), tuple(tier_from_json(x) for x in value["tiers"]))
 
 
-def _tier_json(tier: Tier) -> dict[str, Any]:
+def tier_to_json(tier: Tier) -> dict[str, Any]:
+    """A tier as plan files write it."""
     value: dict[str, Any] = {"rows": [tier.start, tier.stop], "place": tier.placement,
                              "ranks": list(tier.ranks), "mode": tier.mode, "sbp": tier.notation()}
     if tier.weights:

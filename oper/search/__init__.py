@@ -18,8 +18,8 @@ _PUBLIC = {
     "Evaluation": "oper.search.cost",
     "lower_bound": "oper.search.bound",
     "summary": "oper.search.explain",
-    "Constraints": "oper.search.space",
-    "TableConstraint": "oper.search.space",
+    "Constraints": "oper.search.constraints",
+    "TableConstraint": "oper.search.constraints",
     "EXECUTABLE": "oper.search.space",
     "EVERYTHING": "oper.search.space",
     "topology_preset": "oper.search.presets",
@@ -29,16 +29,15 @@ __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
     from oper.search.bound import lower_bound as lower_bound
+    from oper.search.constraints import (
+        Constraints as Constraints,
+        TableConstraint as TableConstraint,
+    )
     from oper.search.cost import Evaluation as Evaluation, evaluate as evaluate
     from oper.search.explain import summary as summary
     from oper.search.planner import make_plan as make_plan
     from oper.search.presets import topology_preset as topology_preset
     from oper.search.problem import Problem as Problem, make_problem as make_problem
-    from oper.search.space import (
-        EVERYTHING as EVERYTHING,
-        EXECUTABLE as EXECUTABLE,
-        Constraints as Constraints,
-        TableConstraint as TableConstraint,
-    )
+    from oper.search.space import EVERYTHING as EVERYTHING, EXECUTABLE as EXECUTABLE
 
 __getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import islice
+
 import numpy as np
 
 from oper.errors import PlanInfeasibleError, fail
-from oper.search.bound import Bound
+from oper.search.bound import Bound, lower_bound
+from oper.search.constraints import Constraints, without
 from oper.search.cost import Evaluation
+from oper.search.machine import make_machine
 from oper.search.problem import Problem
 from oper.tables import TableSpec, format_bytes
 
 _TODO = "use one of the relaxations named"
+_MAX_BLAMED = 16  # constraints that are left out one by one
 
 
 def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
@@ -25,8 +31,27 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
         share += cheapest.resources[:, relaxation.phase_of < 0].sum(axis=0)
     need = share[of_domain] * machine.capacity_bytes
     factor = 1.0 + bound.overflow
-    return _error(problem, need, f"memory per domain times {_up(factor)}, or the same by more "
-                                 "ranks, a smaller dim or dtype, or a lighter optimizer")
+    return _error(problem, need, f"{_blamed(problem)}memory per domain times {_up(factor)}, or the "
+                                 "same by more ranks, a smaller dim or dtype, or a lighter "
+                                 "optimizer")
+
+
+def _blamed(problem: Problem) -> str:
+    """The constraints whose removal alone would make room, as the first of the ways out."""
+    if problem.constraints == Constraints():
+        return ""
+    found = [name for name, held in islice(without(problem.constraints), _MAX_BLAMED)
+             if _fits(problem, held)]
+    if found:
+        return f"{' or '.join(found[:4])} left out, or "
+    return "all constraints left out, or " if _fits(problem, Constraints()) else ""
+
+
+def _fits(problem: Problem, held: Constraints) -> bool:
+    """Whether perfectly divided rows fit under other constraints."""
+    machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
+    bound = lower_bound(replace(problem, machine=machine, constraints=held), max_rounds=30)
+    return bound.overflow <= 1e-6
 
 
 def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleError:

@@ -80,8 +80,15 @@ def _group_sum(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     return (values @ member)[..., group]
 
 
-def make_machine(topology: Topology, reserve_bytes: int = 0) -> Machine:
-    """The arrays of `topology`, with `reserve_bytes` per rank taken off its memory."""
+def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
+                 memory_bytes: int | tuple[int, ...] | None = None) -> Machine:
+    """The arrays of `topology`.
+
+    Args:
+        topology: the machine.
+        reserve_bytes: taken off its memory, per rank.
+        memory_bytes: cap of what is left, per rank; None = no cap.
+    """
     domain = np.array(topology.domain_of(), np.int64)
     hosts = sorted({d.host for d in topology.domains})
     host = np.array([hosts.index(topology.domains[k].host) for k in domain], np.int64)
@@ -93,8 +100,11 @@ def make_machine(topology: Topology, reserve_bytes: int = 0) -> Machine:
         unit[COMPUTE, r] = 1e-9
         unit[[LINK_IN, LINK_OUT], r] = 1 / (d.link_gbps * 1e9)
         unit[[CROSS_IN, CROSS_OUT], r] = 1 / (d.cross_gbps * 1e9)
-    capacity = np.array([d.memory_bytes - reserve_bytes * len(d.ranks) for d in topology.domains],
-                        float)
+    capacity = np.array([d.memory_bytes for d in topology.domains], float)
+    capacity -= np.bincount(domain, np.broadcast_to(reserve_bytes, domain.size))
+    if memory_bytes is not None:
+        cap = np.bincount(domain, np.broadcast_to(memory_bytes, domain.size))
+        capacity = np.minimum(capacity, cap)
     return Machine(topology, domain, host, near, np.bincount(host)[host].astype(float), unit,
                    capacity)
 
@@ -134,8 +144,10 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
     sets = [frozenset(s) for s in distinguished]
     domains = machine.topology.domains
     marks = [tuple(r in s for s in sets) for r in range(machine.world_size)]
-    of_domain = [(d.memory_bytes, d.read_gbps, d.cache_gbps, d.cache_bytes, d.link_gbps,
-                  d.cross_gbps, tuple(sorted(marks[r] for r in d.ranks))) for d in domains]
+    capacity = machine.capacity_bytes.tolist()  # with what constraints take off single ranks
+    of_domain = [(capacity[k], d.read_gbps, d.cache_gbps, d.cache_bytes, d.link_gbps,
+                  d.cross_gbps, tuple(sorted(marks[r] for r in d.ranks)))
+                 for k, d in enumerate(domains)]
     of_host = {host: tuple(sorted(of_domain[k] for k, d in enumerate(domains) if d.host == host))
                for host in {d.host for d in domains}}
     domain_keys = [(of_domain[k], of_host[d.host]) for k, d in enumerate(domains)]

@@ -10,13 +10,15 @@ from typing import Any
 from oper.errors import InvalidInputError, fail
 from oper.plan import Piece, Plan
 from oper.search.bound import Bound, solve_relaxation
+from oper.search.constraints import Constraints, check_constraints
 from oper.search.cost import CostModel, evaluate
-from oper.search.heuristic import EFFORTS, search
+from oper.search.groups import plan_with_groups
+from oper.search.heuristic import EFFORTS, Effort, search
 from oper.search.infeasible import explain_bound, explain_plan
 from oper.search.placing import table_plan
 from oper.search.problem import Problem, make_problem
 from oper.search.relax import Relaxation
-from oper.search.space import EXECUTABLE, Constraints
+from oper.search.space import EXECUTABLE
 from oper.search.state import State
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -45,7 +47,7 @@ def make_plan(
         topology: the machine; its number of ranks is the plan's world size.
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
-        constraints: what single tables are held to, see `oper.search.space.parse_constraints`.
+        constraints: what the plan is held to, see `oper.search.constraints`.
         effort: ``"fast"`` or ``"thorough"``.
         time_budget_s: seconds after which the best plan so far is returned; None = the effort's
             number of trials decides, and equal seeds give equal plans.
@@ -80,6 +82,16 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)
+    plan = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
+    check_constraints(plan, problem.constraints)
+    notes = {**plan.notes, "effort": effort, "seed": seed}
+    if problem.constraints != Constraints():
+        notes["constraints"] = problem.constraints.to_json()
+    return replace(plan, notes=notes)
+
+
+def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:
+    """The search, without the constraints that bind several tables."""
     branches = sorted((_Branch.of(p, budget.deadline) for p in _branches(problem)),
                       key=lambda x: x.lower_bound_us)
     fitting = [x for x in branches if x.bound.overflow <= 1e-6]
@@ -100,7 +112,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
         raise explain_plan(problem, best[1].evaluation)
     plan = _assemble(problem, best[0].bound, best[1])
     step_us = evaluate(plan, problem).step_us
-    notes = {"effort": effort, "seed": seed, "constants": problem.topology.source,
+    notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
              "bound_rounds": sum(x.bound.num_rounds for x in branches)}
     return replace(plan, step_us=step_us, lower_bound_us=min(lower_us, step_us), notes=notes)

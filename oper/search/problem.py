@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
+from oper.search.constraints import Constraints, parse_constraints
 from oper.search.machine import Machine, make_machine
-from oper.search.space import EXECUTABLE, Constraints, check_allow, parse_constraints
+from oper.search.space import EXECUTABLE, check_allow
 from oper.stats import AccessStats, TableStats, table_stats_for
 from oper.tables import TableSpec, check_unique
 from oper.topology import Topology
@@ -145,7 +146,7 @@ class Problem:
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
         allow: placements, exchange modes and splits that a plan may use.
-        constraints: what single tables are held to.
+        constraints: what the plan is held to.
         notes: what the maker wants to say (JSON-able), copied into the plan.
     """
 
@@ -213,7 +214,7 @@ def make_problem(
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
         allow: what a plan may use, names of `oper.search.space.FEATURES`.
-        constraints: see `oper.search.space.parse_constraints`.
+        constraints: see `oper.search.constraints`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -234,8 +235,8 @@ def make_problem(
     chosen = check_allow(allow)
     if objective == "inference" and "pull" in chosen:
         chosen -= {"push"}  # serving has no barriers, which partial sums would need
-    problem = Problem(entries, make_machine(topology, held.reserve_bytes), objective, batch_size,
-                      chosen, held)
+    machine = make_machine(topology, held.reserve_bytes, held.memory_bytes)
+    problem = Problem(entries, machine, objective, batch_size, chosen, held)
     for t in specs:
         pinned = t.name in held.tables and held.tables[t.name].tiers is not None
         if not pinned and not (problem.placements_of(t.name) and problem.modes_of(t.name)):

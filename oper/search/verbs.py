@@ -27,7 +27,8 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objective", choices=("training", "inference"), default="training")
     parser.add_argument("--batch-size", type=int, default=2048, metavar="N",
                         help="samples per rank and step (default 2048)")
-    parser.add_argument("--constraints", metavar="FILE", help="JSON: table name to constraint")
+    parser.add_argument("--constraints", metavar="FILE", 
+                        help="JSON: tables, keep_together, keep_apart, memory_bytes, reserve_bytes")
     parser.add_argument("--effort", choices=("fast", "thorough"), default="fast")
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds to search")
     parser.add_argument("--target-gap", type=float, default=0.01, metavar="X")
@@ -44,7 +45,7 @@ def run_plan(args: argparse.Namespace) -> int:
     problem = make_problem(
         _tables(args, stats), stats, _topology(args), objective=args.objective,
         batch_size=args.batch_size,
-        constraints=None if args.constraints is None else _read_json(args.constraints))
+        constraints=None if args.constraints is None else _read_constraints(args.constraints))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
                         target_gap=args.target_gap, seed=args.seed)
     plan.save(args.output)
@@ -81,7 +82,8 @@ def run_explain(args: argparse.Namespace) -> int:
         topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
                                                        changes)
         after = make_problem([t.table for t in plan.tables], _stats(args), topology,
-                             objective=plan.objective, allow=problem.allow, batch_size=batch_size)
+                             objective=plan.objective, allow=problem.allow, batch_size=batch_size,
+                             constraints=problem.constraints)
         compared = what_if.compare(plan, problem, after)
     if args.json:
         value = {"plan": args.plan, **as_json(plan, problem)}
@@ -107,7 +109,8 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
         args.world_size = plan.world_size
     problem = make_problem([t.table for t in plan.tables], _stats(args), _topology(args),
                            objective=plan.objective, allow=_used(plan),
-                           batch_size=args.batch_size or plan.batch_size or 2048)
+                           batch_size=args.batch_size or plan.batch_size or 2048,
+                           constraints=plan.notes.get("constraints"))
     step_us = evaluate(plan, problem).step_us
     if abs(step_us - plan.step_us) > 1e-6 * step_us:
         # Another machine, batch or statistics: the bound in the file is not about this problem.
@@ -167,6 +170,14 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
                                      "a JSON list of objects with TableSpec's fields",
                                      "correct it"))
     return [TableSpec.from_json(v) for v in value]
+
+
+def _read_constraints(path: str) -> dict[str, Any]:
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise InvalidInputError(fail(f"cannot read {path!r}", "constraints", value,
+                                     "a JSON object", "correct the file"))
+    return value
 
 
 def _read_json(path: str) -> Any:

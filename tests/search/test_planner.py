@@ -119,15 +119,16 @@ def test_constraints_are_obeyed():
     assert {tier.placement for tier in plan.table("t1").tiers} == {"owned"}
     assert plan.table("t2").tiers == pinned
     same = make_plan(specs, stats, gpus(4), batch_size=128, constraints={
-        "t0": {"ranks": [1, 2]}, "t1": {"placements": ["owned"]},
-        "t2": {"tiers": [{"rows": [0, specs[2].num_rows], "place": "owned", "ranks": [1]}]},
+        "tables": {
+            "t0": {"ranks": [1, 2]}, "t1": {"placements": ["owned"]},
+            "t2": {"tiers": [{"rows": [0, specs[2].num_rows], "place": "owned", "ranks": [1]}]}},
         "reserve_bytes": 1000})
     assert same.to_text() == plan.to_text()
 
 
 def test_everything_pinned_is_only_scored():
     specs, stats = tables_and_stats(2, 9)
-    held = {s.name: {"tiers": (Tier(0, s.num_rows, "owned", (0,)),)} for s in specs}
+    held = {"tables": {s.name: {"tiers": (Tier(0, s.num_rows, "owned", (0,)),)} for s in specs}}
     plan = make_plan(specs, stats, gpus(2), batch_size=128, constraints=held)
     assert plan.gap <= 1.0 and plan.step_us > 0
     assert all(t.tiers[0].ranks == (0,) for t in plan.tables)

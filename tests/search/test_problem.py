@@ -122,16 +122,8 @@ def test_without_statistics_one_warning_and_equal_rows():
 
 @pytest.mark.parametrize(("change", "word"), [
     ({"objective": "fun"}, "objective"), ({"batch_size": 0}, "batch_size"),
-    ({"batch_size": 2**62}, "batch_size"), ({"constraints": ["t0"]}, "constraints"),
-    ({"constraints": {"reserve_bytes": "much"}}, "reserve_bytes"),
+    ({"batch_size": 2**62}, "batch_size"),
     ({"allow": {"striped"}}, "allow"), ({"allow": {"sideways", "pull"}}, "allow"),
-    ({"constraints": {"nobody": {}}}, "table"), ({"constraints": {"t0": {"ranks": [9]}}}, "ranks"),
-    ({"constraints": {"t0": {"color": 1}}}, "fields"),
-    ({"constraints": {"t0": {"ranks": 3}}}, "fields"),
-    ({"constraints": {"t0": {"ranks": ["a"]}}}, "fields"),
-    ({"constraints": {"t0": {"modes": [1, "x"]}}}, "fields"),
-    ({"constraints": {"t0": {"tiers": [{"rows": [0, 5]}]}}}, "fields"),
-    ({"constraints": {"t0": {"modes": ["push"]}}}, "constraint"),
 ])
 def test_bad_arguments_are_named(change, word):
     specs, stats = tables_and_stats(2, 0)

@@ -1,0 +1,293 @@
+"""What a user holds a plan to: pinned tables, tables kept together or apart, memory set aside.
+
+As JSON (``oper plan --constraints FILE``), every key optional, sizes in bytes or as ``"2GB"``::
+
+    {"tables": {"user": {"ranks": [0, 1]},
+                "item": {"tiers": [{"rows": [0, 5000], "place": "owned", "ranks": [0]}]},
+                "*":    {"replicate": false, "modes": ["pull"]}},
+     "keep_together": [["user", "item"]],
+     "keep_apart": [["ads", "shops"]],
+     "memory_bytes": "40GB",
+     "reserve_bytes": ["2GB", "2GB"]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from oper.errors import InvalidInputError, PlanError, fail
+from oper.plan import PLACEMENTS, Plan, TablePlan, Tier, tier_from_json, tier_to_json
+from oper.topology import parse_bytes
+
+EVERY_TABLE = "*"  # constrains all tables that have no entry of their own
+_FIELDS = frozenset({"placements", "replicate", "modes", "ranks", "tiers"})
+_KEYS = frozenset({"tables", "keep_together", "keep_apart", "memory_bytes", "reserve_bytes"})
+
+
+@dataclass(frozen=True, slots=True)
+class TableConstraint:
+    """What one table is held to; None = whatever the plan's space allows.
+
+    Attributes:
+        placements: allowed placements.
+        modes: allowed exchange modes.
+        ranks: ranks that may own rows of the table. A table held to some of the ranks is not
+            replicated, because a replicated tier has a copy on every rank.
+        tiers: the whole tier list, pinned; the planner then only accounts for the table.
+    """
+
+    placements: frozenset[str] | None = None
+    modes: frozenset[str] | None = None
+    ranks: tuple[int, ...] | None = None
+    tiers: tuple[Tier, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What a plan is held to beside the topology.
+
+    Attributes:
+        tables: by table name.
+        keep_together: groups of tables; the same ranks hold rows of each table of a group.
+        keep_apart: groups of tables; no rank holds rows of two tables of a group.
+        memory_bytes: most that tables and their buffers may take of each rank's memory: one number,
+            one per rank, or None. Ranks of one memory domain share what their caps add up to.
+        reserve_bytes: memory kept free for dense parameters and activations: one number for every
+            rank, or one per rank.
+    """
+
+    tables: Mapping[str, TableConstraint] = field(default_factory=dict)
+    keep_together: tuple[tuple[str, ...], ...] = ()
+    keep_apart: tuple[tuple[str, ...], ...] = ()
+    memory_bytes: int | tuple[int, ...] | None = None
+    reserve_bytes: int | tuple[int, ...] = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able values that `parse_constraints` reads; only what is constrained."""
+        tables = {name: _table_json(c) for name, c in self.tables.items()}
+        value: dict[str, Any] = {"tables": {k: v for k, v in tables.items() if v}}
+        for name in ("keep_together", "keep_apart"):
+            value[name] = [list(group) for group in getattr(self, name)]
+        for name in ("memory_bytes", "reserve_bytes"):
+            size = getattr(self, name)
+            value[name] = list(size) if isinstance(size, tuple) else size
+        return {k: v for k, v in value.items() if v not in ({}, [], None, 0)}
+
+
+def _table_json(held: TableConstraint) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for name in ("placements", "modes"):
+        if getattr(held, name) is not None:
+            value[name] = sorted(getattr(held, name))
+    if held.ranks is not None:
+        value["ranks"] = list(held.ranks)
+    if held.tiers is not None:
+        value["tiers"] = [tier_to_json(t) for t in held.tiers]
+    return value
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iterable[str],
+                      world_size: int) -> Constraints:
+    """Constraints from the dataclass, or from a mapping as in the file above.
+
+    Args:
+        value: None = none.
+        names: the tables that exist.
+        world_size: number of ranks.
+
+    Raises:
+        InvalidInputError: an unknown key, table, field, placement, mode or rank, a value of
+            another type, or a pair of tables to be kept both together and apart.
+    """
+    if value is None:
+        return Constraints()
+    if not isinstance(value, Constraints):
+        value = _from_mapping(value)
+    known = list(names)
+    for name, held in value.tables.items():
+        _check_table(name, held, known, world_size)
+    every = value.tables.get(EVERY_TABLE)
+    if every is not None:
+        tables = {k: v for k, v in value.tables.items() if k != EVERY_TABLE}
+        value = replace(value, tables={n: tables.get(n, every) for n in known})
+    _check_groups(value, known)
+    for label in ("memory_bytes", "reserve_bytes"):
+        size = getattr(value, label)
+        wrong = isinstance(size, tuple) and len(size) != world_size
+        if wrong or (size is not None and min(size if isinstance(size, tuple) else (size,)) < 0):
+            raise InvalidInputError(fail("invalid constraints", label, size,
+                                         f">= 0, one number or one for each of {world_size} ranks",
+                                         "correct it"))
+    return value
+
+
+def _from_mapping(value: Any) -> Constraints:
+    if not isinstance(value, Mapping) or set(value) - _KEYS:
+        raise InvalidInputError(fail(
+            "invalid constraints", "keys", sorted(map(str, value)) if isinstance(value, Mapping)
+            else value, f"an object with some of {sorted(_KEYS)}", "correct it"))
+    tables = value.get("tables", {})
+    if not isinstance(tables, Mapping):
+        raise InvalidInputError(fail("invalid constraints", "tables", tables,
+                                     "table names and what each is held to", "correct it"))
+    return Constraints(
+        {k: v if isinstance(v, TableConstraint) else _table(k, v) for k, v in tables.items()},
+        _groups("keep_together", value.get("keep_together", ())),
+        _groups("keep_apart", value.get("keep_apart", ())),
+        _sizes("memory_bytes", value["memory_bytes"]) if "memory_bytes" in value else None,
+        _sizes("reserve_bytes", value.get("reserve_bytes", 0)))
+
+
+def _sizes(label: str, value: Any) -> int | tuple[int, ...]:
+    if isinstance(value, list | tuple):
+        return tuple(_size(label, x) for x in value)
+    return _size(label, value)
+
+
+def _size(label: str, value: Any) -> int:
+    try:
+        if isinstance(value, int | str):
+            return parse_bytes(value)
+    except InvalidInputError:
+        pass
+    raise InvalidInputError(fail("invalid constraints", label, value,
+                                 "bytes >= 0 or text like '2GB'", "correct it"))
+
+
+def _groups(label: str, value: Any) -> tuple[tuple[str, ...], ...]:
+    listed = isinstance(value, list | tuple)
+    if not listed or not all(isinstance(group, list | tuple)
+                             and all(isinstance(name, str) for name in group) for group in value):
+        raise InvalidInputError(fail("invalid constraints", label, value,
+                                     "a list of lists of table names", "correct it"))
+    return tuple(tuple(group) for group in value)
+
+
+def _table(name: str, value: Any) -> TableConstraint:
+    what = f"invalid constraint of table {name!r}"
+    if not isinstance(value, Mapping) or set(value) - _FIELDS or None in value.values():
+        raise InvalidInputError(fail(what, "fields", value, f"some of {sorted(_FIELDS)}",
+                                     "correct it"))
+    try:
+        placements, modes, ranks = (list(value[k]) if k in value else None
+                                    for k in ("placements", "modes", "ranks"))
+        if not all(isinstance(x, str) for x in (placements or []) + (modes or [])):
+            raise TypeError("placements and modes are lists of text")
+        if not all(type(r) is int for r in ranks or []):
+            raise TypeError("ranks are integers")
+        if not isinstance(value.get("replicate", True), bool):
+            raise TypeError("replicate is true or false")
+        if not value.get("replicate", True):
+            placements = [p for p in placements or PLACEMENTS if p != "replicated"]
+        tiers = value.get("tiers")
+        return TableConstraint(
+            None if placements is None else frozenset(placements),
+            None if modes is None else frozenset(modes),
+            None if ranks is None else tuple(ranks),
+            None if tiers is None else tuple(t if isinstance(t, Tier) else tier_from_json(t)
+                                             for t in tiers))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise InvalidInputError(fail(what, "fields", value, "lists, and tiers as in a plan file",
+                                     str(error))) from None
+
+
+def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_size: int) -> None:
+    what = f"invalid constraint of table {name!r}"
+    if name not in known and name != EVERY_TABLE:
+        raise InvalidInputError(fail(what, "table", name, f"one of {sorted(known)[:8]}",
+                                     "name a table of the model"))
+    for label, chosen, allowed in (("placements", held.placements, set(PLACEMENTS)),
+                                   ("modes", held.modes, {"pull", "push"}),
+                                   ("ranks", held.ranks, set(range(world_size)))):
+        if chosen is not None and (not chosen or not set(chosen) <= allowed):
+            raise InvalidInputError(fail(what, label, sorted(chosen),
+                                         f"some of {sorted(allowed)[:16]}", "correct it"))
+
+
+def _check_groups(value: Constraints, known: Sequence[str]) -> None:
+    for label, groups in (("keep_together", value.keep_together), ("keep_apart", value.keep_apart)):
+        for group in groups:
+            if len(set(group)) != len(group) or len(group) < 2 or not set(group) <= set(known):
+                raise InvalidInputError(fail("invalid constraints", label, group,
+                                             f"two or more of {sorted(known)[:8]}", "correct it"))
+    root = units(value)
+    for pair in (p for group in value.keep_apart for p in combinations(group, 2)):
+        if root[pair[0]] == root[pair[1]]:
+            raise InvalidInputError(fail("invalid constraints", "keep_together, keep_apart", pair,
+                                         "one of the two", "remove one"))
+
+
+def units(value: Constraints) -> dict[str, str]:
+    """By table of any group, one table that stands for all that are kept together with it."""
+    root = {name: name for group in (*value.keep_together, *value.keep_apart) for name in group}
+    for first, *rest in value.keep_together:
+        for name in rest:
+            old, new = root[name], root[first]
+            root.update({k: new for k, v in root.items() if v == old})
+    return root
+
+
+def without(held: Constraints) -> Iterator[tuple[str, Constraints]]:
+    """The constraints that take memory or places away, left out one by one: name, the others."""
+    if held.memory_bytes is not None:
+        yield "memory_bytes", replace(held, memory_bytes=None)
+    if held.reserve_bytes:
+        yield "reserve_bytes", replace(held, reserve_bytes=0)
+    for name, c in held.tables.items():
+        if c != TableConstraint():
+            rest = {k: v for k, v in held.tables.items() if k != name}
+            yield f"the constraint of table {name!r}", replace(held, tables=rest)
+
+
+# -- checking a plan -------------------------------------------------------------------------------
+
+
+def violations(plan: Plan, held: Constraints) -> list[str]:
+    """What of `held` a plan breaks, one line each; memory is the evaluation's business."""
+    out = []
+    for name, c in held.tables.items():
+        entry = plan.table(name)
+        tiers = [tier for piece in entry.pieces for tier in piece.tiers]
+        if c.tiers is not None:
+            if len(entry.pieces) > 1 or tuple(tiers) != c.tiers:
+                out.append(f"table {name!r} has other tiers than the pinned ones")
+            continue
+        for label, allowed, used in (
+                ("placements", c.placements, {t.placement for t in tiers}),
+                ("modes", c.modes, {t.mode for t in tiers if t.placement != "replicated"}),
+                ("ranks", c.ranks, {r for t in tiers for r in t.ranks})):
+            extra = sorted(used - set(allowed)) if allowed is not None else []
+            if extra:
+                out.append(f"table {name!r} uses {label} {extra}, held to {sorted(allowed or ())}")
+    return out + group_violations(plan, held)
+
+
+def group_violations(plan: Plan, held: Constraints) -> list[str]:
+    """Groups whose tables are not together, or not apart."""
+    names = units(held)
+    on = {name: _ranks_of(plan.table(name)) for name in names}
+    out = [f"keep_together {list(group)}: not on the same ranks" for group in held.keep_together
+           if len({on[name] for name in group}) > 1]
+    for group in held.keep_apart:
+        shared = [(a, b) for a, b in combinations(group, 2) if on[a] & on[b]]
+        if shared:
+            out.append(f"keep_apart {list(group)}: {list(shared[0])} share ranks")
+    return out
+
+
+def check_constraints(plan: Plan, held: Constraints) -> None:
+    """Raise PlanError when a plan breaks a constraint."""
+    broken = violations(plan, held)
+    if broken:
+        raise PlanError(fail("the plan breaks its constraints", "broken", broken[:4], "none",
+                             "plan again or relax them"))
+
+
+def _ranks_of(entry: TablePlan) -> frozenset[int]:
+    return frozenset(r for piece in entry.pieces for tier in piece.tiers for r in tier.ranks)

@@ -1,0 +1,206 @@
+"""Constraints: what a file may say, that every plan keeps them, and what is named when none can."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from search_cases import gpus, problem, tables_and_stats
+
+from oper.errors import InvalidInputError, OperError, PlanError, PlanInfeasibleError
+from oper.plan import Plan, Tier
+from oper.search import Constraints, TableConstraint, evaluate, make_plan, make_problem
+from oper.search.constraints import check_constraints, parse_constraints, violations
+from oper.search.planner import plan_problem, space_bound
+from oper.search.space import EVERYTHING
+from oper.search.verbs import configure_explain, configure_plan, run_explain, run_plan
+
+
+def ranks_of(plan, name):
+    return {r for p in plan.table(name).pieces for t in p.tiers for r in t.ranks}
+
+
+@pytest.mark.parametrize(("value", "word"), [
+    (["t0"], "constraints"), ({"t0": {}}, "keys"), ({"tables": None}, "tables"),
+    ({"tables": {"nobody": {}}}, "table"), ({"tables": {"t0": None}}, "fields"),
+    ({"tables": {"t0": {"ranks": None}}}, "fields"), ({"tables": {"t0": {"ranks": [9]}}}, "ranks"),
+    ({"tables": {"t0": {"ranks": 3}}}, "fields"), ({"tables": {"t0": {"ranks": ["a"]}}}, "fields"),
+    ({"tables": {"t0": {"ranks": [1.0]}}}, "fields"), ({"tables": {"t0": {"ranks": []}}}, "ranks"),
+    ({"tables": {"t0": {"color": 1}}}, "fields"), ({"tables": {"t0": {"replicate": 1}}}, "fields"),
+    ({"tables": {"t0": {"modes": [1, "x"]}}}, "fields"),
+    ({"tables": {"t0": {"modes": ["x"]}}}, "modes"),
+    ({"tables": {"t0": {"tiers": [{"rows": [0, 5]}]}}}, "fields"),
+    ({"tables": {"t0": {"modes": ["push"]}}}, "constraint"),
+    ({"reserve_bytes": "much"}, "reserve_bytes"), ({"reserve_bytes": True}, "reserve_bytes"),
+    ({"reserve_bytes": -1}, "reserve_bytes"), ({"reserve_bytes": [1]}, "reserve_bytes"),
+    ({"reserve_bytes": None}, "reserve_bytes"), ({"memory_bytes": None}, "memory_bytes"),
+    ({"memory_bytes": [1, 2, 3]}, "memory_bytes"),
+    ({"keep_apart": "t0"}, "keep_apart"), ({"keep_apart": [["t0"]]}, "keep_apart"),
+    ({"keep_apart": [["t0", "t0"]]}, "keep_apart"), ({"keep_apart": [["t0", "x"]]}, "keep_apart"),
+    ({"keep_together": [["t0", "t1"]], "keep_apart": [["t1", "t0"]]}, "one of the two"),
+])
+def test_what_makes_no_sense_is_named(value, word):
+    specs, stats = tables_and_stats(2, 0)
+    with pytest.raises(InvalidInputError, match=word):
+        make_problem(specs, stats, gpus(2), batch_size=8, constraints=value)
+
+
+def test_json_comes_back_and_one_entry_can_speak_for_all_tables():
+    value = {"tables": {"*": {"replicate": False}, "t1": {"ranks": [1]}},
+             "keep_apart": [["t0", "t1"]], "memory_bytes": "1GB", "reserve_bytes": [1, 2]}
+    held = parse_constraints(value, ["t0", "t1", "t2"], 2)
+    assert held.tables["t2"].placements == {"striped", "owned"}
+    assert held.tables["t1"] == TableConstraint(ranks=(1,))
+    assert held.memory_bytes == 10**9 and held.reserve_bytes == (1, 2)
+    assert parse_constraints(held.to_json(), ["t0", "t1", "t2"], 2) == held
+    assert Constraints().to_json() == {}
+
+
+def test_reserve_and_cap_bound_what_a_rank_holds():
+    specs, stats = tables_and_stats(12, 3)
+    need = sum(s.num_rows * s.row_bytes for s in specs)
+    free = make_plan(specs, stats, gpus(4), objective="inference", batch_size=256)
+    stated = make_problem(specs, stats, gpus(4), objective="inference", batch_size=256)
+    for held in ({"memory_bytes": int(0.5 * need)},
+                 {"reserve_bytes": [int(80e9 - (0.4 + 0.1 * r) * need) for r in range(4)]}):
+        plan = make_plan(specs, stats, gpus(4), objective="inference", batch_size=256,
+                         constraints=held)
+        used = evaluate(plan, stated).held_bytes
+        most = [0.5 * need] * 4 if "memory_bytes" in held else [
+            (0.4 + 0.1 * r) * need for r in range(4)]
+        assert (used <= np.array(most) * (1 + 1e-9)).all()
+        assert plan.step_us > free.step_us and plan.lower_bound_us > free.lower_bound_us
+
+
+def test_together_means_the_same_ranks_and_apart_means_none_in_common():
+    specs, stats = tables_and_stats(8, 9)
+    for allow in ({"owned", "pull"}, EVERYTHING):
+        plan = make_plan(specs, stats, gpus(4), batch_size=128, allow=allow, constraints={
+            "keep_together": [["t0", "t1", "t2"]],
+            "keep_apart": [["t3", "t4", "t5"], ["t0", "t6"]]})
+        assert ranks_of(plan, "t0") == ranks_of(plan, "t1") == ranks_of(plan, "t2")
+        apart = [ranks_of(plan, f"t{k}") for k in (3, 4, 5)]
+        assert sum(len(x) for x in apart) == len(set.union(*apart))
+        assert not ranks_of(plan, "t0") & ranks_of(plan, "t6")
+        # The bound is that of all plans, groups or not.
+        whole = make_problem(specs, stats, gpus(4), batch_size=128, allow=allow)
+        assert plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
+        assert plan.lower_bound_us == pytest.approx(
+            min(space_bound(whole), plan.step_us), rel=1e-6)
+
+
+def test_groups_respect_pins_and_say_when_they_cannot():
+    specs, stats = tables_and_stats(4, 9)
+    pinned = {"t0": {"tiers": [{"rows": [0, specs[0].num_rows], "place": "owned", "ranks": [2]}]}}
+    plan = make_plan(specs, stats, gpus(4), batch_size=128, constraints={
+        "tables": pinned, "keep_together": [["t0", "t1"]], "keep_apart": [["t1", "t2"]]})
+    assert ranks_of(plan, "t1") == {2} and 2 not in ranks_of(plan, "t2")
+    clash = {**pinned, "t1": {"ranks": [1]}}
+    with pytest.raises(PlanInfeasibleError, match=r"keep_together \['t0', 't1'\]"):
+        make_plan(specs, stats, gpus(4), batch_size=128, constraints={
+            "tables": clash, "keep_together": [["t0", "t1"]]})
+    with pytest.raises(PlanInfeasibleError, match="keep_apart"):
+        make_plan(specs, stats, gpus(2), batch_size=128, constraints={
+            "keep_apart": [["t0", "t1", "t2"]]})
+
+
+@pytest.mark.parametrize(("held", "words"), [
+    (lambda need: {"reserve_bytes": int(80e9)}, "reserve_bytes left out"),
+    (lambda need: {"memory_bytes": int(need / 100)}, "memory_bytes left out"),
+    (lambda need: {"tables": {"t3": {"ranks": [0]}}, "memory_bytes": [2 * 10**5, 10**10]},
+     "memory_bytes or the constraint of table 't3' left out"),
+])
+def test_the_constraint_that_leaves_no_room_is_named(held, words):
+    specs, stats = tables_and_stats(6, 1)
+    need = sum(s.num_bytes for s in specs)
+    with pytest.raises(PlanInfeasibleError, match=words):
+        make_plan(specs, stats, gpus(2), batch_size=64, constraints=held(need))
+
+
+def test_a_plan_that_breaks_its_constraints_is_told_apart():
+    stated = problem(3, 2, gpus(2))
+    plan = plan_problem(stated)
+    held = parse_constraints({
+        "tables": {"t0": {"tiers": [{"rows": [0, stated.tables[0].spec.num_rows],
+                                     "place": "owned", "ranks": [1]}]},
+                   "t1": {"ranks": [0]}, "t2": {"placements": ["owned"]}},
+        "keep_apart": [["t1", "t2"]]}, ["t0", "t1", "t2"], 2)
+    lines = violations(plan, held)
+    assert len(lines) == 4 and all(f"'t{k}'" in " ".join(lines) for k in range(3))
+    with pytest.raises(PlanError, match="pinned"):
+        check_constraints(plan, held)
+
+
+@st.composite
+def held_problem(draw):
+    """A small problem with random constraints, and the constraints."""
+    num_tables, world = draw(st.integers(2, 6)), draw(st.integers(1, 4))
+    specs, stats = tables_and_stats(num_tables, draw(st.integers(0, 50)))
+    ranks = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
+    tables = {}
+    for t in specs:
+        kind = draw(st.sampled_from(["free", "free", "ranks", "owned", "pull", "tiers"]))
+        if kind == "ranks":
+            tables[t.name] = TableConstraint(ranks=tuple(draw(ranks)))
+        elif kind == "owned":
+            tables[t.name] = TableConstraint(placements=frozenset({"owned"}))
+        elif kind == "pull":
+            tables[t.name] = TableConstraint(modes=frozenset({"pull"}))
+        elif kind == "tiers":
+            rank = draw(st.integers(0, world - 1))
+            tables[t.name] = TableConstraint(tiers=(Tier(0, t.num_rows, "owned", (rank,)),))
+    group = tuple(draw(st.lists(st.sampled_from([t.name for t in specs]), min_size=2, max_size=3,
+                                unique=True)))
+    label = draw(st.sampled_from(["", "keep_together", "keep_apart"]))
+    return make_problem(
+        specs, stats, gpus(world, slow=draw(st.integers(0, world - 1))), batch_size=64,
+        allow=draw(st.sampled_from([EVERYTHING, {"owned", "pull"},
+                                    {"replicated", "striped", "owned", "pull"}])),
+        constraints=Constraints(tables, reserve_bytes=draw(st.integers(0, 10**9)),
+                                **({label: (group,)} if label else {})))
+
+
+@settings(max_examples=40, deadline=None)
+@given(held_problem())
+def test_constraints_are_always_kept(stated):
+    try:
+        plan = plan_problem(stated, effort="fast")
+    except PlanInfeasibleError as error:
+        assert stated.constraints.keep_together or stated.constraints.keep_apart, error
+        return
+    assert violations(plan, stated.constraints) == []
+    assert evaluate(plan, stated).fits
+    assert plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
+
+
+def arguments(configure, *words):
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    return parser.parse_args([str(w) for w in words])
+
+
+def test_verb_reads_constraints_and_the_plan_remembers_them(tmp_path, capsys):
+    specs, stats = tables_and_stats(5, 2)
+    stats.save(tmp_path / "stats.npz")
+    path, out = tmp_path / "held.json", tmp_path / "plan.json"
+    words = (tmp_path / "stats.npz", "--topology", "h100-8", "--constraints", path, "-o", out)
+    for text in ("null", "[]", "3", "{", '{"t0": {}}'):
+        path.write_text(text)
+        with pytest.raises(OperError):
+            run_plan(arguments(configure_plan, *words))
+        assert not out.exists()
+    path.write_text(json.dumps({"tables": {"t1": {"ranks": [3]}}, "reserve_bytes": "1GB"}))
+    run_plan(arguments(configure_plan, *words))
+    plan = Plan.load(out)
+    assert ranks_of(plan, "t1") == {3}
+    assert plan.notes["constraints"] == {"tables": {"t1": {"ranks": [3]}},
+                                         "reserve_bytes": 10**9}
+    capsys.readouterr()
+    run_explain(arguments(configure_explain, out, "--stats", tmp_path / "stats.npz", "--json"))
+    value = json.loads(capsys.readouterr().out)
+    assert value["capacity_bytes"][0] == pytest.approx(
+        make_problem(specs, stats, gpus(1), batch_size=1).machine.capacity_bytes[0] - 10**9)
+    assert value["lower_bound_us"] == pytest.approx(plan.lower_bound_us)
