@@ -14,6 +14,11 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "shard": "oper.sharding",
+    "SavePlanner": "oper.integration.checkpoint",
+    "LoadPlanner": "oper.integration.checkpoint",
+    "rows_on_demand": "oper.integration.on_demand",
+    "save_checkpoint": "oper.integration.checkpoint",
+    "load_checkpoint": "oper.integration.checkpoint",
     "make_plan": "oper.search",
     "collect": "oper.analysis",
     "AccessStats": "oper.stats",
@@ -50,6 +55,13 @@ if TYPE_CHECKING:
         PlanError as PlanError,
         PlanInfeasibleError as PlanInfeasibleError,
     )
+    from oper.integration.checkpoint import (
+        LoadPlanner as LoadPlanner,
+        SavePlanner as SavePlanner,
+        load_checkpoint as load_checkpoint,
+        save_checkpoint as save_checkpoint,
+    )
+    from oper.integration.on_demand import rows_on_demand as rows_on_demand
     from oper.plan import Plan as Plan
     from oper.search import make_plan as make_plan
     from oper.sharding import shard as shard

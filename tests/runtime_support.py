@@ -176,6 +176,41 @@ def _random_tier(rng: np.random.Generator, start: int, stop: int, world_size: in
     return Tier(start, stop, placement, tuple(ranks), weights)
 
 
+def rich_plan(tables: Sequence[TableSpec], world_size: int, seed: int, columns: bool) -> Plan:
+    """Random tiers with push, and random column pieces."""
+    rng = np.random.default_rng(seed)
+    entries = []
+    for t in tables:
+        cuts = {0, t.dim}
+        if columns and t.dim > 4:
+            cuts |= set(rng.integers(1, t.dim, 2).tolist())
+        edges = sorted(cuts)
+        pieces = tuple(Piece(a, b, _random_tiers(rng, t.num_rows, world_size))
+                       for a, b in itertools.pairwise(edges))
+        head = rng.permutation(t.num_rows)[: int(rng.integers(0, t.num_rows + 1))]
+        entries.append(TablePlan(t, pieces, head))
+    return Plan(world_size, tuple(entries))
+
+
+def _random_tiers(rng: np.random.Generator, num_rows: int, world_size: int) -> tuple[Tier, ...]:
+    inner = set(rng.integers(1, num_rows, 3).tolist()) if num_rows > 1 else set()
+    edges = sorted({0, num_rows} | inner)
+    tiers = []
+    for start, stop in itertools.pairwise(edges):
+        ranks = tuple(rng.permutation(world_size)[: int(rng.integers(1, world_size + 1))].tolist())
+        kind = rng.choice(["replicated", "striped", "owned", "pushed", "pushed"])
+        if kind == "owned":
+            mode = str(rng.choice(["pull", "push"]))
+            tiers.append(Tier(start, stop, "owned", ranks[:1], mode=mode))
+        elif kind == "replicated":
+            tiers.append(Tier(start, stop, "replicated", ranks))
+        else:
+            weights = tuple(rng.integers(1, 4, len(ranks)).tolist())
+            mode = "push" if kind == "pushed" else "pull"
+            tiers.append(Tier(start, stop, "striped", ranks, weights, mode))
+    return tuple(tiers)
+
+
 def plans_for(tables: Sequence[TableSpec], world_size: int) -> dict[str, Plan]:
     """The plans that every exactness test runs through."""
     plans = {p: uniform_plan(tables, world_size, p) for p in ("replicated", "striped", "owned")}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
+from oper.integration.on_demand import CHUNK_BYTES, TableRows, chunk_bytes_on_demand
 from oper.shmem.optimizers import STATE_PARTS
 from oper.shmem.runtime import ShardedTables
 from oper.shmem.table_rows import CHUNK_ROWS
@@ -21,14 +22,18 @@ InitFn = Callable[[torch.Tensor], Any]
 _STATE_NAMES = {"momentum1": "momentum1", "momentum2": "exp_avg_sq"}
 
 
-def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> torch.Tensor:
+def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
     """A table as a ``state_dict`` value, in logical order.
 
     Returns:
-        One rank: float32, a copy of the global shape. Several ranks: a ``DTensor`` of that shape,
-        of which each rank holds one contiguous row range (``Shard(0)``), so that
-        ``torch.distributed.checkpoint`` saves and reshards it.
+        One rank: a copy of the global shape, in the table's dtype. Several ranks: a ``DTensor`` of
+        that shape, of which each rank holds one contiguous row range (``Shard(0)``), so that
+        ``torch.distributed.checkpoint`` saves and reshards it. Inside `rows_on_demand`:
+        `TableRows`, which hold nothing.
     """
+    chunk_bytes = chunk_bytes_on_demand()
+    if chunk_bytes is not None:
+        return TableRows(tables, name, part, chunk_bytes)
     shape = torch.Size(tables.shape(name, part))
     num_rows = shape[0]
     world_size, rank = tables.group.world_size, tables.group.rank
@@ -37,9 +42,7 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> torch.T
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = _mesh(tables)
-    # torch.chunk's split, which Shard(0) assumes: ceil-sized ranges, the last ones short or empty.
-    size = -(-num_rows // world_size)
-    begin, end = min(num_rows, rank * size), min(num_rows, (rank + 1) * size)
+    begin, end = shard_range(num_rows, world_size, rank)
     local = tables.read(name, begin, end, part)
     return DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=shape,
@@ -60,32 +63,70 @@ def _mesh(tables: ShardedTables) -> Any:
     return mesh
 
 
-def load_entry(tables: ShardedTables, name: str, value: torch.Tensor, part: str = "rows") -> None:
+def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows") -> None:
     """Write a ``state_dict`` value of a table; call ``tables.publish()`` after the last one.
+
+    A value that is split over the ranks comes to every rank in chunks, never as a whole.
 
     Args:
         tables: the tables.
         name: table name.
-        value: a plain tensor of the global shape (equal on all ranks), or a ``DTensor`` of it.
+        value: a plain tensor of the global shape (equal on all ranks), a ``DTensor`` of it, or
+            `TableRows`. Those of this very table hold its values already.
         part: ``"rows"`` or a part of the optimizer state.
 
     Raises:
         InvalidInputError: another shape or kind of value.
     """
-    full = getattr(value, "full_tensor", None)
-    if full is not None:
-        value = full()
-    want = tables.shape(name, part)
-    if type(value).__name__ == "ShardedTensor":
-        raise InvalidInputError(
-            fail(f"cannot load table {name!r}", "value", "ShardedTensor",
-                 "a DTensor or a whole tensor",
-                 "save and load with torch.distributed.checkpoint, which reshards"))
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != want:
-        raise InvalidInputError(
-            fail(f"cannot load table {name!r}", "shape", tuple(getattr(value, "shape", ())),
-                 f"{want}", "load a state_dict of this model"))
-    tables.write(name, value, part=part)
+    mine = TableRows(tables, name, part)
+    if isinstance(value, TableRows) and value.source is not None:
+        value = value.source
+    mine.check(value)
+    if isinstance(value, TableRows) and value.is_same(mine):
+        return
+    for begin, rows in _chunks_of(value):
+        mine.write(rows, begin)
+
+
+def _chunks_of(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """First row and values of consecutive chunks of a ``state_dict`` value, on every rank."""
+    if isinstance(value, TableRows):
+        for begin, end in value.chunks():
+            yield begin, value.read(begin, end)
+        return
+    if getattr(value, "full_tensor", None) is None:
+        yield 0, value
+        return
+    from torch.distributed.tensor import Shard
+
+    local = value.to_local()
+    mesh = value.device_mesh
+    if mesh.ndim != 1 or value.placements != (Shard(0),) or type(local) is not torch.Tensor:
+        yield 0, value.full_tensor()
+        return
+    import torch.distributed as dist
+
+    group = mesh.get_group()
+    row_bytes = max(1, local.dtype.itemsize * value.shape[1:].numel())
+    chunk_rows = max(1, CHUNK_BYTES // row_bytes)
+    for source in range(mesh.size()):
+        first, last = shard_range(value.shape[0], mesh.size(), source)
+        for begin in range(first, last, chunk_rows):
+            rows = min(last, begin + chunk_rows) - begin
+            if source == mesh.get_local_rank():
+                chunk = local.detach()[begin - first:begin - first + rows].contiguous()
+            else:
+                chunk = local.new_empty(rows, *value.shape[1:])
+            # As bytes: gloo does not know every dtype.
+            dist.broadcast(chunk.view(torch.uint8), dist.get_global_rank(group, source), group)
+            yield begin, chunk
+
+
+def shard_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Rows that ``Shard(0)`` gives to a rank: `torch.chunk`'s split, the last ranges short or
+    empty."""
+    size = -(-num_rows // world_size)
+    return min(num_rows, rank * size), min(num_rows, (rank + 1) * size)
 
 
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
@@ -112,7 +153,7 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     tables.publish()
 
 
-def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, torch.Tensor]:
+def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, Any]:
     """A table's optimizer state in TorchRec's names, ``{"<label>.momentum1": ...}``.
 
     One canonical state per row whatever the plan, in logical order, as `table_entry` gives rows.
@@ -127,7 +168,7 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
 
 
 def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
-                           entries: Mapping[str, torch.Tensor]) -> None:
+                           entries: Mapping[str, Any]) -> None:
     """Write what `optimizer_entries` gave; ``tables.publish()`` after the last table."""
     for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
         load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)

@@ -36,6 +36,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from oper.errors import InvalidInputError, fail
+from oper.integration.on_demand import rows_on_demand
 from oper.integration.table_state import (
     load_optimizer_entries,
     load_tables,
@@ -210,17 +211,21 @@ class _FusedOptimizer(FusedOptimizer):
         """The base class assigns an empty state at construction."""
 
     def _show(self, table: str) -> _Entries:
-        if self._loading is not None and table in self._loading:
-            return self._loading[table]
-        entries = _Entries(optimizer_entries(self._tables, self._names[table], table))
-        self._shown[table] = entries
-        if self._loading is not None:
-            self._loading[table] = entries
+        if self._loading is None:
+            entries = _Entries(optimizer_entries(self._tables, self._names[table], table))
+            self._shown[table] = entries
+        elif table in self._loading:
+            entries = self._loading[table]
+        else:
+            with rows_on_demand():  # which write what they are given straight into the tables
+                entries = _Entries(optimizer_entries(self._tables, self._names[table], table))
+            self._loading[table] = self._shown[table] = entries
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` of any plan and world size. Collective."""
-        self._loading = {}  # the base class fills these copies, then calls post_load_state_dict
+        self._tables.barrier()  # peers may still be reading
+        self._loading = {}  # the base class fills these, then calls post_load_state_dict
         try:
             super().load_state_dict(state_dict)
         finally:

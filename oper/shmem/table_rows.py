@@ -106,26 +106,33 @@ class LogicalRows:
                     out[index + (at - begin), columns] = self._view(part, piece, rank)[slot]
         return out[:, 0] if per_row else out
 
-    def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows") -> None:
+    def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows",
+              column: int = 0) -> None:
         """Write rows `[begin, begin + n)`; every rank stores those that it owns.
 
         Args:
             table: its name.
-            values: float32, the shape that `read` returns; equal on all ranks.
+            values: [n, columns], or [n] for a state with one number per row; equal on all ranks.
             begin: first id.
             part: as for `read`.
+            column: first column that `values` stands for.
 
         Call `publish` afterwards.
         """
         values = values.detach().reshape(values.shape[0], -1)
         for piece in self.pieces[table]:
             columns = self._columns(part, piece)
-            mine = self._view(part, piece, self.group.rank)
+            first = max(columns.start, column)
+            last = min(columns.stop, column + values.shape[1])
+            if first >= last:
+                continue
+            mine = self._view(part, piece, self.group.rank)[
+                :, first - columns.start:last - columns.start]
             for at in range(0, values.shape[0], CHUNK_ROWS):
                 stop = min(values.shape[0], at + CHUNK_ROWS)
                 for rank, index, slot in self._parts(piece, begin + at, begin + stop):
                     if rank == self.group.rank:
-                        mine[slot] = values[index + at, columns].to(mine.dtype)
+                        mine[slot] = values[index + at, first - column:last - column].to(mine.dtype)
 
     def publish(self) -> None:
         """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""

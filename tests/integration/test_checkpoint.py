@@ -12,107 +12,31 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
-import oper
 from oper.errors import InvalidInputError
-from tests.runtime_support import assert_bitwise, mixed_plan
+from tests.runtime_support import assert_bitwise
 from tests.world_support import RankFailedError, run_world
 
-configs = pytest.importorskip("torchrec.modules.embedding_configs")
-from torchrec.modules.embedding_modules import (  # noqa: E402
-    EmbeddingBagCollection,
-    EmbeddingCollection,
+pytest.importorskip("torchrec")
+from tests.checkpoint_support import (
+    Model,
+    batch_of,
+    flat,
+    fused,
+    read,
+    run_ranks,
+    sharded,
+    state_of,
+    train,
 )
-from torchrec.optim.keyed import CombinedOptimizer  # noqa: E402
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
-
-from oper.integration.torch_modules import module_spec  # noqa: E402
-from oper.integration.torchrec_modules import table_specs  # noqa: E402
-
-BATCH = 8  # samples of all ranks together
-ROWS = {"a": 37, "b": 1, "c": 500, "s": 60}
-# What a tag of apply_optimizer_in_backward becomes is tested elsewhere; here one of each kind.
-OPTIMIZERS = {"ta": oper.RowWiseAdagrad(lr=0.1), "tb": oper.Adam(lr=0.01, eps=1e-3),
-              "tc": oper.PartialRowWiseAdam(lr=0.01, eps=1e-3), "ts": oper.SGD(lr=0.1)}
-
-
-class Model(nn.Module):
-    """Bags, sequences, a bare embedding and a dense layer."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.bags = EmbeddingBagCollection([configs.EmbeddingBagConfig(
-            name=f"t{f}", num_embeddings=ROWS[f], embedding_dim=8, feature_names=[f])
-            for f in "abc"])
-        self.items = EmbeddingCollection([configs.EmbeddingConfig(
-            name="ts", num_embeddings=ROWS["s"], embedding_dim=8, feature_names=["s"])])
-        self.places = nn.Embedding(5, 8)
-        self.dense = nn.Linear(24, 1)
-
-    def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
-        size = kjt.stride()
-        score = self.dense(self.bags(kjt).values()).tanh().sum()
-        rows = self.items(kjt)["s"].values()
-        return (score + rows.square().sum() + self.places(kjt.values() % 5).sin().sum()) / size
-
-
-def batch_of(step: int, rank: int, world_size: int) -> KeyedJaggedTensor:
-    """This rank's share of the step's samples, which do not depend on the number of ranks."""
-    g = torch.Generator().manual_seed(step)
-    lengths = torch.randint(0, 4, (len(ROWS), BATCH), generator=g)
-    ids = [torch.randint(0, rows, (int(n.sum()),), generator=g)
-           for rows, n in zip(ROWS.values(), lengths, strict=True)]
-    mine = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
-    parts = [torch.cat(torch.split(i, n.tolist())[mine]) for i, n in zip(ids, lengths, strict=True)]
-    return KeyedJaggedTensor(list(ROWS), torch.cat(parts), lengths=lengths[:, mine].reshape(-1))
-
-
-def sharded(world_size: int, plan_seed: int, seed: int = 0) -> Model:
-    model = Model(seed)
-    kinds = {n: o.name for n, o in OPTIMIZERS.items()}
-    specs = [*table_specs(model.bags, kinds), *table_specs(model.items, kinds),
-             module_spec("places", model.places, "adagrad")]
-    for name, parameter in model.named_parameters():
-        table = name.split(".")[-2]
-        if table in OPTIMIZERS:
-            tag(parameter, OPTIMIZERS[table])
-    return oper.shard(model, plan=mixed_plan(specs, world_size, plan_seed),
-                      optimizer=oper.Adagrad(lr=0.1, eps=1e-2))
-
-
-def tag(parameter: torch.Tensor, optimizer: Any) -> None:
-    """What ``apply_optimizer_in_backward`` leaves behind."""
-    parameter._optimizer_classes = [type(optimizer)]
-    parameter._optimizer_kwargs = [
-        {k: getattr(optimizer, k) for k in ("lr", "eps", "betas") if hasattr(optimizer, k)}]
-
-
-def state_of(model: Model) -> dict[str, Any]:
-    """What a user saves: everything, under TorchRec's names."""
-    fused = CombinedOptimizer([("bags", model.bags.fused_optimizer),
-                               ("items", model.items.fused_optimizer)])
-    return {"model": model.state_dict(), "optimizer": fused.state_dict(),
-            "places": model.places.optimizer_state_dict()}
 
 
 def restore(model: Model, folder: str) -> None:
     state = state_of(model)
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
-    CombinedOptimizer([("bags", model.bags.fused_optimizer),
-                       ("items", model.items.fused_optimizer)]).load_state_dict(state["optimizer"])
+    fused(model).load_state_dict(state["optimizer"])
     model.places.load_optimizer_state_dict(state["places"])
-
-
-def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Whole tensors by path."""
-    if isinstance(state, dict):
-        return {k: v for name, value in state.items()
-                for k, v in flat(value, f"{prefix}/{name}").items()}
-    full = getattr(state, "full_tensor", None)
-    return {prefix: (full() if full else state).detach().clone()}
 
 
 def run(rank: int, world_size: int, plan_seed: int, steps: range, load: str | None = None,
@@ -122,14 +46,7 @@ def run(rank: int, world_size: int, plan_seed: int, steps: range, load: str | No
     model = sharded(world_size, plan_seed, seed=0 if load is None else 99)
     if load is not None:
         restore(model, load)
-    for step in steps:
-        model.dense.zero_grad()
-        model(batch_of(step, rank, world_size)).backward()
-        with torch.no_grad():
-            for p in model.dense.parameters():
-                if world_size > 1:
-                    torch.distributed.all_reduce(p.grad)
-                p -= 0.1 * p.grad / world_size
+    train(model, rank, world_size, steps)
     state = state_of(model)
     if save is not None:
         dcp.save(state, checkpoint_id=save)
@@ -141,13 +58,6 @@ def run_alone(plan_seed: int, steps: range, load: str | None = None, save: str |
     return run(0, 1, plan_seed, steps, load, save)
 
 
-def run_ranks(world_size: int, *args: Any) -> dict[str, torch.Tensor]:
-    first, *others = run_world(world_size, run, *args)
-    for other in others:
-        assert_bitwise(other, first, "two ranks")
-    return first
-
-
 def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
@@ -156,20 +66,11 @@ def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
         assert gap <= 1e-5 * value.abs().max(), f"{name}: {gap}"
 
 
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint without OPER, into plain tensors of the global shapes."""
-    metadata = dcp.FileSystemReader(str(folder)).read_metadata()
-    state = {name: torch.full(item.size, torch.nan) for name, item
-             in metadata.state_dict_metadata.items() if hasattr(item, "size")}
-    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    return state
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """Two ranks, three steps: the checkpoint and what it holds."""
     folder = tmp_path_factory.mktemp("saved") / "two"
-    return folder, run_ranks(2, 1, range(3), None, str(folder))
+    return folder, run_ranks(run, 2, 1, range(3), None, str(folder))
 
 
 # ---- names and shapes ----------------------------------------------------------------------------
@@ -234,19 +135,20 @@ def test_one_rank_goes_on_bitwise(tmp_path: Path) -> None:
 
 
 def test_two_ranks_go_on_bitwise(saved: Any) -> None:
-    want = run_ranks(2, 1, range(6))
+    want = run_ranks(run, 2, 1, range(6))
     for plan in (1, 3):
-        assert_bitwise(run_ranks(2, plan, range(3, 6), str(saved[0])), want, f"plan {plan}")
+        assert_bitwise(run_ranks(run, 2, plan, range(3, 6), str(saved[0])), want, f"plan {plan}")
 
 
 @pytest.mark.parametrize("world_size, plan", [(1, 5), (4, 2)])
 def test_another_world_goes_on(saved: Any, world_size: int, plan: int, tmp_path: Path) -> None:
     folder, held = saved
-    there = run_ranks(world_size, plan, range(0), str(folder), str(tmp_path / "there"))
+    there = run_ranks(run, world_size, plan, range(0), str(folder), str(tmp_path / "there"))
     assert_bitwise(there, held, "loaded by another world")
-    back = run_ranks(2, 1, range(0), str(tmp_path / "there"))
+    back = run_ranks(run, 2, 1, range(0), str(tmp_path / "there"))
     assert_bitwise(back, held, "and back")
-    close(run_ranks(world_size, plan, range(3, 6), str(folder)), run_ranks(2, 1, range(6)))
+    close(run_ranks(run, world_size, plan, range(3, 6), str(folder)),
+          run_ranks(run, 2, 1, range(6)))
 
 
 # ---- the unsharded model -------------------------------------------------------------------------
@@ -327,5 +229,5 @@ def test_another_shape_is_refused() -> None:
 
 def test_a_failed_load_on_all_ranks_leaves_them_alive(saved: Any) -> None:
     with pytest.raises((RankFailedError, InvalidInputError)):
-        run_ranks(2, 1, range(0), str(saved[0]) + "-none")
-    run_ranks(2, 1, range(0), str(saved[0]))
+        run_ranks(run, 2, 1, range(0), str(saved[0]) + "-none")
+    run_ranks(run, 2, 1, range(0), str(saved[0]))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,46 +17,12 @@ from tests.runtime_support import (
     assert_exact,
     dlrm_case,
     make_steps,
+    rich_plan,
     train_reference,
     train_virtual,
 )
 
 STEPS = 20
-
-
-def rich_plan(tables: tuple[TableSpec, ...], world_size: int, seed: int, columns: bool) -> Plan:
-    """Random tiers with push, and random column pieces."""
-    rng = np.random.default_rng(seed)
-    entries = []
-    for t in tables:
-        cuts = {0, t.dim}
-        if columns and t.dim > 4:
-            cuts |= set(rng.integers(1, t.dim, 2).tolist())
-        edges = sorted(cuts)
-        pieces = tuple(Piece(a, b, random_tiers(rng, t.num_rows, world_size))
-                       for a, b in itertools.pairwise(edges))
-        head = rng.permutation(t.num_rows)[: int(rng.integers(0, t.num_rows + 1))]
-        entries.append(TablePlan(t, pieces, head))
-    return Plan(world_size, tuple(entries))
-
-
-def random_tiers(rng: np.random.Generator, num_rows: int, world_size: int) -> tuple[Tier, ...]:
-    inner = set(rng.integers(1, num_rows, 3).tolist()) if num_rows > 1 else set()
-    edges = sorted({0, num_rows} | inner)
-    tiers = []
-    for start, stop in itertools.pairwise(edges):
-        ranks = tuple(rng.permutation(world_size)[: int(rng.integers(1, world_size + 1))].tolist())
-        kind = rng.choice(["replicated", "striped", "owned", "pushed", "pushed"])
-        if kind == "owned":
-            mode = str(rng.choice(["pull", "push"]))
-            tiers.append(Tier(start, stop, "owned", ranks[:1], mode=mode))
-        elif kind == "replicated":
-            tiers.append(Tier(start, stop, "replicated", ranks))
-        else:
-            weights = tuple(rng.integers(1, 4, len(ranks)).tolist())
-            mode = "push" if kind == "pushed" else "pull"
-            tiers.append(Tier(start, stop, "striped", ranks, weights, mode))
-    return tuple(tiers)
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["push", "push+columns"])

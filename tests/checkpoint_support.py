@@ -1,0 +1,130 @@
+"""A model with tables of all kinds, for the tests of checkpoints; needs torchrec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchrec.modules import embedding_configs as configs
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import oper
+from oper.integration.torch_modules import module_spec
+from oper.integration.torchrec_modules import table_specs
+from tests.runtime_support import assert_bitwise, mixed_plan, rich_plan
+from tests.world_support import run_world
+
+BATCH = 8  # samples of all ranks together
+ROWS = {"a": 37, "b": 1, "c": 500, "s": 60}
+# What a tag of apply_optimizer_in_backward becomes is tested elsewhere; here one of each kind.
+OPTIMIZERS = {"ta": oper.RowWiseAdagrad(lr=0.1), "tb": oper.Adam(lr=0.01, eps=1e-3),
+              "tc": oper.PartialRowWiseAdam(lr=0.01, eps=1e-3), "ts": oper.SGD(lr=0.1)}
+
+
+class Model(nn.Module):
+    """Bags, sequences, a bare embedding and a dense layer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.bags = EmbeddingBagCollection([configs.EmbeddingBagConfig(
+            name=f"t{f}", num_embeddings=ROWS[f], embedding_dim=8, feature_names=[f])
+            for f in "abc"])
+        self.items = EmbeddingCollection([configs.EmbeddingConfig(
+            name="ts", num_embeddings=ROWS["s"], embedding_dim=8, feature_names=["s"])])
+        self.places = nn.Embedding(5, 8)
+        self.dense = nn.Linear(24, 1)
+
+    def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
+        size = kjt.stride()
+        score = self.dense(self.bags(kjt).values()).tanh().sum()
+        rows = self.items(kjt)["s"].values()
+        return (score + rows.square().sum() + self.places(kjt.values() % 5).sin().sum()) / size
+
+
+def batch_of(step: int, rank: int, world_size: int) -> KeyedJaggedTensor:
+    """This rank's share of the step's samples, which do not depend on the number of ranks."""
+    g = torch.Generator().manual_seed(step)
+    lengths = torch.randint(0, 4, (len(ROWS), BATCH), generator=g)
+    ids = [torch.randint(0, rows, (int(n.sum()),), generator=g)
+           for rows, n in zip(ROWS.values(), lengths, strict=True)]
+    mine = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
+    parts = [torch.cat(torch.split(i, n.tolist())[mine]) for i, n in zip(ids, lengths, strict=True)]
+    return KeyedJaggedTensor(list(ROWS), torch.cat(parts), lengths=lengths[:, mine].reshape(-1))
+
+
+def sharded(world_size: int, plan_seed: int, seed: int = 0) -> Model:
+    """The model under a random plan; plans from 100 on push and split tables by columns."""
+    model = Model(seed)
+    kinds = {n: o.name for n, o in OPTIMIZERS.items()}
+    specs = [*table_specs(model.bags, kinds), *table_specs(model.items, kinds),
+             module_spec("places", model.places, "adagrad")]
+    for name, parameter in model.named_parameters():
+        table = name.split(".")[-2]
+        if table in OPTIMIZERS:
+            tag(parameter, OPTIMIZERS[table])
+    plan = (mixed_plan(specs, world_size, plan_seed) if plan_seed < 100 else
+            rich_plan(specs, world_size, plan_seed, columns=True))
+    return oper.shard(model, plan=plan, optimizer=oper.Adagrad(lr=0.1, eps=1e-2))
+
+
+def tag(parameter: torch.Tensor, optimizer: Any) -> None:
+    """What ``apply_optimizer_in_backward`` leaves behind."""
+    parameter._optimizer_classes = [type(optimizer)]
+    parameter._optimizer_kwargs = [
+        {k: getattr(optimizer, k) for k in ("lr", "eps", "betas") if hasattr(optimizer, k)}]
+
+
+def fused(model: Model) -> CombinedOptimizer:
+    return CombinedOptimizer([("bags", model.bags.fused_optimizer),
+                              ("items", model.items.fused_optimizer)])
+
+
+def state_of(model: Model) -> dict[str, Any]:
+    """What a user saves: everything, under TorchRec's names."""
+    return {"model": model.state_dict(), "optimizer": fused(model).state_dict(),
+            "places": model.places.optimizer_state_dict()}
+
+
+def train(model: Model, rank: int, world_size: int, steps: range) -> None:
+    for step in steps:
+        model.dense.zero_grad()
+        model(batch_of(step, rank, world_size)).backward()
+        with torch.no_grad():
+            for p in model.dense.parameters():
+                if world_size > 1:
+                    torch.distributed.all_reduce(p.grad)
+                p -= 0.1 * p.grad / world_size
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Whole tensors by path."""
+    if isinstance(state, dict):
+        return {k: v for name, value in state.items()
+                for k, v in flat(value, f"{prefix}/{name}").items()}
+    full = getattr(state, "full_tensor", None)
+    return {prefix: (full() if full else state).detach().clone()}
+
+
+def run_ranks(body: Callable[..., dict[str, torch.Tensor]], world_size: int, *args: Any
+              ) -> dict[str, torch.Tensor]:
+    """What `body` returns, which must be the same on all ranks."""
+    first, *others = run_world(world_size, body, *args)
+    for other in others:
+        assert_bitwise(other, first, "two ranks")
+    return first
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint without OPER, into plain tensors of the global shapes."""
+    metadata = dcp.FileSystemReader(str(folder)).read_metadata()
+    state = {name: torch.full(item.size, torch.nan) for name, item
+             in metadata.state_dict_metadata.items() if hasattr(item, "size")}
+    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    return state

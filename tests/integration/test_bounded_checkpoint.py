@@ -1,0 +1,266 @@
+"""Checkpoints of bounded memory: OPER's planners, `save_checkpoint` and `load_checkpoint`."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import oper
+from oper.errors import InvalidInputError, OperError
+from tests.runtime_support import assert_bitwise
+from tests.world_support import RankFailedError, report, run_world, world
+
+pytest.importorskip("torchrec")
+from oper.integration import checkpoint
+from oper.integration.on_demand import TableRows
+from tests.checkpoint_support import (
+    Model,
+    flat,
+    fused,
+    read,
+    run_ranks,
+    sharded,
+    state_of,
+    train,
+)
+
+CHUNK = 512  # bytes: every table of more than 16 rows is several chunks
+
+
+def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None = None,
+          save: str | None = None) -> dict[str, torch.Tensor]:
+    """Load, train and save in chunks; everything as whole tensors."""
+    model = sharded(world_size, plan, seed=0 if load is None else 99)
+    if load is not None:
+        extra = oper.load_checkpoint(load, model, fused(model))
+        assert extra["next_step"] == steps.start
+        assert_bitwise(extra["sums"], torch.arange(3.0), "a tensor of the user's")
+    train(model, rank, world_size, steps)
+    if save is not None:
+        oper.save_checkpoint(save, model, fused(model), chunk_bytes=CHUNK, extra={
+            "next_step": steps.stop, "sums": torch.arange(3.0), "note": {"by": ["a", "b"]}})
+    return flat(state_of(model))
+
+
+# ---- what is in it -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Two ranks, three steps, a plan that pushes and splits columns."""
+    folder = tmp_path_factory.mktemp("saved") / "two"
+    return folder, run_ranks(go_on, 2, 101, range(3), None, str(folder))
+
+
+def test_a_chunked_checkpoint_reads_without_oper(saved: Any) -> None:
+    folder, held = saved
+    found = read(folder)
+    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    chunks = stored["model.bags.embedding_bags.tc.weight"].chunks
+    assert sorted(c.sizes[0] for c in chunks) == [4] + 31 * [16]
+    assert not [p for p in folder.parent.iterdir() if p != folder]
+    names = {"/" + k.replace(".", "/"): v for k, v in found.items()}
+    for name, value in held.items():
+        # `places` is a bare module: its state stands under "tables" and its path.
+        key = name.replace("/places/", "/tables/places/").replace(".", "/")
+        assert_bitwise(names["/" + key.lstrip("/")], value, name)
+
+
+@pytest.mark.parametrize("world_size, plan", [(1, 2), (2, 101), (4, 103)])
+def test_any_plan_and_world_goes_on(saved: Any, world_size: int, plan: int, tmp_path: Path) -> None:
+    folder, held = saved
+    there = run_ranks(go_on, world_size, plan, range(3, 3), str(folder), str(tmp_path / "there"))
+    assert_bitwise(there, held, "loaded by another world")
+    back = run_ranks(go_on, 2, 101, range(3, 3), str(tmp_path / "there"))
+    assert_bitwise(back, held, "and back")
+    if (world_size, plan) == (2, 101):
+        assert_bitwise(run_ranks(go_on, 2, 101, range(3, 6), str(folder)),
+                       run_ranks(go_on, 2, 101, range(6)), "training goes on")
+
+
+def _with_planners(rank: int, world_size: int, load: str, save: str) -> dict[str, torch.Tensor]:
+    """dcp's own calls, from and to programs that know nothing of OPER."""
+    model = sharded(world_size, 102, seed=7)
+    with oper.rows_on_demand(CHUNK):
+        state = model.state_dict()
+        assert isinstance(state["places.weight"], TableRows)
+        dcp.load(state, checkpoint_id=load, planner=oper.LoadPlanner())
+        model.load_state_dict(state)
+        dcp.save(model.state_dict(), checkpoint_id=save, planner=oper.SavePlanner())
+    return flat(dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_from_and_to_the_unsharded_model(world_size: int, tmp_path: Path) -> None:
+    plain, other = Model(seed=3), Model(seed=4)
+    dcp.save(plain.state_dict(), checkpoint_id=str(tmp_path / "in"), no_dist=True)
+    want = flat(dict(plain.state_dict()))
+    for got in run_world(world_size, _with_planners, str(tmp_path / "in"), str(tmp_path / "out")):
+        assert_bitwise(got, want, "loaded from the unsharded model")
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert_bitwise(flat(dict(state)), want, "loaded by the unsharded model")
+
+
+def test_rows_on_demand_of_another_model_are_copied() -> None:
+    model, other = sharded(1, 0), sharded(1, 101, seed=5)
+    with oper.rows_on_demand(CHUNK):
+        other.load_state_dict(model.state_dict())
+    assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "copied")
+    assert isinstance(model.state_dict()["places.weight"], torch.Tensor)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+ROWS, DIM = 300_000, 64  # 77 MB of rows and 77 MB of state
+
+
+def _peak(action: Any) -> int:
+    """Bytes by which resident memory has risen at most while `action` ran."""
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(x.split()[1]) << 10 for x in lines if x.startswith(key))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    action()
+    return status("VmHWM") - before
+
+
+def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(ROWS, DIM))
+    oper.shard(model, optimizer=oper.Adagrad(lr=0.1))
+    tables = model[0].tables
+    for at in range(0, ROWS, 10_000):  # maps every page before anything is measured
+        for part in ("rows", "momentum1"):
+            tables.read("0", at, at + 10_000, part)
+    plain = {"model": model.state_dict()}
+    found = [
+        _peak(lambda: oper.save_checkpoint(folder, model, chunk_bytes=1 << 20)),
+        _peak(lambda: oper.load_checkpoint(folder, model)),
+        _peak(lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=folder + "-plain")),
+        _peak(lambda: model.load_state_dict(plain["model"]))]
+    dist.barrier()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:no access statistics")
+def test_memory_is_a_few_chunks(tmp_path: Path) -> None:
+    table, chunk, slack = ROWS * DIM * 4, 1 << 20, 12 << 20
+    for save, load, plain, plain_load in run_world(2, _peaks, str(tmp_path / "c")):
+        assert max(save, load) <= 4 * chunk + slack, "in chunks"
+        # One logical row range per rank, with what gathering and writing it takes.
+        assert plain <= 1.25 * table + slack, "plain save"
+        # At two ranks a whole table on each would be `table`, and a chunk is 64 MiB.
+        assert plain_load <= 0.75 * table + slack, "plain load"
+        assert plain > table / 2, "the measure sees what a plain save copies"
+
+
+# ---- crashes -------------------------------------------------------------------------------------
+
+
+def _saves_again(rank: int, world_size: int, folder: str, how: str) -> str:
+    """Save, train, and fail in the middle of the second save."""
+    model = sharded(world_size, 101)
+    train(model, rank, world_size, range(3))
+    oper.save_checkpoint(folder, model, fused(model), {"next_step": 3, "sums": torch.arange(3.0)})
+    report(flat(state_of(model)))
+    train(model, rank, world_size, range(3, 5))
+    done = []
+    original = checkpoint.SavePlanner.resolve_data
+
+    def resolve(self: Any, item: Any) -> Any:
+        done.append(item)
+        if rank == 1 and len(done) == 3:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("no space left on device")
+        return original(self, item)
+
+    checkpoint.SavePlanner.resolve_data = resolve  # type: ignore[method-assign]
+    try:
+        oper.save_checkpoint(folder, model, fused(model), {"next_step": 5}, chunk_bytes=CHUNK)
+    except OperError as error:
+        return str(error)
+    time.sleep(60)
+    return "saved"
+
+
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_a_crash_while_saving_leaves_the_previous_checkpoint(how: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "c")
+    with world(2, _saves_again, folder, how) as running:
+        held = running.receive(0)
+        assert_bitwise(running.receive(1), held, "two ranks")
+        if how == "failed":
+            for rank in range(2):
+                assert "rank 1: no space left" in running.receive(rank)
+        else:
+            with pytest.raises(RankFailedError, match="ended with -9"):
+                running.receive(1)
+    assert (tmp_path / "c.saving").exists()
+    assert_bitwise(run_ranks(go_on, 2, 1, range(3, 3), folder), held, "the previous one")
+    # And the next save clears up.
+    run_ranks(go_on, 1, 1, range(3, 4), folder, folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_crash_while_renaming(renamed: bool, tmp_path: Path) -> None:
+    """Between the renames there is only the previous one; after them both are there."""
+    model = sharded(1, 1)
+    folder, before = tmp_path / "c", tmp_path / "c.previous"
+    oper.save_checkpoint(folder, model, fused(model), {"which": 1})
+    folder.rename(before)
+    if renamed:
+        oper.save_checkpoint(tmp_path / "new", model, fused(model), {"which": 2})
+        (tmp_path / "new").rename(folder)
+    assert oper.load_checkpoint(folder, model, fused(model)) == {"which": 2 if renamed else 1}
+    oper.save_checkpoint(folder, model, fused(model), {"which": 3})
+    assert oper.load_checkpoint(folder, model, fused(model)) == {"which": 3}
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_rows_on_demand_need_a_planner(tmp_path: Path) -> None:
+    model = sharded(1, 0)
+    with oper.rows_on_demand():
+        state = model.state_dict()
+    with pytest.raises(BaseException, match=r"oper\.SavePlanner"):
+        dcp.save(state, checkpoint_id=str(tmp_path / "c"), no_dist=True)
+    with pytest.raises(OperError, match="rows_on_demand"):
+        copy.deepcopy(state)
+    with pytest.raises(InvalidInputError, match="chunk_bytes"), oper.rows_on_demand(0):
+        pass
+
+
+def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    model = sharded(1, 0)
+    with pytest.raises(InvalidInputError, match="complete checkpoint"):
+        oper.load_checkpoint(tmp_path, model)
+    (tmp_path / "mine.txt").write_text("not a checkpoint")
+    with pytest.raises(OperError, match="is no checkpoint"):
+        oper.save_checkpoint(tmp_path, model)
+    assert (tmp_path / "mine.txt").read_text() == "not a checkpoint"
+    small = torch.nn.Sequential(torch.nn.Embedding(5, 8))
+    dcp.save({"model": {"0.weight": torch.zeros(6, 8)}}, checkpoint_id=str(tmp_path / "other"),
+             no_dist=True)
+    oper.shard(small, plan=None, optimizer=oper.SGD())
+    before = small.state_dict()["0.weight"]
+    with pytest.raises(InvalidInputError, match=r"'0'.*\(6, 8\).*\(5, 8\)"):
+        oper.load_checkpoint(tmp_path / "other", small)
+    with pytest.raises(OperError, match=r"Missing key.*dense"):
+        oper.load_checkpoint(tmp_path / "other", sharded(1, 0))
+    assert_bitwise(small.state_dict()["0.weight"], before, "unchanged")
