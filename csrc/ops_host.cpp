@@ -99,9 +99,7 @@ TierMap tier_map(const int64_t* maps, int64_t num_maps, int64_t start, int64_t a
   tier.start = start;
   tier.period = period;
   tier.shift = log2_or_minus1(period);
-  tier.magic = tier.shift >= 0
-                   ? 0
-                   : static_cast<uint64_t>((static_cast<unsigned __int128>(1) << 64) / period) + 1;
+  tier.magic = (uint64_t{1} << 63) / static_cast<uint64_t>(period) + 1;
   tier.base = maps + at;
   tier.step = maps + num_maps + at;
   return tier;
@@ -167,16 +165,19 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
     for (int64_t p = 0; p < T; ++p)
       if (table_data[p * kTableWidth + kLogical] == d[kLogical] && table.dim != table.row_columns)
         table.pieces.push_back(static_cast<int32_t>(p));
-    HeadMap head{nullptr, nullptr, nullptr, 0};
+    HeadMap head{nullptr, nullptr, 0};
     if (d[kHead] >= 0) {
-      head.bits = static_cast<const uint64_t*>(heads[d[kHead]].data_ptr());
-      head.ranks = static_cast<const uint32_t*>(heads[d[kHead] + 1].data_ptr());
-      head.positions = static_cast<const uint32_t*>(heads[d[kHead] + 2].data_ptr());
-      head.num_head = heads[d[kHead] + 2].numel();
+      head.words = static_cast<const uint64_t*>(heads[d[kHead]].data_ptr());
+      head.positions = static_cast<const uint32_t*>(heads[d[kHead] + 1].data_ptr());
+      head.num_head = heads[d[kHead] + 1].numel();
     }
     const int32_t n = static_cast<int32_t>(read.size());
-    table.read = TableMap{d[kNumRows], n, read.data(), head};
-    table.home = TableMap{d[kNumRows], n, home.data(), head};
+    table.read = TableMap{d[kNumRows], n, read.data(), head, nullptr};
+    table.home = TableMap{d[kNumRows], n, home.data(), head, nullptr};
+    for (TableMap* map : {&table.read, &table.home}) {
+      context.flat_storage.push_back(flatten(*map));
+      map->flat = context.flat_storage.back().get();
+    }
     fill_home_tiers(table, context.rank);
   }
 }

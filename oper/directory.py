@@ -135,35 +135,21 @@ class TableDirectory:
             slot[inside] = layout.slot_base[who] + turn * layout.weight[who] + layout.within[k]
         return owner, slot
 
-    def positions_of(self, rank: int, begin: int, end: int) -> np.ndarray:
-        """Positions (int64 [end - begin]) of the rows in slots [begin, end) of `rank`."""
-        slots = np.arange(begin, end, dtype=np.int64)
-        positions = np.empty(slots.shape, np.int64)
-        for layout in self.tiers:
-            first, count = layout.slot_base[rank], layout.num_rows[rank]
-            inside = (slots >= first) & (slots < first + count)
-            if not inside.any():
-                continue
-            mine = np.flatnonzero(layout.pattern == rank)
-            turn, k = np.divmod(slots[inside] - first, mine.size)
-            positions[inside] = layout.tier.start + turn * layout.pattern.size + mine[k]
-        return positions
+    def head_map(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Words int64 [n] and positions int32 [H] for the kernels, or None.
 
-    def head_map(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Bitmap int64 [n], ranks int32 [n], positions int32 [H] for the kernels, or None.
-
-        n = ceil(num_rows / 64); bit i of word i // 64 marks a head row; `ranks` counts the head
-        rows before a word; `positions` lists their positions in ascending order of id.
+        n = ceil(num_rows / 32); bit i % 32 of word i // 32 marks head row i, and the word's high
+        half counts the head rows before it; `positions` lists their positions in ascending order
+        of id.
         """
         if not self.head_ids.size:
             return None
-        words = -(-self.table.num_rows // 64)
-        bits = np.zeros(words, np.uint64)
-        np.bitwise_or.at(bits, self._sorted_head // 64,
-                         np.uint64(1) << (self._sorted_head % 64).astype(np.uint64))
-        before = np.searchsorted(self._sorted_head, np.arange(words, dtype=np.int64) * 64)
-        return (bits.view(np.int64), before.astype(np.uint32).view(np.int32),
-                self._sorted_positions.astype(np.uint32).view(np.int32))
+        num_words = -(-self.table.num_rows // 32)
+        words = np.searchsorted(self._sorted_head, np.arange(num_words, dtype=np.int64) * 32)
+        words = words.astype(np.uint64) << np.uint64(32)
+        np.bitwise_or.at(words, self._sorted_head // 32,
+                         np.uint64(1) << (self._sorted_head % 32).astype(np.uint64))
+        return words.view(np.int64), self._sorted_positions.astype(np.uint32).view(np.int32)
 
 
 def _lay_out(tier: Tier, world_size: int, slots: np.ndarray, replicas: np.ndarray) -> TierLayout:

@@ -26,6 +26,26 @@ Scratch::~Scratch() {
   for (Block& block : blocks_) std::free(block.data);
 }
 
+std::unique_ptr<FlatTiers> flatten(const TableMap& map) {
+  if (map.num_tiers > FlatTiers::kTiers) return nullptr;
+  auto flat = std::make_unique<FlatTiers>();
+  for (int k = 0; k < FlatTiers::kTiers; ++k) {
+    const bool there = k < map.num_tiers;
+    flat->start[k] = there ? map.tiers[k].start : INT64_MAX;
+    flat->period[k] = there ? map.tiers[k].period : 1;
+    flat->inverse[k] = 1.0 / static_cast<double>(flat->period[k]);
+    flat->first[k] = static_cast<int64_t>(flat->base.size());
+    if (!there) continue;
+    flat->base.insert(flat->base.end(), map.tiers[k].base, map.tiers[k].base + flat->period[k]);
+    flat->step.insert(flat->step.end(), map.tiers[k].step, map.tiers[k].step + flat->period[k]);
+  }
+  flat->num_entries = static_cast<int64_t>(flat->base.size());
+  const size_t size = std::max<size_t>(flat->base.size(), FlatTiers::kInRegisters);
+  flat->base.resize(size);
+  flat->step.resize(size);
+  return flat;
+}
+
 Scratch* Context::take_scratch() {
   std::lock_guard<std::mutex> lock(scratch_mutex_);
   if (scratch_free_.empty()) {

@@ -23,6 +23,21 @@ struct Feature {
   int64_t start;    // first column of the table's piece
 };
 
+// The constants of up to eight tiers, one vector each; tiers that are not there start behind all
+// positions. `base` and `step` hold all tiers' entries, those of tier k from `first[k]` on.
+struct FlatTiers {
+  static constexpr int kTiers = 8, kInRegisters = 16;  // entries that two registers hold
+  int64_t start[kTiers];
+  double inverse[kTiers];  // 1 / period
+  int64_t period[kTiers];
+  int64_t first[kTiers];
+  int64_t num_entries;
+  std::vector<int64_t> base, step;  // at least kInRegisters
+};
+
+// null when the map has more than `kTiers` tiers.
+std::unique_ptr<FlatTiers> flatten(const TableMap& map);
+
 // Rows of one replicated tier whose masters live on one owner.
 struct Refresh {
   int32_t table;
@@ -159,6 +174,7 @@ struct Context {
   int64_t num_passes[2] = {};
   // Backing store of every pointer above that the directory uses.
   std::vector<std::vector<TierMap>> tier_storage;
+  std::vector<std::unique_ptr<FlatTiers>> flat_storage;
   std::vector<int64_t> map_storage;
   Arenas arenas;
 

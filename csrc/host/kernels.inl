@@ -10,11 +10,12 @@ typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
 
 constexpr int kMaxVectors = 64;     // dim <= 1024
 constexpr int64_t kPrefetch = 24;   // rows ahead; 16..32 measured equal on current server cores
-constexpr int64_t kBlockIds = 1024; // ids resolved at a time
+constexpr int64_t kBlockIds = 64;   // ids resolved at a time
 
 #define OPER_INLINE inline __attribute__((always_inline))
 
 #include "host/rows.inl"
+#include "host/resolve.inl"
 #include "host/lookup.inl"
 #include "host/reduce.inl"
 #include "host/update.inl"

@@ -1,57 +1,5 @@
 // Forward: from ids to pooled rows. Part of kernels.inl.
 
-// ---- resolving ids -----------------------------------------------------------------------------
-
-// Index of the first id outside [0, num_rows), or -1. The common case is one pass that the compiler
-// turns into vector code.
-template <class Id>
-int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
-  const uint64_t limit = static_cast<uint64_t>(num_rows);
-  uint64_t any = 0;
-  for (int64_t i = 0; i < n; ++i)
-    any |= static_cast<uint64_t>(static_cast<uint64_t>(static_cast<int64_t>(ids[i])) >= limit);
-  if (__builtin_expect(any == 0, 1)) return -1;
-  int64_t i = 0;
-  while (static_cast<uint64_t>(static_cast<int64_t>(ids[i])) < limit) ++i;
-  return i;
-}
-
-// Places of ids[0..n); returns the first bad id's index, or -1.
-template <class Id, class Out>
-int64_t resolve(const TableMap& map, const Id* ids, int64_t n, Out* out) {
-  const int64_t bad = first_bad(ids, n, map.num_rows);
-  if (bad >= 0) return bad;
-  const TierMap& tier = map.tiers[0];
-  if (map.num_tiers > 1 || map.head.bits != nullptr || tier.shift < 0) {
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(locate(map, ids[i]));
-    return -1;
-  }
-  // The usual table: one tier dealt evenly to a power of two of ranks; hoist its constants.
-  const int64_t base = tier.base[0], step = tier.step[0];
-  if (tier.period == 1) {
-    for (int64_t i = 0; i < n; ++i)
-      out[i] = static_cast<Out>(base + static_cast<int64_t>(ids[i]) * step);
-    return -1;
-  }
-  const int64_t mask = tier.period - 1;
-  const int shift = tier.shift;
-  if (tier.period == 2 && tier.step[1] == step) {
-    const int64_t apart = tier.base[1] - base;
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t id = static_cast<int64_t>(ids[i]);
-      out[i] = static_cast<Out>(base + (-(id & 1) & apart) + (id >> 1) * step);
-    }
-    return -1;
-  }
-  const int64_t* bases = tier.base;
-  const int64_t* steps = tier.step;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t id = static_cast<int64_t>(ids[i]);
-    out[i] = static_cast<Out>(bases[id & mask] + (id >> shift) * steps[id & mask]);
-  }
-  return -1;
-}
-
 // ---- forward -----------------------------------------------------------------------------------
 
 template <int N, bool kWeighted>
@@ -104,28 +52,48 @@ OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_
   counts[arenas.rank[last]] += left;
 }
 
-// Calls body(first bag, last bag, addresses of their rows) for blocks of bags; returns the first bad
-// id's index in the batch, or -1.
+// Calls body(first bag, last bag, addresses of their rows) for one stretch of bags after another;
+// returns the first bad id's index in the batch, or -1. Ids are resolved a few at a time, always
+// `kPrefetch` ahead of the bags in hand: while that happens, memory is busy with rows on their way.
 template <Moved kKind, class Id, class Body>
 int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
-  const Id* ids = static_cast<const Id*>(range.batch.ids);
   const int64_t* bounds = range.bags.bounds;
-  int64_t b = range.begin;
-  while (b < range.end) {
-    // As many bags as fit a block, at least one.
-    const int64_t first = bounds[b];
-    int64_t end = b + 1;
-    while (end < range.end && bounds[end + 1] - first <= kBlockIds) ++end;
-    const int64_t n = bounds[end] - first;
-    int64_t* addresses = scratch.get<int64_t>(0, n + kPrefetch);
-    const int64_t bad = resolve(table.read, ids + first, n, addresses);
-    if (bad >= 0) return first + bad;
-    count_rows(table, addresses, n, kKind, scratch);
-    for (int64_t i = 0; i < kPrefetch; ++i) addresses[n + i] = n > 0 ? addresses[n - 1] : 0;
-    for (int64_t i = 0; i < std::min(n, kPrefetch); ++i)
-      prefetch_row(reinterpret_cast<const void*>(addresses[i]), table.row_bytes());
-    body(b, end, addresses);
-    b = end;
+  const int64_t first = bounds[range.begin], total = bounds[range.end] - first;
+  const Id* ids = static_cast<const Id*>(range.batch.ids) + first;
+  int64_t room = 16 * kBlockIds;  // of `addresses`, which hold ids [kept, resolved) and what follows
+  int64_t* addresses = scratch.get<int64_t>(0, room + kPrefetch);
+  int64_t kept = 0, resolved = 0;
+  for (int64_t b = range.begin, end; b < range.end; b = end) {
+    const int64_t begin = bounds[b] - first;
+    const int64_t need = std::min(total, bounds[b + 1] - first + kPrefetch);
+    while (resolved < need) {
+      const int64_t n = std::min(kBlockIds, total - resolved);
+      if (resolved + n - kept > room) {
+        if (resolved + n - begin > room / 2) {
+          // A bag longer than the buffer.
+          std::vector<int64_t> old(addresses + (begin - kept), addresses + (resolved - kept));
+          room = 2 * (need - begin + kBlockIds);
+          addresses = scratch.get<int64_t>(0, room + kPrefetch);
+          std::copy(old.begin(), old.end(), addresses);
+        } else {
+          std::copy(addresses + (begin - kept), addresses + (resolved - kept), addresses);
+        }
+        kept = begin;
+      }
+      int64_t* to = addresses + (resolved - kept);
+      const int64_t bad = resolve(table.read, ids + resolved, n, total - resolved, to);
+      if (bad >= 0) return first + resolved + bad;
+      count_rows(table, to, n, kKind, scratch);
+      if (resolved == 0)
+        for (int64_t i = 0; i < std::min(n, kPrefetch); ++i)
+          prefetch_row(reinterpret_cast<const void*>(to[i]), table.row_bytes());
+      resolved += n;
+      if (resolved == total) std::fill(to + n, to + n + kPrefetch, to[n - 1]);
+    }
+    end = b + 1;
+    while (end < range.end && std::min(total, bounds[end + 1] - first + kPrefetch) <= resolved)
+      ++end;
+    body(b, end, addresses + (begin - kept));
   }
   return -1;
 }

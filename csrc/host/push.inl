@@ -160,7 +160,7 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
     for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {
       const int64_t first = bags.bounds[b], n = bags.bounds[b + 1] - first;
       int64_t* rows = scratch.get<int64_t>(0, n);
-      resolve(table.read, ids + first, n, rows);
+      resolve(table.read, ids + first, n, n, rows);
       Row<N> sum;
       sum.zero(dim);
       for (int64_t i = 0; i < n; ++i) {

@@ -46,7 +46,7 @@ int64_t gather_keys(const Table& table, const Batch& batch, TableBatch& out, Scr
     const FeatureBags& bags = batch.features[f];
     const int64_t* bounds = bags.bounds;
     const int64_t n = bounds[bags.num_bags] - bounds[0];
-    const int64_t bad = resolve(table.home, ids + bounds[0], n, out.keys + at);
+    const int64_t bad = resolve(table.home, ids + bounds[0], n, n, out.keys + at);
     if (bad >= 0) return bounds[0] + bad;
     const uint32_t* keys = out.keys + at;
     for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {

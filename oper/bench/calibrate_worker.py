@@ -35,10 +35,10 @@ def plan_of(kind: str, tables: Sequence[TableSpec], stats: AccessStats, world_si
     """The same placement for every table; owners take turns where a table has one."""
     entries = []
     for k, spec in enumerate(tables):
-        ids = np.zeros(0, np.int64)
-        if not stats.ids_in_hotness_order:
-            ids = stats.tables[spec.name].head_ids
         tiers = tuple(_tiers(kind, k, spec.num_rows, world_size))
+        ids = np.zeros(0, np.int64)
+        if not stats.ids_in_hotness_order:  # as in the planner's plans, no more than tiers need
+            ids = stats.tables[spec.name].head_ids[:tiers[-1].start]
         entries.append(TablePlan(spec, (Piece(0, spec.dim, tiers),), ids))
     return Plan(world_size, tuple(entries))
 

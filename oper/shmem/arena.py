@@ -100,7 +100,7 @@ class KernelMaps:
     Attributes:
         tables: int64 [T, 11]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 6];
         maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched, squares: int64 [T, W];
-        heads: head maps, three arrays per table that needs them.
+        heads: head maps, two arrays per table that needs them.
     """
 
     tables: np.ndarray

@@ -88,20 +88,6 @@ def test_every_row_has_one_home(case: tuple[TablePlan, int]) -> None:
 
 @FAST
 @given(table_plans())
-def test_slots_lead_back_to_positions(case: tuple[TablePlan, int]) -> None:
-    plan, world_size = case
-    directory = TableDirectory(plan, world_size)
-    owner, slot = directory.locate(np.arange(plan.table.num_rows))
-    for rank in range(world_size):
-        count = int(directory.num_slots[rank])
-        back = directory.positions_of(rank, 0, count)
-        assert np.array_equal(back[slot[owner == rank]], np.flatnonzero(owner == rank))
-        middle = directory.positions_of(rank, count // 3, count - count // 4)
-        assert np.array_equal(middle, back[count // 3: count - count // 4])
-
-
-@FAST
-@given(table_plans())
 def test_tiers_keep_to_their_ranks_and_weights(case: tuple[TablePlan, int]) -> None:
     plan, world_size = case
     directory = TableDirectory(plan, world_size)
@@ -128,13 +114,13 @@ def test_the_head_map_ranks_every_head_row(case: tuple[TablePlan, int]) -> None:
     if packed is None:
         assert not directory.head_ids.size
         return
-    bits, before, positions = packed
+    words, positions = packed
     found = {}
     for row in range(plan.table.num_rows):
-        word = int(bits.view(np.uint64)[row // 64])
-        if word >> (row % 64) & 1:
-            below = bin(word & ((1 << (row % 64)) - 1)).count("1")
-            found[row] = int(positions[int(before[row // 64]) + below])
+        word = int(words.view(np.uint64)[row // 32])
+        if word >> (row % 32) & 1:
+            below = bin(word & ((1 << (row % 32)) - 1)).count("1")
+            found[row] = int(positions[(word >> 32) + below])
     assert found == {int(r): k for k, r in enumerate(directory.head_ids)}
 
 
@@ -147,10 +133,9 @@ def test_large_tables_need_no_memory(rows: int) -> None:
     any_rows = np.random.default_rng(0).integers(0, rows, 1000)
     some = np.unique([*any_rows.tolist(), 0, 999, 1000, rows - 1])
     owner, slot = directory.locate(some)
-    for rank in range(3):
-        mine = slot[owner == rank]
-        assert all(directory.positions_of(rank, int(s), int(s) + 1)[0] == p
-                   for s, p in zip(mine[:50], some[owner == rank][:50], strict=True))
+    for rank in range(3):  # dealt in order: within a rank slots grow with the position
+        assert (np.diff(slot[owner == rank]) > 0).all()
+        assert slot[owner == rank].max() < directory.num_slots[rank]
     assert int(directory.num_slots.sum()) == rows
 
 
@@ -223,3 +208,18 @@ def test_long_weighted_turns(weights: tuple[int, ...]) -> None:
     for result in run_ranks(3, lambda group: _rows_found(group, plan, ids)):
         assert torch.equal(result["found"][:, 0], ids.float())
         assert_bitwise(result["after"], result["read"], "rows after the update")
+
+
+def test_many_tiers() -> None:
+    """More tiers than a vector register has lanes, with an explicit head over most of them."""
+    spec = TableSpec("t", 997, 4, ("f",), "sum", optimizer="sgd")
+    cuts = [0, 1, 2, 40, 41, 90, 200, 201, 300, 450, 451, 700, 800, 997]
+    kinds = itertools.cycle(("owned", "striped", "replicated"))
+    parts = tuple(Tier(a, b, kind, (1,) if kind == "owned" else (2, 0, 1))
+                  for (a, b), kind in zip(itertools.pairwise(cuts), kinds, strict=False))
+    head = np.random.default_rng(3).permutation(spec.num_rows)[:800]
+    plan = Plan(3, (TablePlan(spec, (Piece(0, 4, parts),), head.astype(np.int64)),))
+    ids = torch.randperm(spec.num_rows, generator=torch.Generator().manual_seed(1))
+    for result in run_ranks(3, lambda group: _rows_found(group, plan, ids)):
+        assert torch.equal(result["found"][:, 0], ids.float())
+        assert_bitwise(result["read"][ids], result["after"], "rows after the update")

@@ -112,6 +112,22 @@ def test_tensors_that_the_kernels_would_misread(tables: ShardedTables, field: st
         tables.lookup(replace(lookup([1, 2, 3], [1, 1, 1, 0]), **{field: value}))
 
 
+@pytest.mark.parametrize("lengths", [[5000, 3, 0, 1500], [1, 700, 4000, 1], [0, 0, 6000, 2],
+                                     [900, 900, 900, 900]])
+def test_bags_longer_than_any_buffer(lengths: list[int]) -> None:
+    """Pooled in the order of the bag: bit for bit a sum one after another."""
+    tables = open_tables(CASE, mixed_plan(TABLES, 1, 2), SingleGroup(), None)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 50, (sum(lengths),), generator=generator)
+    out = tables.lookup(Lookup(ids, torch.tensor(lengths), CASE.key_of, 2))
+    weight = initial_weights(CASE)["users"]
+    for sample, part in enumerate(ids.split(lengths)[2:]):  # the key "user"
+        want = torch.zeros(8)
+        for row in weight[part]:
+            want = want + row
+        assert torch.equal(out[sample, :8], want)
+
+
 def test_an_empty_batch_and_a_batch_of_empty_bags(tables: ShardedTables) -> None:
     assert tables.lookup(lookup([], [], 0)).shape == (0, CASE.columns)
     for grad in (True, False):

@@ -16,19 +16,18 @@ struct TierMap {
   int64_t start;        // first position of the tier
   int64_t period;       // offsets in one turn, >= 1
   int32_t shift;        // log2(period), or -1 when period is no power of two
-  uint64_t magic;       // floor(2^64 / period) + 1, used when shift < 0
+  uint64_t magic;       // floor(2^63 / period) + 1
   const int64_t* base;  // [period]
   const int64_t* step;  // [period]
 };
 
-// Exact for offsets below 2^52 and periods below 2^12 (Granlund and Montgomery 1994, 64-bit form:
-// the error offset / 2^64 stays below 1 / period).
+// offset / period without a branch, exact for offsets below 2^51 and periods below 2^12 (Granlund
+// and Montgomery 1994: the error 2 * offset / 2^64 stays below 1 / period).
 OPER_HD uint64_t turn_of(const TierMap& tier, uint64_t offset) {
-  if (tier.shift >= 0) return offset >> tier.shift;
 #if defined(__CUDA_ARCH__)
-  return __umul64hi(offset, tier.magic);
+  return __umul64hi(offset << 1, tier.magic);
 #else
-  return static_cast<uint64_t>((static_cast<unsigned __int128>(offset) * tier.magic) >> 64);
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(offset << 1) * tier.magic) >> 64);
 #endif
 }
 
@@ -39,29 +38,37 @@ OPER_HD int64_t locate_in_tier(const TierMap& tier, int64_t position) {
   return tier.base[k] + static_cast<int64_t>(turn) * tier.step[k];
 }
 
-// Explicit head of a table whose ids are not in hotness order: 1 bit per row and a 32-bit rank per
-// 64 rows (1.5 bits per row), then one position per head row in ascending order of id.
+// Explicit head of a table whose ids are not in hotness order: 2 bits per row, in words that hold
+// what one lookup needs, then one position per head row in ascending order of id.
 struct HeadMap {
-  const uint64_t* bits;       // [ceil(num_rows / 64)], or null: position = id
-  const uint32_t* ranks;      // [ceil(num_rows / 64)] head rows before the word
+  const uint64_t* words;      // [ceil(num_rows / 32)], or null: position = id. Low half: bit i marks
+                              // a head row; high half: how many head rows come before the word
   const uint32_t* positions;  // [num_head]
   int64_t num_head;
 };
 
-OPER_HD int popcount64(uint64_t x) {
+OPER_HD int popcount32(uint32_t x) {
 #if defined(__CUDA_ARCH__)
-  return __popcll(x);
+  return __popc(x);
 #else
-  return __builtin_popcountll(x);
+  return __builtin_popcount(x);
 #endif
 }
 
+// Without branches: which ids are hot cannot be predicted.
 OPER_HD int64_t position_of(const HeadMap& head, int64_t id) {
-  if (head.bits == nullptr) return id;
-  const uint64_t word = head.bits[id >> 6];
-  const uint64_t below = word & ((uint64_t{1} << (id & 63)) - 1);
-  const int64_t rank = static_cast<int64_t>(head.ranks[id >> 6]) + popcount64(below);
-  return (word >> (id & 63)) & 1 ? head.positions[rank] : head.num_head + id - rank;
+  if (head.words == nullptr) return id;
+  const uint64_t word = head.words[id >> 5];
+  const uint32_t bit = uint32_t{1} << (id & 31);
+  const uint32_t bits = static_cast<uint32_t>(word);
+  const int64_t rank = static_cast<int64_t>(word >> 32) + popcount32(bits & (bit - 1));
+  const int64_t hot = -static_cast<int64_t>((bits & bit) != 0);
+  const int64_t listed = head.positions[rank & hot];
+  return (listed & hot) | ((head.num_head + id - rank) & ~hot);
+}
+
+namespace host {
+struct FlatTiers;  // the tiers' constants side by side, for vector code
 }
 
 struct TableMap {
@@ -69,11 +76,12 @@ struct TableMap {
   int32_t num_tiers;
   const TierMap* tiers;  // [num_tiers], ascending start
   HeadMap head;
+  const host::FlatTiers* flat;  // or null
 };
 
 OPER_HD int32_t tier_of(const TableMap& table, int64_t position) {
-  int32_t k = table.num_tiers - 1;
-  while (k > 0 && position < table.tiers[k].start) --k;
+  int32_t k = 0;
+  for (int32_t j = 1; j < table.num_tiers; ++j) k += position >= table.tiers[j].start;
   return k;
 }
 

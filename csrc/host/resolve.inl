@@ -1,0 +1,176 @@
+// From ids to places. Part of kernels.inl.
+
+constexpr int64_t kWordsAhead = 64;  // ids ahead whose head words are fetched
+
+// Index of the first id outside [0, num_rows), or -1. The common case is one pass that the compiler
+// turns into vector code.
+template <class Id>
+int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
+  const uint64_t limit = static_cast<uint64_t>(num_rows);
+  uint64_t any = 0;
+  for (int64_t i = 0; i < n; ++i)
+    any |= static_cast<uint64_t>(static_cast<uint64_t>(static_cast<int64_t>(ids[i])) >= limit);
+  if (__builtin_expect(any == 0, 1)) return -1;
+  int64_t i = 0;
+  while (static_cast<uint64_t>(static_cast<int64_t>(ids[i])) < limit) ++i;
+  return i;
+}
+
+// One tier dealt evenly to a power of two of ranks, ids in order: its constants hoisted.
+template <class Id, class Out>
+void resolve_dealt(const TierMap& tier, const Id* ids, int64_t n, Out* out) {
+  const int64_t base = tier.base[0], step = tier.step[0];
+  if (tier.period == 1) {
+    for (int64_t i = 0; i < n; ++i)
+      out[i] = static_cast<Out>(base + static_cast<int64_t>(ids[i]) * step);
+    return;
+  }
+  const int64_t mask = tier.period - 1;
+  const int shift = tier.shift;
+  if (tier.period == 2 && tier.step[1] == step) {
+    const int64_t apart = tier.base[1] - base;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t id = static_cast<int64_t>(ids[i]);
+      out[i] = static_cast<Out>(base + (-(id & 1) & apart) + (id >> 1) * step);
+    }
+    return;
+  }
+  const int64_t* bases = tier.base;
+  const int64_t* steps = tier.step;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t id = static_cast<int64_t>(ids[i]);
+    out[i] = static_cast<Out>(bases[id & mask] + (id >> shift) * steps[id & mask]);
+  }
+}
+
+#if defined(OPER_KERNELS_AVX512)
+
+// Set bits of each 64-bit lane whose high half is zero.
+OPER_INLINE __m512i popcount_low(__m512i x) {
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const __m512i counts = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4));
+  const __m512i low = _mm512_shuffle_epi8(counts, _mm512_and_si512(x, nibble));
+  const __m512i high =
+      _mm512_shuffle_epi8(counts, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble));
+  return _mm512_sad_epu8(_mm512_add_epi8(low, high), _mm512_setzero_si512());
+}
+
+OPER_INLINE __m512i load_ids(const int64_t* ids, __mmask8 some) {
+  return _mm512_maskz_loadu_epi64(some, ids);
+}
+OPER_INLINE __m512i load_ids(const int32_t* ids, __mmask8 some) {
+  return _mm512_cvtepi32_epi64(_mm256_maskz_loadu_epi32(some, ids));
+}
+OPER_INLINE void store_places(int64_t* out, __mmask8 some, __m512i places) {
+  _mm512_mask_storeu_epi64(out, some, places);
+}
+OPER_INLINE void store_places(uint32_t* out, __mmask8 some, __m512i places) {
+  _mm256_mask_storeu_epi32(out, some, _mm512_cvtepi64_epi32(places));
+}
+
+// Entry `at` of base or step, for eight lanes; kRegisters: how many hold all entries, 0 = memory.
+template <int kRegisters>
+OPER_INLINE __m512i entries_at(const int64_t* entries, __m512i first, __m512i second, __m512i at) {
+  if (kRegisters == 1) return _mm512_permutexvar_epi64(at, first);
+  if (kRegisters == 2) return _mm512_permutex2var_epi64(first, at, second);
+  return _mm512_i64gather_epi64(at, entries, 8);
+}
+
+// Eight ids at a time: head words and listed positions by gather, all else in registers. Quotients
+// by way of doubles: offsets are below 2^32, so that (offset + 0.5) / period stays away from integers
+// by more than it is rounded.
+template <int kRegisters, bool kHead, class Id, class Out>
+int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
+  const FlatTiers& flat = *map.flat;
+  const __m512i num_rows = _mm512_set1_epi64(map.num_rows);
+  const __m512i num_head = _mm512_set1_epi64(map.head.num_head);
+  const __m512i one = _mm512_set1_epi64(1);
+  const __m512i starts = _mm512_loadu_si512(flat.start), periods = _mm512_loadu_si512(flat.period);
+  const __m512i firsts = _mm512_loadu_si512(flat.first);
+  const __m512d inverses = _mm512_loadu_pd(flat.inverse), half = _mm512_set1_pd(0.5);
+  const __m512i base0 = _mm512_loadu_si512(flat.base.data());
+  const __m512i base1 = _mm512_loadu_si512(flat.base.data() + 8);
+  const __m512i step0 = _mm512_loadu_si512(flat.step.data());
+  const __m512i step1 = _mm512_loadu_si512(flat.step.data() + 8);
+  const int64_t* positions = reinterpret_cast<const int64_t*>(map.head.positions);
+  for (int64_t i = 0; i < n; i += 8) {
+    const __mmask8 some = static_cast<__mmask8>(n - i >= 8 ? 0xff : (1 << (n - i)) - 1);
+    const __m512i id = load_ids(ids + i, some);
+    const __mmask8 good = _mm512_mask_cmplt_epu64_mask(some, id, num_rows);
+    if (__builtin_expect(good != some, 0)) return i + __builtin_ctz(~good);
+    __m512i position = id;
+    if (kHead) {
+      if (i + kWordsAhead + 8 <= readable)
+        for (int64_t k = i + kWordsAhead; k < i + kWordsAhead + 8; ++k)
+          __builtin_prefetch(map.head.words + (static_cast<uint64_t>(ids[k]) >> 5), 0, 3);
+      const __m512i word = _mm512_mask_i64gather_epi64(_mm512_setzero_si512(), some,
+                                                       _mm512_srli_epi64(id, 5),
+                                                       map.head.words, 8);
+      const __m512i bit = _mm512_sllv_epi64(
+          one, _mm512_and_si512(id, _mm512_set1_epi64(31)));
+      const __m512i below = _mm512_and_si512(word, _mm512_sub_epi64(bit, one));
+      const __m512i rank =
+          _mm512_add_epi64(_mm512_srli_epi64(word, 32), popcount_low(below));
+      const __mmask8 hot = _mm512_test_epi64_mask(word, bit);
+      position = _mm512_sub_epi64(_mm512_add_epi64(num_head, id), rank);
+      const __m512i listed = _mm512_cvtepu32_epi64(_mm512_mask_i64gather_epi32(
+          _mm256_setzero_si256(), hot, rank, positions, 4));
+      position = _mm512_mask_mov_epi64(position, hot, listed);
+    }
+    __m512i tier = _mm512_setzero_si512();
+    for (int32_t k = 1; k < map.num_tiers; ++k) {
+      const __m512i start = _mm512_permutexvar_epi64(_mm512_set1_epi64(k), starts);
+      tier = _mm512_mask_add_epi64(tier, _mm512_cmpge_epi64_mask(position, start), tier, one);
+    }
+    const __m512i offset =
+        _mm512_sub_epi64(position, _mm512_permutexvar_epi64(tier, starts));
+    const __m512d scaled = _mm512_mul_pd(_mm512_add_pd(_mm512_cvtepi64_pd(offset), half),
+                                         _mm512_permutexvar_pd(tier, inverses));
+    const __m512i turn = _mm512_cvttpd_epi64(scaled);
+    const __m512i place = _mm512_sub_epi64(
+        offset, _mm512_mullo_epi64(turn, _mm512_permutexvar_epi64(tier, periods)));
+    const __m512i at = _mm512_add_epi64(place, _mm512_permutexvar_epi64(tier, firsts));
+    const __m512i base = entries_at<kRegisters>(flat.base.data(), base0, base1, at);
+    const __m512i step = entries_at<kRegisters>(flat.step.data(), step0, step1, at);
+    store_places(out + i, some, _mm512_add_epi64(base, _mm512_mullo_epi64(turn, step)));
+  }
+  return -1;
+}
+
+template <class Id, class Out>
+int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
+  const auto with_registers = [&](auto head) {
+    constexpr bool kHead = decltype(head)::value;
+    if (map.flat->num_entries <= 8) return resolve_flat<1, kHead>(map, ids, n, readable, out);
+    if (map.flat->num_entries <= FlatTiers::kInRegisters)
+      return resolve_flat<2, kHead>(map, ids, n, readable, out);
+    return resolve_flat<0, kHead>(map, ids, n, readable, out);
+  };
+  return map.head.words ? with_registers(std::true_type{}) : with_registers(std::false_type{});
+}
+
+#endif
+
+// Places of ids[0..n); returns the first bad id's index, or -1. The ids up to `readable` >= n come
+// next: their head words are fetched early.
+template <class Id, class Out>
+int64_t resolve(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
+  const bool dealt = map.num_tiers == 1 && map.head.words == nullptr && map.tiers[0].shift >= 0;
+#if defined(OPER_KERNELS_AVX512)
+  if (!dealt && map.flat != nullptr) return resolve_flat(map, ids, n, readable, out);
+#endif
+  const int64_t bad = first_bad(ids, n, map.num_rows);
+  if (bad >= 0) return bad;
+  if (dealt) {
+    resolve_dealt(map.tiers[0], ids, n, out);
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      if (map.head.words && i + kWordsAhead < readable)
+        __builtin_prefetch(
+            map.head.words + (static_cast<uint64_t>(ids[i + kWordsAhead]) >> 5), 0, 3);
+      out[i] = static_cast<Out>(locate(map, ids[i]));
+    }
+  }
+  return -1;
+}
