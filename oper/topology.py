@@ -63,6 +63,12 @@ class Costs:
         sort_ns: per id in the backward pass (sort, run lengths).
         reduce_ns: per id in the backward pass (segment reduce), beside its bytes.
         update_ns: per touched row at its owner (merge, optimizer arithmetic), beside its bytes.
+        run_ns: per distinct row of a rank's batch in the backward pass (a new sum, its slot),
+            beside its bytes.
+        refresh_ns: per changed row that a rank copies into its replica, beside its bytes.
+        tier_ns: per id and pass, for tables of several tiers (position in hotness order, tier).
+        push_ns: per pushed id and pass at its reader (find the owner, write the request).
+        table_us: per table and phase (a task, and what is set up for it).
     """
 
     phase_us: float = 5.0
@@ -70,6 +76,11 @@ class Costs:
     sort_ns: float = 0.0
     reduce_ns: float = 0.0
     update_ns: float = 0.0
+    run_ns: float = 0.0
+    refresh_ns: float = 0.0
+    tier_ns: float = 0.0
+    push_ns: float = 0.0
+    table_us: float = 0.0
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -43,6 +43,7 @@ from oper.tables import OPTIMIZER_STATE_BYTES
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id on the wire
+PUSH_PASSES = 3  # over the ids of a table with pushed rows, at their reader, in each direction
 GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
 
 # Rows of a tally. Relational: what an owner exchanges with *each* reading rank.
@@ -50,7 +51,9 @@ SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS = range(5)
 # Local: what a rank does by itself, and the bytes it holds.
 (FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS,
  UPDATE_BYTES, UPDATE_ROWS, HELD) = range(5, 12)
-NUM_ROWS = 12
+# Nanoseconds of a rank beyond what its ids and rows cost.
+FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(12, 15)
+NUM_ROWS = 15
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +61,7 @@ class Tally:
     """What tables ask of the ranks; adds up over tables.
 
     Attributes:
-        rows: float64 [12, W], see the constants above.
+        rows: float64 [15, W], see the constants above.
         partial_replicas: for replica sets other than all ranks: bytes that each reader needs of
             them, and float64 [W] bytes to broadcast by master.
         num_pushed: pushed tiers. A plan with any pays one barrier more.
@@ -160,6 +163,8 @@ class CostModel:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.machine = problem.machine
+        self.costs = problem.topology.costs
+        self._extra = (FORWARD_NS, BACKWARD_NS, UPDATE_NS) if problem.training else (FORWARD_NS,)
         self.training = problem.training
         self.phases = PHASES[problem.objective]
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
@@ -192,7 +197,7 @@ class CostModel:
             owner: float64 [..., 4, W], features that each rank owns.
 
         Returns:
-            float64 [..., 12, W].
+            float64 [..., 15, W].
         """
         row, grad, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
@@ -215,6 +220,7 @@ class CostModel:
             out[..., GRADS, :] = master[..., TOUCHED, :] * grad
             out[..., BROADCAST, :] = master[..., TOUCHED_ALL, :] * row
             out[..., HELD, :] += master[..., ROWS, :] * (row + state)  # masters beside the copies
+            out[..., UPDATE_NS, :] = total[..., TOUCHED_ALL, None] * self.costs.refresh_ns
         else:
             out[..., HELD, :] /= self.machine.num_near  # one copy per domain
         self._add_reader(out, t, width, total)
@@ -236,9 +242,12 @@ class CostModel:
         out[..., FORWARD_BYTES, :] = (every + (ids - every) * again) * row + ID_BYTES * (ids + mine)
         out[..., FORWARD_IDS, :] = ids + mine  # pooled at the owner, resolved at the reader
         out[..., HELD, :] = owner[..., ROWS, :] * (row + (state if self.training else 0))
+        out[..., FORWARD_NS, :] = mine * self.costs.push_ns
         if self.training:
             out[..., BACKWARD_BYTES, :] = ids * again * grad
             out[..., BACKWARD_IDS, :] = ids
+            runs = owner[..., TOUCHED, :] * world  # one per row and reader
+            out[..., BACKWARD_NS, :] = mine * self.costs.push_ns + runs * self.costs.run_ns
         self._add_update(out, t, width, owner)
         return out
 
@@ -260,6 +269,7 @@ class CostModel:
             per_id = 0.0 if t.spec.pooling == "none" else grad * again
             out[..., BACKWARD_BYTES, :] += distinct * grad + ids * per_id
             out[..., BACKWARD_IDS, :] += ids
+            out[..., BACKWARD_NS, :] += distinct * self.costs.run_ns
 
     def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
         if self.training:
@@ -275,6 +285,7 @@ class CostModel:
         if self.training:
             out[BACKWARD_BYTES] = out[FORWARD_BYTES]
             out[HELD] = min(t.traffic.num_ids, t.spec.num_rows) * t.spec.dim * GRAD_BYTES
+        out[list(self._extra)] += self.costs.table_us * 1e3
         return out
 
     # -- plans ------------------------------------------------------------------------------------
@@ -296,11 +307,22 @@ class CostModel:
         total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)), {})
         for piece in pieces:
             total = total.plus(self._piece(t, piece, ordered))
+        total.rows[list(self._extra)] += (len(pieces) - 1) * self.costs.table_us * 1e3
+        if any(len(p.tiers) > 1 for p in pieces):
+            # No part of the bound, which knows no tiers: it is below every plan all the same.
+            for piece in pieces:
+                total.rows[list(self._extra[:2])] += self._tier_ns(t, piece)
         if len(pieces) > 1 and self.training and t.spec.optimizer == "rowwise_adagrad":
             # Owners of the columns of a row exchange the sum of their squared gradients.
             total.rows[UPDATE_BYTES] += 4 * total.rows[UPDATE_ROWS]
             total = Tally(total.rows, total.partial_replicas, total.num_pushed, len(pieces) - 1)
         return total
+
+    def _tier_ns(self, t: TableProblem, piece: Piece) -> float:
+        """Nanoseconds per pass of finding the tier of every id of one rank's batch. A reader of
+        pushed rows goes through its ids to count them, to write its requests, and to add up."""
+        passes = PUSH_PASSES if any(x.mode == "push" for x in piece.tiers) else 1
+        return float(t.total[IDS]) * self.costs.tier_ns * passes
 
     def _piece(self, t: TableProblem, piece: Piece, ordered: bool) -> Tally:
         width, world = piece.stop - piece.start, self.machine.world_size
@@ -339,6 +361,7 @@ class CostModel:
         send = rows[BROADCAST].copy()
         rows[BROADCAST] = 0.0
         holds = np.isin(np.arange(self.machine.world_size), tier.ranks).astype(float)
+        rows[UPDATE_NS] *= holds
         copies = owner[ROWS].sum() * row * holds
         if self.training:
             rows[HELD] = copies + owner[ROWS] * (row + state)
@@ -350,17 +373,18 @@ class CostModel:
         """Units per phase, term and rank of tally rows.
 
         Args:
-            rows: float64 [..., 12, W].
+            rows: float64 [..., 15, W].
 
         Returns:
             float64 [..., num_phases, 6, W]: bytes, and nanoseconds of compute.
         """
-        costs, world = self.machine.topology.costs, float(self.machine.world_size)
+        costs, world = self.costs, float(self.machine.world_size)
         shape = (*rows.shape[:-2], len(self.phases), len(TERMS), rows.shape[-1])
         out = np.zeros(shape)
         forward = out[..., 0, :, :]
         forward[..., MEMORY, :] = rows[..., FORWARD_BYTES, :]
-        forward[..., COMPUTE, :] = rows[..., FORWARD_IDS, :] * costs.id_ns
+        forward[..., COMPUTE, :] = (rows[..., FORWARD_IDS, :] * costs.id_ns
+                                    + rows[..., FORWARD_NS, :])
         self._owner_sends(forward, rows[..., SERVED, :])
         self._owner_receives(forward, rows[..., PUSH_IDS, :])
         self._owner_sends(forward, rows[..., PARTIALS, :])
@@ -369,11 +393,13 @@ class CostModel:
             backward, update = out[..., 1, :, :], out[..., 2, :, :]
             backward[..., MEMORY, :] = rows[..., BACKWARD_BYTES, :]
             per_id_ns = costs.sort_ns + costs.reduce_ns
-            backward[..., COMPUTE, :] = rows[..., BACKWARD_IDS, :] * per_id_ns
+            backward[..., COMPUTE, :] = (rows[..., BACKWARD_IDS, :] * per_id_ns
+                                         + rows[..., BACKWARD_NS, :])
             self._owner_receives(backward, rows[..., PARTIALS, :])
             backward[..., MEMORY, :] += rows[..., PARTIALS, :] * world
             update[..., MEMORY, :] = rows[..., UPDATE_BYTES, :]
-            update[..., COMPUTE, :] = rows[..., UPDATE_ROWS, :] * costs.update_ns
+            update[..., COMPUTE, :] = (rows[..., UPDATE_ROWS, :] * costs.update_ns
+                                       + rows[..., UPDATE_NS, :])
             update[..., MEMORY, :] += rows[..., GRADS, :] * self.machine.num_near
             self._owner_receives(update, rows[..., GRADS, :])
             self._broadcast(update, rows[..., BROADCAST, :], np.ones(int(world)))
@@ -399,10 +425,12 @@ class CostModel:
         out[..., CROSS_IN, :] += amount * (m.world_size - m.num_host)
 
     def _broadcast(self, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
-        """Every master writes `amount` to all other copies; `holds` is 1 where a copy is."""
+        """Masters' changed rows (`amount` bytes by master) to all copies; `holds` is 1 where a copy
+        is. A master writes the copies of other domains."""
         m = self.machine
         near, host, every = m.domain_sum(holds), m.host_sum(holds), holds.sum()
-        out[..., MEMORY, :] += amount * np.maximum(near - 1.0, 0.0)
+        # Ranks that share a memory copy for themselves, from all of its masters: a read, a write.
+        out[..., MEMORY, :] += 2 * m.domain_sum(amount) * holds * (near > 1)
         out[..., LINK_OUT, :] += amount * (host - near)
         out[..., CROSS_OUT, :] += amount * (every - host)
         on_host, afar = m.elsewhere_on_host(amount) * holds, m.other_hosts(amount) * holds

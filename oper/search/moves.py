@@ -28,7 +28,7 @@ class Moves:
     """Moves of one state.
 
     Attributes:
-        price: float64 [12, W], what a unit of each tally row costs its owner, microseconds.
+        price: float64 [15, W], what a unit of each tally row costs its owner, microseconds.
     """
 
     def __init__(self, state: State, book: RecipeBook, placer: Placer,

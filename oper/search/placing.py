@@ -238,7 +238,7 @@ class OwnerPrices:
     """What a unit of each tally row costs the rank that owns it.
 
     Attributes:
-        price: float64 [12, W], microseconds, groups of terms weighted by how close their class
+        price: float64 [15, W], microseconds, groups of terms weighted by how close their class
             mean comes to the peak of the phase, so that rows are balanced by what binds.
         shares: float64 [12, D, W], the same for each resource d = (phase, group), unweighted, as a
             share of the phase's peak.

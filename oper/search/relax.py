@@ -146,7 +146,7 @@ class Relaxation:
                          for k in range(capacity.size)], axis=-1)
 
     def rows_of(self, tally_rows: np.ndarray) -> np.ndarray:
-        """What tally rows (float64 [..., 12, W]) ask of the resource rows; float64 [..., R]."""
+        """What tally rows (float64 [..., 15, W]) ask of the resource rows; float64 [..., R]."""
         loads = self.model.loads(tally_rows) * self.model.machine.seconds_per_unit * 1e6
         time = self._class_means(loads)
         out = np.zeros((*tally_rows.shape[:-2], self.phase_of.size))
