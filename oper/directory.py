@@ -135,6 +135,19 @@ class TableDirectory:
             slot[inside] = layout.slot_base[who] + turn * layout.weight[who] + layout.within[k]
         return owner, slot
 
+    def positions_at(self, rank: int, slots: np.ndarray) -> np.ndarray:
+        """Positions (int64 [n]) of the rows in valid slots (int64 [n]) of `rank`."""
+        positions = np.empty(slots.shape, np.int64)
+        for layout in self.tiers:
+            first, count = layout.slot_base[rank], layout.num_rows[rank]
+            inside = (slots >= first) & (slots < first + count)
+            if not inside.any():
+                continue
+            mine = np.flatnonzero(layout.pattern == rank)
+            turn, k = np.divmod(slots[inside] - first, mine.size)
+            positions[inside] = layout.tier.start + turn * layout.pattern.size + mine[k]
+        return positions
+
     def head_map(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Words int64 [n] and positions int32 [H] for the kernels, or None.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import Plan
 from oper.stats import AccessStats
 from oper.tables import TableSpec, plan_names
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from oper.shmem.group import Group
     from oper.shmem.optimizers import Optimizer
+    from oper.shmem.runtime import ShardedTables
 
 _DEFAULT_BATCH = 4096
 
@@ -118,6 +119,50 @@ def _all_targets(module: nn.Module) -> list[_Target]:
         if type(child) in (*collections, nn.EmbeddingBag, nn.Embedding):
             targets.append(_Target(path, child, type(child) in collections))
     return targets
+
+
+def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
+            bytes_per_step: int | None = None) -> None:
+    """Move a sharded model's tables to another plan while it is trained. Collective.
+
+    Rows, replicas and optimizer states move; outputs, losses and the optimizer go on as before:
+    bit for bit between plans of replicated and pulled tiers, up to fp32 re-association where push
+    or columns come or go.
+
+    Args:
+        model: what `shard` returned, or a model that contains it.
+        plan: the new plan or its file, for the same tables and number of ranks.
+        bytes_per_step: bytes that every rank copies in a training step at most, beside the rows
+            that this step has just changed; several collections share it evenly. None = move
+            everything now.
+
+    Raises:
+        InvalidInputError: nothing to move, or a move is under way.
+        PlanError: the plan does not fit; the old one goes on.
+        OperError: there is no memory for both plans' arenas; likewise.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    found: list[Any] = [
+        child.tables for child in model.modules() if hasattr(child, "tables")
+        and type(child).__module__.startswith("oper.integration")]
+    if not found:
+        raise InvalidInputError(fail("nothing to move to another plan", "model",
+                                     type(model).__name__, "a model that oper.shard returned",
+                                     "shard it first"))
+    budget = bytes_per_step and max(1, bytes_per_step // len(found))
+    started: list[ShardedTables] = []
+    try:
+        for tables in found:
+            tables.start_migration(plan, budget)
+            started.append(tables)
+    except OperError:
+        for tables in started:
+            tables.stop_migration()
+        raise
+    if budget is None:
+        for tables in found:
+            tables.finish_migration()
 
 
 def _find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[_Target]:

@@ -364,15 +364,21 @@ def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizer | None,
 
 
 def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer,
-               group: Any) -> Result:
-    """One rank's part of a training run; every rank reads all tables at the end."""
+               group: Any, between: Callable[[ShardedTables, int], None] | None = None) -> Result:
+    """One rank's part of a training run; every rank reads all tables at the end.
+
+    `between` is called with the tables and the step number before every step, and at the end.
+    """
     tables = open_tables(case, plan, group, optimizer)
     outputs = []
-    for batches in steps:
+    between = between or (lambda tables, step: None)
+    for step, batches in enumerate(steps):
+        between(tables, step)
         batch = batches[group.rank]
         out = tables.lookup(batch.lookup(case))
         rank_loss(out, batch.target).backward()
         outputs.append([out.detach().clone()])
+    between(tables, len(steps))
     tables.barrier()
     weights = {t.name: tables.read(t.name) for t in case.tables}
     states = {f"{t.name} {part}": tables.read(t.name, part=part)
@@ -396,10 +402,11 @@ def merge_ranks(ranks: list[Result]) -> Result:
 
 
 def train_virtual(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer,
-                  num_threads: int = 1) -> Result:
+                  num_threads: int = 1,
+                  between: Callable[[ShardedTables, int], None] | None = None) -> Result:
     """Train on virtual ranks of this process."""
     def body(group: ThreadGroup) -> Result:
-        return train_rank(case, plan, steps, optimizer, group)
+        return train_rank(case, plan, steps, optimizer, group, between)
 
     return merge_ranks(run_ranks(plan.world_size, body, num_threads))
 

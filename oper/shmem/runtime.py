@@ -26,12 +26,15 @@ from oper.shmem.batch import (
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
+from oper.shmem.migration import Migration, check_room
 from oper.shmem.optimizers import Optimizer
 from oper.shmem.table_rows import LogicalRows
 from oper.tables import TableSpec
 from oper.traffic import Traffic
 
 MAX_DIM = 1024
+# What a plan decides; the rest of `ShardedTables` stays when the plan changes.
+_OF_THE_PLAN = ("plan", "directories", "has_push", "pieces", "_layout", "_heap", "_handle")
 
 
 class ShardedTables(LogicalRows):
@@ -82,11 +85,16 @@ class ShardedTables(LogicalRows):
             self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096)
         self._heap: HostHeap | None = HostHeap(group, self._layout.num_bytes)
         self._handle = self._create_context()
-        # Tables that nobody refers to any more are released without close() as well.
-        self._release = weakref.finalize(self, _release, self._handle, self._heap)
-        self._release.atexit = False
+        self._migration: Migration | None = None
+        self._keep()
         # Makes autograd call our backward although the tables are no parameters.
         self._anchor = torch.zeros(0, requires_grad=True)
+
+    def _keep(self) -> None:
+        """Tables that nobody refers to any more are released without close() as well."""
+        assert self._heap is not None
+        self._release = weakref.finalize(self, _release, self._handle, self._heap)
+        self._release.atexit = False
 
     def _create_context(self) -> int:
         heap, group = self._heap, self.group
@@ -180,6 +188,10 @@ class ShardedTables(LogicalRows):
         if code:
             self._raise(code, detail, batch, offsets)
         self.num_steps += 1
+        if self._migration is not None:
+            self._migration.note(batch, offsets)
+            if self._migration.advance():
+                self._migration = None
 
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                         ) -> torch.Tensor:
@@ -226,6 +238,88 @@ class ShardedTables(LogicalRows):
         return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
                        num_forward=forward, num_backward=backward)
 
+    # ---- another plan ----------------------------------------------------------------------------
+
+    def migrate(self, plan: Plan) -> None:
+        """Move rows, replicas and optimizer states to another plan now. Collective.
+
+        As `start_migration` and `finish_migration`.
+        """
+        self.start_migration(plan)
+        self.finish_migration()
+
+    def start_migration(self, plan: Plan, bytes_per_step: int | None = None) -> None:
+        """Begin to move rows, replicas and optimizer states to another plan. Collective.
+
+        Every backward pass from now on copies so many bytes on each rank, and one of them ends with
+        the switch. Numbers are those of training under the old plan until then and under the new
+        one afterwards; nothing is rounded or lost. Both plans' arenas exist until the switch.
+
+        Args:
+            plan: for the same number of ranks; it may have other tables beside these.
+            bytes_per_step: bytes that a rank copies per step at most, beside the rows that the step
+                has changed after they were copied; None = no limit.
+
+        Raises:
+            PlanError: the plan does not fit, or cannot be executed here; the old one goes on.
+            OperError: no memory for the new arenas; likewise.
+            InvalidInputError: a move is under way.
+        """
+        if self._migration is not None:
+            raise InvalidInputError(
+                fail("cannot move tables to another plan", "plan", "a move is under way",
+                     "one at a time", "wait until `migration` is None, or stop_migration()"))
+        self.barrier()
+        self._migration = Migration(self, plan, bytes_per_step)
+
+    def finish_migration(self) -> None:
+        """Copy what is left of a move and switch, whatever its budget. Collective."""
+        if self._migration is not None:
+            self._migration.finish()
+            self._migration = None
+
+    @property
+    def migration(self) -> Migration | None:
+        """The move that is under way, or None."""
+        return self._migration
+
+    def stop_migration(self) -> None:
+        """Give up a move that is under way; the old plan goes on. Every rank must call it."""
+        if self._migration is not None:
+            self._migration.stop()
+            self._migration = None
+
+    def prepare(self, plan: Plan) -> ShardedTables:
+        """The same tables under another plan, with arenas that are still empty. Collective."""
+        other = ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale)
+        problem: OperError | None = None
+        try:
+            check_room(other._layout.used_bytes)
+        except OperError as error:
+            problem = error
+        # All ranks or none: their views of free memory may differ.
+        found = [e for e in self.group.all_gather(problem) if e is not None]
+        if found:
+            other.close()
+            raise found[0]
+        return other
+
+    def take_over(self, other: ShardedTables) -> None:
+        """Go on with the arenas and the plan of `other`, which gives them up."""
+        self._release()
+        other._release.detach()
+        for name in _OF_THE_PLAN:
+            setattr(self, name, getattr(other, name))
+        other._heap = None
+        self._keep()
+
+    def publish(self) -> None:
+        super().publish()
+        if self._migration is not None:
+            self._migration.restart()
+
+    # ---- memory ----------------------------------------------------------------------------------
+
     def use_huge_pages(self) -> str:
         """Ask for huge pages behind the written rows; returns the page kind. Collective."""
         assert self._heap is not None
@@ -239,6 +333,7 @@ class ShardedTables(LogicalRows):
 
     def close(self) -> None:
         """Release the arenas of this rank. Peers that still read keep the memory alive."""
+        self.stop_migration()
         self._release()
         self._heap = None
 

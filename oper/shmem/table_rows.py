@@ -39,17 +39,17 @@ class LogicalRows:
         """Wait for all ranks."""
         raise NotImplementedError
 
-    def _parts(self, piece: int, begin: int, end: int
+    def _parts(self, piece: int, ids: np.ndarray
                ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Rank, index into [begin, end) and slot of the rows `begin..end` of a piece."""
+        """Owner, index into `ids` (int64 [n]) and slot of rows of a piece."""
         d = self.directories[piece]
-        owner, slot = d.locate(d.position_of(np.arange(begin, end, dtype=np.int64)))
+        owner, slot = d.locate(d.position_of(ids))
         for rank in range(self.group.world_size):
             at = np.flatnonzero(owner == rank)
             if at.size:
                 yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
 
-    def _view(self, part: str, piece: int, rank: int) -> torch.Tensor:
+    def view(self, part: str, piece: int, rank: int) -> torch.Tensor:
         """A rank's shard of a piece or of its optimizer state, [slots, columns], mapped."""
         heap, d = self._heap, self.directories[piece]
         if heap is None:
@@ -61,8 +61,9 @@ class LogicalRows:
             int(d.num_slots[rank]), columns)
         return view
 
-    def _columns(self, part: str, piece: int) -> slice:
-        """Where a piece stands in a row of the table; one column for a state per row."""
+    def columns(self, part: str, piece: int) -> slice:
+        """Where a directory's piece stands in a row of its table; one column for a state per row.
+        """
         d = self.directories[piece]
         per_row = self._is_per_row(part, d.table.name)
         return slice(0, 1) if per_row else slice(d.column, d.column + d.dim)
@@ -98,13 +99,33 @@ class LogicalRows:
         end = self.specs[table].num_rows if end is None else end
         per_row = self._is_per_row(part, table)
         out = torch.empty(end - begin, 1 if per_row else self.specs[table].dim)
-        # All pieces of a row carry the same state per row.
-        for piece in self.pieces[table][:1] if per_row else self.pieces[table]:
-            columns = self._columns(part, piece)
-            for at in range(begin, end, CHUNK_ROWS):
-                for rank, index, slot in self._parts(piece, at, min(end, at + CHUNK_ROWS)):
-                    out[index + (at - begin), columns] = self._view(part, piece, rank)[slot]
+        columns = slice(0, out.shape[1])
+        for at in range(begin, end, CHUNK_ROWS):
+            stop = min(end, at + CHUNK_ROWS)
+            self.gather(table, np.arange(at, stop), part, columns, out[at - begin:stop - begin])
         return out[:, 0] if per_row else out
+
+    def gather(self, table: str, ids: np.ndarray, part: str, columns: slice, out: torch.Tensor
+               ) -> None:
+        """Copy some columns of rows in any order.
+
+        Args:
+            table: its name.
+            ids: int64 [n], valid.
+            part: as for `read`.
+            columns: columns of the table; ``slice(0, 1)`` of a state with one number per row.
+            out: [n, columns], where they go.
+        """
+        # All pieces of a row carry the same state per row.
+        per_row = self._is_per_row(part, table)
+        for piece in self.pieces[table][:1] if per_row else self.pieces[table]:
+            mine = self.columns(part, piece)
+            first, last = max(mine.start, columns.start), min(mine.stop, columns.stop)
+            if first >= last:
+                continue
+            for rank, index, slot in self._parts(piece, ids):
+                rows = self.view(part, piece, rank)[:, first - mine.start:last - mine.start]
+                out[index, first - columns.start:last - columns.start] = rows[slot]
 
     def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows",
               column: int = 0) -> None:
@@ -121,16 +142,16 @@ class LogicalRows:
         """
         values = values.detach().reshape(values.shape[0], -1)
         for piece in self.pieces[table]:
-            columns = self._columns(part, piece)
+            columns = self.columns(part, piece)
             first = max(columns.start, column)
             last = min(columns.stop, column + values.shape[1])
             if first >= last:
                 continue
-            mine = self._view(part, piece, self.group.rank)[
+            mine = self.view(part, piece, self.group.rank)[
                 :, first - columns.start:last - columns.start]
             for at in range(0, values.shape[0], CHUNK_ROWS):
                 stop = min(values.shape[0], at + CHUNK_ROWS)
-                for rank, index, slot in self._parts(piece, begin + at, begin + stop):
+                for rank, index, slot in self._parts(piece, np.arange(begin + at, begin + stop)):
                     if rank == self.group.rank:
                         mine[slot] = values[index + at, first - column:last - column].to(mine.dtype)
 
@@ -147,13 +168,13 @@ class LogicalRows:
         """Copy a replicated tier's master rows into this rank's replica."""
         d = self.directories[piece]
         first = int(x.replica_base[self.group.rank])
-        copy = self._replica(piece, self.group.rank)[first:first + x.tier.stop - x.tier.start]
+        copy = self.replica_view(piece, self.group.rank)[first:first + x.tier.stop - x.tier.start]
         for at in range(0, copy.shape[0], CHUNK_ROWS):
             positions = np.arange(at, min(copy.shape[0], at + CHUNK_ROWS)) + x.tier.start
             owner, slot = d.locate(positions)
             for peer in np.unique(owner):
                 here = np.flatnonzero(owner == peer)
-                source = self._view("rows", piece, int(peer))
+                source = self.view("rows", piece, int(peer))
                 copy[torch.from_numpy(here + at)] = source[torch.from_numpy(slot[here])]
 
     def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
@@ -162,9 +183,10 @@ class LogicalRows:
         Returns:
             float32 [rows, columns of the piece], a mapped view.
         """
-        return self._replica(self.pieces[table][piece], rank)
+        return self.replica_view(self.pieces[table][piece], rank)
 
-    def _replica(self, piece: int, rank: int) -> torch.Tensor:
+    def replica_view(self, piece: int, rank: int) -> torch.Tensor:
+        """As `replica`, of a directory."""
         assert self._heap is not None
         d = self.directories[piece]
         copy: torch.Tensor = torch.ops.oper.segment_view(

@@ -1,0 +1,271 @@
+"""Moving tables from one plan to another between training steps.
+
+The new plan's arenas are filled while the old ones serve. A rank copies the rows, replicas and
+optimizer states that the new plan gives it, so many bytes per step, by reading their present
+owners' memory. Rows that a step has updated after they were copied are copied again right after
+that step, so that nothing is left over at the end: when every rank has everything, all switch.
+Until then the old plan is untouched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, OperError, PlanError, fail
+from oper.plan import Plan
+from oper.shmem.batch import Lookup
+from oper.shmem.optimizers import STATE_PARTS
+from oper.tables import format_bytes
+
+if TYPE_CHECKING:
+    from oper.shmem.runtime import ShardedTables
+
+_CHUNK_BYTES = 16 << 20  # what is copied at a time within a step's budget
+_HUGE = 2 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    """Rows of one piece, or of its replicas or a part of its state, that this rank is to hold.
+
+    Attributes:
+        piece: directory of the new plan.
+        part: ``"rows"`` or a part of the optimizer state.
+        replicas: whether these are copies of replicated rows.
+        view: [rows, columns], where they go.
+        done: rows that have been copied.
+    """
+
+    piece: int
+    part: str
+    replicas: bool
+    view: torch.Tensor
+    done: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.view.shape[1] * self.view.element_size()
+
+
+class Migration:
+    """A move of tables to another plan that is under way.
+
+    Args:
+        tables: the tables.
+        plan: their new plan, for as many ranks.
+        bytes_per_step: bytes that a rank copies per step at most, beside the rows that the step
+            has just changed; None = no limit.
+
+    Attributes:
+        num_copied_bytes: bytes that this rank has copied so far.
+        num_total_bytes: bytes that it has to copy if no row changes meanwhile.
+
+    Raises:
+        PlanError: the plan does not fit the tables, or cannot be executed here.
+        OperError: the new arenas do not fit the free memory beside the old ones.
+    """
+
+    def __init__(self, tables: ShardedTables, plan: Plan, bytes_per_step: int | None) -> None:
+        if bytes_per_step is not None and bytes_per_step < 1:
+            raise InvalidInputError(fail("cannot move tables to another plan", "bytes_per_step",
+                                         bytes_per_step, ">= 1 or None", "e.g. 64 << 20"))
+        self._source = tables
+        self._rank = tables.group.rank
+        self._target = tables.prepare(self._own_part(plan))
+        self._limit = bytes_per_step
+        self._pages = tables.page_kind != "4KiB"
+        self._regions = self._list_regions()
+        self._frontier = self._regions[0].view.data_ptr() if self._regions else 0
+        self._touched: dict[str, list[np.ndarray]] = {}
+        self.num_copied_bytes = 0
+        self.num_total_bytes = sum(r.view.shape[0] * r.row_bytes for r in self._regions)
+
+    def _own_part(self, plan: Plan) -> Plan:
+        """The plan of this collection's tables, as their model describes them."""
+        source = self._source
+        if plan.world_size != source.group.world_size:
+            raise PlanError(fail("cannot move tables to another plan", "plan.world_size",
+                                 plan.world_size, f"{source.group.world_size}",
+                                 "save a checkpoint and load it on the other number of ranks"))
+        entries = []
+        for spec in source.specs.values():
+            entry = plan.table(spec.name)
+            entries.append(dataclasses.replace(entry, table=spec))
+            for name in ("num_rows", "dim", "dtype"):
+                if getattr(entry.table, name) != getattr(spec, name):
+                    raise PlanError(
+                        fail(f"the plan is for another table {spec.name!r}", name,
+                             getattr(entry.table, name), f"{getattr(spec, name)}",
+                             "make a plan for this model"))
+        return dataclasses.replace(plan, tables=tuple(entries))
+
+    def _list_regions(self) -> list[_Region]:
+        """In the order in which they lie in the arena: rows, replicas, states."""
+        target = self._target
+        rows, replicas, states = [], [], []
+        for k, d in enumerate(target.directories):
+            rows.append(_Region(k, "rows", False, target.view("rows", k, self._rank)))
+            replicas.append(_Region(k, "rows", True, target.replica_view(k, self._rank)))
+            for part, _ in STATE_PARTS[d.table.optimizer]:
+                states.append(_Region(k, part, False, target.view(part, k, self._rank)))
+        return [r for r in (*rows, *replicas, *states) if r.view.shape[0]]
+
+    # ---- between steps ---------------------------------------------------------------------------
+
+    def note(self, batch: Lookup, offsets: torch.Tensor) -> None:
+        """Remember the ids that a step looks up: the rows that it changes."""
+        source = self._source
+        for (_, table), key in zip(source.features, batch.key_of.tolist(), strict=True):
+            begin, end = (int(offsets[k * batch.batch_size]) for k in (key, key + 1))
+            if end > begin:
+                ids = np.unique(batch.ids[begin:end].numpy()).astype(np.int64)
+                self._touched.setdefault(table, []).append(ids)
+
+    def restart(self) -> None:
+        """Begin again: all rows may have changed."""
+        for region in self._regions:
+            region.done = 0
+        self._touched = {}
+
+    def advance(self) -> bool:
+        """Bring copied rows up to date, copy more, or switch when all is there. Collective.
+
+        Returns:
+            Whether the tables now follow the new plan.
+        """
+        touched = {name: np.unique(np.concatenate(ids)) for name, ids in self._touched.items()}
+        self._touched = {}
+        ready = all(r.done == r.view.shape[0] for r in self._regions)
+        everyone = self._source.group.all_gather((ready, touched))
+        self._copy_again([ids for _, ids in everyone])
+        if all(done for done, _ in everyone):
+            self._source.group.all_gather(None)  # nobody switches before all have finished
+            if self._pages:
+                self._target.use_huge_pages()  # its own are there; maps the peers' likewise
+            self._source.take_over(self._target)
+            return True
+        self._copy_more()
+        return False
+
+    def finish(self) -> None:
+        """Copy all that is left and switch. Collective."""
+        self._limit = None
+        while not self.advance():
+            pass
+
+    def stop(self) -> None:
+        """Give the new arenas back; the old plan goes on."""
+        self._regions = []
+        self._target.close()
+
+    def _copy_more(self) -> None:
+        left = self._limit
+        for region in self._regions:
+            while region.done < region.view.shape[0]:
+                size = _CHUNK_BYTES if left is None else min(left, _CHUNK_BYTES)
+                # A budget below one row still moves on.
+                rows = max(1 if left is None or left == self._limit else 0,
+                           size // region.row_bytes)
+                if rows == 0:
+                    return
+                end = min(region.view.shape[0], region.done + rows)
+                self._copy(region, np.arange(region.done, end))
+                if left is not None:
+                    left -= (end - region.done) * region.row_bytes
+                region.done = end
+                self._want_huge_pages(region)
+                if left is not None and left <= 0:
+                    return
+
+    def _want_huge_pages(self, region: _Region) -> None:
+        """Huge pages behind what has been written, so that the switch need not copy it again."""
+        if not self._pages:
+            return
+        end = region.view.data_ptr() + region.done * region.row_bytes
+        if end - self._frontier >= _HUGE:
+            torch.ops.oper.collapse_segment(self._frontier, end - self._frontier)
+            self._frontier = end // _HUGE * _HUGE
+
+    def _copy_again(self, everyone: list[Mapping[str, np.ndarray]]) -> None:
+        """Copy what the ranks' steps have changed of the rows that are here already."""
+        changed = {name: np.unique(np.concatenate([ids[name] for ids in everyone if name in ids]))
+                   for name in {n for ids in everyone for n in ids}}
+        for region in self._regions:
+            directory = self._target.directories[region.piece]
+            ids = changed.get(directory.table.name)
+            if ids is None or not region.done:
+                continue
+            ids = ids[(ids >= 0) & (ids < directory.table.num_rows)]
+            slots = self._slots_of(region, ids)
+            slots = slots[slots < region.done]
+            rows = max(1, _CHUNK_BYTES // region.row_bytes)
+            for at in range(0, slots.size, rows):
+                self._copy(region, slots[at:at + rows])
+
+    def _copy(self, region: _Region, slots: np.ndarray) -> None:
+        """Fill rows of a region from their present owners."""
+        target = self._target
+        directory = target.directories[region.piece]
+        positions = (self._replica_positions(region.piece, slots) if region.replicas
+                     else directory.positions_at(self._rank, slots))
+        values = region.view.new_empty(slots.size, region.view.shape[1])
+        self._source.gather(directory.table.name, directory.ids_at(positions), region.part,
+                            target.columns(region.part, region.piece), values)
+        region.view[torch.from_numpy(slots)] = values
+        self.num_copied_bytes += values.numel() * values.element_size()
+
+    def _slots_of(self, region: _Region, ids: np.ndarray) -> np.ndarray:
+        """Rows of a region that hold any of `ids`."""
+        directory = self._target.directories[region.piece]
+        positions = directory.position_of(ids)
+        if not region.replicas:
+            owner, slot = directory.locate(positions)
+            return slot[owner == self._rank]
+        found = [np.zeros(0, np.int64)]
+        for x in directory.tiers:
+            first = int(x.replica_base[self._rank])
+            if first >= 0:
+                inside = (positions >= x.tier.start) & (positions < x.tier.stop)
+                found.append(positions[inside] - x.tier.start + first)
+        return np.concatenate(found)
+
+    def _replica_positions(self, piece: int, rows: np.ndarray) -> np.ndarray:
+        """Positions of this rank's replica rows."""
+        positions = np.empty(rows.shape, np.int64)
+        for x in self._target.directories[piece].tiers:
+            first = int(x.replica_base[self._rank])
+            if first >= 0:
+                inside = (rows >= first) & (rows < first + x.tier.stop - x.tier.start)
+                positions[inside] = rows[inside] - first + x.tier.start
+        return positions
+
+
+def check_room(num_bytes: list[int]) -> None:
+    """Raise OperError unless the machine has room for arenas of these sizes, in bytes."""
+    free = _available_bytes()
+    if sum(num_bytes) > free:
+        raise OperError(
+            fail("no room for the new plan beside the old one", "bytes",
+                 format_bytes(sum(num_bytes)), f"<= {format_bytes(free)}, the free memory",
+                 "save a checkpoint, stop, and load it under the new plan"))
+
+
+def _available_bytes() -> int:
+    """Memory that can still be had, under the control group's limit as well."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        most = limit.read_text(encoding="ascii").strip()
+        if most.isdigit():
+            free = min(free, int(most) - int(used.read_text(encoding="ascii")))
+    except OSError:  # another kind of control group, or none
+        pass
+    return free

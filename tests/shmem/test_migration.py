@@ -1,0 +1,258 @@
+"""Moving tables to another plan while they are trained: the same numbers, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from oper.errors import InvalidInputError, OperError, PlanError
+from oper.plan import Plan, uniform_plan
+from oper.shmem import migration
+from oper.shmem.optimizers import Optimizer
+from oper.shmem.runtime import ShardedTables
+from tests.runtime_support import (
+    OPTIMIZERS,
+    OTHER_OPTIMIZERS,
+    Case,
+    assert_bitwise,
+    assert_exact,
+    dlrm_case,
+    make_steps,
+    mixed_plan,
+    open_tables,
+    plans_for,
+    rich_plan,
+    run_ranks,
+    train_reference,
+    train_virtual,
+)
+
+STEPS = 12
+START = 2
+BUDGET = 200_000  # bytes; the tables have 8 MB, so that a move at START takes some steps
+
+
+def moving(plan: Plan, budget: int, switched: dict[int, int] | None = None
+           ) -> Callable[[ShardedTables, int], None]:
+    """Starts a move before step START; notes by rank before which step it was found done."""
+    def between(tables: ShardedTables, step: int) -> None:
+        if step == START:
+            tables.start_migration(plan, budget)
+        if step >= START and tables.migration is None and switched is not None:
+            switched.setdefault(tables.group.rank, step)
+    return between
+
+
+def prepared(case: Case, plan: Plan, optimizer: Optimizer) -> Plan:
+    own = case.with_optimizer(optimizer.name)
+    return replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in own.tables))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam", "sgd"])
+def test_a_move_in_steps_changes_no_bit(world_size: int, optimizer: str) -> None:
+    """Between plans of pulled tiers; and every rank switches after the same step."""
+    chosen = (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer]
+    case = dlrm_case(optimizer)
+    steps = make_steps(case, world_size, STEPS)
+    plans = list(plans_for(case.tables, world_size).values())
+    first, *others = plans if optimizer == "rowwise_adagrad" else plans[3:5]
+    stayed = train_virtual(case, first, steps, chosen)
+    budget = 3_500_000 if optimizer == "partial_rowwise_adam" else 2_000_000
+    for other in others:
+        switched: dict[int, int] = {}
+        moved = train_virtual(case, first, steps, chosen,
+                              between=moving(other, budget, switched))
+        assert len(set(switched.values())) == 1 and START + 2 < switched[0] < STEPS, switched
+        assert_bitwise(moved.outputs, stayed.outputs, "outputs")
+        assert_bitwise(moved.weights, stayed.weights, "weights")
+        assert_bitwise(moved.states, stayed.states, "states")
+        there = train_virtual(case, other, steps, chosen)
+        assert_bitwise(moved.replicas, there.replicas, "replicas are those of the new plan")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_to_and_from_push_and_columns(seed: int) -> None:
+    """What re-associates, re-associates as in a run that moves everything at once."""
+    chosen = OPTIMIZERS["rowwise_adagrad"]
+    case = dlrm_case("rowwise_adagrad")
+    steps = make_steps(case, 2, STEPS)
+    rich = rich_plan(case.tables, 2, seed, columns=True)
+    plain = mixed_plan(case.tables, 2, seed)
+    other = rich_plan(case.tables, 2, seed + 10, columns=True)
+    for old, new in ((plain, rich), (rich, plain), (rich, other)):
+        switched: dict[int, int] = {}
+        moved = train_virtual(case, old, steps, chosen, between=moving(new, 2_000_000, switched))
+
+        def at_once(tables: ShardedTables, step: int, new: Plan = new,
+                    when: int = switched[0]) -> None:
+            if step == when:
+                tables.migrate(new)
+                assert tables.migration is None
+
+        assert START + 1 < switched[0] < STEPS
+        want = train_virtual(case, old, steps, chosen, between=at_once)
+        assert_bitwise(moved.outputs, want.outputs, "outputs")
+        assert_bitwise(moved.weights, want.weights, "weights")
+        assert_bitwise(moved.states, want.states, "states")
+        assert_exact(case, moved, train_reference(case, steps, chosen, torch.float32),
+                     train_reference(case, steps, chosen, torch.float64))
+
+
+def test_the_budget_is_kept() -> None:
+    """Bytes per step: the budget, and what the step itself has changed."""
+    case = dlrm_case("rowwise_adagrad")
+    chosen = OPTIMIZERS["rowwise_adagrad"]
+    steps = make_steps(case, 2, 8)
+    plan = uniform_plan(case.tables, 2, "striped")
+    copied: list[int] = []
+
+    def between(tables: ShardedTables, step: int) -> None:
+        if step == 0:
+            tables.start_migration(uniform_plan(case.tables, 2, "owned"), BUDGET)
+            assert tables.migration.num_total_bytes > 2_000_000
+        if tables.group.rank == 0 and tables.migration is not None:
+            copied.append(tables.migration.num_copied_bytes)
+
+    train_virtual(case, plan, steps, chosen, between=between)
+    spent = [b - a for a, b in itertools.pairwise(copied)]
+    largest = max(t.row_bytes for t in case.tables)
+    # A batch of at most 23 samples and 10 features of at most 4 ids, on two ranks.
+    changed = 2 * 23 * 10 * 4 * (largest + 4)
+    assert len(spent) == 8 and BUDGET - largest <= spent[0] <= BUDGET
+    assert all(BUDGET - largest <= n <= BUDGET + changed for n in spent)
+    assert any(n > BUDGET for n in spent), "changed rows are copied again"
+
+
+def test_writes_during_a_move_are_not_lost() -> None:
+    case = dlrm_case("rowwise_adagrad")
+    steps = make_steps(case, 2, STEPS)
+    plan = uniform_plan(case.tables, 2, "striped")
+
+    def writing(tables: ShardedTables, step: int) -> None:
+        if step == START + 2:
+            tables.barrier()
+            tables.write("large", torch.full((20000, 64), 0.25))
+            tables.publish()
+
+    def both(tables: ShardedTables, step: int) -> None:
+        moving(uniform_plan(case.tables, 2, "replicated"), 4_000_000)(tables, step)
+        writing(tables, step)
+        if step == STEPS:
+            assert tables.migration is None
+
+    chosen = OPTIMIZERS["rowwise_adagrad"]
+    want = train_virtual(case, plan, steps, chosen, between=writing)
+    got = train_virtual(case, plan, steps, chosen, between=both)
+    assert_bitwise(got.weights, want.weights, "weights")
+    assert_bitwise(got.outputs, want.outputs, "outputs")
+
+
+# ---- what fails ----------------------------------------------------------------------------------
+
+
+def _other_world(case: Case) -> Plan:
+    return uniform_plan(case.tables, 3)
+
+
+def _other_shape(case: Case) -> Plan:
+    tables = tuple(replace(t, num_rows=t.num_rows + 1) for t in case.tables)
+    return uniform_plan(tables, 2)
+
+
+def _other_tables(case: Case) -> Plan:
+    return uniform_plan(case.tables[1:], 2)
+
+
+@pytest.mark.parametrize("bad, words", [
+    (_other_world, "world_size=3"), (_other_shape, "num_rows"), (_other_tables, "'one'")])
+def test_a_plan_that_does_not_fit_leaves_the_old_one(bad: Any, words: str) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    steps = make_steps(case, 2, 5)
+    chosen = OPTIMIZERS["rowwise_adagrad"]
+    plan = mixed_plan(case.tables, 2, 1)
+
+    def between(tables: ShardedTables, step: int) -> None:
+        if step == START:
+            with pytest.raises(PlanError, match=words):
+                tables.start_migration(bad(case), BUDGET)
+            assert tables.migration is None
+
+    assert_bitwise(train_virtual(case, plan, steps, chosen, between=between).weights,
+                   train_virtual(case, plan, steps, chosen).weights, "weights")
+
+
+def _segments() -> int:
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        return sum("memfd:oper" in line for line in maps)
+
+
+def test_no_room_and_a_move_given_up_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    steps = make_steps(case, 2, 6)
+    chosen = OPTIMIZERS["rowwise_adagrad"]
+    plan = mixed_plan(case.tables, 2, 1)
+    other = uniform_plan(case.tables, 2, "owned")
+    available = migration._available_bytes
+    lock, found = threading.Lock(), []
+
+    def between(tables: ShardedTables, step: int) -> None:
+        count = _segments
+        if step == 1:
+            before = count()
+            tables.group.all_gather(None)
+            if tables.group.rank == 1:  # one rank without room is enough
+                with lock:
+                    monkeypatch.setattr(migration, "_available_bytes", lambda: 1000)
+            tables.group.all_gather(None)
+            with pytest.raises(OperError, match="no room"):
+                tables.migrate(other)
+            tables.group.all_gather(None)
+            monkeypatch.setattr(migration, "_available_bytes", available)
+            found.append(count() - before)
+        if step == 2:
+            tables.start_migration(other, BUDGET)
+            with pytest.raises(InvalidInputError, match="under way"):
+                tables.start_migration(other, BUDGET)
+            with pytest.raises(InvalidInputError, match="under way"):
+                tables.migrate(other)
+        if step == 4:
+            tables.group.all_gather(None)
+            before = count()
+            tables.group.all_gather(None)
+            tables.stop_migration()
+            tables.group.all_gather(None)
+            found.append(before - count())
+
+    got = train_virtual(case, plan, steps, chosen, between=between)
+    assert_bitwise(got.weights, train_virtual(case, plan, steps, chosen).weights, "weights")
+    # Two virtual ranks map two arenas and a control segment each.
+    assert found == [0, 0, 6, 6]
+    assert _segments() == 0
+
+
+def test_read_only_tables_move_at_once() -> None:
+    case = dlrm_case("rowwise_adagrad")
+    steps = make_steps(case, 2, 1)[0]
+
+    def body(group: Any) -> None:
+        tables = open_tables(case, mixed_plan(case.tables, 2, 1), group, None)
+        batch = steps[group.rank].lookup(case)
+        before = tables.forward(batch)[0].clone()
+        plan = prepared(case, uniform_plan(case.tables, 2, "replicated"), OPTIMIZERS["sgd"])
+        with pytest.raises(InvalidInputError, match="bytes_per_step"):
+            tables.start_migration(plan, 0)
+        tables.start_migration(plan, BUDGET)
+        tables.finish_migration()
+        assert tables.plan.tables[0].tiers[0].placement == "replicated"
+        assert_bitwise(tables.forward(batch)[0], before, "outputs")
+        tables.barrier()
+        tables.close()
+
+    run_ranks(2, body)
