@@ -15,8 +15,9 @@ Phases of a training step (barriers between them) and who works:
   updated by the holder of its master copy, which then writes all other copies.
 
 Ranks of one memory domain reach each other's rows as local memory: no link bytes inside a domain.
-A phase takes the slowest rank's max(memory + compute, each direction of each link class) plus a
-fixed cost. Inference is the forward phase alone, with one replica per memory domain.
+A phase takes the slowest rank's max(memory + compute, each direction of each link class), beyond
+the dense compute that was declared to run beside it (`overlap`; none by default), plus a fixed
+cost. Inference is the forward phase alone, with one replica per memory domain.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from oper.search.machine import (
     MEMORY,
     TERMS,
 )
+from oper.search.overlap import RESOLVE
 from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 from oper.tables import OPTIMIZER_STATE_BYTES
 
@@ -96,17 +98,21 @@ class Phase:
         units: float64 [6, W]: bytes, and nanoseconds of compute, by term and rank.
         seconds: float64 [6, W].
         fixed_us: fixed cost.
+        hidden: float64 [W], seconds of declared dense compute that the phase runs beside.
     """
 
     name: str
     units: np.ndarray
     seconds: np.ndarray
     fixed_us: float
+    hidden: np.ndarray
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """float64 [5, W]: seconds that run beside each other (`machine.GROUPS`)."""
-        return np.concatenate([self.seconds[:2].sum(axis=0, keepdims=True), self.seconds[2:]])
+        """float64 [5, W]: seconds that run beside each other (`machine.GROUPS`), beyond the dense
+        compute that they hide behind."""
+        busy = np.concatenate([self.seconds[:2].sum(axis=0, keepdims=True), self.seconds[2:]])
+        return np.maximum(busy - self.hidden, 0.0)
 
     @property
     def time_us(self) -> float:
@@ -167,6 +173,11 @@ class CostModel:
         self._extra = (FORWARD_NS, BACKWARD_NS, UPDATE_NS) if problem.training else (FORWARD_NS,)
         self.training = problem.training
         self.phases = PHASES[problem.objective]
+        if RESOLVE in problem.overlap and problem.topology.costs.sort_ns > 0:
+            self.phases = (RESOLVE, *self.phases)
+        none = (0.0,) * self.machine.world_size
+        #: float64 [num_phases, W], seconds of dense compute beside each phase.
+        self.hidden = np.array([problem.overlap.get(p, none) for p in self.phases]) * 1e-6
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
 
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
@@ -381,7 +392,8 @@ class CostModel:
         costs, world = self.costs, float(self.machine.world_size)
         shape = (*rows.shape[:-2], len(self.phases), len(TERMS), rows.shape[-1])
         out = np.zeros(shape)
-        forward = out[..., 0, :, :]
+        first = self.phases.index("forward")
+        forward = out[..., first, :, :]
         forward[..., MEMORY, :] = rows[..., FORWARD_BYTES, :]
         forward[..., COMPUTE, :] = (rows[..., FORWARD_IDS, :] * costs.id_ns
                                     + rows[..., FORWARD_NS, :])
@@ -390,11 +402,13 @@ class CostModel:
         self._owner_sends(forward, rows[..., PARTIALS, :])
         forward[..., MEMORY, :] += 2 * rows[..., PARTIALS, :].sum(axis=-1, keepdims=True)
         if self.training:
-            backward, update = out[..., 1, :, :], out[..., 2, :, :]
+            backward, update = out[..., first + 1, :, :], out[..., first + 2, :, :]
             backward[..., MEMORY, :] = rows[..., BACKWARD_BYTES, :]
-            per_id_ns = costs.sort_ns + costs.reduce_ns
-            backward[..., COMPUTE, :] = (rows[..., BACKWARD_IDS, :] * per_id_ns
+            backward[..., COMPUTE, :] = (rows[..., BACKWARD_IDS, :] * costs.reduce_ns
                                          + rows[..., BACKWARD_NS, :])
+            # The phase before forward resolves ahead; else backward is the one that sorts.
+            sorts = out[..., 0 if first else 1, :, :]
+            sorts[..., COMPUTE, :] += rows[..., BACKWARD_IDS, :] * costs.sort_ns
             self._owner_receives(backward, rows[..., PARTIALS, :])
             backward[..., MEMORY, :] += rows[..., PARTIALS, :] * world
             update[..., MEMORY, :] = rows[..., UPDATE_BYTES, :]
@@ -457,28 +471,29 @@ class CostModel:
         """Units per phase, term and rank of a whole tally; float64 [num_phases, 6, W]."""
         out = self.loads(tally.rows)
         for ranks, (need, send) in tally.partial_replicas.items():
-            self._subset_reads(out[0], ranks, need)
+            self._subset_reads(out[self.phases.index("forward")], ranks, need)
             if self.training:
                 holds = np.isin(np.arange(self.machine.world_size), ranks).astype(float)
-                self._broadcast(out[2], send, holds)
+                self._broadcast(out[-1], send, holds)
         return out
 
     def fixed_us(self, tally: Tally) -> list[float]:
         """Fixed microseconds of each phase: a call and a barrier, and one barrier more where
         partial sums or column-wise squared gradients must have arrived."""
         phase = self.machine.topology.costs.phase_us
-        fixed = [phase] * len(self.phases)
-        fixed[0] += phase * (tally.num_pushed > 0)
+        fixed = [0.0 if p == RESOLVE else phase for p in self.phases]
+        fixed[self.phases.index("forward")] += phase * (tally.num_pushed > 0)
         if self.training:
-            fixed[2] += phase * (tally.num_split > 0)
+            fixed[-1] += phase * (tally.num_split > 0)
         return fixed
 
     def evaluation(self, tally: Tally) -> Evaluation:
         """The modelled step of a whole plan's tally (`base` included)."""
         units = self.units(tally)
         seconds = units * self.machine.seconds_per_unit
-        phases = tuple(Phase(name, units[k], seconds[k], fixed) for k, (name, fixed) in
-                       enumerate(zip(self.phases, self.fixed_us(tally), strict=True)))
+        fixed = self.fixed_us(tally)
+        phases = tuple(Phase(name, units[k], seconds[k], fixed[k], self.hidden[k])
+                       for k, name in enumerate(self.phases))
         return Evaluation(phases, tally.rows[HELD], self.machine.per_domain(tally.rows[HELD]),
                           self.machine.capacity_bytes)
 

@@ -43,6 +43,7 @@ def as_json(plan: Plan, problem: Problem) -> dict[str, Any]:
         "capacity_bytes": found.capacity_bytes.tolist(),
         "phases": [{
             "name": p.name, "time_us": p.time_us, "fixed_us": p.fixed_us, "binding": p.binding,
+            "hidden_us": (p.hidden * 1e6).tolist(),
             "slowest_rank": p.slowest_rank, "rank_us": (p.groups.max(axis=0) * 1e6).tolist(),
             "bytes": {t: p.units[k].tolist() for k, t in enumerate(TERMS) if t != "compute"},
         } for p in found.phases],
@@ -85,12 +86,15 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation) -> str:
 
 
 def _phases(found: Evaluation) -> str:
-    head = ["phase", "us", "slowest", "busy with", *(f"{g} us" for g in GROUPS), "fixed us"]
+    hides = any(p.hidden.any() for p in found.phases)
+    head = ["phase", "us", "slowest", "busy with", *(f"{g} us" for g in GROUPS), "fixed us",
+            *(["beside dense us"] if hides else [])]
     rows = []
     for p in found.phases:
         rank = p.slowest_rank
         rows.append([p.name, f"{p.time_us:.1f}", f"rank {rank}", p.binding,
-                     *(f"{1e6 * x:.1f}" for x in p.groups[:, rank]), f"{p.fixed_us:.1f}"])
+                     *(f"{1e6 * x:.1f}" for x in p.groups[:, rank]), f"{p.fixed_us:.1f}",
+                     *([f"{1e6 * p.hidden[rank]:.1f}"] if hides else [])])
     return "phases (terms of the slowest rank)\n" + _aligned(head, rows)
 
 

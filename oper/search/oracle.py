@@ -9,6 +9,7 @@ import numpy as np
 from oper.errors import InvalidInputError, MissingDependencyError, OperError, fail
 from oper.plan import Piece, Tier
 from oper.search.cost import HELD, PARTIALS, CostModel, Tally
+from oper.search.machine import GROUPS
 from oper.search.placing import table_tally
 from oper.search.problem import IDS, TableProblem
 from oper.search.relax import PUSH, Relaxation
@@ -93,6 +94,8 @@ def best_of_candidates(
                                      "pulled or replicated on all ranks", "leave them out"))
     num_phases = len(model.phases)
     base_time, base_held = _rank_rows(model, relaxation.base_tally)
+    hidden = np.repeat(model.hidden[:, None] * 1e6, len(GROUPS), axis=1)
+    base_time = base_time - hidden.reshape(num_phases, -1)
     columns = [_rank_rows(model, x) for x in tallies]
     time = np.stack([c[0] for c in columns], axis=-1)  # [phases, groups * W, N]
     held = np.stack([c[1] for c in columns], axis=-1)  # [num_domains, N]

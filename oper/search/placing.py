@@ -249,10 +249,11 @@ class OwnerPrices:
         model, classes = relaxation.model, relaxation.classes.ranks
         world, phases = model.machine.world_size, len(model.phases)
         near = np.zeros((phases, len(GROUPS), len(classes)))
-        peaks = np.array([total[relaxation.phase_of == p].max() for p in range(phases)])
+        # A phase that hides wholly behind dense compute binds nobody.
+        peaks = np.array([max(0.0, total[relaxation.phase_of == p].max()) for p in range(phases)])
         for k, (phase, group, rank_class) in enumerate(relaxation.row_names):
             near[phase, GROUPS.index(group), rank_class] = (
-                total[k] / max(peaks[phase], 1e-30)) ** 4
+                max(0.0, total[k]) / max(peaks[phase], 1e-30)) ** 4
         self.price = np.zeros((NUM_ROWS, world))
         self.shares = np.zeros((NUM_ROWS, phases * len(GROUPS), world))
         self.weight = np.repeat(peaks, len(GROUPS))
@@ -264,7 +265,8 @@ class OwnerPrices:
             groups = np.concatenate([own[..., MEMORY:MEMORY + 1] + own[..., COMPUTE:COMPUTE + 1],
                                      own[..., 2:]], axis=-1)
             self.price[:, ranks] = np.einsum("qpg,pg->q", groups, near[:, :, rank_class])[:, None]
-            share = (groups / np.maximum(peaks, 1e-30)[:, None]).reshape(NUM_ROWS, -1)
+            share = groups / np.where(peaks > 0, peaks, np.inf)[:, None]
+            share = share.reshape(NUM_ROWS, -1)
             self.shares[:, :, ranks] = share[:, :, None]
 
 

@@ -15,6 +15,7 @@ from oper.search.cost import CostModel, evaluate
 from oper.search.groups import plan_with_groups
 from oper.search.heuristic import EFFORTS, Effort, search
 from oper.search.infeasible import explain_bound, explain_plan
+from oper.search.overlap import overlap_to_json
 from oper.search.placing import table_plan
 from oper.search.problem import Problem, make_problem
 from oper.search.relax import Relaxation
@@ -38,6 +39,7 @@ def make_plan(
     target_gap: float = 0.01,
     seed: int = 0,
     allow: Iterable[str] = EXECUTABLE,
+    overlap: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan where every row lives, with a certified lower bound of the modelled step.
 
@@ -55,6 +57,8 @@ def make_plan(
         seed: of the random choices.
         allow: what the plan may use, `oper.search.space.FEATURES`; by default what every runtime of
             this package executes.
+        overlap: dense compute that phases may hide behind, ``{phase: microseconds}``, see
+            `oper.search.overlap`; by default nothing hides.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -62,7 +66,7 @@ def make_plan(
         MissingDependencyError: highspy is not installed.
     """
     problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
-                           allow=allow, constraints=constraints)
+                           allow=allow, constraints=constraints, overlap=overlap)
     return plan_problem(problem, effort=effort, time_budget_s=time_budget_s, target_gap=target_gap,
                         seed=seed)
 
@@ -87,6 +91,8 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     notes = {**plan.notes, "effort": effort, "seed": seed}
     if problem.constraints != Constraints():
         notes["constraints"] = problem.constraints.to_json()
+    if problem.overlap:
+        notes["overlap_us"] = overlap_to_json(problem.overlap)
     return replace(plan, notes=notes)
 
 

@@ -28,6 +28,7 @@ import numpy as np
 from oper.errors import InvalidInputError, fail
 from oper.search.constraints import Constraints, parse_constraints
 from oper.search.machine import Machine, make_machine
+from oper.search.overlap import Overlap, parse_overlap
 from oper.search.space import EXECUTABLE, check_allow
 from oper.stats import AccessStats, TableStats, table_stats_for
 from oper.tables import TableSpec, check_unique
@@ -148,6 +149,7 @@ class Problem:
         allow: placements, exchange modes and splits that a plan may use.
         constraints: what the plan is held to.
         notes: what the maker wants to say (JSON-able), copied into the plan.
+        overlap: dense compute that phases may hide behind, microseconds by phase and rank.
     """
 
     tables: tuple[TableProblem, ...]
@@ -157,6 +159,7 @@ class Problem:
     allow: frozenset[str] = EXECUTABLE
     constraints: Constraints = field(default_factory=Constraints)
     notes: dict[str, Any] = field(default_factory=dict)
+    overlap: Overlap = field(default_factory=dict)
 
     @property
     def topology(self) -> Topology:
@@ -204,6 +207,7 @@ def make_problem(
     batch_size: int,
     allow: Iterable[str] = EXECUTABLE,
     constraints: Constraints | Mapping[str, Any] | None = None,
+    overlap: Mapping[str, Any] | None = None,
 ) -> Problem:
     """State the planning problem of a model on a machine.
 
@@ -215,6 +219,7 @@ def make_problem(
         batch_size: samples per rank and step.
         allow: what a plan may use, names of `oper.search.space.FEATURES`.
         constraints: see `oper.search.constraints`.
+        overlap: see `oper.search.overlap.parse_overlap`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -236,7 +241,9 @@ def make_problem(
     if objective == "inference" and "pull" in chosen:
         chosen -= {"push"}  # serving has no barriers, which partial sums would need
     machine = make_machine(topology, held.reserve_bytes, held.memory_bytes)
-    problem = Problem(entries, machine, objective, batch_size, chosen, held)
+    phases = ("forward", "backward", "update") if objective == "training" else ("forward",)
+    problem = Problem(entries, machine, objective, batch_size, chosen, held,
+                      overlap=parse_overlap(overlap, phases, world_size))
     for t in specs:
         pinned = t.name in held.tables and held.tables[t.name].tiers is not None
         if not pinned and not (problem.placements_of(t.name) and problem.modes_of(t.name)):

@@ -123,7 +123,7 @@ class RecipeBook:
     def scores(self, totals: np.ndarray) -> np.ndarray:
         """Step (us) at resource totals (float64 [N, R]), dearer when memory overflows."""
         peaks = np.maximum.reduceat(totals, self._phase_starts, axis=1)
-        step = peaks[:, :-1].sum(axis=1) + self.relaxation.fixed_us
+        step = np.maximum(peaks[:, :-1], 0.0).sum(axis=1) + self.relaxation.fixed_us
         over = np.maximum(totals[:, self.relaxation.phase_of < 0] - 1.0, 0.0).sum(axis=1)
         # The mean of the rows breaks ties among plans of equal peaks.
         return step * (1.0 + _OVERFLOW * over) + 1e-7 * totals.mean(axis=1)

@@ -24,6 +24,7 @@ from oper.search.cost import HELD, NUM_ROWS, PARTIALS, CostModel, Tally
 from oper.search.machine import COMPUTE, GROUPS, MEMORY, rank_classes
 from oper.search.problem import IDS, NUM_FEATURES, TableProblem
 
+_MAX_HIDDEN_SETS = 4
 REPLICATED, SHARD, PUSH = "replicated", "shard", "push"
 
 
@@ -51,6 +52,15 @@ class Columns:
     value: np.ndarray
 
 
+def _equally_hidden(hidden: np.ndarray) -> list[list[int]]:
+    """Ranks with equal dense compute beside every phase, where there are a few such sets; with
+    many, means over unequal ranks bound more loosely but keep the relaxation small."""
+    sets: dict[tuple[float, ...], list[int]] = {}
+    for rank, column in enumerate(hidden.T.tolist()):
+        sets.setdefault(tuple(column), []).append(rank)
+    return list(sets.values()) if len(sets) <= _MAX_HIDDEN_SETS else []
+
+
 class Relaxation:
     """Resource rows and block costs of a problem.
 
@@ -73,7 +83,8 @@ class Relaxation:
         self.tables = tuple(t for t in self.problem.tables if t.spec.name not in pinned)
         self.classes = rank_classes(
             model.machine, [*(c.ranks for c in held.values() if c.ranks is not None),
-                            *(tier.ranks for tiers in pinned.values() for tier in tiers)])
+                            *(tier.ranks for tiers in pinned.values() for tier in tiers),
+                            *_equally_hidden(model.hidden)])
         self._build_options()
         self._build_rows()
         self._build_base()
@@ -168,6 +179,9 @@ class Relaxation:
         self.base = self.rows_of(total.rows)
         for ranks, (need, send) in total.partial_replicas.items():
             self.base += self._subset_rows(ranks, need, send)
+        for k, (phase, _, rank_class) in enumerate(self.row_names):
+            # A mean of excesses never exceeds the largest, nor falls below the excess of the mean.
+            self.base[k] -= 1e6 * model.hidden[phase, self.classes.ranks[rank_class]].mean()
         self.fixed_us = sum(model.fixed_us(total))
 
     def _subset_rows(self, ranks: tuple[int, ...], need: float, send: np.ndarray) -> np.ndarray:
@@ -317,4 +331,5 @@ class Relaxation:
     def step_us(self, total: np.ndarray) -> float:
         """Modelled step when the resource rows hold `total` (float64 [R], base included)."""
         return self.fixed_us + sum(
-            float(total[self.phase_of == p].max()) for p in range(int(self.phase_of.max()) + 1))
+            max(0.0, float(total[self.phase_of == p].max()))
+            for p in range(int(self.phase_of.max()) + 1))

@@ -11,6 +11,7 @@ from typing import Any
 
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.plan import Plan
+from oper.search.overlap import overlap_to_json, parse_argument
 from oper.search.problem import Problem, make_problem
 from oper.search.space import EXECUTABLE
 from oper.stats import AccessStats
@@ -45,7 +46,8 @@ def run_plan(args: argparse.Namespace) -> int:
     problem = make_problem(
         _tables(args, stats), stats, _topology(args), objective=args.objective,
         batch_size=args.batch_size,
-        constraints=None if args.constraints is None else _read_constraints(args.constraints))
+        constraints=None if args.constraints is None else _read_constraints(args.constraints),
+        overlap=parse_argument(args.overlap))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
                         target_gap=args.target_gap, seed=args.seed)
     plan.save(args.output)
@@ -83,7 +85,8 @@ def run_explain(args: argparse.Namespace) -> int:
                                                        changes)
         after = make_problem([t.table for t in plan.tables], _stats(args), topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
-                             constraints=problem.constraints)
+                             constraints=problem.constraints,
+                             overlap=overlap_to_json(problem.overlap))
         compared = what_if.compare(plan, problem, after)
     if args.json:
         value = {"plan": args.plan, **as_json(plan, problem)}
@@ -110,7 +113,8 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     problem = make_problem([t.table for t in plan.tables], _stats(args), _topology(args),
                            objective=plan.objective, allow=_used(plan),
                            batch_size=args.batch_size or plan.batch_size or 2048,
-                           constraints=plan.notes.get("constraints"))
+                           constraints=plan.notes.get("constraints"),
+                           overlap=parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     step_us = evaluate(plan, problem).step_us
     if abs(step_us - plan.step_us) > 1e-6 * step_us:
         # Another machine, batch or statistics: the bound in the file is not about this problem.
@@ -130,6 +134,9 @@ def _used(plan: Plan) -> frozenset[str]:
 
 
 def _add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument("--overlap", action="append", default=[], metavar="PHASE=US",
+                        help="dense compute that a phase runs beside, microseconds (one per rank, "
+                             "with commas): forward, backward, update, resolve; default none")
     parser.add_argument("--topology", metavar="NAME|FILE", required=required,
                         help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file")
     parser.add_argument("--world-size", type=int, metavar="N",

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from search_cases import gpus, problem, tables_and_stats
 
 from oper.errors import InvalidInputError, OperError, PlanError, PlanInfeasibleError
@@ -163,7 +163,7 @@ def held_problem(draw):
                                 **({label: (group,)} if label else {})))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(held_problem())
 def test_constraints_are_always_kept(stated):
     try:

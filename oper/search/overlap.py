@@ -1,0 +1,81 @@
+"""Dense compute that phases may hide behind: declared by the user, never assumed.
+
+A phase that runs beside dense compute of `x` microseconds on a rank delays that rank only by what
+is longer than `x`. The phase then ends when every rank has finished both, so that a rank's load
+counts by its excess over the rank's own dense time. Contention for memory and links is not
+modelled: declare less than the dense time where both want the same memory.
+
+What can hide, in a training step of `oper.shard`'s modules:
+
+* ``update``: the reduction and update of rows, and the refresh of replicas, beside the dense
+  backward and optimizer that remain once the gradients of the tables are known;
+* ``backward`` and ``forward``: beside layers that do not depend on the tables' outputs;
+* ``resolve``: the sorting of ids, which needs the next batch's ids alone and may run ahead beside
+  anything; declaring it takes that work out of ``backward`` into a phase of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from oper.errors import InvalidInputError, fail
+
+RESOLVE = "resolve"
+#: By phase, microseconds of dense compute on each rank.
+Overlap = dict[str, tuple[float, ...]]
+
+
+def parse_overlap(value: Mapping[str, Any] | None, phases: Sequence[str],
+                  world_size: int) -> Overlap:
+    """Declared dense compute by phase.
+
+    Args:
+        value: ``{phase: microseconds}``, a number for all ranks or one for each.
+        phases: phases of the objective; ``resolve`` is known beside them when there are several.
+        world_size: number of ranks.
+
+    Raises:
+        InvalidInputError: an unknown phase, or anything but numbers >= 0.
+    """
+    known = [RESOLVE, *phases] if len(phases) > 1 else list(phases)
+    what = "invalid overlap with dense compute"
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidInputError(fail(what, "overlap", value, "microseconds by phase", "correct it"))
+    out: Overlap = {}
+    for name, given in (value or {}).items():
+        if name not in known:
+            raise InvalidInputError(fail(what, "phase", name, f"one of {known}", "correct it"))
+        each = list(given) if isinstance(given, list | tuple) else [given] * world_size
+        numbers = all(isinstance(x, int | float) and not isinstance(x, bool)
+                      and math.isfinite(x) and x >= 0 for x in each)
+        if not numbers or len(each) != world_size:
+            raise InvalidInputError(fail(what, name, given,
+                                         f"microseconds >= 0, one number or {world_size}",
+                                         "correct it"))
+        if any(each):
+            out[name] = tuple(float(x) for x in each)
+    return out
+
+
+def overlap_to_json(overlap: Overlap) -> dict[str, Any]:
+    """JSON-able values that `parse_overlap` reads."""
+    return {k: v[0] if len(set(v)) == 1 else list(v) for k, v in overlap.items()}
+
+
+def parse_argument(words: Sequence[str]) -> dict[str, Any] | None:
+    """``PHASE=US`` and ``PHASE=US,US,...`` (one per rank) of a command line; None for no words."""
+    out: dict[str, Any] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        try:
+            each = [float(x) for x in text.split(",")]
+        except ValueError:
+            each = []
+        if not each or name in out:
+            raise InvalidInputError(fail("invalid overlap with dense compute", "overlap", word,
+                                         "PHASE=US or PHASE=US,US,... once per phase",
+                                         "correct it"))
+        out[name] = each if len(each) > 1 else each[0]
+    return out or None
