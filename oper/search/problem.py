@@ -11,8 +11,10 @@ TOUCHED               expected distinct rows in one rank's batch, `u_r(B)` summe
 TOUCHED_ALL           expected distinct rows in all ranks' batches, `u_r(WB)` summed
 ====================  ==============================================================
 
-`u_r(n) = 1 - (1 - p_r)^(nL)` for independent ids. Where presence was measured, `n` is replaced by
-the number of independent samples that would touch as many rows, so that saturated rows stay at 1.
+`u_r(n) = 1 - E[(1 - p_r)^L]^n` for n bags of independent ids, over the distribution of the bag
+length L. With its mean alone, `1 - (1 - p_r)^(n E[L])`, rows of rare long bags would count as
+touched more often than they are. Where presence was measured, `n` is replaced by the number of
+independent bags that would touch as many rows, so that saturated rows stay at 1.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from oper.topology import Topology
 ROWS, IDS, TOUCHED, TOUCHED_ALL = range(4)
 NUM_FEATURES = 4
 MAX_BLOCKS = 60
+_MAX_PRODUCTS = 20_000_000  # hotness classes times bag lengths that are multiplied out
 _NUM_EXPLICIT = 1 << 16  # hot rows whose ids are followed when a plan carries no hotness order
 
 
@@ -272,7 +275,8 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     in_order = stats.ids_in_hotness_order
     rows, probability = _hotness_classes(found, in_order)
     traffic = _traffic(found, stats.num_samples, num_features, batch_size)
-    stretch = _presence_stretch(found, rows, probability, stats.num_samples,
+    log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
+    stretch = _presence_stretch(found, rows, log_miss, traffic.num_bags / batch_size,
                                 (batch_size, batch_size * world_size))
     curve = _curve(rows, probability, batch_size, world_size, traffic, stretch)
     num_head = found.head_ids.size
@@ -339,9 +343,26 @@ def _traffic(stats: TableStats, num_samples: int, num_features: int, batch_size:
     return Traffic(num_bags * float(lengths @ share), num_bags, lengths, share)
 
 
-def _touched(rows: np.ndarray, probability: np.ndarray, num_ids: float) -> np.ndarray:
+def _log_miss(probability: np.ndarray, lengths: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """`ln E[(1 - p)^L]`: what a bag adds to the log probability of missing a row; float64 [K]."""
+    if lengths.size * probability.size > _MAX_PRODUCTS:
+        # Lengths within 5 % of each other stand in for their mean.
+        group = np.floor(np.log(np.maximum(lengths, 0.5)) / np.log(1.05)).astype(np.int64)
+        _, group = np.unique(group, return_inverse=True)
+        total = np.bincount(group, share)
+        lengths = np.bincount(group, share * lengths) / np.maximum(total, 1e-300)
+        share = total
     # A row that takes every access (p = 1) is touched by any id at all.
-    return rows * -np.expm1(num_ids * np.log1p(-np.minimum(probability, 1.0 - 1e-12)))
+    once = np.log1p(-np.minimum(probability, 1.0 - 1e-12))
+    missed = np.zeros_like(once)
+    for length, part in zip(lengths.tolist(), share.tolist(), strict=True):
+        missed += part * np.expm1(length * once)
+    return np.log1p(np.maximum(missed, -1.0 + 1e-300))
+
+
+def _touched(rows: np.ndarray, log_miss: np.ndarray, num_bags: float) -> np.ndarray:
+    """Expected distinct rows of each class in `num_bags` bags; float64 [K]."""
+    return rows * -np.expm1(num_bags * log_miss)
 
 
 def _curve(rows: Sequence[int] | np.ndarray, probability: np.ndarray, batch_size: int,
@@ -350,31 +371,31 @@ def _curve(rows: Sequence[int] | np.ndarray, probability: np.ndarray, batch_size
     rows = np.asarray(rows, float)
     mass = rows * probability
     ids = traffic.num_ids * mass / mass.sum()
-    one = _touched(rows, probability, traffic.num_ids * stretch[0])
-    every = _touched(rows, probability, traffic.num_ids * world_size * stretch[1])
+    log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
+    one = _touched(rows, log_miss, traffic.num_bags * stretch[0])
+    every = _touched(rows, log_miss, traffic.num_bags * world_size * stretch[1])
     one = np.minimum(one, ids)  # no more rows than ids
     every = np.clip(every, one, world_size * one)
     each = np.stack([rows, ids, one, every])
     return np.concatenate([np.zeros((NUM_FEATURES, 1)), np.cumsum(each, axis=1)], axis=1)
 
 
-def _presence_stretch(stats: TableStats, rows: np.ndarray, probability: np.ndarray,
-                      num_samples: int, wanted: tuple[int, int]) -> tuple[float, float]:
+def _presence_stretch(stats: TableStats, rows: np.ndarray, log_miss: np.ndarray,
+                      bags_per_sample: float, wanted: tuple[int, int]) -> tuple[float, float]:
     """Independent samples per real sample at the numbers of samples `wanted` (1.0 = independent).
 
-    At each measured n the number of independent ids is found that touches the measured rows; their
+    At each measured n the number of independent bags is found that touches the measured rows; their
     ratio is interpolated in log n and held constant outside of the measured range.
     """
     use = (stats.presence_windows > 0) & (stats.presence_rows > 0) & (stats.presence_samples > 0)
-    if not use.any() or num_samples < 1:
+    if not use.any():
         return 1.0, 1.0
-    per_sample = stats.num_accesses / num_samples
     ratios = []
     for n, distinct in zip(stats.presence_samples[use], stats.presence_rows[use], strict=True):
         low, high = np.log(1e-3), np.log(8.0)
         for _ in range(40):
             middle = (low + high) / 2
-            touched = _touched(rows, probability, n * per_sample * np.exp(middle)).sum()
+            touched = _touched(rows, log_miss, n * bags_per_sample * np.exp(middle)).sum()
             low, high = (middle, high) if touched < distinct else (low, middle)
         ratios.append((low + high) / 2)
     samples = stats.presence_samples[use].astype(float)
