@@ -17,7 +17,7 @@ from oper.search.heuristic import EFFORTS, Effort, search
 from oper.search.infeasible import explain_bound, explain_plan
 from oper.search.overlap import overlap_to_json
 from oper.search.placing import table_plan
-from oper.search.problem import Problem, make_problem
+from oper.search.problem import Problem, make_problem, with_overlap
 from oper.search.relax import Relaxation
 from oper.search.space import EXECUTABLE
 from oper.search.state import State
@@ -66,9 +66,9 @@ def make_plan(
         MissingDependencyError: highspy is not installed.
     """
     problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
-                           allow=allow, constraints=constraints, overlap=overlap)
-    return plan_problem(problem, effort=effort, time_budget_s=time_budget_s, target_gap=target_gap,
-                        seed=seed)
+                           allow=allow, constraints=constraints)
+    return plan_problem(with_overlap(problem, overlap), effort=effort, time_budget_s=time_budget_s,
+                        target_gap=target_gap, seed=seed)
 
 
 def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float | None = None,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -210,7 +210,6 @@ def make_problem(
     batch_size: int,
     allow: Iterable[str] = EXECUTABLE,
     constraints: Constraints | Mapping[str, Any] | None = None,
-    overlap: Mapping[str, Any] | None = None,
 ) -> Problem:
     """State the planning problem of a model on a machine.
 
@@ -222,7 +221,6 @@ def make_problem(
         batch_size: samples per rank and step.
         allow: what a plan may use, names of `oper.search.space.FEATURES`.
         constraints: see `oper.search.constraints`.
-        overlap: see `oper.search.overlap.parse_overlap`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -244,9 +242,7 @@ def make_problem(
     if objective == "inference" and "pull" in chosen:
         chosen -= {"push"}  # serving has no barriers, which partial sums would need
     machine = make_machine(topology, held.reserve_bytes, held.memory_bytes)
-    phases = ("forward", "backward", "update") if objective == "training" else ("forward",)
-    problem = Problem(entries, machine, objective, batch_size, chosen, held,
-                      overlap=parse_overlap(overlap, phases, world_size))
+    problem = Problem(entries, machine, objective, batch_size, chosen, held)
     for t in specs:
         pinned = t.name in held.tables and held.tables[t.name].tiers is not None
         if not pinned and not (problem.placements_of(t.name) and problem.modes_of(t.name)):
@@ -255,6 +251,20 @@ def make_problem(
                      held.tables[t.name], f"a placement and a mode of {sorted(problem.allow)}",
                      "relax the constraint or widen `allow`"))
     return problem
+
+
+def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem:
+    """The problem with dense compute declared beside its phases.
+
+    Args:
+        problem: the problem.
+        overlap: see `oper.search.overlap.parse_overlap`; None = nothing hides.
+
+    Raises:
+        InvalidInputError: an unknown phase, or anything but microseconds >= 0.
+    """
+    phases = ("forward", "backward", "update") if problem.training else ("forward",)
+    return replace(problem, overlap=parse_overlap(overlap, phases, problem.machine.world_size))
 
 
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,

@@ -12,7 +12,7 @@ from typing import Any
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.plan import Plan
 from oper.search.overlap import overlap_to_json, parse_argument
-from oper.search.problem import Problem, make_problem
+from oper.search.problem import Problem, make_problem, with_overlap
 from oper.search.space import EXECUTABLE
 from oper.stats import AccessStats
 from oper.tables import DTYPE_BYTES, OPTIMIZER_STATE_BYTES, TableSpec
@@ -46,8 +46,8 @@ def run_plan(args: argparse.Namespace) -> int:
     problem = make_problem(
         _tables(args, stats), stats, _topology(args), objective=args.objective,
         batch_size=args.batch_size,
-        constraints=None if args.constraints is None else _read_constraints(args.constraints),
-        overlap=parse_argument(args.overlap))
+        constraints=None if args.constraints is None else _read_constraints(args.constraints))
+    problem = with_overlap(problem, parse_argument(args.overlap))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
                         target_gap=args.target_gap, seed=args.seed)
     plan.save(args.output)
@@ -85,8 +85,8 @@ def run_explain(args: argparse.Namespace) -> int:
                                                        changes)
         after = make_problem([t.table for t in plan.tables], _stats(args), topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
-                             constraints=problem.constraints,
-                             overlap=overlap_to_json(problem.overlap))
+                             constraints=problem.constraints)
+        after = with_overlap(after, overlap_to_json(problem.overlap))
         compared = what_if.compare(plan, problem, after)
     if args.json:
         value = {"plan": args.plan, **as_json(plan, problem)}
@@ -113,8 +113,8 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     problem = make_problem([t.table for t in plan.tables], _stats(args), _topology(args),
                            objective=plan.objective, allow=_used(plan),
                            batch_size=args.batch_size or plan.batch_size or 2048,
-                           constraints=plan.notes.get("constraints"),
-                           overlap=parse_argument(args.overlap) or plan.notes.get("overlap_us"))
+                           constraints=plan.notes.get("constraints"))
+    problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     step_us = evaluate(plan, problem).step_us
     if abs(step_us - plan.step_us) > 1e-6 * step_us:
         # Another machine, batch or statistics: the bound in the file is not about this problem.

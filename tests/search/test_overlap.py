@@ -16,6 +16,7 @@ from oper.search import evaluate, make_plan, make_problem
 from oper.search.explain import summary
 from oper.search.overlap import overlap_to_json, parse_overlap
 from oper.search.planner import plan_problem, space_bound
+from oper.search.problem import with_overlap
 from oper.search.space import EVERYTHING
 from oper.search.verbs import configure_explain, configure_plan, run_explain, run_plan
 
@@ -24,8 +25,8 @@ KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 
 def stated(topology, overlap=None, objective="training", num_tables=6, **more):
     specs, stats = tables_and_stats(num_tables, 4)
-    return make_problem(specs, stats, topology, objective=objective, batch_size=256,
-                        overlap=overlap, **more)
+    problem = make_problem(specs, stats, topology, objective=objective, batch_size=256, **more)
+    return with_overlap(problem, overlap)
 
 
 def test_a_rank_is_delayed_by_what_is_longer_than_its_own_dense_compute():
