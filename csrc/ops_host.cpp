@@ -82,11 +82,11 @@ int32_t log2_or_minus1(int64_t value) {
 // Columns of the int64 descriptions that Python passes.
 enum TableColumn {
   kNumRows, kDim, kMean, kTierBegin, kTierEnd, kRows, kMomentum1, kMomentum2, kHead, kLogical,
-  kRowColumns, kTableWidth
+  kRowColumns, kRowType, kFirstColumn, kHeadIds, kTableWidth
 };
 enum OptimizerColumn {
   kKind, kDecay, kLearningRate, kEps, kWeightDecay, kBeta1, kBeta2, kCorrection1, kCorrection2,
-  kOptimizerWidth
+  kKey0, kKey1, kStep, kOptimizerWidth
 };
 enum TierColumn { kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTierWidth };
 enum FeatureColumn { kFeatureTable, kColumn, kFeatureLogical, kPieceStart, kFeatureWidth };
@@ -144,7 +144,9 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
     Table& table = context.tables[t];
     table.dim = static_cast<int32_t>(d[kDim]);
     table.mean = static_cast<int32_t>(d[kMean]);
-    table.rows = reinterpret_cast<float*>(d[kRows]);
+    table.row_type = static_cast<RowType>(d[kRowType]);
+    table.first_column = static_cast<int32_t>(d[kFirstColumn]);
+    table.rows = reinterpret_cast<char*>(d[kRows]);
     table.momentum1 = reinterpret_cast<float*>(d[kMomentum1]);
     table.momentum2 = reinterpret_cast<float*>(d[kMomentum2]);
     table.owner_begin.assign(begin_data + t * (W + 1), begin_data + (t + 1) * (W + 1));
@@ -170,6 +172,11 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
       head.words = static_cast<const uint64_t*>(heads[d[kHead]].data_ptr());
       head.positions = static_cast<const uint32_t*>(heads[d[kHead] + 1].data_ptr());
       head.num_head = heads[d[kHead] + 1].numel();
+    }
+    if (d[kHeadIds] >= 0) {
+      table.head_ids.by_position = static_cast<const uint32_t*>(heads[d[kHeadIds]].data_ptr());
+      table.head_ids.ascending = static_cast<const uint32_t*>(heads[d[kHeadIds] + 1].data_ptr());
+      table.head_ids.num_head = heads[d[kHeadIds]].numel();
     }
     const int32_t n = static_cast<int32_t>(read.size());
     table.read = TableMap{d[kNumRows], n, read.data(), head, nullptr};
@@ -409,6 +416,9 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
         static_cast<float>(x[kWeightDecay]), static_cast<float>(x[kBeta1]),
         static_cast<float>(x[kBeta2]), static_cast<float>(x[kCorrection1]),
         static_cast<float>(x[kCorrection2])};
+    const uint64_t step = static_cast<uint64_t>(x[kStep]);
+    context.tables[t].rounding = {static_cast<uint32_t>(x[kKey0]), static_cast<uint32_t>(x[kKey1]),
+                                  static_cast<uint32_t>(step), static_cast<uint32_t>(step >> 32)};
   }
   int64_t rows = 0;
   Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
@@ -437,12 +447,13 @@ int64_t collapse_segment(int64_t address, int64_t bytes) {
       collapse_huge(reinterpret_cast<void*>(address), static_cast<size_t>(bytes)));
 }
 
-// float32 view [rows, columns] of mapped memory; the caller keeps the mapping alive.
-Tensor segment_view(int64_t address, int64_t rows, int64_t columns) {
+// View [rows, columns] of mapped memory, elements of a `RowType`; the caller keeps the mapping alive.
+Tensor segment_view(int64_t address, int64_t rows, int64_t columns, int64_t type) {
+  constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
   const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
   return torch::stable::from_blob(
       reinterpret_cast<void*>(address), {sizes, 2}, {strides, 2},
-      torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Float);
+      torch::stable::Device(torch::headeronly::DeviceType::CPU), kTypes[type]);
 }
 
 std::string kernel_name() { return kernels().name; }
@@ -454,7 +465,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def("map_segment(int fd, int bytes, bool writable) -> int");
   m.def("unmap_segment(int address, int bytes) -> ()");
   m.def("collapse_segment(int address, int bytes) -> int");
-  m.def("segment_view(int address, int rows, int columns) -> Tensor");
+  m.def("segment_view(int address, int rows, int columns, int type=0) -> Tensor");
   m.def("kernel_name() -> str");
   m.def(
       "context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, Tensor tiers, "

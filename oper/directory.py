@@ -13,6 +13,7 @@ import numpy as np
 
 from oper.errors import PlanError, fail
 from oper.plan import TablePlan, Tier
+from oper.tables import DTYPE_BYTES
 
 MAX_ROWS = 2**32 - 1  # home keys and slots are 32-bit numbers
 
@@ -102,7 +103,7 @@ class TableDirectory:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of the piece."""
-        return 4 * self.dim
+        return DTYPE_BYTES[self.table.dtype] * self.dim
 
     def position_of(self, ids: np.ndarray) -> np.ndarray:
         """Positions (int64 [n]) of valid ids (int64 [n])."""
@@ -163,6 +164,14 @@ class TableDirectory:
         np.bitwise_or.at(words, self._sorted_head // 32,
                          np.uint64(1) << (self._sorted_head % 32).astype(np.uint64))
         return words.view(np.int64), self._sorted_positions.astype(np.uint32).view(np.int32)
+
+    def head_order(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Head ids by position and ascending, int32 [H] each (bits of uint32), or None."""
+        if not self.head_ids.size:
+            return None
+        by_position, ascending = (ids.astype(np.uint32).view(np.int32)
+                                  for ids in (self.head_ids, self._sorted_head))
+        return by_position, ascending
 
 
 def _lay_out(tier: Tier, world_size: int, slots: np.ndarray, replicas: np.ndarray) -> TierLayout:

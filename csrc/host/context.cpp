@@ -109,7 +109,7 @@ void Context::reset_outbox() {
 
 bool Context::take_outbox(const Table& table, int64_t count, OutboxTable* entry) {
   entry->slots_offset = take_bytes(count * 4);
-  entry->rows_offset = take_bytes(count * table.row_bytes());
+  entry->rows_offset = take_bytes(count * table.gradient_bytes());
   return entry->slots_offset >= 0 && entry->rows_offset >= 0;
 }
 
@@ -136,7 +136,7 @@ const Kernels& kernels() {
     const char* wanted = std::getenv("OPER_CPU_KERNELS");
     const bool has512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
-    const bool has2 = __builtin_cpu_supports("avx2");
+    const bool has2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
     if (wanted != nullptr && std::strcmp(wanted, "generic") == 0) return kKernelsGeneric;
     if (wanted != nullptr && std::strcmp(wanted, "avx2") == 0 && has2) return kKernelsAvx2;
     return has512 ? kKernelsAvx512 : has2 ? kKernelsAvx2 : kKernelsGeneric;

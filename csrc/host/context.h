@@ -10,7 +10,9 @@
 #include "host/barrier.h"
 #include "host/traffic.h"
 #include "oper/directory.h"
+#include "oper/elements.h"
 #include "oper/optimizer.h"
+#include "oper/philox.h"
 
 namespace oper::host {
 
@@ -55,6 +57,13 @@ struct HomeTier {
   std::vector<int64_t> offsets;  // offsets of one turn that are this rank's
 };
 
+// Ids of the explicit head, for the way from a position back to its id; null: position = id.
+struct HeadIds {
+  const uint32_t* by_position = nullptr;  // [num_head]
+  const uint32_t* ascending = nullptr;    // [num_head]
+  int64_t num_head = 0;
+};
+
 // What other ranks asked this rank to update by push: reduced rows per rank.
 struct PushedRows {
   std::vector<uint32_t> slots;
@@ -63,14 +72,16 @@ struct PushedRows {
 
 struct Table {
   int32_t dim;
+  RowType row_type;
   int32_t mean;  // 1: mean pooling
   TableMap read;  // id -> byte address of the row to read
   TableMap home;  // id -> home key: owners in rank order, slots ascending
   std::vector<int64_t> owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
-  float* rows;                       // this rank's shard [slots, dim]
+  char* rows;                        // this rank's shard [slots, dim], elements of `row_type`
   float* momentum1;                  // optimizer state [slots, dim or 1], or null
   float* momentum2;                  // likewise
   OptimizerArgs optimizer;           // set for every update
+  RoundingKey rounding;              // likewise; for rows of 16-bit elements
   std::vector<int32_t> features;     // features that look up here
   std::vector<bool> pushes;          // per tier: exchange mode push
   bool has_push;
@@ -79,6 +90,8 @@ struct Table {
   std::vector<int32_t> pieces;
   std::vector<float*> squares;
   int32_t row_columns;  // columns of the whole row
+  int32_t first_column;  // of this piece in the whole row
+  HeadIds head_ids;      // the way back from a position to its id
   std::vector<HomeTier> home_tiers;
   std::vector<PushedRows> pushed;  // [W]
   bool has_replicas;
@@ -87,7 +100,13 @@ struct Table {
   int32_t index;  // in the context
   TableCounters counters;
   const Arenas* arenas;
-  int64_t row_bytes() const { return static_cast<int64_t>(dim) * 4; }
+  int64_t row_bytes() const { return dim * element_bytes(row_type); }
+  // Gradients, pooled rows and partial sums are fp32 whatever the rows are.
+  int64_t gradient_bytes() const { return static_cast<int64_t>(dim) * 4; }
+  template <class E>
+  E* row(int64_t slot) const {
+    return reinterpret_cast<E*>(rows) + slot * dim;
+  }
   // Whether owners of pieces of one row must add up squares before the update.
   bool exchanges_squares() const { return !pieces.empty() && is_row_wise(optimizer.kind); }
 };

@@ -7,6 +7,8 @@ namespace OPER_KERNELS {
 // 16 lanes; the compiler splits them into what the target has. `Loose` may be unaligned.
 typedef float Lanes __attribute__((vector_size(64)));
 typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
 
 constexpr int kMaxVectors = 64;     // dim <= 1024
 constexpr int64_t kPrefetch = 24;   // rows ahead; 16..32 measured equal on current server cores

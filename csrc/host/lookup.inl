@@ -2,11 +2,11 @@
 
 // ---- forward -----------------------------------------------------------------------------------
 
-template <int N, bool kWeighted>
+template <int N, bool kWeighted, class E>
 void pool_block(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
-  const int64_t row_bytes = N > 0 ? N * 64 : table.row_bytes();
+  const int64_t row_bytes = N > 0 ? N * 16 * static_cast<int64_t>(sizeof(E)) : table.row_bytes();
   const int64_t* at = addresses;
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
@@ -16,11 +16,11 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     } else {
       prefetch_row(reinterpret_cast<const void*>(at[kPrefetch]), row_bytes);
       const float* w = kWeighted ? weights + offsets[b] : nullptr;
-      row.load(reinterpret_cast<const float*>(at[0]), dim);
+      row.load(reinterpret_cast<const E*>(at[0]), dim);
       if (kWeighted) row.scale(w[0], dim);
       for (int64_t i = 1; i < n; ++i) {
         prefetch_row(reinterpret_cast<const void*>(at[i + kPrefetch]), row_bytes);
-        const float* p = reinterpret_cast<const float*>(at[i]);
+        const E* p = reinterpret_cast<const E*>(at[i]);
         if (kWeighted) {
           row.add_scaled(p, w[i], dim);
         } else {
@@ -106,12 +106,13 @@ int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch&
   return for_blocks<kRows, Id>(table, range, scratch, [&](int64_t b, int64_t end,
                                                          const int64_t* rows) {
     float* to = out + range.bags.out_begin + b * stride;
-    with_row_width(table.dim, [&](auto width) {
+    with_rows(table, [&](auto width, auto element) {
       constexpr int N = decltype(width)::value;
+      using E = decltype(element);
       if (weights != nullptr) {
-        pool_block<N, true>(table, rows, bounds + b, weights, end - b, to, stride);
+        pool_block<N, true, E>(table, rows, bounds + b, weights, end - b, to, stride);
       } else {
-        pool_block<N, false>(table, rows, bounds + b, nullptr, end - b, to, stride);
+        pool_block<N, false, E>(table, rows, bounds + b, nullptr, end - b, to, stride);
       }
     });
   });
@@ -128,8 +129,9 @@ void weight_gradient_ids(const Table& table, const BagRange& range, const float*
   const int64_t* bounds = range.bags.bounds;
   for_blocks<kWeightRows, Id>(table, range, scratch, [&](int64_t b, int64_t end,
                                                         const int64_t* rows) {
-    with_row_width(table.dim, [&](auto width) {
+    with_rows(table, [&](auto width, auto element) {
       constexpr int N = decltype(width)::value;
+      using E = decltype(element);
       const int64_t* at = rows;
       for (; b < end; ++b) {
         const int64_t n = bounds[b + 1] - bounds[b];
@@ -138,7 +140,7 @@ void weight_gradient_ids(const Table& table, const BagRange& range, const float*
         if (table.mean && n > 1) g.divide(static_cast<float>(n), table.dim);
         for (int64_t i = 0; i < n; ++i, ++at) {
           prefetch_row(reinterpret_cast<const void*>(at[kPrefetch]), table.row_bytes());
-          out[bounds[b] + i] += g.dot(reinterpret_cast<const float*>(*at), table.dim);
+          out[bounds[b] + i] += g.dot(reinterpret_cast<const E*>(*at), table.dim);
         }
       }
     });

@@ -106,22 +106,22 @@ bool pool_for(Context& context, int32_t index, int32_t reader) {
   out->count = in.n > 0 ? 1 : 0;
   for (int64_t i = 1; i < in.n; ++i) out->count += in.bags[i] != in.bags[i - 1];
   out->bags_offset = context.take_partial_bytes(out->count * 4);
-  out->rows_offset = context.take_partial_bytes(out->count * table.row_bytes());
+  out->rows_offset = context.take_partial_bytes(out->count * table.gradient_bytes());
   if (out->bags_offset < 0 || out->rows_offset < 0) return false;
   uint32_t* bags = reinterpret_cast<uint32_t*>(context.outbox[context.rank] + out->bags_offset);
   float* rows = reinterpret_cast<float*>(context.outbox[context.rank] + out->rows_offset);
-  with_row_width(dim, [&](auto width) {
+  with_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
+    using E = decltype(element);
     for (int64_t i = 0; i < in.n; rows += dim) {
       const uint32_t bag = in.bags[i];
       Row<N> sum;
-      sum.load(table.rows + static_cast<int64_t>(in.slots[i]) * dim, dim);
+      sum.load(table.row<E>(in.slots[i]), dim);
       if (in.weights) sum.scale(in.weights[i], dim);
       for (++i; i < in.n && in.bags[i] == bag; ++i) {
         if (i + kPrefetch < in.n)
-          prefetch_row(table.rows + static_cast<int64_t>(in.slots[i + kPrefetch]) * dim,
-                       table.row_bytes());
-        const float* row = table.rows + static_cast<int64_t>(in.slots[i]) * dim;
+          prefetch_row(table.row<E>(in.slots[i + kPrefetch]), table.row_bytes());
+        const E* row = table.row<E>(in.slots[i]);
         if (in.weights) {
           sum.add_scaled(row, in.weights[i], dim);
         } else {
@@ -141,7 +141,7 @@ struct Partial {
   int64_t at, end;
 };
 
-template <int N, class Id>
+template <int N, class E, class Id>
 void pool_with_partials(const Context& context, int32_t index, const Batch& batch, float* out,
                         Scratch& scratch) {
   const Table& table = context.tables[index];
@@ -165,7 +165,7 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
       sum.zero(dim);
       for (int64_t i = 0; i < n; ++i) {
         if (is_pushed(table, static_cast<int64_t>(ids[first + i]))) continue;
-        const float* row = reinterpret_cast<const float*>(rows[i]);
+        const E* row = reinterpret_cast<const E*>(rows[i]);
         count_rows(table, rows + i, 1, kRows, scratch);
         if (batch.weights) {
           sum.add_scaled(row, batch.weights[first + i], dim);
@@ -183,12 +183,13 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
 
 void pool_pushed(const Context& context, int32_t index, const Batch& batch, float* out,
                  Scratch& scratch) {
-  with_row_width(context.tables[index].dim, [&](auto width) {
+  with_rows(context.tables[index], [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
+    using E = decltype(element);
     if (batch.ids_are_32_bit) {
-      pool_with_partials<N, int32_t>(context, index, batch, out, scratch);
+      pool_with_partials<N, E, int32_t>(context, index, batch, out, scratch);
     } else {
-      pool_with_partials<N, int64_t>(context, index, batch, out, scratch);
+      pool_with_partials<N, E, int64_t>(context, index, batch, out, scratch);
     }
   });
 }
@@ -196,7 +197,7 @@ void pool_pushed(const Context& context, int32_t index, const Batch& batch, floa
 bool stage(Context& context, int32_t index, const Batch& batch, const float* grad) {
   const Table& table = context.tables[index];
   RequestTable* entry = context.request_table(context.rank, index);
-  entry->gradients_offset = context.take_bytes(num_bags_of(table, batch) * table.row_bytes());
+  entry->gradients_offset = context.take_bytes(num_bags_of(table, batch) * table.gradient_bytes());
   if (entry->gradients_offset < 0) return false;
   float* to = reinterpret_cast<float*>(context.outbox[context.rank] + entry->gradients_offset);
   with_row_width(table.dim, [&](auto width) {

@@ -183,7 +183,7 @@ void stage_gradients(const Table& table, const Batch& batch, const float* grad, 
       const int64_t n = bags.bounds[b + 1] - bags.bounds[b];
       if (n == 0) continue;
       if (b + 8 < bags.num_bags)
-        prefetch_row(from + (b + 8) * batch.out_stride, table.row_bytes());
+        prefetch_row(from + (b + 8) * batch.out_stride, table.gradient_bytes());
       Row<N> g;
       g.load(from + b * batch.out_stride, dim);
       if (table.mean && n > 1) g.divide(static_cast<float>(n), dim);
@@ -204,7 +204,7 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   const int payload_bits = bits.payload;
   const int dim = table.dim;
   const int64_t n = in.n;
-  const int64_t row_bytes = table.row_bytes();
+  const int64_t row_bytes = table.gradient_bytes();
   K* pairs = scratch.get<K>(2, n);
   K* spare = scratch.get<K>(3, n);
   for (int64_t i = 0; i < n; ++i)
@@ -273,7 +273,8 @@ int64_t reduce(Context& context, int32_t index, const Batch& batch, const float*
   if (bad >= 0) return bad;
   // Sums of a small table stay in the cache, which then beats sorting.
   constexpr int64_t kDenseBytes = 256 << 10;
-  const bool dense = !table.has_push && table.home.num_rows * table.row_bytes() <= kDenseBytes &&
+  const bool dense = !table.has_push &&
+                     table.home.num_rows * table.gradient_bytes() <= kDenseBytes &&
                      table.home.num_rows <= 4 * in.n;
   const int64_t payloads = in.positions ? in.n : in.num_bags;
   const PairBits bits{bits_for(static_cast<uint64_t>(table.home.num_rows)),

@@ -25,6 +25,42 @@ OPER_INLINE void store_part(float* p, const Lanes& v, int count) {
   }
 }
 
+// ---- elements of a row as lanes ----------------------------------------------------------------
+
+OPER_INLINE Lanes lanes_of(const float* p) { return *reinterpret_cast<const Loose*>(p); }
+
+OPER_INLINE Lanes lanes_of(const BFloat16* p) {
+  Halves bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return reinterpret_cast<Lanes>(__builtin_convertvector(bits, Words) << 16);
+}
+
+OPER_INLINE Lanes lanes_of(const Float16* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Lanes>(
+      _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__)
+  Lanes v;
+  const __m128i* halves = reinterpret_cast<const __m128i*>(p);
+  const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128(halves));
+  const __m256 high = _mm256_cvtph_ps(_mm_loadu_si128(halves + 1));
+  std::memcpy(&v, &low, 32);
+  std::memcpy(reinterpret_cast<char*>(&v) + 32, &high, 32);
+  return v;
+#else
+  Lanes v;
+  for (int i = 0; i < 16; ++i) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+
+template <class E>
+OPER_INLINE Lanes load_part(const E* p, int count) {
+  E all[16] = {};
+  std::memcpy(all, p, static_cast<size_t>(count) * sizeof(E));
+  return lanes_of(all);
+}
+
 // A fixed tree, so that every instruction set gives the same bits.
 OPER_INLINE float sum_of_lanes(Lanes s) {
   for (int width = 8; width > 0; width /= 2)
@@ -41,20 +77,23 @@ struct Row {
   static OPER_INLINE int part(int dim) { return N > 0 ? 0 : dim % 16; }
   static OPER_INLINE int vectors(int dim) { return full(dim) + (part(dim) ? 1 : 0); }
 
-  OPER_INLINE void load(const float* p, int dim) {
+  template <class E>
+  OPER_INLINE void load(const E* p, int dim) {
     const int n = full(dim);
-    for (int i = 0; i < n; ++i) v[i] = *reinterpret_cast<const Loose*>(p + 16 * i);
+    for (int i = 0; i < n; ++i) v[i] = lanes_of(p + 16 * i);
     if (part(dim)) v[n] = load_part(p + 16 * n, part(dim));
   }
-  OPER_INLINE void add(const float* p, int dim) {
+  template <class E>
+  OPER_INLINE void add(const E* p, int dim) {
     const int n = full(dim);
-    for (int i = 0; i < n; ++i) v[i] += *reinterpret_cast<const Loose*>(p + 16 * i);
+    for (int i = 0; i < n; ++i) v[i] += lanes_of(p + 16 * i);
     if (part(dim)) v[n] += load_part(p + 16 * n, part(dim));
   }
   // v += w * p, the product rounded first.
-  OPER_INLINE void add_scaled(const float* p, float w, int dim) {
+  template <class E>
+  OPER_INLINE void add_scaled(const E* p, float w, int dim) {
     const int n = full(dim);
-    for (int i = 0; i < n; ++i) v[i] += *reinterpret_cast<const Loose*>(p + 16 * i) * w;
+    for (int i = 0; i < n; ++i) v[i] += lanes_of(p + 16 * i) * w;
     if (part(dim)) v[n] += load_part(p + 16 * n, part(dim)) * w;
   }
   OPER_INLINE void scale(float w, int dim) {
@@ -74,13 +113,25 @@ struct Row {
     for (int i = 0; i < n; ++i) *reinterpret_cast<Loose*>(p + 16 * i) = v[i];
     if (part(dim)) store_part(p + 16 * n, v[n], part(dim));
   }
+  // Elements rounded up or down at random; `random` has a number for every column.
+  template <class E>
+  OPER_INLINE void store_rounded(E* p, const uint16_t* random, int dim) const {
+    const int n = vectors(dim);
+    for (int i = 0; i < n; ++i) {
+      E rounded[16];
+      for (int k = 0; k < 16; ++k) rounded[k] = round_to(E{}, v[i][k], random[16 * i + k]);
+      const int count = i < full(dim) ? 16 : part(dim);
+      std::memcpy(p + 16 * i, rounded, static_cast<size_t>(count) * sizeof(E));
+    }
+  }
   OPER_INLINE float sum_of_squares(int dim) const {
     const int n = vectors(dim);
     Lanes s = v[0] * v[0];
     for (int i = 1; i < n; ++i) s += v[i] * v[i];
     return sum_of_lanes(s);
   }
-  OPER_INLINE float dot(const float* p, int dim) const {
+  template <class E>
+  OPER_INLINE float dot(const E* p, int dim) const {
     Row other;
     other.load(p, dim);
     const int n = vectors(dim);
@@ -114,4 +165,17 @@ OPER_INLINE auto with_row_width(int dim, Body body) {
     }
   }
   return body(std::integral_constant<int, 0>{});
+}
+
+// Calls body(std::integral_constant<int, N>, E{}) with the width as above and the type of the table's
+// elements.
+template <class Body>
+OPER_INLINE void with_rows(const Table& table, Body body) {
+  with_row_width(table.dim, [&](auto width) {
+    switch (table.row_type) {
+      case RowType::kFloat16: return body(width, Float16{});
+      case RowType::kBFloat16: return body(width, BFloat16{});
+      default: return body(width, float{});
+    }
+  });
 }

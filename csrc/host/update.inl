@@ -9,14 +9,15 @@ struct Incoming {  // what one rank left for this owner
 };
 
 // One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its squares
-// over all columns of the row. FBGEMM's definitions, see optimizer.h.
-template <int N>
+// over all columns of the row. FBGEMM's definitions, see optimizer.h. `random` has a number for every
+// column where rows are rounded, else null.
+template <int N, class E>
 OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>& g,
-                                 float squares_of_row) {
+                                 float squares_of_row, const uint16_t* random) {
   const OptimizerArgs& args = table.optimizer;
   const int dim = table.dim;
   const int n = Row<N>::vectors(dim);
-  float* row = table.rows + slot * dim;
+  E* row = table.row<E>(slot);
   Row<N> w;
   w.load(row, dim);
   switch (args.kind) {
@@ -75,7 +76,11 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
       break;
     }
   }
-  w.store(row, dim);
+  if constexpr (sizeof(E) == 4) {
+    w.store(row, dim);
+  } else {
+    w.store_rounded(row, random, dim);
+  }
 }
 
 // Calls body(slot, gradient) for every row of this rank that any rank has a gradient of, summed in
@@ -109,7 +114,7 @@ void merge_rows(const Context& context, const Table& table, std::vector<Incoming
       ++box.at;
       if (box.at + kAhead < box.end) {
         const int64_t ahead = box.slots[box.at + kAhead];
-        prefetch_row_for_write(table.rows + ahead * dim, row_bytes);
+        prefetch_row_for_write(table.rows + ahead * row_bytes, row_bytes);
         if (row_state) __builtin_prefetch(table.momentum1 + ahead, 1, 3);
       }
     }
@@ -148,6 +153,62 @@ int64_t position_at(const Table& table, int64_t slot) {
   return -1;
 }
 
+// Ids of positions, which come in ascending order within a tier: cold ids are found from the last.
+class IdsOfPositions {
+ public:
+  explicit IdsOfPositions(const HeadIds& head) : head_(head) {}
+  int64_t at(int64_t position) {
+    const int64_t H = head_.num_head;
+    if (position < H) return head_.by_position[position];
+    // The cold row of this ordinal lies behind the k head ids with ascending[j] - j <= ordinal.
+    const int64_t ordinal = position - H;
+    const auto behind = [&](int64_t j) { return head_.ascending[j] - j <= ordinal; };
+    if (k_ > 0 && !behind(k_ - 1)) k_ = 0;  // another tier
+    int64_t stride = 1, low = k_;
+    while (low + stride <= H && behind(low + stride - 1)) {
+      low += stride;
+      stride *= 2;
+    }
+    int64_t high = std::min(H, low + stride);  // the answer lies in [low, high]
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (behind(middle)) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    k_ = low;
+    return ordinal + low;
+  }
+
+ private:
+  const HeadIds& head_;
+  int64_t k_ = 0;  // head ids below the last cold row
+};
+
+// Random numbers for the columns of a piece of a row.
+class RoundingNumbers {
+ public:
+  explicit RoundingNumbers(const Table& table) : table_(table), ids_(table.head_ids) {}
+  const uint16_t* of(int64_t slot) {
+    const uint32_t row = static_cast<uint32_t>(ids_.at(position_at(table_, slot)));
+    const RoundingKey key = table_.rounding;
+    const uint32_t first = static_cast<uint32_t>(table_.first_column) / 8;
+    const uint32_t last = static_cast<uint32_t>(table_.first_column + table_.dim - 1) / 8;
+    for (uint32_t block = first; block <= last; ++block) {
+      const Philox4 bits = rounding_bits(key, row, block);
+      std::memcpy(numbers_ + 8 * (block - first), &bits, sizeof bits);
+    }
+    return numbers_ + table_.first_column % 8;
+  }
+
+ private:
+  const Table& table_;
+  IdsOfPositions ids_;
+  uint16_t numbers_[16 * kMaxVectors + 32];  // whole vectors, from a column that starts no block
+};
+
 // Sum over all pieces of a row, in column order: the same number at every piece's owner.
 float squares_of_row(const Context& context, const Table& table, int64_t slot) {
   const int64_t position = position_at(table, slot);
@@ -164,19 +225,19 @@ float squares_of_row(const Context& context, const Table& table, int64_t slot) {
   return sum;
 }
 
-template <int N>
+template <class E, int N>
 OPER_INLINE void add_l2(const Table& table, int64_t slot, Row<N>& g) {
   if (table.optimizer.decay != Decay::kL2) return;
-  g.add_scaled(table.rows + slot * table.dim, table.optimizer.weight_decay, table.dim);
+  g.add_scaled(table.row<E>(slot), table.optimizer.weight_decay, table.dim);
 }
 
 void squares(const Context& context, int32_t index, float gradient_scale) {
   const Table& table = context.tables[index];
   float* to = table.squares[context.rank];
-  with_row_width(table.dim, [&](auto width) {
+  with_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
     merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
-      add_l2<N>(table, slot, g);
+      add_l2<decltype(element)>(table, slot, g);
       to[slot] = g.sum_of_squares(table.dim);
     });
   });
@@ -193,14 +254,17 @@ void update(const Context& context, int32_t index, float gradient_scale) {
       if (slot >= range.first && slot < range.second) return true;
     return false;
   };
-  with_row_width(table.dim, [&](auto width) {
+  with_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
+    using E = decltype(element);
+    [[maybe_unused]] RoundingNumbers numbers(table);
     merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
-      add_l2<N>(table, slot, g);
+      add_l2<E>(table, slot, g);
       const float sum = !row_wise                ? 0.0f
                         : table.pieces.empty() ? g.sum_of_squares(table.dim)
                                                : squares_of_row(context, table, slot);
-      apply_optimizer<N>(table, slot, g, sum);
+      const uint16_t* random = sizeof(E) == 2 ? numbers.of(slot) : nullptr;
+      apply_optimizer<N, E>(table, slot, g, sum, random);
       ++num_updated;
       if (touched && replicated(slot)) touched[++touched[0]] = static_cast<uint32_t>(slot);
     });

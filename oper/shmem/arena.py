@@ -13,6 +13,7 @@ from oper.shmem.optimizers import STATE_PARTS
 
 _ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"
+ROW_TYPES = ("float32", "float16", "bfloat16")  # RowType in csrc/include/oper/elements.h
 
 
 def outbox_bytes() -> int:
@@ -98,9 +99,9 @@ class KernelMaps:
     """The arrays that `torch.ops.oper.context_create` takes; see csrc/ops_host.cpp.
 
     Attributes:
-        tables: int64 [T, 11]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 6];
+        tables: int64 [T, 14]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 6];
         maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched, squares: int64 [T, W];
-        heads: head maps, two arrays per table that needs them.
+        heads: head maps, two arrays per table that needs them, and head orders, two arrays.
     """
 
     tables: np.ndarray
@@ -155,12 +156,16 @@ class KernelMaps:
             head = d.head_map()
             head_at = -1 if head is None else len(heads)
             heads += [] if head is None else list(head)
+            order = d.head_order() if d.table.dtype != "float32" else None
+            order_at = -1 if order is None else len(heads)
+            heads += [] if order is None else list(order)
             state = {name: int(where[rank] + getattr(layout, name)[t, rank])
                      for name, _ in STATE_PARTS[d.table.optimizer]}
             tables.append([d.table.num_rows, d.dim, int(d.table.pooling == "mean"),
                            first_tier, len(tiers), int(row_address[rank]),
                            state.get("momentum1", 0), state.get("momentum2", 0), head_at,
-                           logical[d.table.name], d.table.dim])
+                           logical[d.table.name], d.table.dim, ROW_TYPES.index(d.table.dtype),
+                           d.column, order_at])
         return KernelMaps(
             np.array(tables, np.int64), np.stack([d.owner_begin for d in directories]),
             np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),

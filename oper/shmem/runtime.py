@@ -28,6 +28,7 @@ from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
 from oper.shmem.migration import Migration, check_room
 from oper.shmem.optimizers import Optimizer
+from oper.shmem.rounding import rounding_key
 from oper.shmem.table_rows import LogicalRows
 from oper.tables import TableSpec
 from oper.traffic import Traffic
@@ -48,14 +49,16 @@ class ShardedTables(LogicalRows):
         optimizers: applied in the backward pass, one for all tables or by table name; None =
             read-only tables.
         gradient_scale: factor on table gradients (1 / W averages the ranks' losses).
+        seed: of the stochastic rounding of 16-bit rows; rank 0's ``torch.initial_seed()`` by
+            default.
 
     Raises:
         PlanError: the plan does not fit this world or cannot be executed here.
     """
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
-                 optimizers: Optimizer | Mapping[str, Optimizer] | None, gradient_scale: float = 1.0
-                 ) -> None:
+                 optimizers: Optimizer | Mapping[str, Optimizer] | None,
+                 gradient_scale: float = 1.0, seed: int | None = None) -> None:
         load()
         self.plan = plan
         self.group = group
@@ -81,6 +84,10 @@ class ShardedTables(LogicalRows):
         for k, d in enumerate(self.directories):
             self.pieces[d.table.name].append(k)
         # A single rank updates without an exchange but through the same outbox.
+        if any(t.dtype != "float32" for t in tables):
+            seed = group.all_gather(torch.initial_seed() if seed is None else seed)[0]
+        self.seed = seed
+        self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
         self._layout = ArenaLayout.build(
             self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096)
         self._heap: HostHeap | None = HostHeap(group, self._layout.num_bytes)
@@ -203,12 +210,12 @@ class ShardedTables(LogicalRows):
         return gradient
 
     def _optimizer_arguments(self, step: int) -> torch.Tensor:
-        """float64 [T, 9], what every table's optimizer needs at this step."""
+        """float64 [T, 12], what every table's optimizer needs at this step."""
         assert self.optimizers is not None
         rates = {name: float(g["lr"]) for g in self.param_groups for name in g["tables"]}
         return torch.tensor(
-            [self.optimizers[d.table.name].arguments(rates[d.table.name], step)
-             for d in self.directories],
+            [[*self.optimizers[d.table.name].arguments(rates[d.table.name], step),
+              *self._rounding_keys[d.table.name], step] for d in self.directories],
             dtype=torch.float64)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
@@ -373,8 +380,6 @@ def _check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optim
                      ) -> None:
     for t in tables:
         what = f"cannot shard table {t.name!r}"
-        if t.dtype != "float32":
-            raise PlanError(fail(what, "dtype", t.dtype, "float32", "convert the table"))
         if t.dim > MAX_DIM:
             raise PlanError(fail(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns"))
         if optimizers is not None and t.optimizer != optimizers[t.name].name:

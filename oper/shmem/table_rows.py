@@ -9,12 +9,13 @@ import torch
 
 from oper.directory import TableDirectory, TierLayout
 from oper.errors import InvalidInputError, OperError, fail
-from oper.shmem.arena import ArenaLayout
+from oper.shmem.arena import ROW_TYPES, ArenaLayout
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.optimizers import STATE_PARTS
 from oper.tables import TableSpec
 
+TORCH_DTYPES = {name: getattr(torch, name) for name in ROW_TYPES}
 CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are read or written
 
 
@@ -58,7 +59,8 @@ class LogicalRows:
         columns = 1 if self._is_per_row(part, d.table.name) else d.dim
         view: torch.Tensor = torch.ops.oper.segment_view(
             heap.addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
-            int(d.num_slots[rank]), columns)
+            int(d.num_slots[rank]), columns,
+            ROW_TYPES.index(d.table.dtype) if part == "rows" else 0)
         return view
 
     def columns(self, part: str, piece: int) -> slice:
@@ -82,6 +84,10 @@ class LogicalRows:
         spec = self.specs[table]
         return (spec.num_rows,) if self._is_per_row(part, table) else (spec.num_rows, spec.dim)
 
+    def dtype(self, table: str, part: str = "rows") -> torch.dtype:
+        """What a table's rows, or a part of its optimizer state (float32), are stored as."""
+        return TORCH_DTYPES[self.specs[table].dtype] if part == "rows" else torch.float32
+
     def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
              ) -> torch.Tensor:
         """Rows `[begin, end)` of a table in logical order, as a copy.
@@ -92,13 +98,14 @@ class LogicalRows:
             part: ``"rows"``, or a part of the optimizer's state (`STATE_PARTS`).
 
         Returns:
-            float32 [n, dim], or [n] for a state with one number per row.
+            The rows' dtype [n, dim]; for states float32 [n, dim], or [n] with one number per row.
 
         One-sided: reads the owners' memory; no rank may be in an update meanwhile.
         """
         end = self.specs[table].num_rows if end is None else end
         per_row = self._is_per_row(part, table)
-        out = torch.empty(end - begin, 1 if per_row else self.specs[table].dim)
+        out = torch.empty(end - begin, 1 if per_row else self.specs[table].dim,
+                          dtype=self.dtype(table, part))
         columns = slice(0, out.shape[1])
         for at in range(begin, end, CHUNK_ROWS):
             stop = min(end, at + CHUNK_ROWS)
@@ -133,7 +140,8 @@ class LogicalRows:
 
         Args:
             table: its name.
-            values: [n, columns], or [n] for a state with one number per row; equal on all ranks.
+            values: [n, columns], or [n] for a state with one number per row, of any float dtype
+                (rounded to nearest where rows are narrower); equal on all ranks.
             begin: first id.
             part: as for `read`.
             column: first column that `values` stands for.
@@ -181,7 +189,7 @@ class LogicalRows:
         """A rank's copy of the replicated rows of one column piece of a table.
 
         Returns:
-            float32 [rows, columns of the piece], a mapped view.
+            The rows' dtype [rows, columns of the piece], a mapped view.
         """
         return self.replica_view(self.pieces[table][piece], rank)
 
@@ -191,5 +199,5 @@ class LogicalRows:
         d = self.directories[piece]
         copy: torch.Tensor = torch.ops.oper.segment_view(
             self._heap.addresses[rank] + int(self._layout.replicas[piece, rank]),
-            int(d.num_replica_rows[rank]), d.dim)
+            int(d.num_replica_rows[rank]), d.dim, ROW_TYPES.index(d.table.dtype))
         return copy

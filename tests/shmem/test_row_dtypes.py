@@ -1,0 +1,325 @@
+"""Rows of 16 bits: exact reads, fp32 arithmetic, stochastic rounding that no plan has a part in."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from oper.plan import Piece, Plan, TablePlan, uniform_plan
+from oper.shmem.optimizers import SGD, Optimizer
+from oper.shmem.rounding import (
+    philox4x32,
+    round_stochastically,
+    rounding_bits,
+    rounding_key,
+)
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from tests.optimizer_support import EVERY
+from tests.runtime_support import (
+    Case,
+    assert_bitwise,
+    dlrm_case,
+    initial_weights,
+    make_steps,
+    mixed_plan,
+    rank_loss,
+    run_ranks,
+)
+from tests.shmem.test_determinism import push_plan
+from tests.world_support import run_world
+
+NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+SEED = 11
+
+
+def narrow(case: Case, dtype: str) -> Case:
+    return replace(case, tables=tuple(replace(t, dtype=dtype) for t in case.tables))
+
+
+def split_by_columns(case: Case, world_size: int) -> Plan:
+    """Pieces that do not start at multiples of eight columns, on different ranks."""
+    tables = []
+    for k, t in enumerate(case.tables):
+        at = sorted({0, t.dim // 3, t.dim // 2 + 1, t.dim} if t.dim > 4 else {0, t.dim})
+        tier = uniform_plan([t], world_size, "striped").tables[0].tiers[0]
+        pieces = tuple(
+            Piece(a, b, (replace(tier, placement="owned", ranks=((k + a) % world_size,)),))
+            for a, b in itertools.pairwise(at))
+        tables.append(TablePlan(t, pieces))
+    return Plan(world_size, tuple(tables))
+
+
+def train(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str, group,
+          start: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Train tables of `dtype` that start at the numbers of `start`; rows and all outputs."""
+    own = narrow(case.with_optimizer(optimizer.name), dtype)
+    plan = replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in own.tables))
+    tables = ShardedTables(plan, own.features, group, optimizer, 1.0 / group.world_size, SEED)
+    for name, weight in initial_weights(case).items():
+        tables.write(name, weight.to(start or NARROW[dtype]))
+    tables.publish()
+    found = {}
+    for k, batches in enumerate(steps):
+        out = tables.lookup(batches[group.rank].lookup(own))
+        rank_loss(out, batches[group.rank].target).backward()
+        found[f"output {k}"] = out.detach().clone()
+    tables.barrier()
+    found |= {t.name: tables.read(t.name) for t in own.tables}
+    for t in own.tables:
+        for piece, directory in enumerate(tables.directories[d] for d in tables.pieces[t.name]):
+            for rank in range(group.world_size):
+                if directory.num_replica_rows[rank]:
+                    found[f"replica {t.name} {piece} {rank}"] = tables.replica(
+                        t.name, rank, piece).clone()
+    tables.barrier()
+    tables.close()
+    return found
+
+
+def all_ranks(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str,
+              start: torch.dtype | None = None, num_threads: int = 1) -> list[dict]:
+    return run_ranks(plan.world_size, lambda group: train(
+        case, plan, steps, optimizer, dtype, group, start), num_threads)
+
+
+def bits(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: x if x.dtype == torch.float32 else x.view(torch.int16).int()
+            for k, x in found.items()}
+
+
+# ---- the generator and the rounding --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counter, key, want", [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+])
+def test_philox_known_answers(counter, key, want) -> None:
+    """Random123's known answers for philox4x32-10."""
+    assert philox4x32(np.array(counter, np.uint32), key).tolist() == list(want)
+
+
+def test_draws_are_all_different() -> None:
+    rows = np.arange(64)
+    draws = {(step, name): rounding_bits(rounding_key(3, name), step, rows, 40)
+             for step in (1, 2, 2**33 + 1) for name in "ab"}
+    flat = np.stack([d.reshape(-1) for d in draws.values()])
+    for a in range(len(flat)):
+        for b in range(a):
+            assert (flat[a] == flat[b]).mean() < 0.01
+    every = flat.reshape(-1)
+    assert abs(every.mean() / 32767.5 - 1) < 0.02 and len(np.unique(every)) > 0.2 * 65536
+    wide = rounding_bits(rounding_key(3, "a"), 1, rows, 56)
+    assert (wide[:, :40] == draws[1, "a"]).all(), "a draw depends on its column, not on the width"
+
+
+AWKWARD = [0.0, 1.0, -1.0, 1 + 2**-9, 1 + 2**-12, -3.14159, 1e-3, 65504.0, 65503.9, 70000.0, 1e30,
+           2.0**-14, 2.0**-14 * 1.00001, 2.0**-15 * 1.37, -(2.0**-20) * 1.5, 2.0**-24 * 0.25,
+           2.0**-24 * 5.125, 3.3e38, -3.4e38, 1e-38]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("value", AWKWARD)
+def test_rounding_is_to_a_neighbour_and_right_on_average(dtype: str, value: float) -> None:
+    """Over all 2^16 draws; torch's own conversion says what the neighbours are."""
+    value = float(np.float32(value))
+    draws = np.arange(65536, dtype=np.uint32)
+    found = round_stochastically(np.full(65536, value, np.float32), draws, dtype)
+    info = torch.finfo(NARROW[dtype])
+    nearest = torch.tensor([value]).to(NARROW[dtype]).float().item()
+    if abs(value) >= info.max:
+        assert (found == np.copysign(info.max, value)).all()
+        return
+    if nearest == value:
+        assert (found == np.float32(value)).all()
+        return
+    around = torch.tensor([nearest]).to(NARROW[dtype])
+    other = torch.nextafter(around, torch.tensor([float(np.copysign(np.inf, value - nearest))]).to(
+        around.dtype)).float().item()
+    assert set(found.tolist()) <= {nearest, other}
+    assert abs(found.astype(np.float64).mean() - value) <= abs(other - nearest) * 2.0**-16
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_what_is_not_finite_stays(dtype: str) -> None:
+    for draw in (0, 65535):
+        found = round_stochastically(np.array([np.inf, -np.inf, np.nan], np.float32),
+                                     np.full(3, draw, np.uint32), dtype)
+        assert found[0] == np.inf and found[1] == -np.inf and np.isnan(found[2])
+
+
+# ---- the kernels ---------------------------------------------------------------------------------
+
+
+def rounded_step(case: Case, wide: dict, dtype: str, step: int = 1) -> dict[str, torch.Tensor]:
+    """What rows must be after a step that would have given `wide` in fp32."""
+    found = {}
+    for t in case.tables:
+        draws = rounding_bits(rounding_key(SEED, t.name), step, np.arange(t.num_rows), t.dim)
+        found[t.name] = torch.from_numpy(
+            round_stochastically(wide[t.name].numpy(), draws, dtype)).to(NARROW[dtype])
+    return found
+
+
+@pytest.mark.parametrize("optimizer", EVERY)
+@pytest.mark.parametrize("dtype", NARROW)
+def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
+    """Every optimizer on every kind of plan: bitwise the twin of the fp32 tables' step."""
+    case = dlrm_case(weighted=True)
+    for world_size, plan in ((1, mixed_plan(case.tables, 1, 5)), (2, mixed_plan(case.tables, 2, 1)),
+                             (2, push_plan(case, 2)), (3, split_by_columns(case, 3))):
+        steps = make_steps(case, world_size, 1, seed=2)
+        wide = all_ranks(case, plan, steps, EVERY[optimizer], "float32", NARROW[dtype])
+        got = all_ranks(case, plan, steps, EVERY[optimizer], dtype)
+        want = rounded_step(case, wide[0], dtype)
+        start = initial_weights(case)
+        for rank, found in enumerate(got):
+            assert_bitwise(found["output 0"], wide[rank]["output 0"], "pooled in fp32")
+            for t in case.tables:
+                assert_bitwise(bits(found)[t.name], want[t.name].view(torch.int16).int(), t.name)
+        large = got[0]["large"]
+        assert not torch.equal(large, start["large"].to(large.dtype))
+        assert not torch.equal(large, wide[0]["large"].to(large.dtype)), "rounded to nearest"
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_plans_are_bitwise_equal(world_size: int, dtype: str) -> None:
+    case = dlrm_case()
+    steps = make_steps(case, world_size, 3, seed=3)
+    optimizer = EVERY["rowwise_adagrad_l2"]
+    (want, *_) = (bits(x) for x in all_ranks(
+        case, uniform_plan(case.tables, world_size, "striped"), steps, optimizer, dtype))
+    plans = [mixed_plan(case.tables, world_size, s) for s in range(3)]
+    for plan in (*plans, uniform_plan(case.tables, world_size, "replicated")):
+        for rank, found in enumerate(all_ranks(case, plan, steps, optimizer, dtype)):
+            found = bits(found)
+            assert_bitwise({t.name: found[t.name] for t in case.tables},
+                           {t.name: want[t.name] for t in case.tables}, f"rows, rank {rank}")
+            if rank == 0:
+                assert_bitwise([found[f"output {k}"] for k in range(3)],
+                               [want[f"output {k}"] for k in range(3)], "outputs")
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_threads_and_runs_change_nothing(dtype: str) -> None:
+    case = dlrm_case()
+    steps = make_steps(case, 2, 3, seed=3)
+    runs = [all_ranks(case, mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
+                      num_threads=n) for n in (1, 1, 3)]
+    for other in runs[1:]:
+        assert_bitwise([bits(r) for r in other], [bits(r) for r in runs[0]], "runs")
+
+
+def test_replicas_are_the_masters() -> None:
+    case = dlrm_case()
+    steps = make_steps(case, 2, 2, seed=4)
+    plan = uniform_plan(case.tables, 2, "replicated")
+    for found in all_ranks(case, plan, steps, SGD(0.5), "bfloat16"):
+        for t in case.tables:
+            for rank in range(2):
+                assert torch.equal(found[f"replica {t.name} 0 {rank}"], found[t.name])
+
+
+def _variant(rank: int, world_size: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    from oper.shmem.group import SingleGroup
+
+    case = dlrm_case(weighted=True)
+    steps = make_steps(case, 1, 2, seed=3)
+    name = torch.ops.oper.kernel_name() if hasattr(torch.ops.oper, "kernel_name") else ""
+    return [(name, bits(train(case, mixed_plan(case.tables, 1, 2), steps, EVERY["adagrad"], dtype,
+                              SingleGroup()))) for dtype in NARROW]
+
+
+def test_kernel_variants() -> None:
+    (want,) = run_world(1, _variant, env={"OPER_CPU_KERNELS": "generic"})
+    for variant in ("avx2", ""):
+        (got,) = run_world(1, _variant, env={"OPER_CPU_KERNELS": variant})
+        for (_, a), (_, b) in zip(got, want, strict=True):
+            assert_bitwise(a, b, f"kernels {variant} and generic")
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_special_numbers_survive(dtype: str) -> None:
+    """All 65,536 elements, read by the kernels of this processor; updates of those not finite."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(NARROW[dtype])
+    table = TableSpec("t", 1024, 64, ("f",), "sum", dtype, "sgd")
+    case = Case((table,), ("f",))
+
+    def body(group) -> tuple[torch.Tensor, torch.Tensor]:
+        tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(0.0), 1.0, 0)
+        tables.write("t", every.view(1024, 64))
+        tables.publish()
+        from oper.shmem.batch import Lookup
+
+        out = tables.lookup(Lookup(torch.arange(1024), torch.ones(1024, dtype=torch.int64),
+                                   case.key_of, 1024))
+        out.backward(torch.zeros_like(out))
+        return out.detach(), tables.read("t")
+
+    ((out, after),) = run_ranks(1, body)
+    want = every.float().view(1024, 64)
+    same = (out == want) | (out.isnan() & want.isnan())
+    assert same.all()
+    kept = (after.view(torch.int16) == every.view(1024, 64).view(torch.int16)) | after.isnan()
+    assert kept.all() and torch.equal(after.isnan(), want.isnan())
+
+
+def test_small_updates_are_not_lost() -> None:
+    """1,000 steps that are each a hundredth of a bfloat16 step: nearest rounding would stand."""
+    table = TableSpec("t", 512, 16, ("f",), "sum", "bfloat16", "sgd")
+    case = Case((table,), ("f",))
+
+    def body(group) -> torch.Tensor:
+        from oper.shmem.batch import Lookup
+
+        tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(1.0), 1.0, 0)
+        tables.write("t", torch.full((512, 16), 1.5))
+        tables.publish()
+        batch = Lookup(torch.arange(512), torch.ones(512, dtype=torch.int64), case.key_of, 512)
+        for _ in range(1000):
+            tables.lookup(batch).backward(torch.full((512, 16), -(2.0**-7) / 100))
+        return tables.read("t").float()
+
+    (rows,) = run_ranks(1, body)
+    moved = 1000 * 2.0**-7 / 100
+    # One element's deviation: sqrt(steps * p (1 - p)) steps of 2^-7; 8,192 elements.
+    deviation = (1000 * 0.01 * 0.99) ** 0.5 * 2.0**-7
+    assert abs(rows.mean().item() - 1.5 - moved) < 5 * deviation / 8192**0.5
+    assert 0.9 * deviation < rows.std().item() < 1.1 * deviation
+
+
+def test_dtypes_mixed_in_one_collection() -> None:
+    case = dlrm_case()
+    mixed = replace(case, tables=tuple(
+        replace(t, dtype=d) for t, d in zip(
+            case.tables, ("float32", "bfloat16", "float16") * 3, strict=True)))
+    steps = make_steps(case, 2, 1, seed=5)
+    got = run_ranks(2, lambda group: _mixed(mixed, steps, group))
+    for t in mixed.tables:
+        single = "float32" if t.dtype == "float32" else t.dtype
+        alone = all_ranks(case, mixed_plan(case.tables, 2, 1), steps, SGD(0.5), single,
+                          torch.float32 if single == "float32" else None)
+        assert torch.equal(got[0][t.name], alone[0][t.name]), t.name
+
+
+def _mixed(case: Case, steps: list, group) -> dict[str, torch.Tensor]:
+    own = case.with_optimizer("sgd")
+    plan = mixed_plan(own.tables, 2, 1)
+    tables = ShardedTables(plan, own.features, group, SGD(0.5), 0.5, SEED)
+    for name, weight in initial_weights(case).items():
+        tables.write(name, weight)
+    tables.publish()
+    batch = steps[0][group.rank]
+    # A gradient that does not depend on the tables, as rounding of one would reach none of others.
+    out = tables.lookup(batch.lookup(own))
+    rank_loss(out, batch.target).backward()
+    tables.barrier()
+    return {t.name: tables.read(t.name) for t in own.tables}
