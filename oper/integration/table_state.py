@@ -182,7 +182,7 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
 
     Args:
         tables: the tables.
-        weights: (table name, unsharded weight float32 [num_rows, dim], init function). A weight on
+        weights: (table name, unsharded weight [num_rows, dim], init function). A weight on
             the meta device is initialised in place, chunk by chunk of logical rows, from a seed
             that depends on the table and the chunk only: the same numbers for every plan. Other
             weights are kept; where ranks disagree, rank 0's are taken, as DDP does.
@@ -201,14 +201,14 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
 
 def _rank0_weight(tables: ShardedTables, weight: torch.Tensor) -> torch.Tensor:
     data = weight.detach().contiguous()
-    sums = tables.group.all_gather(zlib.crc32(data.numpy().data.cast("B")))
+    sums = tables.group.all_gather(zlib.crc32(data.view(torch.uint8).numpy().data.cast("B")))
     if len(set(sums)) > 1:
         import torch.distributed as dist
 
         data = data.clone()
         group = getattr(tables.group, "process_group", None)
         root = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast(data, root, group=group)
+        dist.broadcast(data.view(torch.uint8), root, group=group)  # gloo does not know every dtype
     return data
 
 

@@ -17,7 +17,7 @@ from oper.integration.table_state import (
 )
 from oper.shmem.batch import Lookup
 from oper.shmem.runtime import ShardedTables
-from oper.tables import TableSpec
+from oper.tables import DTYPE_BYTES, TableSpec
 
 
 def module_spec(name: str, module: nn.EmbeddingBag | nn.Embedding, optimizer: str) -> TableSpec:
@@ -28,18 +28,19 @@ def module_spec(name: str, module: nn.EmbeddingBag | nn.Embedding, optimizer: st
     """
     what = f"cannot shard {type(module).__name__} {name!r}"
     pooling = getattr(module, "mode", "none")
+    dtype = str(module.weight.dtype).removeprefix("torch.")
     refused: dict[str, tuple[Any, Any]] = {
         "max_norm": (module.max_norm, None),
         "scale_grad_by_freq": (module.scale_grad_by_freq, False),
         "mode": (pooling, pooling if pooling in ("sum", "mean", "none") else "sum or mean"),
-        "weight.dtype": (module.weight.dtype, torch.float32),
+        "weight.dtype": (dtype, dtype if dtype in DTYPE_BYTES else " or ".join(DTYPE_BYTES)),
     }
     for option, (value, allowed) in refused.items():
         if value != allowed:
             raise InvalidInputError(
                 fail(what, option, value, f"{allowed}", "leave this module out of modules="))
     return TableSpec(name, module.num_embeddings, module.embedding_dim, (name,), pooling,
-                     "float32", optimizer)
+                     dtype, optimizer)
 
 
 class _ShardedModule(nn.Module):
@@ -51,6 +52,7 @@ class _ShardedModule(nn.Module):
         self.num_embeddings = module.num_embeddings
         self.embedding_dim = module.embedding_dim
         self.padding_idx = module.padding_idx
+        self.dtype = module.weight.dtype
         self.tables = tables
         self._name = name
         self._key_of = torch.zeros(1, dtype=torch.int64)
@@ -58,7 +60,8 @@ class _ShardedModule(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """Shape and dtype of the table on the meta device; `state_dict` has the values."""
-        return torch.empty(self.num_embeddings, self.embedding_dim, device="meta")
+        return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self.dtype,
+                           device="meta")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -103,12 +106,12 @@ class ShardedEmbeddingBag(_ShardedModule):
 
     def forward(self, input: torch.Tensor, offsets: torch.Tensor | None = None,
                 per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Pooled rows, float32 [B, dim].
+        """Pooled rows [B, dim], summed in float32 and then of the table's dtype.
 
         Args:
             input: ids int64 or int32, [B, L], or [N] with `offsets`.
             offsets: int64 [B] (or [B + 1] with ``include_last_offset``).
-            per_sample_weights: float32, shape of `input`; mode ``"sum"`` only.
+            per_sample_weights: float32 or the table's dtype, shape of `input`; mode ``"sum"`` only.
         """
         if per_sample_weights is not None and self.mode != "sum":
             raise InvalidInputError(fail("cannot look up", "mode", self.mode,
@@ -128,11 +131,14 @@ class ShardedEmbeddingBag(_ShardedModule):
             lengths = ends - (offsets[:-1] if self.include_last_offset else offsets)
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.reshape(-1).contiguous()
+            if per_sample_weights.dtype == self.dtype:
+                per_sample_weights = per_sample_weights.float()
         if self.padding_idx is not None:
             input, lengths, per_sample_weights = self._drop_padding(
                 input, lengths, per_sample_weights)
-        return self.tables.lookup(Lookup(input.contiguous(), lengths.contiguous(), self._key_of,
-                                         lengths.numel(), per_sample_weights))
+        out = self.tables.lookup(Lookup(input.contiguous(), lengths.contiguous(), self._key_of,
+                                        lengths.numel(), per_sample_weights))
+        return out.to(self.dtype)
 
     def _drop_padding(self, ids: torch.Tensor, lengths: torch.Tensor,
                       weights: torch.Tensor | None
@@ -156,13 +162,13 @@ class ShardedEmbedding(_ShardedModule):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows, float32 [*input.shape, dim], of ids int64 or int32 of any shape.
+        """Rows [*input.shape, dim] in the table's dtype, of ids int64 or int32 of any shape.
 
         ``padding_idx`` gets no gradient and is not touched by the update.
         """
         ids = input.reshape(-1).contiguous()
         rows = self._rows(ids) if self.padding_idx is None else self._padded_rows(ids)
-        return rows.view(*input.shape, self.embedding_dim)
+        return rows.view(*input.shape, self.embedding_dim).to(self.dtype)
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         lengths = torch.tensor([ids.numel()], dtype=torch.int64)

@@ -309,7 +309,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         """
         return SimpleNamespace(**{
             c.name: SimpleNamespace(weight=torch.empty(
-                c.num_embeddings, c.embedding_dim, device="meta")) for c in self._configs})
+                c.num_embeddings, c.embedding_dim, device="meta",
+                dtype=self.tables.dtype(self._names[c.name]))) for c in self._configs})
 
     # ---- TorchRec's pipelines --------------------------------------------------------------------
 

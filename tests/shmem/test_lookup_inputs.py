@@ -213,7 +213,6 @@ def test_an_outbox_that_is_too_small(monkeypatch: pytest.MonkeyPatch, num_bytes:
 
 
 @pytest.mark.parametrize("spec, word", [
-    (replace(TABLES[0], dtype="float16"), "dtype"),
     (replace(TABLES[0], dim=1025), "dim"),
     (replace(TABLES[0], optimizer="rowwise_adagrad"), "optimizer")])
 def test_tables_that_are_not_executed(spec: TableSpec, word: str) -> None:
