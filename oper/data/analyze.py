@@ -6,6 +6,8 @@ import itertools
 import os
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from tqdm import tqdm
 
 from oper.analysis import CountOptions, TableCounter
@@ -49,9 +51,10 @@ def analyze_folder(
             columns = (folder.bucket, *folder.sparse)
             file = folder.open_part(part, columns)
             for batch in file.iter_batches(_BATCH_ROWS, columns=list(columns)):
-                buckets, *ids = (_integers(part, name, batch.column(name)) for name in columns)
+                buckets = _integers(part, folder.bucket, batch.column(folder.bucket))
                 _check_buckets(part, folder, buckets)
-                _count(counters, folder.bucket_labels, buckets, ids)
+                lookups = [_lookups(part, name, batch.column(name)) for name in folder.sparse]
+                _count(counters, folder.bucket_labels, buckets, lookups)
                 num_samples += batch.num_rows
                 bar.update(batch.num_rows)
     if num_samples != total:
@@ -63,6 +66,14 @@ def analyze_folder(
     return AccessStats(
         num_samples, {n: c.finish() for n, c in zip(folder.sparse, counters, strict=True)},
         f"{kind}, recipe {name}, training part", folder.ids_in_hotness_order)
+
+
+def _lookups(part: os.PathLike[str], name: str, column: pa.Array) -> Lookups:
+    """Ids of a column, and lengths where it holds bags."""
+    if not pa.types.is_list(column.type):
+        return Lookups(_integers(part, name, column))
+    lengths = pc.list_value_length(column)
+    return Lookups(_integers(part, name, column.flatten()), _integers(part, name, lengths))
 
 
 def _integers(part: os.PathLike[str], name: str, column: object) -> np.ndarray:
@@ -83,11 +94,15 @@ def _check_buckets(part: os.PathLike[str], folder: Folder, buckets: np.ndarray) 
 
 
 def _count(counters: list[TableCounter], labels: list[str], buckets: np.ndarray,
-           ids: list[np.ndarray]) -> None:
+           lookups: list[Lookups]) -> None:
     """Count one batch, cut where the time bucket changes."""
     cuts = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), buckets.size]
+    ends = [None if x.lengths is None else np.concatenate([[0], np.cumsum(x.lengths)])
+            for x in lookups]
     for start, stop in itertools.pairwise(cuts):
         if start < stop:
             label = labels[buckets[start]]
-            for counter, column in zip(counters, ids, strict=True):
-                counter.add([Lookups(column[start:stop])], label)
+            for counter, x, end in zip(counters, lookups, ends, strict=True):
+                ids = x.ids[start:stop] if end is None else x.ids[end[start]:end[stop]]
+                lengths = None if x.lengths is None else x.lengths[start:stop]
+                counter.add([Lookups(ids, lengths)], label)

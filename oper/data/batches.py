@@ -84,6 +84,12 @@ class Batches:
     def __init__(self, path: str | os.PathLike[str], split: str, options: BatchOptions) -> None:
         """Open the split; raises FileFormatError or InvalidInputError when it cannot be read."""
         self.folder = Folder.open(path)
+        if self.folder.multi_hot:
+            raise InvalidInputError(
+                fail(f"cannot make batches of {os.fspath(path)!r}", "multi-hot columns",
+                     list(self.folder.multi_hot), "one id per row and column",
+                     "read its Parquet parts, whose list columns are bags, with a loader of your "
+                     "own"))
         self.split, self.options = split, options
         self._columns = (self.folder.label, *self.folder.dense, *self.folder.sparse)
         self._groups: list[tuple[Path, int]] = []

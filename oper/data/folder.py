@@ -15,9 +15,9 @@ from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.tables import TableSpec
 
 FOLDER_KIND = "oper-preprocessed"
-FOLDER_VERSION = 1
+FOLDER_VERSION = 2
 MANIFEST = "manifest.json"
-SPLITS = ("train", "valid")
+SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Folder:
         bucket: name of the time bucket column.
         num_rows: rows of each table, in the order of `sparse`.
         rows: rows of the log by split.
+        multi_hot: those of `sparse` that hold a bag of ids per row.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Folder:
     bucket: str
     num_rows: tuple[int, ...]
     rows: dict[str, int]
+    multi_hot: tuple[str, ...] = ()
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Folder:
@@ -75,7 +77,8 @@ class Folder:
                 folder, manifest, str(columns["label"]), tuple(columns["dense"]),
                 tuple(columns["sparse"]), str(columns["bucket"]),
                 tuple(int(tables[name]["num_rows"]) for name in columns["sparse"]),
-                {split: int(manifest["rows"][split]) for split in SPLITS})
+                {split: int(manifest["rows"][split]) for split in SPLITS},
+                tuple(columns["multi_hot"]))
         except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")

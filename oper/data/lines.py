@@ -12,35 +12,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import numpy as np
-
 from oper.errors import FileFormatError, InvalidInputError, fail
 
-PADDING = 32  # zero bytes after a block, so that a field may be read in fixed-size words
-_MAX_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20
+_MARK = b"\xef\xbb\xbf"  # byte order mark
 _MAGIC = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd",
           b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PAR1": "Parquet"}
 Progress = Callable[[int], object]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """Whole lines of one file.
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The lines of one file that begin in a range of its bytes.
 
     Attributes:
         path: the file.
-        data: uint8 [size + PADDING]; the last line ends with a line feed also where the file's last
-            line does not.
-        size: bytes without the padding.
-        first_row: number of the first line among all rows of all files (0-based, headers left out).
-        first_line: number of the first line in its file (1-based), for messages.
+        start: first byte; a line that begins earlier belongs to the span before.
+        stop: end of the range, None = end of the file (always so for packed files).
     """
 
     path: str
-    data: np.ndarray
-    size: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Whole lines of one span.
+
+    Attributes:
+        path: the file.
+        data: the lines; each ends with a line feed, also where the file's last line does not.
+        first_row: number of the first line in the span (0-based, a header left out).
+    """
+
+    path: str
+    data: bytes
     first_row: int
-    first_line: int
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of the block."""
+        return self.data.count(b"\n")
 
 
 def natural_key(text: str) -> list[tuple[int, int, str]]:
@@ -50,11 +63,14 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 
 def expand_inputs(inputs: Sequence[str]) -> list[str]:
-    """The files that `inputs` name, in order; a pattern stands for its matches in natural order.
+    """The files that `inputs` name, in order.
+
+    A pattern stands for its matches and a folder for its files (but those whose names begin with
+    ``.`` or ``_``), in natural order.
 
     Raises:
-        InvalidInputError: no input, a pattern without a match, a missing file, a folder, or a file
-            named twice.
+        InvalidInputError: no input, a pattern without a match, a missing file, an empty folder, or
+            a file named twice.
     """
     what = "cannot read the log"
     paths: list[str] = []
@@ -63,9 +79,12 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
         found = [name] if path.exists() else []
         if not found and any(c in path.name for c in "*?["):
             found = sorted((str(p) for p in path.parent.glob(path.name)), key=natural_key)
-        if not found or path.is_dir():
+        if path.is_dir():
+            found = _files_of(path)
+        if not found:
             raise InvalidInputError(
-                fail(what, "input", name, "an existing file, or a pattern of files", "correct it"))
+                fail(what, "input", name, "an existing file, a folder of files, or a pattern",
+                     "correct it"))
         paths += found
     real = [os.path.realpath(p) for p in paths]
     twice = sorted({p for p, r in zip(paths, real, strict=True) if real.count(r) > 1})
@@ -75,8 +94,14 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
     return paths
 
 
+def _files_of(folder: Path) -> list[str]:
+    """The data files of a folder such as Spark writes: no markers, no hidden files."""
+    names = (p for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")
+    return sorted(map(str, names), key=natural_key)
+
+
 @contextlib.contextmanager
-def _open(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The file's text and the raw file below it (whose position is the progress)."""
     with open(path, "rb") as raw:
         start = raw.read(8)
@@ -97,73 +122,119 @@ def _open(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                      "fetch it again")) from None
 
 
-def count_rows(paths: Sequence[str], header: bool, progress: Progress,
-               block_bytes: int = 1 << 22) -> list[int]:
-    """Lines of each file, without the header line; `progress` is told of file bytes read."""
-    result = []
-    for path in paths:
-        lines, last = 0, b"\n"
-        with _open(path) as (text, raw):
-            at = 0
-            while piece := text.read(block_bytes):
-                lines += piece.count(b"\n")
-                last = piece[-1:]
-                progress(raw.tell() - at)
-                at = raw.tell()
-        result.append(max(0, lines + (last != b"\n") - header))
-    return result
+def is_packed(path: str) -> bool:
+    """Whether a file is gzip-compressed."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"
 
 
-def read_blocks(paths: Sequence[str], header: str | None, progress: Progress,
-                block_bytes: int = 1 << 22) -> Iterator[Block]:
-    """All lines of all files, in order.
+def first_line(path: str, encoding: str = "utf-8") -> str:
+    """The first line of a file without its end (and a byte order mark); empty for an empty file."""
+    with open_text(path) as (text, _):
+        line = text.readline(MAX_LINE_BYTES).removeprefix(_MARK)
+    return line.rstrip(b"\r\n").decode(encoding, "replace")
+
+
+def spans_of(path: str, span_bytes: int | None) -> list[Span]:
+    """A file cut into spans of about `span_bytes`; packed files and None are not cut."""
+    size = os.path.getsize(path)
+    if span_bytes is None or size <= span_bytes or is_packed(path):
+        return [Span(path)]
+    count = -(-size // span_bytes)
+    cuts = [size * k // count for k in range(count)]
+    return [Span(path, a, b) for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Quoting:
+    """How fields may hold line feeds: inside `quote`s, of which an `escape` takes the meaning."""
+
+    quote: str = ""
+    escape: str = ""
+
+
+def read_blocks(span: Span, header: bool, progress: Progress, quoting: Quoting | None = None,
+                block_bytes: int = 1 << 21) -> Iterator[Block]:
+    """All lines of a span, in order.
 
     Args:
-        paths: the files.
-        header: the line that each file must begin with; it is left out. None = no header.
+        span: file and range; one that does not begin the file begins after a line feed.
+        header: leave out the first line of the file.
         progress: is told of file bytes read.
+        quoting: keeps records whole that hold line feeds.
         block_bytes: about the size of a block.
 
     Raises:
-        FileFormatError: a damaged gzip file, a wrong header, or a line longer than 1 MiB.
+        FileFormatError: a damaged gzip file, or a line (record) longer than 1 MiB.
     """
     row = 0
-    for path in paths:
-        line = 1
-        with _open(path) as (text, raw):
-            rest, at, ended, header_left = b"", 0, False, header is not None
-            while not ended:
-                piece = text.read(block_bytes)
-                progress(raw.tell() - at)
-                at = raw.tell()
-                ended = not piece
-                lines, rest = _whole_lines(path, rest + piece, ended)
-                if header_left and lines:
-                    lines = _drop_header(path, lines, str(header))
-                    header_left, line = False, 2
-                if lines:
-                    data = np.frombuffer(lines + bytes(PADDING), np.uint8)
-                    yield Block(path, data, len(lines), row, line)
-                    num_lines = lines.count(b"\n")
-                    row += num_lines
-                    line += num_lines
+    quoting = quoting if quoting and quoting.quote else None
+    with open_text(span.path) as (text, raw):
+        left = _seek(text, raw, span)
+        rest, at, ended = b"", raw.tell(), False
+        skip = header and span.start == 0
+        first = span.start == 0
+        while not ended:
+            piece = text.read(block_bytes if left is None else min(block_bytes, left))
+            if left is not None:
+                left -= len(piece)
+                if piece and left == 0 and not piece.endswith(b"\n"):
+                    piece += text.readline(2 * MAX_LINE_BYTES)  # the last line begins inside
+            progress(raw.tell() - at)
+            at = raw.tell()
+            ended = not piece
+            if first:
+                piece, first = piece.removeprefix(_MARK), False
+            lines, rest = _whole_lines(span.path, rest + piece, ended, quoting)
+            if skip and lines:
+                lines, skip = lines.partition(b"\n")[2], False
+            if lines:
+                yield Block(span.path, lines, row)
+                row += lines.count(b"\n")
 
 
-def _whole_lines(path: str, data: bytes, ended: bool) -> tuple[bytes, bytes]:
+def _seek(text: BinaryIO, raw: BinaryIO, span: Span) -> int | None:
+    """Go to the first line that begins in the span; bytes left in it, None = all of the file."""
+    if span.start:
+        raw.seek(span.start - 1)
+        text.readline()  # to the end of the line that holds the byte before
+    return None if span.stop is None else max(0, span.stop - raw.tell())
+
+
+def line_of(span: Span, row: int, header: bool) -> int:
+    """Number in its file (1-based) of the line that is row `row` of a span."""
+    lines = row + 1 + (header and span.start == 0)
+    if span.start:
+        with open(span.path, "rb") as file:
+            left = span.start
+            while left and (piece := file.read(min(left, 1 << 22))):
+                lines += piece.count(b"\n")
+                left -= len(piece)
+            file.seek(span.start - 1)
+            lines += file.read(1) != b"\n"
+    return lines
+
+
+def _whole_lines(path: str, data: bytes, ended: bool, quoting: Quoting | None
+                 ) -> tuple[bytes, bytes]:
     if ended:
         return (data + b"\n" if data and not data.endswith(b"\n") else data), b""
     cut = data.rfind(b"\n") + 1
-    if len(data) - cut > _MAX_LINE_BYTES:
+    if quoting is not None:
+        is_open = _is_open(data[:cut], quoting)
+        while cut and is_open:  # back to the last line feed that stands outside of quotes
+            end, cut = cut, data.rfind(b"\n", 0, cut - 1) + 1
+            is_open ^= _is_open(data[cut:end], quoting)
+    if len(data) - cut > MAX_LINE_BYTES:
         raise FileFormatError(
-            fail(f"cannot read {path!r}", "line_bytes", len(data) - cut, f"<= {_MAX_LINE_BYTES}",
-                 "this is no text log, pass the right file"))
+            fail(f"cannot read {path!r}", "line_bytes", len(data) - cut, f"<= {MAX_LINE_BYTES}",
+                 "a quote stays open or this is no text log, pass the right file"))
     return data[:cut], data[cut:]
 
 
-def _drop_header(path: str, lines: bytes, header: str) -> bytes:
-    first, _, rest = lines.partition(b"\n")
-    found = first.rstrip(b"\r").decode("utf-8", "replace")
-    if found != header:
-        raise FileFormatError(
-            fail(f"cannot read {path!r}", "header", found, repr(header), "pass the right file"))
-    return rest
+def _is_open(data: bytes, quoting: Quoting) -> bool:
+    """Whether `data` holds an odd number of quotes."""
+    if quoting.escape:
+        escape = quoting.escape.encode()
+        data = data.replace(escape * 2, b"").replace(escape + quoting.quote.encode(), b"")
+    return data.count(quoting.quote.encode()) % 2 == 1

@@ -1,39 +1,51 @@
 """From a raw log to Parquet with ids in hotness order.
 
-Three passes over the files, each in bounded memory: count the rows (for the split by time), count
-the values of the training part (for the vocabularies), write both parts.
+Three phases, each made of tasks that any number of processes share: read every unit (a part of a
+file) once into codes on disk, merge the value counts of the training part column by column into
+vocabularies, write every unit with ids. Memory is bounded whatever the size of the log. The work
+lies in a folder beside the output, so that a run that was interrupted goes on where it stopped, and
+what comes out does not depend on how many processes there were or how often they were stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
-import platform
 import shutil
-import tempfile
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
-import oper
-from oper.data.delimited import MAX_EXAMPLES, BadRow, Rows, parse_block
+from oper.data import estimate, workers
+from oper.data.detect import find_inputs, plan_units
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, SPLITS
-from oper.data.lines import count_rows, expand_inputs, natural_key, read_blocks
+from oper.data.lines import natural_key
+from oper.data.merging import RunMerger
+from oper.data.readers import Unit
 from oper.data.recipe import Recipe, parse_share
-from oper.data.vocabulary import Vocabulary, VocabularyCounter
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.data.sharing import is_done, share
+from oper.data.staging import Stage, too_many_bad
+from oper.data.vocabulary import Vocabulary, build, build_hashed
+from oper.data.writing import (
+    Split,
+    WriteOptions,
+    Writer,
+    split_by_rows,
+    split_by_time,
+    train_codes,
+)
+from oper.errors import InvalidInputError, OperError, fail
+from oper.files import write_text
 
 _log = logging.getLogger(__name__)
-ABOUT_SUFFIX = ".about.json"  # a file beside a log that says what the log is
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +54,50 @@ class PreprocessOptions:
 
     Attributes:
         min_count: values seen less often in the training part share row 0; None = the recipe's.
-        valid: share of the rows, at the end, that is the validation part; None = the recipe's.
+        valid, test: shares of the rows, at the end, that are the validation and the test part;
+            None = the recipe's.
         max_bad: malformed rows that are left out (and reported) before it is an error.
         max_rows: at most so many rows per table, row 0 included; None = no limit.
-        force: replace an earlier output.
+        hash_rows: hash every value into tables of so many rows instead of building vocabularies.
+        layout: name of the files' layout; None = find out.
+        force: replace an earlier output, drop work that was begun with other settings.
+        num_workers: processes on this machine.
+        num_ray_workers: more of them on a Ray cluster that shares the file system.
         row_group_rows: rows of a Parquet row group.
         part_rows: rows of a Parquet file.
-        show_progress: a progress bar on stderr.
+        unit_bytes: about the size of the units that large plain files are cut into.
+        check_disk: refuse to begin when the disk is estimated to be too small.
+        show_progress: a progress bar on stderr, and the estimate.
     """
 
     min_count: int | None = None
     valid: str | Fraction | None = None
+    test: str | Fraction | None = None
     max_bad: int = 0
     max_rows: int | None = None
+    hash_rows: int | None = None
+    layout: str | None = None
     force: bool = False
+    num_workers: int = 1
+    num_ray_workers: int = 0
     row_group_rows: int = 1 << 16
     part_rows: int = 1 << 21
+    unit_bytes: int = 1 << 28
+    check_disk: bool = True
     show_progress: bool = False
 
     def __post_init__(self) -> None:
         what = "cannot preprocess"
-        for name, least in (("min_count", 1), ("max_bad", 0), ("max_rows", 2),
-                            ("row_group_rows", 1), ("part_rows", 1)):
+        for name, least in (("min_count", 1), ("max_bad", 0), ("max_rows", 2), ("hash_rows", 2),
+                            ("num_workers", 1), ("num_ray_workers", 0), ("row_group_rows", 1),
+                            ("part_rows", 1), ("unit_bytes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidInputError(fail(what, name, value, f">= {least}", "correct it"))
+        if self.hash_rows is not None and (self.max_rows is not None or self.hash_rows > 2**31 - 1):
+            raise InvalidInputError(
+                fail(what, "hash_rows", self.hash_rows, "below 2^31 and without max_rows",
+                     "choose one of them"))
 
 
 def preprocess(
@@ -77,32 +108,45 @@ def preprocess(
 ) -> dict[str, Any]:
     """Preprocess a log into the folder `output`; returns its manifest.
 
-    The log is split by rows: the first part trains, the last share `valid` validates. Vocabularies
-    and their order come from the training part only. `output` appears complete or not at all.
+    The first part of the log trains, the last shares validate and test. Vocabularies and their
+    order come from the training part only. `output` appears complete or not at all; work in
+    progress lies in ``.NAME.work`` beside it. Processes that run the same call at the same time
+    (under torchrun, as an array job, ...) share the work; each returns when all of it is done.
 
     Args:
         recipe: how the log is read.
-        inputs: files (plain or gzip) or patterns; all files together are one log, in this order.
+        inputs: files (plain or gzip), folders or patterns; all together are one log, in this order.
         output: the folder to write.
         options: see `PreprocessOptions`.
 
     Raises:
-        InvalidInputError: an input is missing, `output` exists, or no training row is left.
-        FileFormatError: more than `max_bad` malformed rows, or a damaged file.
+        InvalidInputError: an input is missing, `output` exists, the disk is too small, or no
+            training row is left.
+        FileFormatError: more than `max_bad` malformed rows, a damaged file, or another format.
     """
     options = options or PreprocessOptions()
-    target = Path(output)
-    paths = expand_inputs(inputs)
+    paths = find_inputs(recipe, inputs)
     _warn_about_order(paths)
-    with _staging(target, options.force) as staging:
-        job = _Job(recipe, paths, options)
-        job.count()
-        vocabularies = job.build_vocabularies()
-        rows = job.write(staging, vocabularies)
-        manifest = job.manifest(vocabularies, rows)
-        text = json.dumps(manifest, indent=1) + "\n"
-        (staging / MANIFEST).write_text(text, encoding="utf-8")
-    return manifest
+    units = plan_units(recipe, paths, options.layout, options.unit_bytes)
+    job = Job(recipe, paths, units, Path(output), options)
+    if job.finished():
+        return job.finished()
+    _check_target(job)
+    job.prepare()
+    try:
+        with (workers.local(job, options.num_workers - 1),
+              workers.on_ray(job, options.num_ray_workers)):
+            job.run()
+    except OperError:
+        if job.finished():
+            return job.finished()
+        shutil.rmtree(job.work, ignore_errors=True)
+        raise
+    except KeyboardInterrupt:
+        _log.warning("interrupted; the same command goes on where it stopped (work so far: %s)",
+                     job.work)
+        raise
+    return job.finished()
 
 
 def _warn_about_order(paths: Sequence[str]) -> None:
@@ -113,232 +157,249 @@ def _warn_about_order(paths: Sequence[str]) -> None:
                      ", ".join(os.path.basename(p) for p in paths[:3]))
 
 
-@contextlib.contextmanager
-def _staging(target: Path, force: bool) -> Iterator[Path]:
-    """A temporary sibling of `target` that takes its place at the end, or vanishes on an error."""
-    _check_target(target, force)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    try:
-        umask = os.umask(0)
-        os.umask(umask)
-        staging.chmod(0o777 & ~umask)  # mkdtemp makes it private
-        yield staging
-        _check_target(target, force)
-        if target.exists():
-            old = staging.with_suffix(".old")
-            os.rename(target, old)
-            os.rename(staging, target)
-            shutil.rmtree(old)
-        else:
-            os.rename(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-
-
-def _check_target(target: Path, force: bool) -> None:
+def _check_target(job: Job) -> None:
+    target = job.target
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     what = "cannot write the preprocessed folder"
-    kind = None
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        kind = json.loads((target / MANIFEST).read_text(encoding="utf-8")).get("kind")
-    if kind != FOLDER_KIND:
+    if job.read_manifest().get("kind") != FOLDER_KIND:
         raise InvalidInputError(
             fail(what, "output", str(target), "a new or empty folder, or an earlier output",
                  "it holds something else: choose another folder"))
-    if not force:
+    if not job.options.force:
         raise InvalidInputError(
             fail(what, "output", str(target), "a new or empty folder",
                  "it holds an earlier output: pass --force to replace it"))
 
 
 @dataclass(slots=True)
-class _Job:
-    """One run: the log, and what has been found out about it."""
+class Job:
+    """One preprocessing job: the log, and the folder with what has been done of it."""
 
     recipe: Recipe
     paths: list[str]
+    units: list[Unit]
+    target: Path
     options: PreprocessOptions
-    file_rows: list[int] = field(default_factory=list)
-    num_rows: int = 0
-    first_valid: int = 0
-    num_bad: int = 0
-    bad: list[BadRow] = field(default_factory=list)
+    _began: bool = False
+    _vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
+    _first_rows: list[int] = field(default_factory=list)
 
     @property
-    def share(self) -> Fraction:
-        valid = self.options.valid
-        return self.recipe.valid if valid is None else parse_share(
-            valid, "cannot split the log", "valid")
+    def work(self) -> Path:
+        """The folder of work in progress."""
+        return self.target.parent / f".{self.target.name}.work"
+
+    @property
+    def stage(self) -> Stage:
+        """The units that have been read."""
+        return Stage(self.work / "stage", self.recipe)
+
+    @property
+    def shares(self) -> tuple[Fraction, Fraction]:
+        """Shares of the validation and the test part."""
+        found = []
+        for name in ("valid", "test"):
+            value = getattr(self.options, name)
+            found.append(getattr(self.recipe, name) if value is None else parse_share(
+                value, "cannot split the log", name))
+        if sum(found) >= 1:
+            raise InvalidInputError(
+                fail("cannot split the log", "valid + test", str(sum(found)), "below 1",
+                     "lower the shares"))
+        return found[0], found[1]
 
     @property
     def min_count(self) -> int:
+        """Values seen less often share row 0."""
         return self.options.min_count or self.recipe.min_count
 
-    def count(self) -> None:
-        """Pass 1: rows of the log and the first row of the validation part."""
-        share = self.share
-        with self._bar("counting rows") as bar:
-            self.file_rows = count_rows(self.paths, self.recipe.header, bar.update)
-        self.num_rows = sum(self.file_rows)
-        self.first_valid = self.num_rows - int(self.num_rows * share)
-        if not self.num_rows:
+    def identity(self) -> str:
+        """A digest of everything that the output depends on."""
+        about = [FOLDER_VERSION, asdict(self.recipe), [u.to_json() for u in self.units],
+                 [(os.path.abspath(p), os.path.getsize(p), os.stat(p).st_mtime_ns)
+                  for p in self.paths],
+                 [str(x) for x in self.shares], self.min_count, self.options.max_bad,
+                 self.options.max_rows, self.options.hash_rows, self.options.row_group_rows,
+                 self.options.part_rows]
+        return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:32]
+
+    def read_manifest(self) -> dict[str, Any]:
+        """The manifest in the output folder, or an empty one."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.target / MANIFEST).read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def finished(self) -> dict[str, Any]:
+        """The manifest once this very job, begun by this call, is done; empty before."""
+        found = self.read_manifest() if self._began else {}
+        return found if found.get("job") == self.identity() else {}
+
+    def prepare(self) -> None:
+        """Make the work folder, or go on in that of an interrupted run of the same job."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(2):
+            about = self.work / "job.json"
+            if about.exists() and json.loads(about.read_text())["job"] != self.identity():
+                if not self.options.force:
+                    raise InvalidInputError(
+                        fail("cannot go on with an interrupted run", "work", str(self.work),
+                             "the same inputs and settings",
+                             "give these again, or pass --force to begin anew"))
+                shutil.rmtree(self.work)
+            if about.exists() or attempt:
+                break
+            self._estimate()
+            for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary"):
+                (self.work / name).mkdir(parents=True, exist_ok=True)
+            write_text(about, json.dumps({"job": self.identity()}))
+        self._began = True
+
+    def _estimate(self) -> None:
+        need = estimate.disk_need(self.recipe, self.units)
+        free = shutil.disk_usage(self.target.parent).free
+        if self.options.show_progress:
+            _log.info("%s", need.text(free))
+        if need.total > free and self.options.check_disk:
+            raise InvalidInputError(
+                fail("cannot preprocess", "free bytes of the disk", free,
+                     f"about {need.total} at the peak", "free some, or pass --no-disk-check"))
+
+    def run(self) -> None:
+        """Take part in the job until it is done."""
+        tasks = self.work / "tasks"
+        if not is_done(tasks, "staged"):
+            self._share("reading", {f"read-{k:06d}": self._reader(k)
+                                    for k in range(len(self.units))}, 1)
+            share({"staged": self._check_staged}, tasks)
+        split = self._split()
+        if not is_done(tasks, "counted"):
+            self._share("counting", {f"count-{k:03d}": self._counter(k, split) for k in range(
+                len(self.recipe.names("sparse")))}, 0)
+            share({"counted": lambda: None}, tasks)
+        self._share("writing", {f"write-{k:06d}": self._writer(k, split)
+                                for k in range(len(self.units))}, 1)
+        with contextlib.suppress(FileNotFoundError):  # another process has moved the output
+            share({"finished": lambda: self._finish(split)}, tasks)
+
+    def _share(self, title: str, tasks: dict[str, Any], by_bytes: int) -> None:
+        sizes = [self._size(u) for u in self.units] if by_bytes else [1] * len(tasks)
+        weight = dict(zip(tasks, sizes, strict=True))
+        with tqdm(total=sum(sizes), desc=title, unit="B" if by_bytes else " columns",
+                  unit_scale=True, disable=not self.options.show_progress) as bar:
+            share(tasks, self.work / "tasks", lambda name: bar.update(weight[name]))
+
+    @staticmethod
+    def _size(unit: Unit) -> int:
+        if unit.path.endswith((".parquet", ".npy", ".npz")) or unit.stop is None:
+            return max(1, os.path.getsize(unit.path) - (unit.start if unit.stop is None else 0))
+        return max(1, unit.stop - unit.start)
+
+    def _reader(self, k: int) -> Any:
+        return lambda: self.stage.write(k, self.units[k], self.options.max_bad, lambda _: None)
+
+    def _check_staged(self) -> None:
+        records = [self.stage.record(k) for k in range(len(self.units))]
+        num_bad = sum(r["bad"] for r in records)
+        if num_bad > self.options.max_bad:
+            too_many_bad(num_bad, self.options.max_bad,
+                         [b for r in records for b in r["first"]][:3])
+        if not sum(r["lines"] for r in records):
             raise InvalidInputError(
                 fail("cannot preprocess", "inputs", self.paths, "at least one row",
                      "the files are empty, pass others"))
+        if not sum(c["rows"] for r in records for c in r["chunks"]):
+            raise self._no_training_row()
 
-    def build_vocabularies(self) -> list[Vocabulary]:
-        """Pass 2: count the values of the training part."""
-        counters = [VocabularyCounter() for _ in self.recipe.names("sparse")]
-        num_train = 0
-        with contextlib.closing(self._read("counting values")) as blocks:
-            for rows in blocks:
-                end = int(np.searchsorted(rows.rows, self.first_valid))
-                num_train += end
-                for k, counter in enumerate(counters):
-                    counter.add(rows.sparse[k, :end], rows.missing[k, :end])
-                if rows.rows.size and rows.rows[-1] >= self.first_valid:
-                    break
+    @staticmethod
+    def _no_training_row() -> InvalidInputError:
+        return InvalidInputError(
+            fail("cannot preprocess", "training rows", 0, "at least one well-formed row",
+                 "lower the other shares or pass a longer log"))
+
+    def _split(self) -> Split:
+        records = [self.stage.record(k) for k in range(len(self.units))]
+        self._first_rows = [0]
+        for r in records:
+            self._first_rows.append(self._first_rows[-1] + r["lines"])
+        if self.recipe.by == "rows":
+            return split_by_rows(self.recipe, self._first_rows[-1], *self.shares)
+        merger = RunMerger(self.work / "stage")
+        for k in range(len(self.units)):
+            merger.add(*self.stage.minutes(k))
+        minutes, counts = next(iter(merger.slices()))
+        return split_by_time(self.recipe, minutes, counts, *self.shares)
+
+    def _counter(self, column: int, split: Split) -> Any:
+        return lambda: self._count(column, split)
+
+    def _count(self, column: int, split: Split) -> None:
+        """Merge the counts of one column's values in the training part into its vocabulary."""
+        name = self.recipe.names("sparse")[column]
+        folder = self.work / "vocabulary" / f"{column:03d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        merger, num_missing, num_train = RunMerger(folder), 0, 0
+        stage = self.stage
+        for k, first_row in enumerate(self._first_rows[:-1]):
+            for chunk, about in enumerate(stage.record(k)["chunks"]):
+                recount = train_codes(stage, split, (k, chunk, first_row), about, column)
+                found = stage.distinct(k, chunk, about, column)
+                values, counts = found.values, found.counts
+                if recount is None:
+                    num_missing += found.num_missing
+                    num_train += about["rows"]
+                else:
+                    num_missing += int(recount[0])
+                    num_train += int(recount.sum())
+                    counts = recount[1:]
+                    values, counts = values[:counts.size][counts > 0], counts[counts > 0]
+                merger.add(values, counts)
         if not num_train:
-            raise InvalidInputError(
-                fail("cannot preprocess", "training rows", 0, "at least one well-formed row",
-                     "lower the validation share or pass a longer log"))
-        return [c.finish(self.min_count, self.options.max_rows) for c in counters]
+            raise self._no_training_row()
+        if self.options.hash_rows is not None:
+            build_hashed(folder, merger, num_missing, self.options.hash_rows)
+        else:
+            build(folder, merger, num_missing, self.min_count, self.options.max_rows)
+        merger.close()
+        Vocabulary(folder).write_parquet(self.work / "out" / "vocabulary" / f"{name}.parquet")
 
-    def write(self, staging: Path, vocabularies: list[Vocabulary]) -> dict[str, int]:
-        """Pass 3: write both parts; returns their rows."""
-        (staging / "vocabulary").mkdir()
-        for name, vocabulary in zip(self.recipe.names("sparse"), vocabularies, strict=True):
-            vocabulary.write(staging / "vocabulary" / f"{name}.parquet")
-        with contextlib.ExitStack() as stack:
-            writers = {split: stack.enter_context(_PartWriter(staging / split, self.options))
-                       for split in SPLITS}
-            for rows in self._read("writing"):
-                table = self._table(rows, vocabularies)
-                end = int(np.searchsorted(rows.rows, self.first_valid))
-                writers["train"].write(table.slice(0, end))
-                writers["valid"].write(table.slice(end))
-        return {split: writer.num_rows for split, writer in writers.items()}
+    def vocabulary(self, name: str) -> Vocabulary:
+        """The vocabulary of a column, once counted."""
+        if name not in self._vocabularies:
+            number = self.recipe.names("sparse").index(name)
+            self._vocabularies[name] = Vocabulary(self.work / "vocabulary" / f"{number:03d}")
+        return self._vocabularies[name]
 
-    def _table(self, rows: Rows, vocabularies: list[Vocabulary]) -> pa.Table:
-        recipe = self.recipe
-        buckets = (rows.rows * recipe.buckets // self.num_rows).astype(np.int8)
-        columns: dict[str, np.ndarray] = {
-            recipe.names("label")[0]: rows.labels, recipe.bucket_column: buckets}
-        columns.update(zip(recipe.names("dense"), rows.dense, strict=True))
-        for k, (name, vocabulary) in enumerate(
-                zip(recipe.names("sparse"), vocabularies, strict=True)):
-            columns[name] = vocabulary.lookup(rows.sparse[k], rows.missing[k])
-        return pa.table(columns)
+    def _writer(self, k: int, split: Split) -> Any:
+        return lambda: self._write(k, split)
 
-    def _read(self, title: str) -> Generator[Rows]:
-        """Parse the log, counting malformed rows from the start."""
-        self.num_bad, self.bad = 0, []
-        header = (self.recipe.separator.join(c.name for c in self.recipe.columns)
-                  if self.recipe.header else None)
-        with self._bar(title) as bar:
-            for block in read_blocks(self.paths, header, bar.update):
-                rows = parse_block(block, self.recipe)
-                if rows.num_bad:
-                    self._report(rows)
-                yield rows
+    def _write(self, k: int, split: Split) -> None:
+        options = WriteOptions(self.options.row_group_rows, self.options.part_rows)
+        writer = Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out", options)
+        rows = writer.write(k, self._first_rows[k])
+        write_text(self.work / "stage" / f"{k:06d}.rows.json", json.dumps(rows))
 
-    def _report(self, rows: Rows) -> None:
-        self.num_bad += rows.num_bad
-        self.bad += rows.bad[:MAX_EXAMPLES - len(self.bad)]
-        if self.num_bad > self.options.max_bad:
-            listed = "; ".join(str(bad) for bad in self.bad[:3])
-            raise FileFormatError(
-                fail("cannot preprocess", "malformed rows", self.num_bad,
-                     f"<= max_bad={self.options.max_bad}",
-                     f"correct the log or raise --max-bad; the first: {listed}"))
+    def _finish(self, split: Split) -> None:
+        manifest = self.manifest(split)
+        write_text(self.work / "out" / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        _check_target(self)
+        old = self.work / "replaced"
+        if self.target.exists():
+            os.rename(self.target, old)
+        os.rename(self.work / "out", self.target)
+        shutil.rmtree(self.work)
 
-    def _bar(self, title: str) -> tqdm:
-        total = sum(os.path.getsize(p) for p in self.paths)
-        return tqdm(total=total, desc=title, unit="B", unit_scale=True,
-                    disable=not self.options.show_progress)
-
-    def manifest(self, vocabularies: list[Vocabulary], rows: dict[str, int]) -> dict[str, Any]:
+    def manifest(self, split: Split) -> dict[str, Any]:
         """Everything that a reader of the folder needs to know."""
-        recipe = self.recipe
-        inputs = [{"path": os.path.abspath(p), "bytes": os.path.getsize(p), "rows": n, **_about(p)}
-                  for p, n in zip(self.paths, self.file_rows, strict=True)]
-        transforms = {c.name: c.transform for c in recipe.columns if c.kind == "dense"}
-        return {
-            "kind": FOLDER_KIND, "version": FOLDER_VERSION,
-            "recipe": {"name": recipe.name, "title": recipe.title},
-            "synthetic": any(i.get("synthetic") for i in inputs),
-            "inputs": inputs,
-            "rows": rows,
-            "bad_rows": {"count": self.num_bad, "max_bad": self.options.max_bad,
-                         "first": [str(bad) for bad in self.bad]},
-            "split": {"by": "rows in order of time", "valid": str(self.share),
-                      "first_valid_row": self.first_valid, "buckets": recipe.buckets},
-            "columns": {"label": recipe.names("label")[0], "dense": list(recipe.names("dense")),
-                        "sparse": list(recipe.names("sparse")), "bucket": recipe.bucket_column},
-            "dense_transforms": transforms,
-            "min_count": self.min_count, "max_rows": self.options.max_rows,
-            "ids_in_hotness_order": True,
-            "tables": {name: {"num_rows": v.num_rows, "num_distinct": v.num_distinct,
-                              "num_once": v.num_once, "num_rare_accesses": v.num_rare,
-                              "missing_id": v.missing_id}
-                       for name, v in zip(recipe.names("sparse"), vocabularies, strict=True)},
-            "versions": {"oper": oper.__version__, "python": platform.python_version(),
-                         "numpy": np.__version__, "pyarrow": pa.__version__},
-        }
+        from oper.data.manifest import describe_job
+
+        records = [self.stage.record(k) for k in range(len(self.units))]
+        rows = dict.fromkeys(SPLITS, 0)
+        for k in range(len(self.units)):
+            found = json.loads((self.work / "stage" / f"{k:06d}.rows.json").read_text())
+            rows = {s: rows[s] + found[s] for s in SPLITS}
+        return describe_job(self, split, records, rows)
 
 
-def _about(path: str) -> dict[str, Any]:
-    """What the file beside a log says of it; nothing for logs without one."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        about = json.loads(Path(path + ABOUT_SUFFIX).read_text(encoding="utf-8"))
-        if isinstance(about, dict):
-            return {"synthetic": bool(about.get("synthetic", False)), "about": about}
-    return {}
-
-
-class _PartWriter:
-    """Writes tables as Parquet parts with row groups of equal size, whatever the tables' sizes."""
-
-    def __init__(self, folder: Path, options: PreprocessOptions) -> None:
-        self._folder, self._options = folder, options
-        self._writer: pq.ParquetWriter | None = None
-        self._pending: list[pa.Table] = []
-        self._num_pending = self._num_parts = self._part_rows = self.num_rows = 0
-
-    def __enter__(self) -> _PartWriter:
-        self._folder.mkdir()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._num_pending:
-            self._flush(self._num_pending)
-        if self._writer is not None:
-            self._writer.close()
-
-    def write(self, table: pa.Table) -> None:
-        self._pending.append(table)
-        self._num_pending += table.num_rows
-        self.num_rows += table.num_rows
-        group = self._options.row_group_rows
-        if self._num_pending >= group:
-            self._flush(self._num_pending // group * group)
-
-    def _flush(self, count: int) -> None:
-        """Write the first `count` pending rows."""
-        table = pa.concat_tables(self._pending)
-        self._pending, self._num_pending = [table.slice(count)], table.num_rows - count
-        group = self._options.row_group_rows
-        for start in range(0, count, group):
-            if self._writer is None:
-                path = self._folder / f"part-{self._num_parts:05d}.parquet"
-                self._writer = pq.ParquetWriter(path, table.schema, compression="lz4")
-                self._num_parts += 1
-            piece = table.slice(start, min(group, count - start))
-            self._writer.write_table(piece, row_group_size=group)
-            self._part_rows += piece.num_rows
-            if self._part_rows >= self._options.part_rows:
-                self._writer.close()
-                self._writer, self._part_rows = None, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from dataclasses import dataclass
 from fractions import Fraction
@@ -9,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from oper.errors import InvalidInputError, fail
+from oper.files import datasets_root
 
 KINDS = {  # kind of column: ways to parse it, the first one being the default
-    "label": ("binary",),
-    "dense": ("int",),
-    "sparse": ("hex32", "uint32"),
+    "label": ("binary", "threshold", "among"),
+    "dense": ("int", "float"),
+    "sparse": ("hex32", "uint32", "uint64", "int", "integral", "string"),
+    "time": ("unix", "unix_ms", "iso", "iso_zone", "yymmddhh"),
     "skip": ("",),
 }
 TRANSFORMS = ("log1p", "none")
+FORMATS = ("text", "jsonl", "bags", "parquet", "npy")
+ENCODINGS = ("utf-8", "latin-1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +30,69 @@ class Column:
 
     Attributes:
         name: its name in the output.
-        kind: ``"label"``, ``"dense"``, ``"sparse"`` or ``"skip"``.
-        parse: ``"binary"`` (0 or 1), ``"int"`` (decimal), ``"hex32"`` (8 lower-case hexadecimal
-            digits) or ``"uint32"`` (decimal, below 2^32).
+        kind: ``"label"``, ``"dense"``, ``"sparse"``, ``"time"`` or ``"skip"``.
+        parse: a label is ``"binary"`` (0 or 1), ``"threshold"`` (1 for numbers >= `threshold`) or
+            ``"among"`` (1 for the texts in `positive`). Numbers are ``"int"`` (decimal) or
+            ``"float"``; ids ``"hex32"`` (8 lower-case hexadecimal digits), ``"uint32"``,
+            ``"uint64"``, ``"int"`` (decimal, of that many bits), ``"integral"`` (decimal, also
+            written 17850.0) or ``"string"``. Times are ``"unix"`` (seconds), ``"unix_ms"``,
+            ``"iso"`` (ISO 8601 without a zone, taken as UTC), ``"iso_zone"`` or ``"yymmddhh"``.
         transform: of a dense column: ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
+        source: names that the column has in files with a header; its own name by default.
+        missing: texts that stand for a missing field besides the empty one.
+        threshold: see `parse`.
+        positive: see `parse`.
+        multi: character between the ids of one field; empty = one id per field.
     """
 
     name: str
     kind: str
     parse: str = ""
     transform: str = "none"
+    source: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    threshold: float = 1.0
+    positive: tuple[str, ...] = ()
+    multi: str = ""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names in a header or schema."""
+        return self.source or (self.name,)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One form in which a data set's files come.
+
+    Attributes:
+        name: to ask for it by.
+        columns: in the order of the file; with a header they are found by name.
+        format: ``"text"`` (delimited lines), ``"jsonl"`` (one JSON object per line), ``"bags"``
+            (one user's items per line), ``"parquet"`` or ``"npy"`` (arrays of the MLPerf chain).
+        separator: between the fields of a line, one character or more.
+        header: whether each file begins with a line of column names.
+        quote: character around fields that hold separators; empty = none.
+        escape: character before a quote inside quotes; empty = a quote is doubled.
+        encoding: of the text.
+        first: what the first number of a line of bags is: ``"count"``, ``"user"`` or ``"item"``.
+        ask: never chosen by looking at a file, because another layout looks alike.
+    """
+
+    name: str
+    columns: tuple[Column, ...]
+    format: str = "text"
+    separator: str = "\t"
+    header: bool = False
+    quote: str = ""
+    escape: str = ""
+    encoding: str = "utf-8"
+    first: str = "item"
+    ask: bool = False
+
+    def of(self, kind: str) -> tuple[Column, ...]:
+        """Columns of one kind, in order."""
+        return tuple(c for c in self.columns if c.kind == kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +102,50 @@ class Recipe:
     Attributes:
         name: the data set.
         title: for a person.
-        columns: in the order of the file.
-        separator: one character.
-        header: whether each file begins with a line of column names.
+        layouts: forms of its files; all have the same label, dense and sparse columns.
+        by: ``"rows"``: the log is in order of time and cut by row numbers; ``"time"``: cut where
+            the time column says, rows of each chunk put in order of time.
         valid: share of the rows, at the end, that is the validation part.
-        buckets: time buckets of equally many rows.
+        test: share after that; the test part.
+        buckets: time buckets of equally many rows, or of equal spans of time.
+        bucket_seconds: length of a time bucket instead (by time), from midnight UTC.
         bucket_column: name of the bucket's column in the output.
         min_count: values seen less often in the training part share row 0.
     """
 
     name: str
     title: str
-    columns: tuple[Column, ...]
-    separator: str = "\t"
-    header: bool = False
+    layouts: tuple[Layout, ...]
+    by: str = "rows"
     valid: Fraction = Fraction(0)
+    test: Fraction = Fraction(0)
     buckets: int = 1
+    bucket_seconds: int = 0
     bucket_column: str = "bucket"
     min_count: int = 2
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Columns of the first layout."""
+        return self.layouts[0].columns
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Names of the columns of one kind, in order."""
         return tuple(c.name for c in self.columns if c.kind == kind)
+
+    @property
+    def label(self) -> str:
+        """Name of the label column; a log without one gets a column of ones."""
+        return (*self.names("label"), "label")[0]
+
+    def layout(self, name: str) -> Layout:
+        """A layout by name; raises InvalidInputError."""
+        for layout in self.layouts:
+            if layout.name == name:
+                return layout
+        raise InvalidInputError(
+            fail(f"recipe {self.name!r}", "layout", name,
+                 f"one of {[x.name for x in self.layouts]}", "correct the name"))
 
 
 def parse_share(value: object, what: str, name: str) -> Fraction:
@@ -80,13 +160,6 @@ def parse_share(value: object, what: str, name: str) -> Fraction:
     return share
 
 
-def recipe_folder() -> Path:
-    """The folder of the recipes that come with the package."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "datasets"
-    return installed if installed.is_dir() else package.parent / "datasets"
-
-
 def load_recipe(name_or_path: str) -> Recipe:
     """The recipe of a data set by name, or from a TOML file.
 
@@ -95,12 +168,12 @@ def load_recipe(name_or_path: str) -> Recipe:
     """
     path = Path(name_or_path)
     if path.suffix != ".toml":
-        path = recipe_folder() / name_or_path / "recipe.toml"
+        path = datasets_root() / name_or_path / "recipe.toml"
     if not path.is_file():
-        known = sorted(p.parent.name for p in recipe_folder().glob("*/recipe.toml"))
+        known = sorted(p.parent.name for p in datasets_root().glob("*/recipe.toml"))
         raise InvalidInputError(
-            fail("no such recipe", "recipe", name_or_path, f"one of {known} or a .toml file",
-                 "correct the name"))
+            f"no such recipe: recipe={name_or_path!r}, expected a .toml file or one of "
+            f"{', '.join([*known, 'csv', 'parquet'])}; correct the name")
     try:
         value = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -109,27 +182,51 @@ def load_recipe(name_or_path: str) -> Recipe:
     return recipe_from_dict(value, f"invalid recipe {str(path)!r}")
 
 
+_LAYOUT_KEYS = {"format", "separator", "header", "quote", "escape", "encoding", "first", "ask"}
+
+
 def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Recipe:
-    """The recipe of a parsed TOML file; raises InvalidInputError on unknown or bad fields."""
-    _check_keys(what, value, {"name", "column"},
-                {"title", "separator", "header", "split", "vocabulary"})
+    """The recipe of a parsed TOML file; raises InvalidInputError on unknown or bad fields.
+
+    The file holds ``name`` and either ``column`` tables, for files of one layout, or ``layout``
+    tables, each with a name and columns of its own.
+    """
+    common = {"title", "split", "vocabulary"}
+    if isinstance(value, dict) and "layout" in value:
+        _check_keys(what, value, {"name", "layout"}, common)
+        entries = value["layout"] if isinstance(value["layout"], list) else [value["layout"]]
+        layouts = tuple(_layout(what, entry) for entry in entries)
+    else:
+        _check_keys(what, value, {"name", "column"}, common | _LAYOUT_KEYS)
+        layouts = (_layout(what, {"name": "default", "column": value["column"],
+                                  **{k: v for k, v in value.items() if k in _LAYOUT_KEYS}}),)
     split, vocabulary = value.get("split", {}), value.get("vocabulary", {})
-    _check_keys(what, split, set(), {"valid", "buckets", "bucket_column"})
+    _check_keys(what, split, set(),
+                {"by", "valid", "test", "buckets", "bucket_seconds", "bucket_column"})
     _check_keys(what, vocabulary, set(), {"min_count"})
-    entries = value["column"] if isinstance(value["column"], list) else [value["column"]]
-    columns = tuple(c for entry in entries for c in _columns(what, entry))
     recipe = Recipe(
-        name=str(value["name"]), title=str(value.get("title", value["name"])), columns=columns,
-        separator=value.get("separator", "\t"), header=bool(value.get("header", False)),
+        name=str(value["name"]), title=str(value.get("title", value["name"])), layouts=layouts,
+        by=str(split.get("by", "rows")),
         valid=parse_share(split.get("valid", "0"), what, "valid"),
-        buckets=split.get("buckets", 1), bucket_column=str(split.get("bucket_column", "bucket")),
+        test=parse_share(split.get("test", "0"), what, "test"),
+        buckets=split.get("buckets", 1), bucket_seconds=split.get("bucket_seconds", 0),
+        bucket_column=str(split.get("bucket_column", "bucket")),
         min_count=vocabulary.get("min_count", 2))
-    _check(what, recipe)
+    check_recipe(what, recipe)
     return recipe
 
 
+def _layout(what: str, entry: Any) -> Layout:
+    _check_keys(what, entry, {"name", "column"}, _LAYOUT_KEYS)
+    entries = entry["column"] if isinstance(entry["column"], list) else [entry["column"]]
+    columns = tuple(c for e in entries for c in _columns(what, e))
+    return Layout(str(entry["name"]), columns, **{k: v for k, v in entry.items()
+                                                  if k in _LAYOUT_KEYS})
+
+
 def _columns(what: str, entry: Any) -> list[Column]:
-    _check_keys(what, entry, {"name", "kind"}, {"first", "last", "parse", "transform"})
+    fields = {f.name for f in dataclasses.fields(Column)}
+    _check_keys(what, entry, {"name", "kind"}, {"first", "last"} | fields)
     kind = entry["kind"]
     if kind not in KINDS:
         raise InvalidInputError(fail(what, "kind", kind, f"one of {tuple(KINDS)}", "correct it"))
@@ -140,6 +237,12 @@ def _columns(what: str, entry: Any) -> list[Column]:
         raise InvalidInputError(
             fail(what, "transform", transform, f"one of {TRANSFORMS}, of a dense column",
                  "correct it"))
+    if entry.get("multi") and kind != "sparse":
+        raise InvalidInputError(fail(what, "multi", entry["multi"], "of a sparse column only",
+                                     "correct it"))
+    options: dict[str, Any] = {
+        k: tuple(map(str, entry[k])) if k != "threshold" else float(entry[k])
+        for k in ("source", "missing", "positive", "threshold") if k in entry}
     names = [str(entry["name"])]
     if "first" in entry or "last" in entry:
         first, last = entry.get("first"), entry.get("last")
@@ -148,27 +251,61 @@ def _columns(what: str, entry: Any) -> list[Column]:
                 fail(what, "first, last", (first, last), "two integers and a name with {}",
                      "correct it"))
         names = [names[0].format(k) for k in range(first, last + 1)]
-    return [Column(name, kind, parse, transform) for name in names]
+    return [Column(name, kind, parse, transform, multi=str(entry.get("multi", "")), **options)
+            for name in names]
 
 
-def _check(what: str, recipe: Recipe) -> None:
-    names = [c.name for c in recipe.columns if c.kind != "skip"] + [recipe.bucket_column]
-    checks: tuple[tuple[str, object, bool, str], ...] = (
-        ("separator", recipe.separator,
-         isinstance(recipe.separator, str) and len(recipe.separator) == 1
-         and recipe.separator.isascii() and recipe.separator not in "\n\r",
-         "one ASCII character"),
-        ("columns", names, len(set(names)) == len(names), "unique names"),
-        ("labels", recipe.names("label"), len(recipe.names("label")) == 1, "one label column"),
-        ("sparse", recipe.names("sparse"), bool(recipe.names("sparse")), "at least one"),
-        ("buckets", recipe.buckets,
-         isinstance(recipe.buckets, int) and 1 <= recipe.buckets <= 127, "1..127"),
+def check_recipe(what: str, recipe: Recipe) -> None:
+    """Raise InvalidInputError when a recipe contradicts itself."""
+    whole = type(recipe.buckets) is int and type(recipe.bucket_seconds) is int
+    checks: list[tuple[str, object, bool, str]] = [
+        ("layouts", [x.name for x in recipe.layouts],
+         len({x.name for x in recipe.layouts}) == len(recipe.layouts) > 0, "unique names"),
+        ("by", recipe.by, recipe.by in ("rows", "time"), "rows or time"),
+        ("valid + test", recipe.valid + recipe.test, recipe.valid + recipe.test < 1, "below 1"),
+        ("buckets", recipe.buckets, whole and 1 <= recipe.buckets <= 32767, "1..32767"),
+        ("bucket_seconds", recipe.bucket_seconds, whole and recipe.bucket_seconds >= 0
+         and (recipe.by == "time" or not recipe.bucket_seconds), ">= 0, with by = 'time'"),
         ("min_count", recipe.min_count,
          isinstance(recipe.min_count, int) and recipe.min_count >= 1, "an integer >= 1"),
-    )
+    ]
+    outputs = [tuple(c.name for k in ("label", "dense", "sparse") for c in x.of(k))
+               for x in recipe.layouts]
+    for layout, output in zip(recipe.layouts, outputs, strict=True):
+        checks += [*_layout_checks(layout, recipe), (
+            "columns", output, sorted(output) == sorted(outputs[0]),
+            "the same label, dense and sparse columns in every layout")]
     for name, value, ok, expected in checks:
         if not ok:
             raise InvalidInputError(fail(what, name, value, expected, "correct the recipe"))
+
+
+def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bool, str]]:
+    names = [c.name for c in layout.columns if c.kind != "skip"] + [recipe.bucket_column]
+    labels, times = layout.of("label"), layout.of("time")
+    separator = layout.separator
+
+    def character(text: object) -> bool:
+        return isinstance(text, str) and (not text or (len(text) == 1 and 32 < ord(text) < 127))
+
+    return [
+        ("format", layout.format, layout.format in FORMATS, f"one of {FORMATS}"),
+        ("separator", separator,
+         isinstance(separator, str) and separator.isascii() and 1 <= len(separator) <= 4
+         and not set(separator) & set("\n\r\0\"") and (len(separator) == 1 or not layout.quote)
+         and (len(separator) == 1 or len(set(separator)) == 1),
+         "an ASCII character, or one repeated where fields are not quoted"),
+        ("quote, escape", (layout.quote, layout.escape),
+         character(layout.quote) and character(layout.escape), "a character or nothing"),
+        ("encoding", layout.encoding, layout.encoding in ENCODINGS, f"one of {ENCODINGS}"),
+        ("columns", names, len(set(names)) == len(names), "unique names"),
+        ("labels", [c.name for c in labels], len(labels) <= 1, "at most one label column"),
+        ("sparse", layout.columns and [c.name for c in layout.of("sparse")],
+         bool(layout.of("sparse")), "at least one"),
+        ("time", [c.name for c in times], len(times) == 1 or recipe.by == "rows",
+         "one time column to split by time"),
+        ("first", layout.first, layout.first in ("count", "user", "item"), "count, user or item"),
+    ]
 
 
 def _check_keys(what: str, value: Any, needed: set[str], optional: set[str]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from oper.data.ids import mix64, power_law_ids, uniform64
-from oper.data.preprocessing import ABOUT_SUFFIX
+from oper.data.manifest import ABOUT_SUFFIX
 from oper.errors import InvalidInputError, fail
 from oper.files import atomic_write, write_text
 

@@ -5,40 +5,71 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from oper.errors import InvalidInputError, fail
+
+if TYPE_CHECKING:
+    from oper.data.recipe import Recipe
 
 
 def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper preprocess``."""
-    parser.add_argument("recipe", help="a data set that comes with OPER, or a recipe file (.toml)")
+    parser.add_argument("recipe", help="a data set that comes with OPER, a recipe file (.toml), or "
+                                       "csv or parquet for files of your own")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
-                        help="log files, plain or gzip, in order of time; a quoted pattern is "
-                             "expanded in the order of its numbers")
+                        help="log files, plain or gzip, or folders of them, in order of time; a "
+                             "quoted pattern is expanded in the order of its numbers")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="DIR",
-                        help="folder to write")
+                        help="folder to write; an interrupted run goes on from DIR's sibling "
+                             ".DIR.work when the command is given again")
     parser.add_argument("--min-count", type=int, metavar="N",
                         help="values seen fewer than N times in the training part share row 0 "
                              "(default: the recipe's)")
     parser.add_argument("--max-rows", type=int, metavar="N",
                         help="at most N rows per table; the hottest values keep their own")
-    parser.add_argument("--valid", metavar="SHARE",
-                        help="share of the rows, at the end, for validation, e.g. 1/7 or 0.1 "
-                             "(default: the recipe's)")
+    parser.add_argument("--hash", type=int, metavar="N", dest="hash_rows",
+                        help="hash values into tables of N rows instead; collisions are counted")
+    for part in ("valid", "test"):
+        parser.add_argument(f"--{part}", metavar="SHARE",
+                            help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
+                                 "0.1 (default: the recipe's)")
     parser.add_argument("--max-bad", type=int, default=0, metavar="N",
                         help="leave out up to N malformed rows (default 0)")
-    parser.add_argument("--force", action="store_true", help="replace an earlier output")
+    parser.add_argument("--layout", metavar="NAME",
+                        help="which of the recipe's layouts the files have, where they look alike")
+    parser.add_argument("--workers", type=int, default=1, metavar="N",
+                        help="processes on this machine (default 1). Processes that are started "
+                             "with the same command elsewhere, by torchrun or as an array job, "
+                             "share the work too")
+    parser.add_argument("--ray", type=int, metavar="N",
+                        help="also N workers on a Ray cluster that shares this file system")
+    parser.add_argument("--no-disk-check", action="store_true",
+                        help="begin even if the disk is estimated to be too small")
+    parser.add_argument("--force", action="store_true",
+                        help="replace an earlier output, or work begun with other settings")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    own = parser.add_argument_group("files of your own (recipes csv and parquet)")
+    own.add_argument("--sparse", metavar="A,B", help="id columns; A:| for fields like 3|17|4")
+    own.add_argument("--label", metavar="NAME", help="column of 0 and 1")
+    own.add_argument("--dense", metavar="A,B", help="number columns")
+    own.add_argument("--time", metavar="NAME", help="time column to split by")
+    own.add_argument("--time-format", default="unix", metavar="F",
+                     choices=("unix", "unix_ms", "iso", "iso_zone"),
+                     help="unix (seconds, the default), unix_ms, iso or iso_zone")
+    own.add_argument("--separator", default=",", metavar="C", help="of CSV files (default ,)")
 
 
 def run_preprocess(args: argparse.Namespace) -> int:
     """Run ``oper preprocess``; raises OperError."""
     from oper.data.preprocessing import PreprocessOptions, preprocess
-    from oper.data.recipe import load_recipe
 
     options = PreprocessOptions(
-        min_count=args.min_count, valid=args.valid, max_bad=args.max_bad, max_rows=args.max_rows,
-        force=args.force, show_progress=sys.stderr.isatty())
-    manifest = preprocess(load_recipe(args.recipe), args.inputs, args.output, options)
+        min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
+        max_rows=args.max_rows, hash_rows=args.hash_rows, layout=args.layout, force=args.force,
+        num_workers=args.workers, num_ray_workers=args.ray or 0,
+        check_disk=not args.no_disk_check, show_progress=sys.stderr.isatty())
+    manifest = preprocess(_recipe(args), args.inputs, args.output, options)
     for line in manifest["bad_rows"]["first"]:
         print(f"left out: {line}", file=sys.stderr)
     if args.json:
@@ -48,14 +79,41 @@ def run_preprocess(args: argparse.Namespace) -> int:
     return 0
 
 
+def _recipe(args: argparse.Namespace) -> Recipe:
+    from oper.data.generic import GENERIC, Choice, check_generic_inputs, generic_recipe
+    from oper.data.recipe import load_recipe
+
+    own = {n: getattr(args, n) for n in ("sparse", "label", "dense", "time")}
+    if args.recipe not in GENERIC:
+        given = [f"--{n}" for n, value in own.items() if value is not None]
+        if given:
+            raise InvalidInputError(
+                fail("cannot preprocess", "options", given, f"only with {' or '.join(GENERIC)}",
+                     f"leave them out: recipe {args.recipe!r} names its columns"))
+        return load_recipe(args.recipe)
+    check_generic_inputs(args.recipe, args.inputs)
+    return generic_recipe(args.recipe, Choice(
+        _names(own["sparse"]), own["label"], _names(own["dense"]), own["time"], args.time_format,
+        "\t" if args.separator == "\\t" else args.separator))
+
+
+def _names(text: str | None) -> list[str]:
+    return [n for n in (text or "").split(",") if n]
+
+
 def _print_manifest(manifest: dict[str, Any], output: str) -> None:
     rows, tables = manifest["rows"], manifest["tables"]
     if manifest["synthetic"]:
         print("synthetic log")
-    print(f"rows: {rows['train']:,} train, {rows['valid']:,} valid, "
+    test = f"{rows['test']:,} test, " if rows["test"] else ""
+    print(f"rows: {rows['train']:,} train, {rows['valid']:,} valid, {test}"
           f"{manifest['bad_rows']['count']:,} malformed")
-    print(f"tables: {len(tables)} with {sum(t['num_rows'] for t in tables.values()):,} rows "
-          f"(values seen fewer than {manifest['min_count']} times share row 0)")
+    how = f"values seen fewer than {manifest['min_count']} times share row 0"
+    if manifest["hash_rows"] is not None:
+        collisions = sum(t["num_collisions"] for t in tables.values())
+        how = f"hashed, {collisions:,} values share a row with another one"
+    num_rows = sum(t["num_rows"] for t in tables.values())
+    print(f"tables: {len(tables)} with {num_rows:,} rows ({how})")
     print(f"written: {output}")
 
 

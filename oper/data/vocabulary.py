@@ -1,111 +1,253 @@
-"""Vocabularies: from raw values to ids in hotness order, counted on the training part."""
+"""Vocabularies: from raw values to ids in hotness order, counted on the training part.
+
+Values and counts may exceed memory: a vocabulary is built from slices of ascending values and lies
+in files that are mapped, not read.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oper.analysis import SparseCounter
+from oper.data.ids import mix64
+from oper.data.merging import RunMerger
+from oper.files import write_text
+
+_WRITE_ROWS = 1 << 20
+Slices = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Vocabulary:
-    """Ids of the raw values of one column.
+@dataclass(frozen=True, slots=True)
+class VocabularyFacts:
+    """What is known of a column's values.
 
-    Id 0 stands for every other value: seen fewer than `min_count` times in the training part, cut
-    by a limit on the rows, or never seen. Ids 1, 2, ... go to the other values by count,
-    descending, ties by value, ascending; a missing field is a value of its own, before all others.
+    Id 0 stands for every value without an id of its own: seen fewer than `min_count` times in the
+    training part, cut by a limit on the rows, or never seen. Ids 1, 2, ... go to the other values
+    by count, descending, ties by value, ascending; a missing field is a value of its own, before
+    all others. A hashed column has no order: ids are 1 + hash mod (rows - 1), and 0 where missing.
 
     Attributes:
-        values: uint32 [K], ascending, the values that have an id.
-        ids: int32 [K], the id of each.
-        missing_id: id of a missing field.
-        counts: int64 [num_rows - 1], accesses of ids 1, 2, ... in the training part.
+        num_rows: rows of the table, with row 0.
         num_distinct: values (with a missing field as one) seen in the training part.
-        num_rare: accesses in the training part of values that share row 0.
         num_once: values seen once there; over all accesses the Good-Turing estimate of the
             probability that the next one is new, which the statistics of ids cannot show.
+        num_rare_accesses: accesses in the training part of values that share row 0.
+        missing_id: id of a missing field.
+        hashed: whether ids are hashes.
+        num_collisions: distinct values of a hashed column less the rows that they take.
     """
 
-    values: np.ndarray
-    ids: np.ndarray
-    missing_id: int
-    counts: np.ndarray
+    num_rows: int
     num_distinct: int
-    num_rare: int
     num_once: int
+    num_rare_accesses: int
+    missing_id: int
+    hashed: bool = False
+    num_collisions: int = 0
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the table, with row 0."""
-        return int(self.counts.size) + 1
 
-    def lookup(self, values: np.ndarray, missing: np.ndarray) -> np.ndarray:
-        """Ids of raw values.
+def hash_values(values: np.ndarray, num_rows: int) -> np.ndarray:
+    """Ids of raw values by hashing: int32 [K], 1 + (64-bit hash mod (num_rows - 1)).
 
-        Args:
-            values: uint32 [n].
-            missing: bool [n]; the value there does not matter.
+    Integers go through the finalizer of splitmix64; texts fold their bytes through it, eight at a
+    time. The hash of a value never changes.
+    """
+    if values.dtype.kind == "S":
+        width = -(-values.dtype.itemsize // 8) * 8
+        words = np.ascontiguousarray(values.astype(f"S{width}")).view("<u8").reshape(
+            values.size, -1)
+        state = np.full(values.size, 0x9E3779B97F4A7C15, np.uint64)
+        for word in words.T:  # words of zeros, past the end of a text, change nothing
+            state = np.where(word != 0, mix64(state ^ word), state)
+    else:
+        state = mix64(values.astype(np.int64).view(np.uint64)
+                      if values.dtype.kind == "i" else values)
+    return (1 + mix64(state + np.uint64(1)) % np.uint64(num_rows - 1)).astype(np.int32)
 
-        Returns:
-            int32 [n], ids in 0..num_rows-1.
-        """
-        if self.values.size:
-            at = np.searchsorted(self.values, values)
-            at[at == self.values.size] = 0
-            ids = np.where(self.values[at] == values, self.ids[at], np.int32(0))
-        else:
-            ids = np.zeros(values.size, np.int32)
-        ids[missing] = self.missing_id
+
+class Vocabulary:
+    """The ids of one column's raw values, in files."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open what `build` wrote into `folder`."""
+        self._folder = folder
+        self.facts = VocabularyFacts(**json.loads((folder / "facts.json").read_text()))
+
+    def lookup(self, values: np.ndarray) -> np.ndarray:
+        """Ids int32 [K + 1] of a missing field and of distinct ascending raw values [K]."""
+        ids = np.zeros(values.size + 1, np.int32)
+        ids[0] = self.facts.missing_id
+        if self.facts.hashed:
+            ids[1:] = hash_values(values, self.facts.num_rows)
+            return ids
+        known = np.load(self._folder / "values.npy", mmap_mode="r")
+        if known.size and values.size:
+            known_ids = np.load(self._folder / "ids.npy", mmap_mode="r")
+            first, last = np.searchsorted(known, [values[0], values[-1]])
+            at = np.searchsorted(known[first:last + 1], values) + first
+            at[at == known.size] = 0
+            ids[1:] = np.where(known[at] == values, known_ids[at], np.int32(0))
         return ids
 
-    def write(self, path: Path) -> None:
-        """Write value and count of ids 1, 2, ..., one row each; a missing field is null."""
-        by_id = np.zeros(self.counts.size, np.uint32)
-        by_id[self.ids - 1] = self.values
-        is_missing = np.zeros(by_id.size, bool)
-        if self.missing_id:
-            is_missing[self.missing_id - 1] = True
-        table = pa.table({"value": pa.array(by_id, mask=is_missing), "count": self.counts})
-        pq.write_table(table, path)
+    def write_parquet(self, path: Path) -> None:
+        """Write value, id and count of every value with an id, by ascending value.
 
-
-class VocabularyCounter:
-    """Counts the raw values of one column in memory proportional to the distinct ones."""
-
-    def __init__(self) -> None:
-        """Start with nothing counted."""
-        self._values = SparseCounter(np.uint32)
-        self._num_missing = 0
-
-    def add(self, values: np.ndarray, missing: np.ndarray) -> None:
-        """Count raw values: uint32 [n] and bool [n]."""
-        self._values.add(values[~missing])
-        self._num_missing += int(np.count_nonzero(missing))
-
-    def finish(self, min_count: int, max_rows: int | None = None) -> Vocabulary:
-        """The vocabulary of everything counted.
-
-        Args:
-            min_count: values seen less often get id 0.
-            max_rows: at most so many rows, row 0 included: the hottest values keep their ids.
+        A missing field has a null value and comes first.
         """
-        values, counts = self._values.result()
-        # Position 0 is the missing field, position k + 1 the k-th value in ascending order.
-        counts = np.concatenate([[self._num_missing], counts]).astype(np.int64)
-        order = np.argsort(-counts, kind="stable")
-        num_kept = int(np.count_nonzero(counts >= min_count))
-        if max_rows is not None:
-            num_kept = min(num_kept, max_rows - 1)
-        kept = order[:num_kept]
-        id_of = np.zeros(counts.size, np.int32)
-        id_of[kept] = np.arange(1, num_kept + 1, dtype=np.int32)
-        has_id = id_of[1:] > 0
-        return Vocabulary(
-            values[has_id], id_of[1:][has_id], int(id_of[0]), counts[kept],
-            int(np.count_nonzero(counts)), int(counts.sum() - counts[kept].sum()),
-            int(np.count_nonzero(counts == 1)))
+        arrays = [np.load(self._folder / f"{n}.npy", mmap_mode="r")
+                  for n in ("values", "ids", "counts")]
+        facts = self.facts
+        kind = pa.string() if arrays[0].dtype.kind == "S" else pa.from_numpy_dtype(
+            arrays[0].dtype)
+        schema = pa.schema([("value", kind), ("id", pa.int32()), ("count", pa.int64())])
+        with pq.ParquetWriter(path, schema, compression="lz4") as writer:
+            if facts.missing_id or facts.hashed:
+                missing = json.loads((self._folder / "missing.json").read_text())
+                writer.write_table(pa.table([pa.array([None], kind), pa.array(
+                    [facts.missing_id], pa.int32()), pa.array([missing], pa.int64())],
+                    schema=schema))
+            for start in range(0, arrays[0].size, _WRITE_ROWS):
+                values, ids, counts = (np.array(a[start:start + _WRITE_ROWS]) for a in arrays)
+                writer.write_table(pa.table([
+                    _as_arrow(values, kind), pa.array(ids, pa.int32()),
+                    pa.array(counts, pa.int64())], schema=schema))
+
+
+def _as_arrow(values: np.ndarray, kind: pa.DataType) -> pa.Array:
+    if values.dtype.kind != "S":
+        return pa.array(values, kind)
+    return pa.array([v.decode("utf-8", "backslashreplace") for v in values.tolist()], kind)
+
+
+def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
+          max_rows: int | None) -> VocabularyFacts:
+    """Write the vocabulary of merged counts into `folder`.
+
+    Args:
+        folder: gets the files.
+        merger: counts of all values of the training part.
+        num_missing: missing fields there.
+        min_count: values seen less often get id 0.
+        max_rows: at most so many rows, row 0 included: the hottest values keep their ids.
+    """
+    levels, num = _histogram(merger.slices)
+    total = int((levels * num).sum()) + num_missing
+    distinct, once = int(num.sum()) + (num_missing > 0), int(num[levels == 1].sum())
+    if num_missing:
+        at = int(np.searchsorted(levels, num_missing))
+        if at == levels.size or levels[at] != num_missing:
+            levels, num = np.insert(levels, at, num_missing), np.insert(num, at, 0)
+        num[at] += 1
+        once += num_missing == 1
+    room = np.where(levels >= min_count, num, 0)
+    if max_rows is not None:
+        hotter = np.concatenate([np.cumsum(room[::-1])[::-1][1:], [0]])
+        room = np.clip(max_rows - 1 - hotter, 0, room)
+    first = 1 + np.concatenate([np.cumsum(room[::-1])[::-1][1:], [0]]).astype(np.int64)
+    given = np.zeros(levels.size, np.int64)
+    missing_id = 0
+    if num_missing:
+        at = int(np.searchsorted(levels, num_missing))
+        missing_id, given[at] = (int(first[at]), 1) if room[at] else (0, 0)
+    kept = _deal(folder, merger.slices, (levels, room, first, given),
+                 int(room.sum()) - (missing_id > 0))
+    facts = VocabularyFacts(int(room.sum()) + 1, distinct, once,
+                            total - kept - (num_missing if missing_id else 0), missing_id)
+    _finish(folder, facts, num_missing)
+    return facts
+
+
+def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: int
+                 ) -> VocabularyFacts:
+    """Write the facts of a hashed column into `folder`, with the collisions counted."""
+    taken = np.zeros(num_rows, bool)
+    levels, num = _histogram(merger.slices)
+    distinct = int(num.sum())
+
+    def every() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        for values, counts in merger.slices():
+            ids = hash_values(values, num_rows)
+            taken[ids] = True
+            yield values, ids, counts
+
+    _write_arrays(folder, every(), distinct)
+    facts = VocabularyFacts(
+        num_rows, distinct + (num_missing > 0), int(num[levels == 1].sum()), 0, 0, True,
+        distinct - int(np.count_nonzero(taken)))
+    _finish(folder, facts, num_missing)
+    return facts
+
+
+def _finish(folder: Path, facts: VocabularyFacts, num_missing: int) -> None:
+    write_text(folder / "missing.json", str(num_missing))
+    write_text(folder / "facts.json", json.dumps(asdict(facts)))
+
+
+def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:
+    """Ascending counts int64 [K] and how many values have each."""
+    levels = num = np.zeros(0, np.int64)
+    for _, counts in slices():
+        found, times = np.unique(counts, return_counts=True)
+        levels, inverse = np.unique(np.concatenate([levels, found]), return_inverse=True)
+        num = np.bincount(inverse, np.concatenate([num, times]),
+                          minlength=levels.size).astype(np.int64)
+    return levels, num
+
+
+def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept: int) -> int:
+    """Deal ids to ascending values, count by count; returns the accesses of values with an id.
+
+    Of each count the first ids go to the smallest values, so that walking once through ascending
+    values with a counter per count gives the order by count, then value.
+    """
+    levels, room, first, given = state
+    accesses = 0
+
+    def dealt() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        nonlocal accesses
+        for values, counts in slices():
+            level = np.searchsorted(levels, counts)
+            order = np.argsort(level, kind="stable")
+            grouped = level[order]
+            starts = np.searchsorted(grouped, grouped)
+            turn = np.empty(level.size, np.int64)
+            turn[order] = np.arange(level.size) - starts
+            turn += given[level]
+            has_id = turn < room[level]
+            given[:] += np.bincount(level, minlength=levels.size)
+            ids = (first[level] + turn)[has_id].astype(np.int32)
+            accesses += int(counts[has_id].sum())
+            yield values[has_id], ids, counts[has_id]
+
+    _write_arrays(folder, dealt(), num_kept)
+    return accesses
+
+
+def _write_arrays(folder: Path, parts: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]],
+                  count: int) -> None:
+    """Write values, ids and counts, `count` of each, as three .npy files."""
+    files: list[BinaryIO] = []
+    dtypes: list[np.dtype[Any]] = []
+    try:
+        for part in parts:
+            if not files:
+                dtypes = [part[0].dtype, np.dtype(np.int32), np.dtype(np.int64)]
+                for name, dtype in zip(("values", "ids", "counts"), dtypes, strict=True):
+                    files.append((folder / f"{name}.npy").open("wb"))
+                    np.lib.format.write_array_header_2_0(
+                        files[-1], {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
+            for file, array, dtype in zip(files, part, dtypes, strict=True):
+                file.write(array.astype(dtype, copy=False).tobytes())
+    finally:
+        for opened in files:
+            opened.close()
+    if not files:
+        for name, kind in (("values", np.int64), ("ids", np.int32), ("counts", np.int64)):
+            np.save(folder / f"{name}.npy", np.zeros(0, kind))

@@ -114,8 +114,8 @@ def test_bad_options(options: dict[str, Any]) -> None:
 
 
 def test_bad_splits_and_folders(folder: Path) -> None:
-    with pytest.raises(InvalidInputError, match="'test'"):
-        Batches(folder, "test", BatchOptions(8))
+    with pytest.raises(InvalidInputError, match="'dev'"):
+        Batches(folder, "dev", BatchOptions(8))
     part = sorted((folder / "train").iterdir())[0]
     table = pq.read_table(part)
     pq.write_table(table.set_column(table.schema.get_field_index("C2"), "C2",

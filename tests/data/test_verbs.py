@@ -45,7 +45,7 @@ def test_json_is_one_object_on_stdout(
     run("preprocess", "criteo-kaggle", path, "-o", out, "--json", "--min-count", "1",
         "--valid", "0.1", "--max-rows", "20")
     manifest = json.loads(capsys.readouterr().out)
-    assert manifest["rows"] == {"train": 63, "valid": 7} and manifest["min_count"] == 1
+    assert manifest["rows"] == {"train": 63, "valid": 7, "test": 0} and manifest["min_count"] == 1
     run("analyze", out, "-o", stats, "--json", "--memory", "1KiB")
     summary = json.loads(capsys.readouterr().out)
     assert summary["output"] == stats and summary["ids_in_hotness_order"] is True

@@ -1,0 +1,297 @@
+"""From text or Arrow columns to labels, numbers, ids and times; what is malformed is told apart.
+
+A column is converted whole by pyarrow and NumPy. Where that meets anything that a column may not
+hold it raises `MalformedError`; then `is_valid` judges the fields one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from oper.data.recipe import Column
+
+_ARROW_TYPES = {
+    "hex32": pa.binary(8), "uint32": pa.int64(), "uint64": pa.uint64(), "int": pa.int64(),
+    "integral": pa.float64(), "float": pa.float64(), "string": pa.binary(), "binary": pa.binary(),
+    "threshold": pa.float64(), "among": pa.binary(), "unix": pa.float64(), "unix_ms": pa.float64(),
+    "iso": pa.timestamp("us"), "iso_zone": pa.timestamp("us", "UTC"), "yymmddhh": pa.int64(),
+}
+EXPECTED = {
+    "hex32": "8 digits 0-9a-f or nothing", "uint32": "an integer from 0 to 4294967295 or nothing",
+    "uint64": "an integer of at most 64 bits or nothing", "int": "an integer or nothing",
+    "integral": "a whole number or nothing", "float": "a finite number or nothing",
+    "string": "text of at most 1024 bytes", "binary": "0 or 1",
+    "threshold": "a number", "among": "text",
+    "unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
+    "iso": "a date and time without zone", "iso_zone": "a date and time with its zone",
+    "yymmddhh": "a date and hour YYMMDDHH",
+}
+_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+_FIELD = {
+    "hex32": re.compile(rb"[0-9a-f]{8}"), "uint32": re.compile(rb"[0-9]{1,10}"),
+    "uint64": re.compile(rb"[0-9]{1,20}"), "int": re.compile(rb"-?[0-9]{1,19}"),
+    "binary": re.compile(rb"[01]"), "yymmddhh": re.compile(rb"[0-9]{8}"),
+}
+_TOP_SECONDS = 1 << 36  # the year 4147
+_TOP_WHOLE = 2.0**53
+MAX_TEXT_BYTES = 1024  # of an id
+_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
+_ONES = np.uint64(0x0101010101010101)
+
+
+class MalformedError(Exception):
+    """A column holds something that it may not hold."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ids:
+    """The raw values of one sparse column, of n rows.
+
+    Attributes:
+        values: Arrow integers or binary [L], null where missing.
+        lengths: int32 [n], values per row; None = one each.
+    """
+
+    values: pa.Array
+    lengths: np.ndarray | None = None
+
+
+def arrow_type(column: Column) -> pa.DataType:
+    """What a text column is read as."""
+    if column.missing or column.multi:
+        return pa.binary()
+    return _ARROW_TYPES[column.parse]
+
+
+def _prepared(column: Column, array: pa.Array) -> pa.Array:
+    """The column with its missing texts null, in the type of its parse; raises MalformedError."""
+    wanted = _ARROW_TYPES[column.parse]
+    if column.missing and pa.types.is_binary(array.type):
+        tokens = pa.array([m.encode() for m in column.missing], pa.binary())
+        array = pc.if_else(pc.is_in(array, tokens), pa.scalar(None, pa.binary()), array)
+    if array.type == wanted or (
+            column.parse == "string" and not pa.types.is_floating(array.type)):
+        return array
+    try:
+        if pa.types.is_binary(array.type) and not pa.types.is_fixed_size_binary(wanted):
+            array = array.cast(pa.string())
+        return array.cast(wanted)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise MalformedError(column.name) from error
+
+
+def _require(ok: bool, column: Column) -> None:
+    if not ok:
+        raise MalformedError(column.name)
+
+
+def _floats(column: Column, array: pa.Array) -> np.ndarray:
+    """float64 [n], 0 where null; raises MalformedError for what is not finite."""
+    values = array.fill_null(0.0).to_numpy(zero_copy_only=False)
+    _require(bool(np.isfinite(values).all()), column)
+    return values
+
+
+def labels(column: Column, array: pa.Array) -> np.ndarray:
+    """int8 [n], 0 or 1; raises MalformedError."""
+    _require(array.null_count == 0, column)
+    if column.parse == "binary" and not pa.types.is_binary(array.type):  # of a Parquet file
+        _require(pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
+                 or pa.types.is_boolean(array.type), column)
+        numbers = array.cast(pa.float64() if not pa.types.is_boolean(array.type) else pa.int8())
+        values = numbers.to_numpy(zero_copy_only=False)
+        _require(bool(((values == 0) | (values == 1)).all()), column)
+        return values.astype(np.int8)
+    array = _prepared(column, array)
+    _require(array.null_count == 0, column)
+    if column.parse == "threshold":
+        return (_floats(column, array) >= column.threshold).astype(np.int8)
+    if column.parse == "among":
+        wanted = pa.array([p.encode() for p in column.positive], pa.binary())
+        return pc.is_in(array, wanted).to_numpy(zero_copy_only=False).astype(np.int8)
+    # A binary label is one character.
+    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset:][:len(array) + 1]
+    _require(bool((np.diff(offsets) == 1).all()), column)
+    text = np.frombuffer(array.buffers()[2] or b"", np.uint8)
+    text = text[offsets[0]:offsets[-1]] if len(array) else text[:0]
+    _require(bool(((text | 1) == ord("1")).all()), column)
+    return (text - np.uint8(ord("0"))).view(np.int8)
+
+
+def dense(column: Column, array: pa.Array) -> np.ndarray:
+    """float32 [n], transformed, 0 where missing; raises MalformedError."""
+    array = _prepared(column, array)
+    if column.parse == "float":
+        values = _floats(column, array).astype(np.float32)
+    else:
+        values = array.fill_null(0).to_numpy(zero_copy_only=False).astype(np.float32)
+    _require(bool(np.isfinite(values).all()), column)  # beyond float32
+    return np.log1p(np.maximum(values, 0)) if column.transform == "log1p" else values
+
+
+def ids(column: Column, array: pa.Array) -> Ids:
+    """Raw values of a sparse column; raises MalformedError."""
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+        return Ids(_whole(column, array.flatten()), lengths.astype(np.int32))
+    if column.multi:
+        return _split(column, array)
+    return Ids(_whole(column, _prepared(column, array)))
+
+
+def _split(column: Column, array: pa.Array) -> Ids:
+    """Values of fields such as ``3|17|4``; a missing field is an empty bag."""
+    if column.missing:
+        tokens = pa.array([m.encode() for m in column.missing], pa.binary())
+        array = pc.if_else(pc.is_in(array, tokens), pa.scalar(None, pa.binary()), array)
+    empty = pc.equal(pc.binary_length(array), 0)
+    array = pc.if_else(empty, pa.scalar(None, pa.binary()), array)
+    try:
+        parts = pc.split_pattern(array.cast(pa.string()), column.multi)
+    except pa.ArrowInvalid as error:
+        raise MalformedError(column.name) from error
+    lengths = pc.list_value_length(parts).fill_null(0).to_numpy(zero_copy_only=False)
+    values = parts.flatten().cast(pa.binary())
+    _require(not pc.any(pc.equal(pc.binary_length(values), 0)).as_py(), column)
+    return Ids(_whole(column, _prepared(column, values)), lengths.astype(np.int32))
+
+
+def _whole(column: Column, array: pa.Array) -> pa.Array:
+    """Integers or binary, checked."""
+    kind = array.type
+    if pa.types.is_fixed_size_binary(kind):
+        return _hexadecimal(column, array)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return array.cast(pa.binary())
+    if pa.types.is_dictionary(kind):
+        return _whole(column, array.dictionary_decode())
+    if pa.types.is_boolean(kind):
+        return array.cast(pa.int64())
+    if column.parse == "integral" and pa.types.is_floating(kind):
+        values = _floats(column, array)
+        _require(bool(((values == np.rint(values)) & (np.abs(values) < _TOP_WHOLE)).all()), column)
+        return pa.array(values.astype(np.int64), mask=array.is_null().to_numpy(
+            zero_copy_only=False))
+    if column.parse == "uint32" and len(array):
+        bounds = pc.min_max(array)
+        low, high = bounds["min"].as_py(), bounds["max"].as_py()
+        _require(low is None or 0 <= low <= high < 2**32, column)
+    if pa.types.is_integer(kind):
+        return array if kind in (pa.int64(), pa.uint64()) else array.cast(pa.int64())
+    _require(pa.types.is_binary(kind) or pa.types.is_large_binary(kind), column)
+    array = array.cast(pa.binary())
+    longest = pc.max(pc.binary_length(array)).as_py() or 0
+    text = array.buffers()[2]
+    _require(longest <= MAX_TEXT_BYTES and (text is None or b"\0" not in text.to_pybytes()),
+             column)
+    return array
+
+
+def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:
+    """uint32 of eight hexadecimal digits each, decoded as 64-bit words; raises MalformedError."""
+    text = np.frombuffer(array.buffers()[1], "<u8")[array.offset:array.offset + len(array)]
+    # "0".."9" are 0x30..0x39, "a".."f" 0x61..0x66: bit 6 tells letters, whose low bits start at 1.
+    digits = (text & _NIBBLES) + ((text >> np.uint64(6)) & _ONES) * np.uint64(9)
+    letters = ((digits + _ONES * np.uint64(6)) >> np.uint64(4)) & _ONES
+    back = digits + _ONES * np.uint64(0x30) + letters * np.uint64(0x27)
+    # Only a lower-case digit encodes back to itself, but "g".."o" do as well, as digits above 15.
+    bad = (back != text) | ((digits & ~_NIBBLES) != 0)
+    pairs = ((digits << np.uint64(4)) | (digits >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
+    quads = ((pairs << np.uint64(8)) | (pairs >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
+    values = (((quads << np.uint64(16)) | (quads >> np.uint64(32)))
+              & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    if not array.null_count:
+        _require(not bad.any(), column)
+        return pa.array(values)
+    missing = array.is_null().to_numpy(zero_copy_only=False)
+    _require(not (bad & ~missing).any(), column)
+    return pa.array(values, mask=missing)
+
+
+def times(column: Column, array: pa.Array) -> np.ndarray:
+    """int64 [n], seconds since 1970 (UTC), rounded down; raises MalformedError."""
+    if pa.types.is_timestamp(array.type):  # of a Parquet file: any unit and zone
+        array = array.cast(pa.timestamp("us", array.type.tz))
+    elif pa.types.is_integer(array.type) and column.parse in ("unix", "unix_ms"):
+        array = array.cast(pa.float64(), safe=False)
+    else:
+        array = _prepared(column, array)
+    _require(array.null_count == 0, column)
+    if column.parse == "yymmddhh":
+        seconds = _hours(column, array.to_numpy(zero_copy_only=False))
+    elif pa.types.is_timestamp(array.type):
+        seconds = array.cast(pa.int64()).to_numpy(zero_copy_only=False) // 1_000_000
+    else:
+        values = _floats(column, array)
+        seconds = np.floor(values / (1000 if column.parse == "unix_ms" else 1))
+        _require(bool((np.abs(seconds) < _TOP_SECONDS).all()), column)
+        seconds = seconds.astype(np.int64)
+    _require(not seconds.size or bool(abs(seconds).max() < _TOP_SECONDS), column)
+    return seconds
+
+
+def _hours(column: Column, values: np.ndarray) -> np.ndarray:
+    """Seconds of numbers written YYMMDDHH, of this century."""
+    _require(bool(((values >= 0) & (values < 10**8)).all()), column)
+    days, hour = np.divmod(values, 100)
+    distinct, inverse = np.unique(days, return_inverse=True)
+    starts = np.empty(distinct.size, np.int64)
+    for k, day in enumerate(distinct.tolist()):
+        try:
+            date = np.datetime64(f"20{day // 10000:02}-{day // 100 % 100:02}-{day % 100:02}", "s")
+        except ValueError as error:
+            raise MalformedError(column.name) from error
+        starts[k] = date.astype(np.int64)
+    _require(bool((hour < 24).all()), column)
+    return starts[inverse] + hour * 3600
+
+
+def is_valid(column: Column, field: bytes) -> bool:
+    """Whether one text field is what its column may hold."""
+    if column.kind == "skip":
+        return True
+    if not field or field.decode("utf-8", "replace") in column.missing:
+        return column.kind in ("dense", "sparse")
+    if column.multi:
+        return all(part and _is_value(column.parse, part)
+                   for part in field.split(column.multi.encode()))
+    if not column.missing and column.parse not in ("hex32", "binary", "string", "among"):
+        field = field.strip(b" \t")  # as pyarrow does around numbers
+    return _is_value(column.parse, field)
+
+
+def _is_value(parse: str, field: bytes) -> bool:
+    pattern = _FIELD.get(parse)
+    if pattern is not None:
+        if not pattern.fullmatch(field):
+            return False
+        if parse == "yymmddhh":
+            return _is_time(parse, f"20{field[:2].decode()}-{field[2:4].decode()}-"
+                                   f"{field[4:6].decode()} {field[6:].decode()}:00:00")
+        limit = {"uint32": 2**32, "uint64": 2**64, "int": 2**63}.get(parse)
+        return limit is None or -limit <= int(field) < limit
+    if parse in ("string", "among"):
+        return b"\0" not in field and len(field) <= MAX_TEXT_BYTES
+    if parse in ("iso", "iso_zone"):
+        return _is_time(parse, field.decode("ascii", "replace"))
+    if not _NUMBER.fullmatch(field):
+        return False
+    value = float(field)
+    if parse == "integral":
+        return value == int(value) and abs(value) < _TOP_WHOLE if np.isfinite(value) else False
+    if parse in ("unix", "unix_ms"):
+        return abs(value) / (1000 if parse == "unix_ms" else 1) < _TOP_SECONDS
+    return bool(np.isfinite(value)) and abs(value) <= float(np.finfo(np.float32).max)
+
+
+def _is_time(parse: str, text: str) -> bool:
+    try:
+        return (datetime.fromisoformat(text).tzinfo is not None) == (parse == "iso_zone")
+    except ValueError:
+        return False

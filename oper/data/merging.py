@@ -1,0 +1,106 @@
+"""Sorted (value, count) runs that are merged in bounded memory, spilling to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper.analysis.counting import merge_counts
+from oper.errors import InvalidInputError, fail
+
+_MEMORY_BYTES = 192 << 20  # of runs held before they are spilled
+_SLICE = 1 << 21           # entries that are merged at once, about
+
+
+class RunMerger:
+    """Adds up sorted (value, count) pairs of one column, however many.
+
+    Runs of like size are merged in memory, so that an entry takes part in a logarithmic number of
+    merges; when they exceed the memory they become one run on disk. `slices` then merges the runs
+    on disk range by range.
+    """
+
+    def __init__(self, folder: Path, memory_bytes: int = _MEMORY_BYTES) -> None:
+        """Runs are spilled to files in `folder`."""
+        self._folder, self._memory = folder, memory_bytes
+        self._runs: list[tuple[np.ndarray, np.ndarray]] = []
+        self._spilled: list[tuple[Path, Path]] = []
+        self._dtype: np.dtype[Any] | None = None
+
+    def add(self, values: np.ndarray, counts: np.ndarray) -> None:
+        """Add distinct ascending `values` [K] and their counts int64 [K]."""
+        if not values.size:
+            return
+        self._dtype = np.promote_types(self._dtype or values.dtype, values.dtype)
+        if self._dtype.kind not in "iuS":
+            raise InvalidInputError(
+                fail("cannot merge values of one column", "types", values.dtype.name,
+                     "signed, unsigned or text alike in all files", "convert the files"))
+        self._runs.append((values, counts))
+        while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
+            self._runs[-2:] = [merge_counts(self._runs[-2:])]
+        if sum(v.nbytes + c.nbytes for v, c in self._runs) > self._memory:
+            self._spill()
+
+    def _spill(self) -> None:
+        values, counts = merge_counts(self._runs)
+        self._runs = []
+        paths = (self._folder / f"run{len(self._spilled)}.values.npy",
+                 self._folder / f"run{len(self._spilled)}.counts.npy")
+        np.save(paths[0], values)
+        np.save(paths[1], counts)
+        self._spilled.append(paths)
+
+    def slices(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All distinct values in ascending order with their counts, piece by piece; repeatable.
+
+        Every piece has the same type, texts the width of the longest.
+        """
+        for values, counts in self._slices():
+            yield values.astype(self._dtype, copy=False), counts
+
+    def _slices(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        if not self._spilled:
+            if len(self._runs) > 1:
+                self._runs = [merge_counts(self._runs)]
+            values, counts = self._runs[0] if self._runs else (np.zeros(0, np.int64),) * 2
+            for start in range(0, values.size, _SLICE):
+                yield values[start:start + _SLICE], counts[start:start + _SLICE]
+            return
+        if self._runs:
+            self._spill()
+        yield from self._merged()
+
+    def _merged(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        count = len(self._spilled)
+        step = max(1, _SLICE // (4 * count))
+
+        def load() -> list[tuple[np.ndarray, np.ndarray]]:
+            return [(np.load(v, mmap_mode="r"), np.load(c, mmap_mode="r"))
+                    for v, c in self._spilled]
+
+        # Between two neighbours of all sampled values a run holds at most `step` entries.
+        sampled = np.sort(np.concatenate([np.asarray(v[::step]) for v, _ in load()]))
+        bounds = sampled[max(1, _SLICE // step - count)::max(1, _SLICE // step - count)]
+        ends = [0] * count
+        for k in range(bounds.size + 1):
+            runs = load()  # mapped anew, so that pages of earlier slices do not stay resident
+            starts, parts = list(ends), []
+            for r, (values, counts) in enumerate(runs):
+                ends[r] = values.size if k == bounds.size else int(
+                    np.searchsorted(values, bounds[k]))
+                if ends[r] > starts[r]:
+                    part = slice(starts[r], ends[r])
+                    parts.append((np.array(values[part]), np.array(counts[part])))
+            if parts:
+                yield merge_counts(parts)
+
+    def close(self) -> None:
+        """Remove the files."""
+        for pair in self._spilled:
+            for path in pair:
+                path.unlink(missing_ok=True)
+        self._spilled = []

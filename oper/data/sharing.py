@@ -1,0 +1,61 @@
+"""Tasks that any number of processes share through a folder.
+
+A task is claimed by a lock on a file, which the kernel releases when its holder dies, and done when
+a marker says so. Every process that runs the same list of tasks takes what is neither done nor
+claimed; nobody has to know how many others there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+
+def share(tasks: Mapping[str, Callable[[], None]], folder: Path,
+          tell: Callable[[str], None] = lambda _: None) -> None:
+    """Return when every task is done, by this process or another one.
+
+    Args:
+        tasks: what to do by name, in the order in which to try. A task that was interrupted is run
+            again, so that it must not matter what an earlier attempt left.
+        folder: of locks and markers, on a file system that the processes share.
+        tell: called with the name of every task as it is found done.
+    """
+    left = dict(tasks)
+    pause = 0.01
+    while left:
+        ran = False
+        for name in list(left):
+            if not is_done(folder, name):
+                with _claim(folder / f"{name}.lock") as mine:
+                    if not mine:
+                        continue
+                    if not is_done(folder, name):
+                        left[name]()
+                        (folder / f"{name}.done").touch()
+                        ran = True
+            del left[name]
+            tell(name)
+        pause = 0.01 if ran else min(0.5, pause * 1.5)
+        if left and not ran:
+            time.sleep(pause)
+
+
+def is_done(folder: Path, name: str) -> bool:
+    """Whether a task has been done."""
+    return (folder / f"{name}.done").exists()
+
+
+@contextlib.contextmanager
+def _claim(path: Path) -> Iterator[bool]:
+    """Whether this process holds the lock `path` inside the block."""
+    with path.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

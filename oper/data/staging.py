@@ -1,0 +1,244 @@
+"""First pass: a unit's rows as codes of the distinct values of each chunk, on disk.
+
+Text is parsed once. Of every chunk two files are kept: the distinct raw values of each column with
+their counts, and the rows with codes (0 = missing, k + 1 = the k-th distinct value) in the
+narrowest integers. Later passes look distinct values up, not rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from oper.data.columns import Ids
+from oper.data.lines import Progress
+from oper.data.readers import Unit, read_unit, where
+from oper.data.recipe import Recipe
+from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat
+from oper.errors import FileFormatError
+from oper.files import write_text
+
+CHUNK_ROWS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distinct:
+    """The distinct values of one column in one chunk.
+
+    Attributes:
+        values: integers or bytes (NumPy kind ``S``) [K], ascending.
+        counts: int64 [K].
+        num_missing: missing fields.
+    """
+
+    values: np.ndarray
+    counts: np.ndarray
+    num_missing: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coded:
+    """One column of one chunk: codes (integers [L]) and, for bags, their lengths int32 [n]."""
+
+    codes: np.ndarray
+    lengths: np.ndarray | None
+
+
+def encode(ids: Ids) -> tuple[Coded, Distinct]:
+    """Codes and distinct values of a column."""
+    encoded = ids.values.dictionary_encode(null_encoding="mask")
+    values = _numpy(encoded.dictionary)
+    order = np.argsort(values, kind="stable")
+    dtype = np.min_scalar_type(max(1, values.size))
+    place = np.empty(values.size + 1, dtype)
+    place[0] = 0
+    place[order + 1] = np.arange(1, values.size + 1, dtype=dtype)
+    codes = encoded.indices
+    raw = (pc.fill_null(codes, -1) if codes.null_count else codes).to_numpy(zero_copy_only=False)
+    codes = place[raw + 1] if raw.size else place[:0]
+    counts = np.bincount(codes, minlength=values.size + 1)
+    return Coded(codes, ids.lengths), Distinct(values[order], counts[1:], int(counts[0]))
+
+
+def _numpy(array: pa.Array) -> np.ndarray:
+    """Integers, or bytes of a fixed width (zero bytes never occur inside values)."""
+    if not pa.types.is_binary(array.type):
+        return array.to_numpy(zero_copy_only=False)
+    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset:][:len(array) + 1]
+    lengths = np.diff(offsets)
+    width = max(1, int(lengths.max(initial=0)))
+    table = np.zeros((len(array), width), np.uint8)
+    if len(array):
+        text = np.frombuffer(array.buffers()[2] or b"", np.uint8)[offsets[0]:offsets[-1]]
+        rows = np.repeat(np.arange(len(array)), lengths)
+        columns = np.arange(text.size) - np.repeat(offsets[:-1] - offsets[0], lengths)
+        table[rows, columns] = text
+    return table.reshape(-1).view(f"S{width}")
+
+
+class Stage:
+    """The files of the first pass in a work folder."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        """Files are written to and read from `folder`."""
+        self._folder = folder
+        self._recipe = recipe
+
+    def record(self, number: int) -> dict[str, Any]:
+        """What is known of a unit that has been read."""
+        text = (self._folder / f"{number:06d}.json").read_text(encoding="utf-8")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Minutes since 1970 that a unit has rows in, ascending, and how many rows each."""
+        with (self._folder / f"{number:06d}.minutes").open("rb") as file:
+            return np.load(file), np.load(file)
+
+    def write(self, number: int, unit: Unit, max_bad: int, progress: Progress) -> None:
+        """Read a unit and write its files; raises FileFormatError above `max_bad` bad rows."""
+        lines = num_bad = 0
+        bad: list[BadRow] = []
+        chunks: list[dict[str, Any]] = []
+        minutes: list[np.ndarray] = []
+        for rows in _chunks(read_unit(unit, self._recipe, progress)):
+            num_bad += rows.num_bad
+            bad += rows.bad[:MAX_EXAMPLES - len(bad)]
+            if num_bad > max_bad:
+                too_many_bad(num_bad, max_bad, [where(unit, self._recipe, b) for b in bad[:3]])
+            chunks.append(self._write_chunk(number, len(chunks), rows, lines))
+            if rows.time is not None:
+                minutes.append(rows.time // 60)
+            lines += rows.num_lines
+        with (self._folder / f"{number:06d}.minutes").open("wb") as file:
+            every = np.concatenate(minutes) if minutes else np.zeros(0, np.int64)
+            for array in np.unique(every, return_counts=True):
+                np.save(file, array)
+        write_text(self._folder / f"{number:06d}.json", json.dumps({
+            "lines": lines, "bad": num_bad, "chunks": chunks,
+            "first": [where(unit, self._recipe, b) for b in bad]}))
+
+    def _write_chunk(self, number: int, chunk: int, rows: Rows, first: int) -> dict[str, Any]:
+        if self._recipe.by == "time" and rows.time is not None:
+            rows = _in_order(rows, np.argsort(rows.time, kind="stable"))
+        coded, distinct = zip(*(encode(ids) for ids in rows.sparse), strict=True)
+        offsets = []
+        with self._path(number, chunk, "rows").open("wb") as file:
+            has_gaps = rows.rows.size != rows.num_lines or self._recipe.by == "time"
+            np.save(file, rows.rows if has_gaps else rows.rows[:1])
+            np.save(file, rows.labels)
+            np.save(file, rows.dense)
+            np.save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
+            for column in coded:
+                offsets.append(file.tell())
+                np.save(file, column.codes)
+                if column.lengths is not None:
+                    np.save(file, column.lengths)
+        places = []
+        with self._path(number, chunk, "distinct").open("wb") as file:
+            for found in distinct:
+                places.append(file.tell())
+                np.save(file, found.values)
+                np.save(file, found.counts.astype(np.uint32))
+        times = [] if rows.time is None or not rows.time.size else [
+            int(rows.time.min()), int(rows.time.max())]
+        return {"first": first, "lines": rows.num_lines, "rows": int(rows.labels.size),
+                "missing": [d.num_missing for d in distinct], "time": times, "codes": offsets,
+                "distinct": places, "bags": [c.lengths is not None for c in coded]}
+
+    def _path(self, number: int, chunk: int, kind: str) -> Path:
+        return self._folder / f"{number:06d}-{chunk:06d}.{kind}"
+
+    def distinct(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Distinct:
+        """The distinct values of one column in a chunk; `about` is its entry in the record."""
+        with self._path(number, chunk, "distinct").open("rb") as file:
+            file.seek(about["distinct"][column])
+            return Distinct(np.load(file), np.load(file).astype(np.int64),
+                            about["missing"][column])
+
+    def place(self, number: int, chunk: int, about: dict[str, Any]
+              ) -> tuple[np.ndarray, np.ndarray]:
+        """Row numbers in the unit and times (empty without), int64 [n] each."""
+        with self._path(number, chunk, "rows").open("rb") as file:
+            rows = _load_rows(file, about)
+            _skip(file)
+            _skip(file)
+            return rows, np.load(file)
+
+    def codes(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Coded:
+        """The codes of one column."""
+        with self._path(number, chunk, "rows").open("rb") as file:
+            file.seek(about["codes"][column])
+            return Coded(np.load(file), np.load(file) if about["bags"][column] else None)
+
+    def numbers(self, number: int, chunk: int, about: dict[str, Any]
+                ) -> tuple[np.ndarray, np.ndarray]:
+        """Labels int8 [n] and dense columns float32 [D, n]."""
+        with self._path(number, chunk, "rows").open("rb") as file:
+            _load_rows(file, about)
+            return np.load(file), np.load(file)
+
+    def drop(self, number: int) -> None:
+        """Remove the rows of a unit that have been written elsewhere."""
+        for path in self._folder.glob(f"{number:06d}-*.rows"):
+            path.unlink(missing_ok=True)
+
+
+def _load_rows(file: BinaryIO, about: dict[str, Any]) -> np.ndarray:
+    rows = np.load(file)
+    count = about["rows"]
+    return rows if rows.size == count else np.arange(about["first"], about["first"] + count)
+
+
+def _skip(file: BinaryIO) -> None:
+    version = np.lib.format.read_magic(file)
+    read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
+            else np.lib.format.read_array_header_2_0)
+    shape, _, dtype = read(file)
+    file.seek(int(np.prod(shape)) * dtype.itemsize, 1)
+
+
+def too_many_bad(count: int, max_bad: int, listed: list[str]) -> None:
+    """Raise FileFormatError about malformed rows."""
+    raise FileFormatError(
+        f"cannot preprocess: malformed rows={count}, expected <= max_bad={max_bad}; correct the "
+        f"log or raise --max-bad; the first: {'; '.join(listed)}")
+
+
+def _chunks(pieces: Iterator[Rows]) -> Iterator[Rows]:
+    """Pieces put together to chunks of about `CHUNK_ROWS` rows."""
+    pending: list[Rows] = []
+    lines = 0
+    for rows in pieces:
+        pending.append(rows)
+        lines += rows.num_lines
+        if lines >= CHUNK_ROWS:
+            yield concat(pending)
+            pending, lines = [], 0
+    if pending:
+        yield concat(pending)
+
+
+def _in_order(rows: Rows, order: np.ndarray) -> Rows:
+    """The same rows in another order (their numbers no longer ascend)."""
+    at = pa.array(order)
+    sparse = []
+    for ids in rows.sparse:
+        if ids.lengths is None:
+            sparse.append(Ids(ids.values.take(at)))
+            continue
+        ends = np.concatenate([[0], np.cumsum(ids.lengths)])
+        lengths = ids.lengths[order]
+        starts = np.repeat(ends[order] - np.concatenate([[0], np.cumsum(lengths)])[:-1], lengths)
+        taken = starts + np.arange(int(lengths.sum()))
+        sparse.append(Ids(ids.values.take(pa.array(taken)), lengths))
+    assert rows.time is not None
+    return Rows(rows.num_lines, rows.rows[order], rows.labels[order], rows.dense[:, order],
+                tuple(sparse), rows.time[order], rows.num_bad, rows.bad)

@@ -1,0 +1,224 @@
+"""Last pass: staged units to Parquet parts with ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from oper.data.folder import SPLITS
+from oper.data.recipe import Recipe
+from oper.data.staging import Coded, Stage
+from oper.data.vocabulary import Vocabulary
+
+_DAY = 86400
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where the parts of a log begin and its time buckets lie.
+
+    Attributes:
+        by: ``"rows"`` or ``"time"``.
+        first_valid, first_test: first row number (by rows) or second (by time) of the parts.
+        start: where the buckets begin: 0, or a second.
+        span: rows or seconds that the buckets cover.
+        buckets: their number.
+    """
+
+    by: str
+    first_valid: int
+    first_test: int
+    start: int
+    span: int
+    buckets: int
+
+    def parts(self, place: np.ndarray) -> np.ndarray:
+        """0 (train), 1 (valid) or 2 (test) of rows by their number or second: int8 [n]."""
+        return ((place >= self.first_valid).astype(np.int8) + (place >= self.first_test))
+
+    def bucket(self, place: np.ndarray) -> np.ndarray:
+        """Time bucket, int8 [n], or int16 where there are more than 127."""
+        found = (place - self.start) * self.buckets // self.span
+        return found.astype(np.int8 if self.buckets <= 127 else np.int16)
+
+
+def split_by_rows(recipe: Recipe, num_rows: int, valid: Fraction, test: Fraction) -> Split:
+    """The split of a log in order of time."""
+    last = int(num_rows * test)
+    first_test = num_rows - last
+    return Split("rows", first_test - int(num_rows * valid), first_test, 0, max(1, num_rows),
+                 recipe.buckets)
+
+
+def split_by_time(recipe: Recipe, minutes: np.ndarray, counts: np.ndarray, valid: Fraction,
+                  test: Fraction) -> Split:
+    """The split of a log with times: whole minutes, of which no share exceeds what is asked for.
+
+    Args:
+        recipe: number or length of the buckets.
+        minutes: int64 [K], ascending, minutes since 1970 in which there are rows.
+        counts: int64 [K], rows of each.
+        valid, test: shares of the rows.
+    """
+    total = int(counts.sum())
+    after = total - np.concatenate([[0], np.cumsum(counts)])  # rows from the k-th minute on
+
+    def cut(rows: int) -> int:
+        k = int(np.argmax(after <= rows))
+        return (int(minutes[k]) if k < minutes.size else int(minutes[-1]) + 1) * 60
+
+    first_test = cut(int(total * test))
+    first_valid = min(first_test, cut(int(total * test) + int(total * valid)))
+    start, stop = int(minutes[0]) * 60, (int(minutes[-1]) + 1) * 60
+    buckets = recipe.buckets
+    if recipe.bucket_seconds:
+        start -= start % _DAY
+        buckets = -(-(stop - start) // recipe.bucket_seconds)
+        stop = start + buckets * recipe.bucket_seconds
+    return Split("time", first_valid, first_test, start, stop - start, buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """Sizes of Parquet files: rows of a row group, rows of a part."""
+
+    row_group_rows: int = 1 << 16
+    part_rows: int = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes units, one after the other or in different processes.
+
+    Attributes:
+        stage: the rows.
+        recipe: names of the columns.
+        split: where the parts begin.
+        vocabulary: opens a column's vocabulary.
+        output: the folder; parts go to ``train``, ``valid`` and ``test`` inside.
+        options: sizes.
+    """
+
+    stage: Stage
+    recipe: Recipe
+    split: Split
+    vocabulary: Callable[[str], Vocabulary]
+    output: Path
+    options: WriteOptions
+
+    def write(self, number: int, first_row: int) -> dict[str, int]:
+        """Write a unit whose first row is row `first_row` of the log; returns rows by split."""
+        writers = [_PartWriter(self.output / split, number, self.options) for split in SPLITS]
+        for chunk, about in enumerate(self.stage.record(number)["chunks"]):
+            rows, times = self.stage.place(number, chunk, about)
+            place = rows + first_row if self.split.by == "rows" else times
+            table = self._table(number, chunk, about, place)
+            parts = self.split.parts(place)
+            for k, writer in enumerate(writers):
+                if (parts == k).all():
+                    writer.write(table)
+                elif (parts == k).any():
+                    writer.write(table.filter(pa.array(parts == k)))
+        for writer in writers:
+            writer.close()
+        return {split: w.num_rows for split, w in zip(SPLITS, writers, strict=True)}
+
+    def _table(self, number: int, chunk: int, about: dict[str, Any], place: np.ndarray
+               ) -> pa.Table:
+        labels, dense = self.stage.numbers(number, chunk, about)
+        columns: dict[str, Any] = {
+            self.recipe.label: labels, self.recipe.bucket_column: self.split.bucket(place)}
+        columns.update(zip(self.recipe.names("dense"), dense, strict=True))
+        for k, name in enumerate(self.recipe.names("sparse")):
+            ids = self.vocabulary(name).lookup(
+                self.stage.distinct(number, chunk, about, k).values)
+            columns[name] = _as_column(self.stage.codes(number, chunk, about, k), ids)
+        return pa.table(columns)
+
+
+def _as_column(coded: Coded, ids: np.ndarray) -> Any:
+    found = ids[coded.codes]
+    if coded.lengths is None:
+        return found
+    offsets = np.zeros(coded.lengths.size + 1, np.int32)
+    np.cumsum(coded.lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(found))
+
+
+class _PartWriter:
+    """Writes tables as Parquet parts with row groups of equal size, whatever the tables' sizes."""
+
+    def __init__(self, folder: Path, unit: int, options: WriteOptions) -> None:
+        self._folder, self._unit, self._options = folder, unit, options
+        self._writer: pq.ParquetWriter | None = None
+        self._pending: list[pa.Table] = []
+        self._num_pending = self._num_parts = self._part_rows = self.num_rows = 0
+
+    def close(self) -> None:
+        if self._num_pending:
+            self._flush(self._num_pending)
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, table: pa.Table) -> None:
+        self._pending.append(table)
+        self._num_pending += table.num_rows
+        self.num_rows += table.num_rows
+        group = self._options.row_group_rows
+        if self._num_pending >= group:
+            self._flush(self._num_pending // group * group)
+
+    def _flush(self, count: int) -> None:
+        """Write the first `count` pending rows."""
+        table = pa.concat_tables(self._pending)
+        self._pending, self._num_pending = [table.slice(count)], table.num_rows - count
+        group = self._options.row_group_rows
+        for start in range(0, count, group):
+            if self._writer is None:
+                name = f"part-{self._unit:05d}-{self._num_parts:03d}.parquet"
+                # Ids are dense integers already: a dictionary would cost time and save nothing.
+                self._writer = pq.ParquetWriter(self._folder / name, table.schema,
+                                                compression="lz4", use_dictionary=False)
+                self._num_parts += 1
+            piece = table.slice(start, min(group, count - start))
+            self._writer.write_table(piece, row_group_size=group)
+            self._part_rows += piece.num_rows
+            if self._part_rows >= self._options.part_rows:
+                self._writer.close()
+                self._writer, self._part_rows = None, 0
+
+
+def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: dict[str, Any],
+                column: int) -> np.ndarray | None:
+    """Counts int64 [K + 1] of codes in the training part of a chunk; None = all of it trains.
+
+    Args:
+        stage: the rows.
+        split: where the training part ends.
+        where: unit, chunk, number of the unit's first row.
+        about: the chunk's entry in the unit's record.
+        column: of the sparse ones.
+    """
+    number, chunk, first_row = where
+    if split.by == "rows":
+        low, high = first_row + about["first"], first_row + about["first"] + about["lines"] - 1
+    else:
+        low, high = about["time"] or (0, -1)
+    if high < split.first_valid:
+        return None
+    codes = stage.codes(number, chunk, about, column)
+    if low >= split.first_valid:
+        return np.zeros(1, np.int64)
+    rows, times = stage.place(number, chunk, about)
+    keep = (rows + first_row if split.by == "rows" else times) < split.first_valid
+    if codes.lengths is not None:
+        keep = np.repeat(keep, codes.lengths)
+    return np.bincount(codes.codes[keep])
+

@@ -1,0 +1,258 @@
+"""Every recipe that comes with the package, on invented rows in the genuine format."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, preprocess
+from oper.data.generic import Choice, generic_recipe
+from oper.data.recipe import Recipe
+from oper.errors import FileFormatError, InvalidInputError
+from oper.files import datasets_root
+from tests.support import real_data
+
+ONE_ID_EACH = PreprocessOptions(valid="0", test="0", min_count=1)
+
+
+def read(tmp_path: Path, recipe: str | Recipe, files: dict[str, bytes],
+         options: PreprocessOptions = ONE_ID_EACH) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Manifest and columns of the training part, raw values in place of ids."""
+    paths = []
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        paths.append(str(tmp_path / name))
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    manifest = preprocess(recipe, paths, tmp_path / "out", options)
+    columns = pq.read_table(tmp_path / "out" / "train").to_pydict()
+    for name in manifest["columns"]["sparse"]:
+        vocabulary = pq.read_table(tmp_path / "out" / "vocabulary" / f"{name}.parquet").to_pydict()
+        value = dict(zip(vocabulary["id"], vocabulary["value"], strict=True))
+        columns[name] = [[value[i] for i in x] if isinstance(x, list) else value[x]
+                         for x in columns[name]]
+    return manifest, columns
+
+
+CRITEO = "1\t" + "\t".join(str(k) for k in range(13)) + "\t" + "\t".join(
+    f"{k * 2654435761 % 2**32:08x}" for k in range(26)) + "\n"
+AVAZU_HEADER = ("id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,"
+                "app_category,device_id,device_ip,device_model,device_type,device_conn_type,"
+                "C14,C15,C16,C17,C18,C19,C20,C21\n")
+AVAZU = ("12345678901234567890,0,14102100,1005,0,0000000a,0000000b,0000000c,0000000d,0000000e,"
+         "0000000f,00000010,00000011,00000012,1,2,15706,320,50,1722,0,35,-1,79\n")
+# recipe: (file name, its bytes, expected columns)
+CASES: dict[str, tuple[str, bytes, dict[str, list[Any]]]] = {
+    "criteo-kaggle": ("train.csv", b"Id,Label," + ",".join(
+        [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]).encode()
+        + b"\n10000000,1,1.0," + b"," * 11 + b"5," + b"68fd1e64," + b"," * 24 + b"\n",
+        {"label": [1], "C1": [0x68fd1e64], "C26": [None], "I1": [np.float32(np.log(2))]}),
+    "criteo-1tb": ("day_0.gz", gzip.compress((CRITEO * 2).encode()),
+                   {"label": [1, 1], "C2": [2654435761] * 2}),
+    "avazu": ("train.gz", gzip.compress((AVAZU_HEADER + AVAZU).encode()),
+              {"click": [0], "site_id": [10], "device_model": [18], "C20": [None], "C21": [79]}),
+    "movielens": ("ratings.csv", b"userId,movieId,rating,timestamp\n1,290000,4.0,964982703\n"
+                                 b"2,1,3.5,964982704\n",
+                  {"label": [1, 0], "user": [1, 2], "item": [290000, 1]}),
+    "movietweetings": ("ratings.dat", b"1::0054890::9::1381945744\n2::1408101::2::1382400295\n",
+                       {"label": [1, 0], "item": ["0054890", "1408101"]}),
+    "book-crossing": ("BX-Book-Ratings.csv",
+                      '"User-ID";"ISBN";"Book-Rating"\r\n"276725";"034545104X";"0"\r\n'
+                      '"276726";"01550&amp;61224";"8"\r\n"3";"\\"x;y\\"";"9"\r\n"4";"M\xfcll";"5"\r\n'
+                      .encode("latin-1"),
+                      {"label": [0, 1, 1, 0], "user": [276725, 276726, 3, 4],
+                       "item": ["034545104X", "01550&amp;61224", '"x;y"', "M\xfcll"]}),
+    "kuairec": ("small_matrix.csv",
+                b"user_id,video_id,play_duration,video_duration,time,date,timestamp,watch_ratio\n"
+                b"14,148,4381,6067,2020-07-05 05:27:48.378,20200705.0,1593898068.378,0.722\n"
+                b"14,183,11635,6100,,,,2.907\n", {"label": [0, 1], "video_id": [148, 183]}),
+    "kuairand": ("log_standard_4_08_to_4_21_pure.csv",
+                 b"user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_rand,tab\n"
+                 b"0,7,20220408,1300,1649397233000,1,0,0,1\n",
+                 {"is_click": [1], "user_id": [0], "tab": [1], "is_rand": [0]}),
+    "gowalla": ("loc-gowalla_totalCheckins.txt.gz", gzip.compress(
+        b"0\t2010-10-19T23:55:27Z\t30.2359091167\t-97.7951395833\t22847\n"),
+        {"user": [0], "place": [22847], "latitude": [np.float32(30.2359091167)]}),
+    "citeulike": ("users.dat", b"2 17 3\n0\n3 3 5 6\n",
+                  {"user": [0, 1, 2], "item": [[17, 3], [], [3, 5, 6]], "label": [1, 1, 1]}),
+    "diginetica": ("train-item-views.csv", b"sessionId;userId;itemId;timeframe;eventdate\n"
+                                           b"1;NA;81766;526309;2016-05-09\n1;7;31331;1;2016-05-10\n",
+                   {"userId": [None, 7], "itemId": [81766, 31331]}),
+    "retailrocket": ("events.csv", b"timestamp,visitorid,event,itemid,transactionid\n"
+                                   b"1433221332117,257597,view,355908,\n"
+                                   b"1433224214164,992329,transaction,248676,4000\n",
+                     {"label": [0, 1], "visitorid": [257597, 992329]}),
+    "yoochoose": ("yoochoose-clicks.dat", b"1,2014-04-07T10:51:09.277Z,214536502,0\n"
+                                          b"1,2014-04-07T10:54:09.868Z,214536500,S\n",
+                  {"item": [214536502, 214536500], "category": [None, "S"]}),
+    "online-retail": ("online_retail.csv",
+                      b"InvoiceNo,StockCode,Description,Quantity,InvoiceDate,UnitPrice,CustomerID,"
+                      b'Country\nC536379,D,"Discount, ""x""",-1,2010-12-01 09:41:00,27.5,14527.0,UK'
+                      b"\n536414,22139,,56,2010-12-01 11:52:00,0.0,,UK\n",
+                      {"label": [0, 1], "StockCode": ["D", "22139"], "CustomerID": [14527, None],
+                       "quantity": [0.0, np.float32(np.log(57))]}),
+    "open-bandit": ("women.csv",
+                    b",timestamp,item_id,position,click,propensity_score,user_feature_0,"
+                    b"user_feature_1,user_feature_2,user_feature_3,x\n"
+                    b"0,2019-11-24 00:01:29.788335+00:00,36,1,0,0.0217,81c,f1c,c2e,c39,0.0\n",
+                    {"click": [0], "item_id": [36], "user_feature_3": ["c39"]}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_genuine_rows(tmp_path: Path, name: str) -> None:
+    file, data, expected = CASES[name]
+    manifest, columns = read(tmp_path, name, {file: data})
+    assert manifest["bad_rows"]["count"] == 0
+    for column, values in expected.items():
+        if isinstance(values[0], np.floating | float):
+            np.testing.assert_allclose(columns[column], values, rtol=1e-6)
+        else:
+            assert columns[column] == values, column
+    analyze_folder(tmp_path / "out")
+
+
+def test_every_data_set_has_a_recipe_a_card_and_a_test() -> None:
+    names = {p.parent.name for p in datasets_root().glob("*/recipe.toml")}
+    assert names == set(CASES) | {"amazon"}
+    for name in names:
+        card = (datasets_root() / name / "README.md").read_text()
+        assert "| licence |" in card and f"oper preprocess {name}" in card
+
+
+@pytest.mark.parametrize(("line", "item"), [
+    (b"1\t290\t3\t881250949\n", 290), (b"1::3952::5::978300760\n", 3952)])
+def test_movielens_forms_are_told_apart(tmp_path: Path, line: bytes, item: int) -> None:
+    _, columns = read(tmp_path, "movielens", {"ratings": line})
+    assert columns["item"] == [item]
+
+
+def test_amazon_is_asked_not_guessed(tmp_path: Path) -> None:
+    line = {"ratings.csv": b"AKM1MP6P0OYPR,0132793040,5.0,1365811200\n"}
+    with pytest.raises(InvalidInputError, match="--layout"):
+        read(tmp_path, "amazon", line)
+    for layout, user in (("2014", "AKM1MP6P0OYPR"), ("2018", "0132793040")):
+        options = PreprocessOptions(valid="0", test="0", min_count=1, layout=layout, force=True)
+        _, columns = read(tmp_path, "amazon", line, options)
+        assert columns["user"] == [user] and columns["label"] == [1]
+    reviews = b"".join(json.dumps({
+        "reviewerID": f"A{k}", "asin": "0000031852", "helpful": [0, 1], "reviewText": 'a "b"\t',
+        "overall": 3.0 + k, "unixReviewTime": 1370000000 + k}).encode() + b"\n" for k in range(2))
+    options = PreprocessOptions(valid="0", test="0", min_count=1, max_bad=2, force=True)
+    manifest, columns = read(tmp_path, "amazon", {
+        "r.json.gz": gzip.compress(reviews + b'{"reviewerID": 5\n' + b"[]\n")}, options)
+    assert columns["user"] == ["A0", "A1"] and columns["label"] == [0, 1]
+    assert manifest["bad_rows"]["count"] == 2 and "row 3" in manifest["bad_rows"]["first"][0]
+
+
+@pytest.mark.parametrize("multi", [False, True])
+def test_criteo_arrays_of_the_mlperf_chain(tmp_path: Path, multi: bool) -> None:
+    rng = np.random.default_rng(0)
+    dense = rng.random((50, 13), np.float32)
+    labels = rng.integers(0, 2, (50, 1), np.int32)
+    ids = [rng.integers(0, 9, (50, 1 + k % 3), np.int32) for k in range(26)]
+    np.save(tmp_path / "day_0_dense.npy", dense)
+    np.save(tmp_path / "day_0_labels.npy", labels)
+    name = "day_0_sparse_multi_hot.npz" if multi else "day_0_sparse.npy"
+    if multi:
+        np.savez(tmp_path / name, **{str(k): v for k, v in enumerate(ids)})
+    else:
+        np.save(tmp_path / name, np.concatenate([v[:, :1] for v in ids], axis=1))
+    manifest = preprocess(load_recipe("criteo-1tb"), [str(tmp_path / "day_*")], tmp_path / "out",
+                          ONE_ID_EACH)
+    table = pq.read_table(tmp_path / "out" / "train")
+    np.testing.assert_allclose(table["I13"].to_numpy(), dense[:, 12])
+    assert table["label"].to_pylist() == labels[:, 0].tolist()
+    vocabulary = pq.read_table(tmp_path / "out" / "vocabulary" / "C3.parquet").to_pydict()
+    value = dict(zip(vocabulary["id"], vocabulary["value"], strict=True))
+    found = [[value[i] for i in x] if multi else value[x] for x in table["C3"].to_pylist()]
+    assert found == (ids[2].tolist() if multi else ids[2][:, 0].tolist())
+    assert manifest["columns"]["multi_hot"] == ([f"C{k + 1}" for k in range(26)] if multi else [])
+    stats = analyze_folder(tmp_path / "out")
+    assert stats.tables["C3"].pooling_factor == (3 if multi else 1)
+    (tmp_path / "day_0_labels.npy").unlink()
+    with pytest.raises(InvalidInputError, match="day_0_labels"):
+        preprocess(load_recipe("criteo-1tb"), [str(tmp_path / name)], tmp_path / "no")
+
+
+def test_csv_of_ones_own(tmp_path: Path) -> None:
+    recipe = generic_recipe("csv", Choice(["user", "tags:|"], "y", ["price"], "ts"))
+    text = b"ts,user,tags,price,y,other\n100,u1,a|b,1.5,1,\n160,u2,,,0,\"x, y\"\n220,u1,b,2,1,z\n"
+    manifest, columns = read(tmp_path, recipe, {"log.csv": text})
+    assert columns["tags"] == [["a", "b"], [], ["b"]] and columns["user"] == ["u1", "u2", "u1"]
+    assert columns["price"] == [1.5, 0, 2] and columns["label"] == [1, 0, 1]
+    assert manifest["columns"]["multi_hot"] == ["tags"]
+    table = analyze_folder(tmp_path / "out").tables["tags"]
+    assert table.length_values.tolist() == [0, 1, 2] and table.num_accesses == 3
+    with pytest.raises(FileFormatError, match="price2"):
+        read(tmp_path, generic_recipe("csv", Choice(["user"], dense=["price2"])), {"b.csv": text},
+             PreprocessOptions(force=True))
+
+
+def test_parquet_folder_with_lists(tmp_path: Path) -> None:
+    folder = tmp_path / "spark"
+    folder.mkdir()
+    (folder / "_SUCCESS").touch()
+    for k in range(3):
+        pq.write_table(pa.table({
+            "clicked": [True, False], "user": pa.array([k, 10**18 + k], pa.uint64()),
+            "items": pa.array([[k, 5], None], pa.list_(pa.int32())),
+            "city": pa.array(["A", None]).dictionary_encode(), "score": [0.5, 1.5],
+        }), folder / f"part-{k:05d}.parquet")
+    recipe = generic_recipe("parquet", Choice(["user", "items", "city"], "clicked", ["score"]))
+    manifest = preprocess(recipe, [str(folder)], tmp_path / "out", ONE_ID_EACH)
+    assert manifest["rows"]["train"] == 6 and manifest["tables"]["user"]["num_distinct"] == 6
+    table = pq.read_table(tmp_path / "out" / "train")
+    assert [len(x) for x in table["items"].to_pylist()] == [2, 0] * 3
+    assert table["label"].to_pylist() == [1, 0] * 3
+    bad = tmp_path / "bad.parquet"
+    pq.write_table(pa.table({"y": [0, 1, 7, None], "id": ["a", "b", "c", "d\0"]}), bad)
+    recipe = generic_recipe("parquet", Choice(["id"], "y"))
+    manifest = preprocess(recipe, [str(bad)], tmp_path / "bad", PreprocessOptions(
+        max_bad=2, valid="0"))
+    assert manifest["rows"]["train"] == 2
+    assert [f"row {k}, column label" in line for k, line in zip(
+        (3, 4), manifest["bad_rows"]["first"], strict=True)] == [True, True]
+
+
+def test_facts_of_online_retail(tmp_path: Path) -> None:
+    path = real_data("online_retail/online_retail.csv.gz")
+    manifest = preprocess(load_recipe("online-retail"), [str(path)], tmp_path / "out", ONE_ID_EACH)
+    assert manifest["rows"]["train"] == 541_909 and manifest["bad_rows"]["count"] == 0
+    tables = manifest["tables"]
+    assert tables["StockCode"]["num_distinct"] == 4070
+    assert tables["CustomerID"]["num_distinct"] == 4372 + 1  # with the missing customer
+    labels = pq.read_table(tmp_path / "out" / "train", columns=["label"])["label"].to_numpy()
+    assert int((labels == 0).sum()) == 10_624
+
+
+def test_facts_of_movietweetings_and_open_bandit(tmp_path: Path) -> None:
+    path = real_data("movietweetings_142k/ratings.dat.gz")
+    manifest = preprocess(load_recipe("movietweetings"), [str(path)], tmp_path / "a", ONE_ID_EACH)
+    assert manifest["rows"]["train"] == 141_695
+    assert [manifest["tables"][n]["num_distinct"] for n in ("user", "item")] == [21_081, 12_611]
+    path = real_data("open_bandit/random/women/women.csv.gz")
+    manifest = preprocess(load_recipe("open-bandit"), [str(path)], tmp_path / "b", ONE_ID_EACH)
+    assert manifest["rows"]["train"] == 10_000
+    assert manifest["tables"]["item_id"]["num_distinct"] == 46
+    table = pq.read_table(tmp_path / "b" / "train", columns=["propensity_score", "click"])
+    np.testing.assert_allclose(table["propensity_score"].to_numpy(), 1 / 46, rtol=1e-6)
+    assert table["click"].to_numpy().mean() == pytest.approx(0.0046)
+    assert Folder.open(tmp_path / "b").bucket_labels[0] == "part 0"
+
+
+def test_facts_of_the_24_day_log(tmp_path: Path) -> None:
+    path = real_data("criteo_1tb_day0_10k/day_0.gz")
+    manifest = preprocess(load_recipe("criteo-1tb"), [str(path)], tmp_path / "out", ONE_ID_EACH)
+    labels = pq.read_table(tmp_path / "out" / "train", columns=["label"])["label"].to_numpy()
+    assert labels.size == 10_000 and labels.mean() == 0.0265
+    distinct = [2755, 1796, 2704, 724, 1452, 3, 1934, 518, 20, 2550, 1451, 3019, 9, 355, 1127, 29,
+                3, 166, 12, 2799, 2088, 2692, 1260, 2136, 29, 24]
+    tables = list(manifest["tables"].values())
+    assert [t["num_distinct"] - (t["missing_id"] > 0) for t in tables] == distinct

@@ -1,0 +1,212 @@
+"""Units of work: any number of workers, any interruption, the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oper.data import (
+    PreprocessOptions,
+    SyntheticLog,
+    load_recipe,
+    preprocess,
+    preprocessing,
+    write_synthetic_log,
+)
+from oper.data.merging import RunMerger
+from oper.data.vocabulary import Vocabulary, build, build_hashed, hash_values
+from oper.errors import InvalidInputError
+
+KAGGLE = load_recipe("criteo-kaggle")
+SMALL = PreprocessOptions(unit_bytes=20_000, row_group_rows=64, part_rows=128)
+
+
+def digest(folder: Path) -> str:
+    """Of the names and bytes of all files but the manifest's, whose job number is left out."""
+    state = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            data = path.read_bytes()
+            if path.name == "manifest.json":
+                found = json.loads(data)
+                del found["job"]
+                data = json.dumps(found).encode()
+            state.update(str(path.relative_to(folder)).encode() + data)
+    return state.hexdigest()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    cardinalities = (50,) * 20 + (3000,) * 6
+    return str(write_synthetic_log(tmp_path / "log.txt", SyntheticLog(
+        1500, cardinalities=cardinalities)))
+
+
+def test_output_does_not_depend_on_workers(tmp_path: Path, log: str) -> None:
+    manifest = preprocess(KAGGLE, [log], tmp_path / "one", SMALL)
+    assert len(list((tmp_path / "one" / "train").iterdir())) > 10
+    preprocess(KAGGLE, [log], tmp_path / "three", replace(SMALL, num_workers=3))
+    assert digest(tmp_path / "one") == digest(tmp_path / "three")
+    assert sum(manifest["rows"].values()) == 1500
+    # Units of another size give the same ids and the same rows in the same order.
+    import pyarrow.parquet as pq
+
+    preprocess(KAGGLE, [log], tmp_path / "whole")
+    assert pq.read_table(tmp_path / "one" / "train").equals(
+        pq.read_table(tmp_path / "whole" / "train"))
+    assert not list(tmp_path.glob(".*.work"))
+
+
+def test_killed_runs_go_on_where_they_stopped(tmp_path: Path, log: str) -> None:
+    preprocess(KAGGLE, [log], tmp_path / "undisturbed", SMALL)
+    program = ("import sys; from oper.data import *; preprocess(load_recipe('criteo-kaggle'), "
+               "[sys.argv[1]], sys.argv[2], PreprocessOptions(unit_bytes=20_000, row_group_rows=64,"
+               " part_rows=128, num_workers=int(sys.argv[3])))")
+    rng = random.Random(1)
+    kills = 0
+    for workers in ("1", "2"):
+        target = tmp_path / f"out{workers}"
+        for _ in range(30):
+            process = subprocess.Popen([sys.executable, "-c", program, log, str(target), workers])
+            work = tmp_path / f".{target.name}.work"
+            deadline = time.monotonic() + 60
+            while not work.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.0, 0.25))
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                kills += 1
+            process.wait()
+            if target.exists():
+                break
+            assert not target.exists() or (target / "manifest.json").exists()
+        if not target.exists():
+            preprocess(KAGGLE, [log], target, replace(SMALL, num_workers=int(workers)))
+        assert digest(target) == digest(tmp_path / "undisturbed")
+    assert kills >= 2
+
+
+def test_a_resumed_run_reads_no_unit_twice(
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    original = preprocessing.Job._reader
+
+    def counted(job: Any, k: int) -> Any:
+        def run() -> None:
+            if len(read) == 5:
+                raise KeyboardInterrupt
+            read.append(k)
+            original(job, k)()
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocessing.Job, "_reader", counted)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
+        with pytest.raises(InvalidInputError, match="--force"):
+            preprocess(KAGGLE, [log], tmp_path / "out", replace(SMALL, min_count=9))
+        assert read == [0, 1, 2, 3, 4]
+    again: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocessing.Job, "_reader", lambda job, k: lambda: (
+            again.append(k), original(job, k)()))
+        preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
+    assert again == list(range(5, 5 + len(again))) and again
+
+
+def test_processes_of_one_job_share_the_work(tmp_path: Path, log: str) -> None:
+    """As torchrun or an array job would start them: the same call in each."""
+    program = ("import sys; from oper.data import *; m = preprocess(load_recipe('criteo-kaggle'), "
+               "[sys.argv[1]], sys.argv[2], PreprocessOptions(unit_bytes=20_000)); "
+               "print(sum(m['rows'].values()))")
+    command = [sys.executable, "-c", program, log, str(tmp_path / "out")]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(2)]
+    done = [p.communicate(timeout=120) for p in both]
+    codes = [p.returncode for p in both]
+    # One that starts when the other has finished is told that the output exists.
+    assert 0 in codes and all(
+        c == 0 or "--force" in err for c, (_, err) in zip(codes, done, strict=True)), done
+    assert (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_disk_estimate_refuses_before_work(
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oper.data.detect import plan_units
+    from oper.data.estimate import disk_need
+
+    need = disk_need(KAGGLE, plan_units(KAGGLE, [log], None, 1 << 28))
+    assert need.rows == pytest.approx(1500, rel=0.05)
+    usage = type("usage", (), {"free": need.total - 1})
+    monkeypatch.setattr(preprocessing.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(InvalidInputError, match="free bytes"):
+        preprocess(KAGGLE, [log], tmp_path / "out")
+    assert [p.name for p in tmp_path.glob(".out*")] == []
+    preprocess(KAGGLE, [log], tmp_path / "out", PreprocessOptions(check_disk=False))
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_vocabularies_in_little_memory(
+    tmp_path: Path, text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oper.data import merging
+
+    monkeypatch.setattr(merging, "_SLICE", 500)
+    rng = np.random.default_rng(0)
+    raw = rng.zipf(1.3, (60, 400)) % 5000
+    values = raw.astype("S") if text else raw.astype(np.uint32)
+    found = []
+    for memory in (1 << 30, 20_000):
+        folder = tmp_path / f"{memory}"
+        folder.mkdir()
+        merger = RunMerger(folder, memory)
+        for part in values:
+            merger.add(*np.unique(part, return_counts=True))
+        assert bool(list(folder.glob("run*"))) == (memory == 20_000)
+        facts = build(folder, merger, 37, 3, 900)
+        vocabulary = Vocabulary(folder)
+        distinct = np.unique(values)
+        found.append((facts, vocabulary.lookup(distinct).tolist()))
+    assert found[0] == found[1]
+    facts, ids = found[0]
+    counts = dict(zip(*(x.tolist() for x in np.unique(values, return_counts=True)), strict=True))
+    order = sorted([(-37, -1, None)] + [(-c, k, v) for k, (v, c) in enumerate(counts.items())])
+    kept = [v for c, _, v in order if -c >= 3][:899]
+    expected = {v: k + 1 for k, v in enumerate(kept)}
+    assert ids == [expected[None]] + [expected.get(v, 0) for v in np.unique(values).tolist()]
+    assert facts.num_rows == len(kept) + 1 and facts.num_distinct == len(order)
+    assert facts.num_once == sum(c == 1 for c in counts.values())
+    assert facts.num_rare_accesses == sum(c for v, c in counts.items() if v not in expected)
+
+
+def test_hashing_counts_collisions(tmp_path: Path, log: str) -> None:
+    merger = RunMerger(tmp_path)
+    values = np.arange(1, 2001, dtype=np.uint32)
+    merger.add(values, np.ones(2000, np.int64))
+    facts = build_hashed(tmp_path, merger, 5, 1000)
+    ids = hash_values(values, 1000)
+    assert ids.min() >= 1 and ids.max() <= 999
+    assert facts.num_collisions == 2000 - np.unique(ids).size > 1000
+    # 999 rows hold 2000 random values: expect 999 (1 - exp(-2000/999)) of them taken.
+    assert np.unique(ids).size == pytest.approx(999 * (1 - np.exp(-2000 / 999)), rel=0.05)
+    texts = np.array([b"a", b"abcdefgh", b"abcdefghi", b"b"])
+    assert hash_values(texts, 10**6).tolist() == hash_values(texts.astype("S40"), 10**6).tolist()
+    assert np.unique(hash_values(texts, 10**6)).size == 4
+    manifest = preprocess(KAGGLE, [log], tmp_path / "out", PreprocessOptions(hash_rows=100))
+    assert manifest["ids_in_hotness_order"] is False
+    assert {t["num_rows"] for t in manifest["tables"].values()} == {100}
+    assert manifest["tables"]["C26"]["num_collisions"] > 0
