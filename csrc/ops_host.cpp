@@ -361,24 +361,81 @@ Batch make_batch(const Context& context, const Lookup& lookup, int64_t* num_rows
   return batch;
 }
 
-std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(int64_t handle, Tensor ids,
-                                                            Tensor lengths,
-                                                            std::optional<Tensor> weights,
-                                                            Tensor key_of, int64_t batch_size,
-                                                            bool pooled, bool collective) {
-  Context& context = context_of(handle);
+// Bounds of bags, int64 [n + 1]; false when the lengths do not fit the ids.
+bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
   const int64_t n = lengths.numel();
-  Tensor offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
-  int64_t* offset_data = static_cast<int64_t*>(offsets.data_ptr());
-  const bool good =
-      lengths.scalar_type() == ScalarType::Int
-          ? offsets_from(static_cast<const int32_t*>(lengths.data_ptr()), n, ids.numel(),
-                         offset_data)
-          : offsets_from(int64_data(lengths), n, ids.numel(), offset_data);
-  if (!good) return {offsets, offsets, kBadLengths, offset_data[n]};
+  *offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
+  int64_t* data = static_cast<int64_t*>(offsets->data_ptr());
+  return lengths.scalar_type() == ScalarType::Int
+             ? offsets_from(static_cast<const int32_t*>(lengths.data_ptr()), n, num_ids, data)
+             : offsets_from(int64_data(lengths), n, num_ids, data);
+}
+
+// Where each feature's addresses begin; returns how many there are.
+int64_t number_addresses(const Batch& batch, Resolved* resolved) {
+  int64_t n = 0;
+  for (const FeatureBags& bags : batch.features) {
+    resolved->first.push_back(n);
+    n += bags.bounds[bags.num_bags] - bags.bounds[0];
+  }
+  return n;
+}
+
+// What `lookup_resolve` has found, for a batch.
+Resolved resolved_batch(const Batch& batch, const Tensor& addresses,
+                        const std::optional<Tensor>& order) {
+  Resolved resolved;
+  resolved.addresses = int64_data(addresses);
+  resolved.order =
+      order.has_value() && order->numel() > 0 ? static_cast<char*>(order->data_ptr()) : nullptr;
+  const int64_t n = number_addresses(batch, &resolved);
+  STD_TORCH_CHECK(addresses.numel() == n + kAddressesAhead,
+                  "internal: a resolved batch that is used with another batch");
+  return resolved;
+}
+
+// Offsets int64 [num_keys * B + 1]; addresses of the rows of all features, int64, and a few more;
+// the order for the backward pass, bytes.
+std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size, bool pooled, bool with_order) {
+  Context& context = context_of(handle);
+  Tensor offsets;
+  if (!make_offsets(lengths, ids.numel(), &offsets))
+    return {offsets, offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
   int64_t rows = 0;
   const Batch batch =
       make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
+  Resolved resolved;
+  const int64_t n = number_addresses(batch, &resolved);
+  Tensor addresses = pooled_tensor(ScalarType::Long, 8, {n + kAddressesAhead});
+  const int64_t bytes = with_order ? order_bytes(context, batch) : 0;
+  Tensor order = pooled_tensor(ScalarType::Byte, 1, {bytes});
+  resolved.order = with_order ? static_cast<char*>(order.data_ptr()) : nullptr;
+  int64_t* data = static_cast<int64_t*>(addresses.data_ptr());
+  const Status status = resolve(context, batch, data, resolved, parallel_over_tasks);
+  std::fill(data + n, data + n + kAddressesAhead, n > 0 ? data[n - 1] : 0);
+  return {offsets, addresses, order, status.code, status.detail};
+}
+
+std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
+    std::optional<Tensor> addresses) {
+  Context& context = context_of(handle);
+  Tensor offsets;
+  if (known_offsets.has_value()) {
+    offsets = *known_offsets;
+  } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
+    return {offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
+  }
+  int64_t rows = 0;
+  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
+  Resolved resolved;
+  if (addresses.has_value()) {
+    resolved = resolved_batch(batch, *addresses, std::nullopt);
+    batch.resolved = &resolved;
+  }
   Tensor out = pooled_tensor(ScalarType::Float, 4, {rows, batch.out_stride});
   const Status status =
       forward(context, batch, static_cast<float*>(out.data_ptr()), collective, parallel_over_tasks);
@@ -400,7 +457,9 @@ Tensor lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids, Tensor of
 std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
                                              Tensor offsets, std::optional<Tensor> weights,
                                              Tensor key_of, int64_t batch_size, bool pooled,
-                                             Tensor optimizers, double gradient_scale) {
+                                             Tensor optimizers, double gradient_scale,
+                                             std::optional<Tensor> addresses,
+                                             std::optional<Tensor> order) {
   Context& context = context_of(handle);
   STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
                       optimizers.numel() ==
@@ -424,6 +483,11 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
   Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
   // The output's layout, but for a gradient that is a slice of wider rows.
   if (rows > 0) batch.out_stride = grad.stride(0);
+  Resolved resolved;
+  if (addresses.has_value()) {
+    resolved = resolved_batch(batch, *addresses, order);
+    batch.resolved = &resolved;
+  }
   const Status status = backward(context, batch, static_cast<const float*>(grad.data_ptr()),
                                  static_cast<float>(gradient_scale), parallel_over_tasks);
   return {status.code, status.detail};
@@ -478,14 +542,18 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def("context_close(int handle) -> ()");
   m.def(
       "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-      "int batch_size, bool pooled, bool collective) -> (Tensor, Tensor, int, int)");
+      "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses) -> "
+      "(Tensor, Tensor, int, int)");
+  m.def(
+      "lookup_resolve(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+      "int batch_size, bool pooled, bool with_order) -> (Tensor, Tensor, Tensor, int, int)");
   m.def(
       "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
       "Tensor key_of, int batch_size) -> Tensor");
   m.def(
       "lookup_backward(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
-      "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale) -> "
-      "(int, int)");
+      "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale, "
+      "Tensor? addresses, Tensor? order) -> (int, int)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
@@ -503,6 +571,7 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
+  m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_weight_gradient", TORCH_BOX(&oper::host::lookup_weight_gradient));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));

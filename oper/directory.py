@@ -159,8 +159,8 @@ class TableDirectory:
         if not self.head_ids.size:
             return None
         num_words = -(-self.table.num_rows // 32)
-        words = np.searchsorted(self._sorted_head, np.arange(num_words, dtype=np.int64) * 32)
-        words = words.astype(np.uint64) << np.uint64(32)
+        before = np.searchsorted(self._sorted_head, np.arange(num_words, dtype=np.int64) * 32)
+        words = before.astype(np.uint64) << np.uint64(32)
         np.bitwise_or.at(words, self._sorted_head // 32,
                          np.uint64(1) << (self._sorted_head % 32).astype(np.uint64))
         return words.view(np.int64), self._sorted_positions.astype(np.uint32).view(np.int32)

@@ -191,6 +191,25 @@ int64_t num_ids(const Table& table, const Batch& batch) {
   return n;
 }
 
+// Tables by work, so that no thread starts the longest task last.
+std::vector<int32_t> largest_first(const Context& context, const Batch& batch) {
+  std::vector<int32_t> order(context.tables.size());
+  std::vector<int64_t> sizes(context.tables.size());
+  for (size_t t = 0; t < order.size(); ++t) {
+    order[t] = static_cast<int32_t>(t);
+    sizes[t] = num_ids(context.tables[t], batch) * context.tables[t].dim;
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t a, int32_t b) { return sizes[a] > sizes[b]; });
+  return order;
+}
+
+// Room that the order of one table's `n` ids takes at most: pairs or keys and bags, and with weights
+// bags and positions.
+int64_t order_bytes(int64_t n, bool weighted) {
+  return round_up(8 * n, 64) + (weighted ? round_up(4 * n, 64) + round_up(8 * n, 64) : 64);
+}
+
 // Fewer ids than this take less time than waking a thread.
 bool is_small(const Batch& batch) {
   constexpr int64_t kSmallIds = 2048;
@@ -216,7 +235,7 @@ void run_bag_tasks(Context& context, const Batch& batch, bool small, ParallelFor
         std::upper_bound(first.begin(), first.end(), index) - first.begin() - 1);
     const FeatureBags& bags = batch.features[f];
     const int64_t begin = (index - first[f]) * kBags;
-    task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kBags)}, scratch);
+    task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kBags), f}, scratch);
   });
 }
 
@@ -370,6 +389,40 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
   return status;
 }
 
+int64_t order_bytes(const Context& context, const Batch& batch) {
+  int64_t bytes = round_up(static_cast<int64_t>(context.tables.size() * sizeof(TableOrder)), 64);
+  for (const Table& table : context.tables)
+    bytes += order_bytes(num_ids(table, batch), batch.weights != nullptr);
+  return bytes;
+}
+
+Status resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved,
+               ParallelFor parallel) {
+  std::atomic<int64_t> bad{-1};
+  run_bag_tasks(context, batch, false, parallel, [&](size_t f, const BagRange& range, Scratch&) {
+    const Table& table = context.tables[context.features[f].table];
+    const int64_t at = range.bags.bounds[range.begin] - range.bags.bounds[0];
+    note_bad(bad, kernels().locate(table, range, addresses + resolved.first[f] + at));
+  });
+  if (bad.load() >= 0) return {4, bad.load()};
+  if (resolved.order == nullptr) return {};
+  const std::vector<int32_t> by_size = largest_first(context, batch);
+  TableOrder* orders = reinterpret_cast<TableOrder*>(resolved.order);
+  std::vector<int64_t> memory;
+  int64_t at = round_up(static_cast<int64_t>(context.tables.size() * sizeof(TableOrder)), 64);
+  for (const Table& table : context.tables) {
+    memory.push_back(at);
+    at += order_bytes(num_ids(table, batch), batch.weights != nullptr);
+  }
+  run_tasks(context, static_cast<int64_t>(by_size.size()), is_small(batch), parallel,
+            [&](int64_t task, Scratch& scratch) {
+              const int32_t t = by_size[task];
+              kernels().arrange(context.tables[t], batch, resolved.order, memory[t], scratch,
+                                orders[t]);
+            });
+  return {};
+}
+
 void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
                      ParallelFor parallel) {
   // The pieces of a split table, and several features of one key, add to the same numbers: in order,
@@ -390,15 +443,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   PhaseClock clock(context);
   context.reset_outbox();
   const int64_t T = static_cast<int64_t>(context.tables.size());
-  // Largest table first, so that no thread starts the longest task last.
-  std::vector<int32_t> order(static_cast<size_t>(T));
-  std::vector<int64_t> sizes(static_cast<size_t>(T));
-  for (int64_t t = 0; t < T; ++t) {
-    order[t] = static_cast<int32_t>(t);
-    sizes[t] = num_ids(context.tables[t], batch) * context.tables[t].dim;
-  }
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int32_t a, int32_t b) { return sizes[a] > sizes[b]; });
+  const std::vector<int32_t> order = largest_first(context, batch);
   std::atomic<int64_t> bad{-1};
   std::atomic<bool> full{false};
   const bool small = is_small(batch);

@@ -277,6 +277,35 @@ struct FeatureBags {
   int64_t out_begin;  // floats
 };
 
+// One table's ids of a batch in the order of their home keys, as the backward pass takes them.
+// Places of arrays are bytes from `base`, see `at`.
+struct TableOrder {
+  int64_t n;          // ids that this rank reduces: all but those in pushed tiers
+  int64_t num_bags;   // of all the table's features, which number them through
+  int64_t num_rows;   // distinct keys
+  int32_t key_bits, payload_bits;
+  int32_t pair_bytes;  // 4 or 8: sorted pairs (key, payload); 0: keys in input order
+  int32_t reserved;
+  int64_t pairs;      // [n]; the payload is the bag, with weights the index of the id in here
+  int64_t keys;       // uint32 [n], without pairs
+  int64_t bags;       // uint32 [n], without pairs or with weights
+  int64_t positions;  // int64 [n], index of each id in the batch, with weights
+  static constexpr int64_t kNone = -1;
+  template <class T>
+  static T* at(char* base, int64_t place) {
+    return place == kNone ? nullptr : reinterpret_cast<T*>(base + place);
+  }
+};
+
+constexpr int64_t kAddressesAhead = 64;  // readable behind the last address, for prefetches
+
+// A batch whose ids were resolved ahead: nothing in it depends on what the rows hold.
+struct Resolved {
+  const int64_t* addresses;             // of the rows of all features, in order
+  std::vector<int64_t> first;           // [F] where each feature's begin
+  char* order;                          // TableOrder [T] and their arrays, or null
+};
+
 // One batch of lookups; all pointers stay the caller's. An unpooled lookup is one of bags that
 // hold one id each.
 struct Batch {
@@ -285,6 +314,7 @@ struct Batch {
   const float* weights;               // per id, or null
   std::vector<FeatureBags> features;  // [F]
   int64_t out_stride;                 // floats between pooled rows
+  const Resolved* resolved = nullptr;  // or null: ids are resolved on the way
 };
 
 struct Status {
@@ -299,6 +329,12 @@ using ParallelFor = void (*)(int64_t count, void (*body)(int64_t, int64_t, void*
 // `collective`: pushed tiers are pooled by their owners (all ranks must take part); otherwise every
 // row is read directly.
 Status forward(Context& context, const Batch& batch, float* out, bool collective,
+               ParallelFor parallel);
+
+// Id-only work of a batch, which may run ahead of it, on another thread too: `resolved.addresses` and,
+// unless null, `resolved.order`, which has room for `order_bytes(context, batch)`.
+int64_t order_bytes(const Context& context, const Batch& batch);
+Status resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved,
                ParallelFor parallel);
 
 // Gradient of the per-sample weights: for every id the dot product of its row with the gradient of

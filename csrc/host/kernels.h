@@ -12,6 +12,7 @@ struct BagRange {
   const Batch& batch;
   const FeatureBags& bags;
   int64_t begin, end;
+  size_t feature;
 };
 
 constexpr int64_t kReduceOk = -1, kReduceFull = -2;
@@ -23,6 +24,12 @@ struct Kernels {
   // Gradient of the per-sample weights of the bags.
   void (*weight_gradient)(const Table& table, const BagRange& range, const float* grad, float* out,
                           Scratch& scratch);
+  // Addresses of the rows of bags. Returns the first bad id's index in the batch, or -1.
+  int64_t (*locate)(const Table& table, const BagRange& range, int64_t* addresses);
+  // Sorts the ids of one table by home key; its arrays lie in `memory`, or in scratch when that is
+  // null. Returns the first bad id's index, or -1.
+  int64_t (*arrange)(const Table& table, const Batch& batch, char* base, int64_t memory,
+                     Scratch& scratch, TableOrder& order);
   // Reduces the gradients of one table into the outbox. Returns the first bad id's index, or
   // kReduceOk, or kReduceFull when the outbox has no room.
   int64_t (*reduce)(Context& context, int32_t table, const Batch& batch, const float* grad,

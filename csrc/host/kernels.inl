@@ -14,11 +14,14 @@ constexpr int kMaxVectors = 64;     // dim <= 1024
 constexpr int64_t kPrefetch = 24;   // rows ahead; 16..32 measured equal on current server cores
 constexpr int64_t kBlockIds = 64;   // ids resolved at a time
 
+static_assert(kPrefetch <= kAddressesAhead);
+
 #define OPER_INLINE inline __attribute__((always_inline))
 
 #include "host/rows.inl"
 #include "host/resolve.inl"
 #include "host/lookup.inl"
+#include "host/order.inl"
 #include "host/reduce.inl"
 #include "host/update.inl"
 #include "host/push.inl"
@@ -26,7 +29,8 @@ constexpr int64_t kBlockIds = 64;   // ids resolved at a time
 }  // namespace OPER_KERNELS
 
 const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::pool,
-                                    OPER_KERNELS::weight_gradient, OPER_KERNELS::reduce,
+                                    OPER_KERNELS::weight_gradient, OPER_KERNELS::locate_rows,
+                                    OPER_KERNELS::arrange, OPER_KERNELS::reduce,
                                     OPER_KERNELS::squares, OPER_KERNELS::update,
                                     OPER_KERNELS::request, OPER_KERNELS::pool_for,
                                     OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,

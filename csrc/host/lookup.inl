@@ -52,11 +52,30 @@ OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_
   counts[arenas.rank[last]] += left;
 }
 
+// The same for a batch that was resolved ahead.
+template <Moved kKind, class Body>
+void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
+  constexpr int64_t kStretch = 1024;  // ids counted at a time
+  const int64_t* bounds = range.bags.bounds;
+  const Resolved& resolved = *range.batch.resolved;
+  const int64_t* rows = resolved.addresses + resolved.first[range.feature] - bounds[0];
+  for (int64_t b = range.begin, end; b < range.end; b = end) {
+    end = b + 1;
+    while (end < range.end && bounds[end + 1] - bounds[b] <= kStretch) ++end;
+    count_rows(table, rows + bounds[b], bounds[end] - bounds[b], kKind, scratch);
+    body(b, end, rows + bounds[b]);
+  }
+}
+
 // Calls body(first bag, last bag, addresses of their rows) for one stretch of bags after another;
 // returns the first bad id's index in the batch, or -1. Ids are resolved a few at a time, always
 // `kPrefetch` ahead of the bags in hand: while that happens, memory is busy with rows on their way.
 template <Moved kKind, class Id, class Body>
 int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
+  if (range.batch.resolved != nullptr) {
+    for_resolved<kKind>(table, range, scratch, body);
+    return -1;
+  }
   const int64_t* bounds = range.bags.bounds;
   const int64_t first = bounds[range.begin], total = bounds[range.end] - first;
   const Id* ids = static_cast<const Id*>(range.batch.ids) + first;
@@ -154,4 +173,15 @@ void weight_gradient(const Table& table, const BagRange& range, const float* gra
   } else {
     weight_gradient_ids<int64_t>(table, range, grad, out, scratch);
   }
+}
+
+int64_t locate_rows(const Table& table, const BagRange& range, int64_t* addresses) {
+  const int64_t first = range.bags.bounds[range.begin];
+  const int64_t n = range.bags.bounds[range.end] - first;
+  const void* ids = range.batch.ids;
+  const int64_t bad =
+      range.batch.ids_are_32_bit
+          ? resolve(table.read, static_cast<const int32_t*>(ids) + first, n, n, addresses)
+          : resolve(table.read, static_cast<const int64_t*>(ids) + first, n, n, addresses);
+  return bad < 0 ? bad : first + bad;
 }

@@ -1,17 +1,5 @@
 // Backward: from bag gradients to one gradient per row. Part of kernels.inl.
 
-// ---- backward: gather the batch's keys ---------------------------------------------------------
-
-// The lookups of one table over all its features: home keys, and for each id its bag, numbered
-// through the table's features.
-struct TableBatch {
-  uint32_t* keys;      // [n]
-  uint32_t* bags;      // [n]
-  int64_t* positions;  // [n] index of each id in the batch (only with weights)
-  int64_t n;
-  int64_t num_bags;
-};
-
 // Gradient of a bag numbered through the table's features.
 OPER_INLINE const float* bag_gradient(const Table& table, const Batch& batch, const float* grad,
                                       int64_t bag) {
@@ -23,44 +11,14 @@ OPER_INLINE const float* bag_gradient(const Table& table, const Batch& batch, co
   return grad + feature->out_begin + bag * batch.out_stride;
 }
 
-OPER_INLINE bool is_pushed(const Table& table, int64_t id) {
-  return table.pushes[tier_of(table.home, position_of(table.home.head, id))];
-}
-
-// Keys of the ids that this rank reduces itself, which are all but those in pushed tiers.
-template <class Id>
-int64_t gather_keys(const Table& table, const Batch& batch, TableBatch& out, Scratch& scratch) {
-  out.n = out.num_bags = 0;
-  for (int32_t f : table.features) {
-    const FeatureBags& bags = batch.features[f];
-    out.n += bags.bounds[bags.num_bags] - bags.bounds[0];
-    out.num_bags += bags.num_bags;
-  }
-  out.keys = scratch.get<uint32_t>(0, out.n);
-  out.bags = scratch.get<uint32_t>(1, out.n);
-  out.positions = batch.weights ? scratch.get<int64_t>(5, out.n) : nullptr;
-  const Id* ids = static_cast<const Id*>(batch.ids);
-  int64_t at = 0;
-  uint32_t bag = 0;
-  for (int32_t f : table.features) {
-    const FeatureBags& bags = batch.features[f];
-    const int64_t* bounds = bags.bounds;
-    const int64_t n = bounds[bags.num_bags] - bounds[0];
-    const int64_t bad = resolve(table.home, ids + bounds[0], n, n, out.keys + at);
-    if (bad >= 0) return bounds[0] + bad;
-    const uint32_t* keys = out.keys + at;
-    for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {
-      for (int64_t i = bounds[b]; i < bounds[b + 1]; ++i, ++keys) {
-        if (table.has_push && is_pushed(table, ids[i])) continue;
-        if (out.positions) out.positions[at] = i;
-        out.keys[at] = *keys;
-        out.bags[at++] = bag;
-      }
-    }
-  }
-  out.n = at;
-  return -1;
-}
+// An order and its arrays.
+struct TableBatch {
+  TableOrder order;
+  char* base;
+  const uint32_t* keys = TableOrder::at<const uint32_t>(base, order.keys);
+  const uint32_t* bags = TableOrder::at<const uint32_t>(base, order.bags);
+  const int64_t* positions = TableOrder::at<const int64_t>(base, order.positions);
+};
 
 // ---- backward: emit reduced rows in key order --------------------------------------------------
 
@@ -115,10 +73,10 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   uint8_t* seen = scratch.get<uint8_t>(3, num_rows);
   std::memset(seen, 0, static_cast<size_t>(num_rows));
   int64_t i = 0;
-  while (i < in.n) {
+  while (i < in.order.n) {
     const uint32_t bag = in.bags[i];
     int64_t end = i + 1;
-    while (end < in.n && in.bags[end] == bag) ++end;
+    while (end < in.order.n && in.bags[end] == bag) ++end;
     Row<N> g;
     g.load(bag_gradient(table, batch, grad, bag), dim);
     if (table.mean && end - i > 1) g.divide(static_cast<float>(end - i), dim);
@@ -145,31 +103,6 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
 
 // ---- backward: everything else, sorted ---------------------------------------------------------
 
-// Stable LSD radix sort on bits [shift, shift + bits); returns the sorted array, `a` or `b`.
-template <class K>
-K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
-  if (bits == 0 || n < 2) return a;
-  const int passes = (bits + 10) / 11;
-  const int digit = (bits + passes - 1) / passes;
-  const uint32_t buckets = 1u << digit;
-  uint32_t counts[4][2048];
-  for (int p = 0; p < passes; ++p) std::memset(counts[p], 0, buckets * sizeof(uint32_t));
-  for (int64_t i = 0; i < n; ++i)
-    for (int p = 0; p < passes; ++p) ++counts[p][(a[i] >> (shift + p * digit)) & (buckets - 1)];
-  for (int p = 0; p < passes; ++p) {
-    uint32_t sum = 0;
-    for (uint32_t k = 0; k < buckets; ++k) {
-      const uint32_t count = counts[p][k];
-      counts[p][k] = sum;
-      sum += count;
-    }
-    for (int64_t i = 0; i < n; ++i)
-      b[counts[p][(a[i] >> (shift + p * digit)) & (buckets - 1)]++] = a[i];
-    std::swap(a, b);
-  }
-  return a;
-}
-
 // Gradient rows by combined bag, contiguous and divided by the bag length where pooling is mean.
 // Rows in the caller's layout are `output_columns` apart, which maps a table's slice to a fraction
 // of the cache sets; reading each one several times from there thrashes.
@@ -192,25 +125,16 @@ void stage_gradients(const Table& table, const Batch& batch, const float* grad, 
   }
 }
 
-struct PairBits {
-  int key, payload;
-};
-
-// K packs (key, payload); the payload is the combined bag, or the index in `in` with weights.
+// K packs (key, payload), see TableOrder.
 template <int N, class K, bool kWeighted>
 bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
-                   const float* grad, PairBits bits, Scratch& scratch) {
+                   const float* grad, Scratch& scratch) {
   const Table& table = context.tables[index];
-  const int payload_bits = bits.payload;
+  const int payload_bits = in.order.payload_bits;
   const int dim = table.dim;
-  const int64_t n = in.n;
+  const int64_t n = in.order.n;
   const int64_t row_bytes = table.gradient_bytes();
-  K* pairs = scratch.get<K>(2, n);
-  K* spare = scratch.get<K>(3, n);
-  for (int64_t i = 0; i < n; ++i)
-    pairs[i] = (static_cast<K>(in.keys[i]) << payload_bits) |
-               static_cast<K>(kWeighted ? static_cast<uint32_t>(i) : in.bags[i]);
-  const K* sorted = radix_sort(pairs, spare, n, payload_bits, bits.key);
+  const K* sorted = TableOrder::at<const K>(in.base, in.order.pairs);
   const K mask = (K{1} << payload_bits) - 1;
 
   const float* staged = nullptr;
@@ -218,8 +142,8 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
     staged = reinterpret_cast<const float*>(
         context.outbox[context.rank] +
         context.request_table(context.rank, index)->gradients_offset);
-  } else if (table.mean || n >= 2 * in.num_bags) {
-    float* rows = scratch.get<float>(4, in.num_bags * dim);
+  } else if (table.mean || n >= 2 * in.order.num_bags) {
+    float* rows = scratch.get<float>(4, in.order.num_bags * dim);
     stage_gradients<N>(table, batch, grad, rows);
     staged = rows;
   }
@@ -229,10 +153,7 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
     return staged ? staged + static_cast<int64_t>(bag) * dim
                   : bag_gradient(table, batch, grad, bag);
   };
-  int64_t count = n > 0 ? 1 : 0;
-  for (int64_t i = 1; i < n; ++i)
-    count += (sorted[i] >> payload_bits) != (sorted[i - 1] >> payload_bits);
-  Outbox outbox(context, table, index, count);
+  Outbox outbox(context, table, index, in.order.num_rows);
   if (!outbox.ok()) return false;
   constexpr int64_t kAhead = 12;
   for (int64_t i = 0; i < n;) {
@@ -255,37 +176,32 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   return true;
 }
 
-int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
-
 template <int N, class K>
 bool reduce_packed(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
-                   const float* grad, PairBits bits, Scratch& scratch) {
-  return in.positions ? reduce_sorted<N, K, true>(context, index, batch, in, grad, bits, scratch)
-                      : reduce_sorted<N, K, false>(context, index, batch, in, grad, bits, scratch);
+                   const float* grad, Scratch& scratch) {
+  return in.positions ? reduce_sorted<N, K, true>(context, index, batch, in, grad, scratch)
+                      : reduce_sorted<N, K, false>(context, index, batch, in, grad, scratch);
 }
 
 int64_t reduce(Context& context, int32_t index, const Batch& batch, const float* grad,
                Scratch& scratch) {
   const Table& table = context.tables[index];
-  TableBatch in;
-  const int64_t bad = batch.ids_are_32_bit ? gather_keys<int32_t>(table, batch, in, scratch)
-                                           : gather_keys<int64_t>(table, batch, in, scratch);
-  if (bad >= 0) return bad;
-  // Sums of a small table stay in the cache, which then beats sorting.
-  constexpr int64_t kDenseBytes = 256 << 10;
-  const bool dense = !table.has_push &&
-                     table.home.num_rows * table.gradient_bytes() <= kDenseBytes &&
-                     table.home.num_rows <= 4 * in.n;
-  const int64_t payloads = in.positions ? in.n : in.num_bags;
-  const PairBits bits{bits_for(static_cast<uint64_t>(table.home.num_rows)),
-                      bits_for(static_cast<uint64_t>(payloads))};
+  TableOrder order;
+  char* base = nullptr;
+  if (batch.resolved != nullptr && batch.resolved->order != nullptr) {
+    base = batch.resolved->order;
+    order = reinterpret_cast<const TableOrder*>(base)[index];
+  } else {
+    const int64_t bad = arrange(table, batch, nullptr, 0, scratch, order);
+    if (bad >= 0) return bad;
+  }
+  const TableBatch in{order, base};
   const bool ok = with_row_width(table.dim, [&](auto width) {
     constexpr int N = decltype(width)::value;
-    if (dense) return reduce_dense<N>(context, index, batch, in, grad, scratch);
-    if (bits.key + bits.payload <= 32 && bits.payload < 32)
-      return reduce_packed<N, uint32_t>(context, index, batch, in, grad, bits, scratch);
-    return reduce_packed<N, uint64_t>(context, index, batch, in, grad, PairBits{bits.key, 32},
-                                      scratch);
+    if (order.pair_bytes == 0) return reduce_dense<N>(context, index, batch, in, grad, scratch);
+    if (order.pair_bytes == 4)
+      return reduce_packed<N, uint32_t>(context, index, batch, in, grad, scratch);
+    return reduce_packed<N, uint64_t>(context, index, batch, in, grad, scratch);
   });
   return ok ? kReduceOk : kReduceFull;
 }

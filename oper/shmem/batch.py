@@ -29,6 +29,7 @@ class Lookup:
         weights: float32 [N], per-sample weights, or None (pooled only).
         pooled: one row per sample with the features side by side, or one row per id, feature after
             feature.
+        resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
     """
 
     ids: torch.Tensor
@@ -37,6 +38,34 @@ class Lookup:
     batch_size: int
     weights: torch.Tensor | None = None
     pooled: bool = True
+    resolved: ResolvedIds | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResolvedIds:
+    """What `ShardedTables.resolve` finds about the ids of a batch; the rows' values play no part.
+
+    Attributes:
+        handle: the placement that it is for.
+        batch: the batch that it is for.
+        offsets: int64 [num_keys * B + 1], bounds of the bags.
+        addresses: int64 [n + 64], where the rows of all features lie, feature after feature.
+        order: uint8, the ids of every table sorted by owner and slot; empty for read-only tables.
+    """
+
+    handle: int
+    batch: Lookup
+    offsets: torch.Tensor
+    addresses: torch.Tensor
+    order: torch.Tensor
+
+    def fits(self, handle: int, batch: Lookup) -> bool:
+        """Whether it still holds, for the same ids of a batch (weights may have changed)."""
+        of = self.batch
+        return (self.handle == handle and of.ids is batch.ids and of.lengths is batch.lengths
+                and of.key_of is batch.key_of and of.batch_size == batch.batch_size
+                and of.pooled == batch.pooled
+                and (of.weights is None) == (batch.weights is None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +91,49 @@ def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
     return grad if wide else grad.contiguous()
 
 
-def check_batch(batch: Lookup) -> None:
-    """What the kernels take for granted: dtypes, sizes, contiguous memory."""
-    ids, lengths, weights = batch.ids, batch.lengths, batch.weights
-    for name, value in (("ids", ids), ("lengths", lengths)):
-        if value.dtype not in _INTEGERS or value.dim() != 1 or not value.is_contiguous():
+class BatchChecks:
+    """What the kernels take for granted of a batch: dtypes, sizes, contiguous memory.
+
+    A list of keys is looked at once: collections use the same tensor for every batch.
+    """
+
+    def __init__(self) -> None:
+        self._keys: tuple[torch.Tensor, int] | None = None
+        self._last_key = -1
+
+    def check(self, batch: Lookup) -> None:
+        """Raises InvalidInputError."""
+        ids, lengths, weights = batch.ids, batch.lengths, batch.weights
+        for name, value in (("ids", ids), ("lengths", lengths)):
+            if value.dtype not in _INTEGERS or value.dim() != 1 or not value.is_contiguous():
+                raise InvalidInputError(
+                    fail("cannot look up", name, (value.dtype, tuple(value.shape)),
+                         "contiguous int64 or int32, one dimension", "convert the batch"))
+        num_keys, rest = divmod(lengths.numel(), max(1, batch.batch_size))
+        last = self._check_keys(batch.key_of)
+        if rest or (num_keys <= last if batch.batch_size else num_keys):
             raise InvalidInputError(
-                fail("cannot look up", name, (value.dtype, tuple(value.shape)),
-                     "contiguous int64 or int32, one dimension", "convert the batch"))
-    num_keys, rest = divmod(lengths.numel(), max(1, batch.batch_size))
-    first, last = (int(k) for k in torch.aminmax(batch.key_of))
-    if first < 0:
-        raise InvalidInputError(
-            fail("cannot look up", "key_of", batch.key_of.tolist()[:8], "a key for every feature",
-                 "add the missing features to the batch"))
-    if rest or (num_keys <= last if batch.batch_size else num_keys):
-        raise InvalidInputError(
-            fail("cannot look up", "number of lengths", lengths.numel(),
-                 f"one per key and sample of batch size {batch.batch_size}", "correct the batch"))
-    if weights is None:
-        return
-    if (weights.dtype != torch.float32 or weights.shape != ids.shape
-            or not weights.is_contiguous()):
-        raise InvalidInputError(
-            fail("cannot look up", "per-sample weights", (weights.dtype, tuple(weights.shape)),
-                 f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch"))
+                fail("cannot look up", "number of lengths", lengths.numel(),
+                     f"one per key and sample of batch size {batch.batch_size}",
+                     "correct the batch"))
+        if weights is None:
+            return
+        if (weights.dtype != torch.float32 or weights.shape != ids.shape
+                or not weights.is_contiguous()):
+            raise InvalidInputError(
+                fail("cannot look up", "per-sample weights", (weights.dtype, tuple(weights.shape)),
+                     f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch"))
+
+    def _check_keys(self, key_of: torch.Tensor) -> int:
+        """The last key that a feature has."""
+        if self._keys is None or self._keys[0] is not key_of or self._keys[1] != key_of._version:
+            first, last = (int(k) for k in torch.aminmax(key_of))
+            if first < 0:
+                raise InvalidInputError(
+                    fail("cannot look up", "key_of", key_of.tolist()[:8],
+                         "a key for every feature", "add the missing features to the batch"))
+            self._keys, self._last_key = (key_of, key_of._version), last
+        return self._last_key
 
 
 def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:

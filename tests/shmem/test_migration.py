@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Callable
@@ -194,6 +195,7 @@ def _segments() -> int:
 
 
 def test_no_room_and_a_move_given_up_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # tables of earlier tests
     case = dlrm_case("rowwise_adagrad")
     steps = make_steps(case, 2, 6)
     chosen = OPTIMIZERS["rowwise_adagrad"]

@@ -1,0 +1,186 @@
+// From ids to their order by home key, the id-only part of the backward pass. Part of kernels.inl.
+
+OPER_INLINE bool is_pushed(const Table& table, int64_t id) {
+  return table.pushes[tier_of(table.home, position_of(table.home.head, id))];
+}
+
+int num_passes(int bits) { return (bits + 10) / 11; }
+
+// Stable LSD radix sort on bits [shift, shift + bits); returns the sorted array, `a` or `b`.
+template <class K>
+K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
+  if (bits == 0 || n < 2) return a;
+  const int passes = num_passes(bits);
+  const int digit = (bits + passes - 1) / passes;
+  const uint32_t buckets = 1u << digit;
+  uint32_t counts[4][2048];
+  for (int p = 0; p < passes; ++p) std::memset(counts[p], 0, buckets * sizeof(uint32_t));
+  for (int64_t i = 0; i < n; ++i)
+    for (int p = 0; p < passes; ++p) ++counts[p][(a[i] >> (shift + p * digit)) & (buckets - 1)];
+  for (int p = 0; p < passes; ++p) {
+    uint32_t sum = 0;
+    for (uint32_t k = 0; k < buckets; ++k) {
+      const uint32_t count = counts[p][k];
+      counts[p][k] = sum;
+      sum += count;
+    }
+    for (int64_t i = 0; i < n; ++i)
+      b[counts[p][(a[i] >> (shift + p * digit)) & (buckets - 1)]++] = a[i];
+    std::swap(a, b);
+  }
+  return a;
+}
+
+int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
+
+// Calls body(ids' keys, their number, index of the first in the batch, its bag) for stretches of one
+// bag's ids, all features of the table after one another; returns the first bad id's index, or -1.
+template <class Id, class Body>
+int64_t for_keys(const Table& table, const Batch& batch, Body body) {
+  constexpr int64_t kAtOnce = 512;
+  const Id* ids = static_cast<const Id*>(batch.ids);
+  uint32_t keys[kAtOnce];
+  uint32_t bag = 0;
+  for (int32_t f : table.features) {
+    const FeatureBags& bags = batch.features[f];
+    const int64_t* bounds = bags.bounds;
+    const int64_t stop = bounds[bags.num_bags];
+    int64_t b = 0;
+    for (int64_t first = bounds[0]; first < stop;) {
+      const int64_t n = std::min(kAtOnce, stop - first);
+      const int64_t bad = resolve(table.home, ids + first, n, stop - first, keys);
+      if (bad >= 0) return first + bad;
+      for (int64_t i = first; i < first + n;) {
+        const int64_t end = std::min(bounds[b + 1], first + n);
+        if (end > i) body(keys + (i - first), end - i, i, bag + static_cast<uint32_t>(b));
+        i = end;
+        b += i == bounds[b + 1];
+      }
+      first += n;
+    }
+    bag += static_cast<uint32_t>(bags.num_bags);
+  }
+  return -1;
+}
+
+// Memory for one table's order, taken piece by piece from what the caller gives or from scratch.
+class OrderMemory {
+ public:
+  OrderMemory(char* base, int64_t memory, Scratch& scratch)
+      : base_(base), at_(memory), scratch_(scratch) {}
+  template <class T>
+  T* take(int slot, int64_t count, int64_t* place) {
+    if (base_ == nullptr) {
+      T* data = scratch_.get<T>(slot, count);
+      *place = reinterpret_cast<int64_t>(data);
+      return data;
+    }
+    *place = at_;
+    at_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(base_ + *place);
+  }
+
+ private:
+  char* base_;
+  int64_t at_;
+  Scratch& scratch_;
+};
+
+// Keys and bags in the order of the input, for tables whose sums fit the cache.
+template <class Id>
+int64_t arrange_dense(const Table& table, const Batch& batch, OrderMemory& memory,
+                      TableOrder& order) {
+  uint32_t* keys = memory.take<uint32_t>(0, order.n, &order.keys);
+  uint32_t* bags = memory.take<uint32_t>(1, order.n, &order.bags);
+  int64_t* positions =
+      batch.weights ? memory.take<int64_t>(5, order.n, &order.positions) : nullptr;
+  int64_t at = 0;
+  return for_keys<Id>(table, batch, [&](const uint32_t* key, int64_t n, int64_t first,
+                                        uint32_t bag) {
+    for (int64_t i = 0; i < n; ++i) keys[at + i] = key[i];
+    for (int64_t i = 0; i < n; ++i) bags[at + i] = bag;
+    if (positions)
+      for (int64_t i = 0; i < n; ++i) positions[at + i] = first + i;
+    at += n;
+  });
+}
+
+// Sorted pairs K of (key, payload).
+template <class Id, class K>
+int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memory,
+                       Scratch& scratch, TableOrder& order) {
+  const Id* ids = static_cast<const Id*>(batch.ids);
+  const bool weighted = batch.weights != nullptr;
+  const int shift = order.payload_bits;
+  K* result = memory.take<K>(2, order.n, &order.pairs);
+  K* spare = scratch.get<K>(3, order.n);
+  uint32_t* bags = nullptr;
+  int64_t* positions = nullptr;
+  if (weighted) {
+    bags = memory.take<uint32_t>(1, order.n, &order.bags);
+    positions = memory.take<int64_t>(5, order.n, &order.positions);
+  }
+  // The sort swaps the arrays in every pass: begin where the last one ends in `result`.
+  K* pairs = num_passes(order.key_bits) % 2 ? spare : result;
+  int64_t at = 0;
+  const int64_t bad = for_keys<Id>(
+      table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
+        if (!weighted && !table.has_push) {
+          for (int64_t i = 0; i < n; ++i)
+            pairs[at + i] = (static_cast<K>(key[i]) << shift) | static_cast<K>(bag);
+          at += n;
+          return;
+        }
+        for (int64_t i = 0; i < n; ++i) {
+          if (table.has_push && is_pushed(table, static_cast<int64_t>(ids[first + i]))) continue;
+          if (weighted) {
+            bags[at] = bag;
+            positions[at] = first + i;
+          }
+          pairs[at] = (static_cast<K>(key[i]) << shift) |
+                      static_cast<K>(weighted ? static_cast<uint32_t>(at) : bag);
+          ++at;
+        }
+      });
+  if (bad >= 0) return bad;
+  order.n = at;
+  const K* sorted = radix_sort(pairs, pairs == result ? spare : result, at, shift, order.key_bits);
+  if (sorted != result) std::copy(sorted, sorted + at, result);  // too few to sort
+  order.num_rows = at > 0 ? 1 : 0;
+  for (int64_t i = 1; i < at; ++i)
+    order.num_rows += (result[i] >> shift) != (result[i - 1] >> shift);
+  return -1;
+}
+
+template <class Id>
+int64_t arrange_ids(const Table& table, const Batch& batch, OrderMemory memory, Scratch& scratch,
+                    TableOrder& order) {
+  order = TableOrder{};
+  order.pairs = order.keys = order.bags = order.positions = TableOrder::kNone;
+  for (int32_t f : table.features) {
+    const FeatureBags& bags = batch.features[f];
+    order.n += bags.bounds[bags.num_bags] - bags.bounds[0];
+    order.num_bags += bags.num_bags;
+  }
+  // Sums of a small table stay in the cache, which then beats sorting.
+  constexpr int64_t kDenseBytes = 256 << 10;
+  const int64_t rows = table.home.num_rows;
+  if (!table.has_push && rows * table.gradient_bytes() <= kDenseBytes && rows <= 4 * order.n)
+    return arrange_dense<Id>(table, batch, memory, order);
+  order.key_bits = bits_for(static_cast<uint64_t>(rows));
+  order.payload_bits =
+      bits_for(static_cast<uint64_t>(batch.weights ? order.n : order.num_bags));
+  order.pair_bytes = 4;
+  if (order.key_bits + order.payload_bits <= 32 && order.payload_bits < 32)
+    return arrange_sorted<Id, uint32_t>(table, batch, memory, scratch, order);
+  order.pair_bytes = 8;
+  order.payload_bits = 32;
+  return arrange_sorted<Id, uint64_t>(table, batch, memory, scratch, order);
+}
+
+int64_t arrange(const Table& table, const Batch& batch, char* base, int64_t memory,
+                Scratch& scratch, TableOrder& order) {
+  const OrderMemory room(base, memory, scratch);
+  return batch.ids_are_32_bit ? arrange_ids<int32_t>(table, batch, room, scratch, order)
+                              : arrange_ids<int64_t>(table, batch, room, scratch, order);
+}

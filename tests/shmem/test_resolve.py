@@ -1,0 +1,149 @@
+"""Ids resolved ahead of their batch: the same bits as without, whenever and wherever it is done."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from oper.errors import InvalidInputError
+from oper.plan import Piece, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group import SingleGroup
+from tests.runtime_support import (
+    OPTIMIZERS,
+    Case,
+    Result,
+    assert_bitwise,
+    dlrm_case,
+    make_batch,
+    make_steps,
+    merge_ranks,
+    mixed_plan,
+    open_tables,
+    plans_for,
+    rank_loss,
+    run_ranks,
+    train_virtual,
+)
+
+RWA = OPTIMIZERS["rowwise_adagrad"]
+STEPS = 5
+
+
+def some_plans(case: Case, world_size: int) -> dict:
+    plans = plans_for(case.tables, world_size)
+    striped = uniform_plan(case.tables, world_size, "striped")
+    pushed, split = [], []
+    for entry in striped.tables:
+        (tier,) = entry.tiers
+        dim = entry.table.dim
+        pushed.append(replace(entry, pieces=(Piece(0, dim, (replace(tier, mode="push"),)),)))
+        cuts = (Piece(0, dim // 2, (tier,)), Piece(dim // 2, dim, (tier,)))
+        split.append(replace(entry, pieces=cuts if dim > 8 else entry.pieces))
+    return {"mixed0": plans["mixed0"], "striped": striped,
+            "push": replace(striped, tables=tuple(pushed)),
+            "columns": replace(striped, tables=tuple(split))}
+
+
+def train_ahead(case: Case, plan, steps) -> Result:
+    """Train with every batch resolved by another thread while the one before is trained."""
+    def body(group) -> Result:
+        tables = open_tables(case, plan, group, RWA)
+        outputs = []
+        with ThreadPoolExecutor(1) as ahead:
+            mine = [step[group.rank] for step in steps]
+            coming = ahead.submit(tables.resolve, mine[0].lookup(case))
+            for k, batch in enumerate(mine):
+                lookup = coming.result()
+                if k + 1 < len(mine):
+                    coming = ahead.submit(tables.resolve, mine[k + 1].lookup(case))
+                out = tables.lookup(lookup)
+                rank_loss(out, batch.target).backward()
+                outputs.append([out.detach().clone()])
+        tables.barrier()
+        weights = {t.name: tables.read(t.name) for t in case.tables}
+        states = {f"{t.name} momentum1": tables.read(t.name, part="momentum1")
+                  for t in case.tables}
+        tables.barrier()
+        tables.close()
+        return Result(outputs, weights, states)
+
+    return merge_ranks(run_ranks(plan.world_size, body))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("plan", ["mixed0", "striped", "push", "columns"])
+def test_training_is_the_same_bit_for_bit(plan: str, world_size: int, weighted: bool) -> None:
+    case = dlrm_case(weighted=weighted, id_dtype=torch.int32 if weighted else torch.int64)
+    steps = make_steps(case, world_size, STEPS, seed=4)
+    chosen = some_plans(case, world_size)[plan]
+    want = train_virtual(case, chosen, steps, RWA)
+    got = train_ahead(case, chosen, steps)
+    assert_bitwise(got.outputs, want.outputs, "outputs")
+    assert_bitwise(got.weights, want.weights, "weights")
+    assert_bitwise(got.states, want.states, "states")
+
+
+def test_a_batch_resolved_before_a_move_is_resolved_anew() -> None:
+    case = dlrm_case()
+    tables = open_tables(case, mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
+    other = open_tables(case, mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
+    batch = make_batch(case, 3, 20)
+    lookup = tables.resolve(batch.lookup(case))
+    tables.migrate(replace(mixed_plan(case.tables, 1, 2), tables=tuple(
+        replace(e, table=t.table) for e, t in zip(mixed_plan(case.tables, 1, 2).tables,
+                                                  tables.plan.tables, strict=True))))
+    for one, found in ((tables, lookup), (other, batch.lookup(case))):
+        rank_loss(one.lookup(found), batch.target).backward()
+    for t in case.tables:
+        assert_bitwise(tables.read(t.name), other.read(t.name), t.name)
+
+
+def test_sequences() -> None:
+    case = replace(dlrm_case(), tables=(dlrm_case().table("large"),), keys=("f5",))
+    tables = open_tables(case, mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
+    batch = make_batch(case, 2, 50)
+    lookup = replace(batch.lookup(case), pooled=False)
+    with torch.no_grad():
+        assert torch.equal(tables.lookup(tables.resolve(lookup)), tables.lookup(lookup))
+
+
+@pytest.mark.parametrize("size", [0, 9])
+def test_batches_without_ids(size: int) -> None:
+    case = dlrm_case()
+    tables = open_tables(case, mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
+    empty = Lookup(torch.zeros(0, dtype=torch.int64),
+                   torch.zeros(size * len(case.keys), dtype=torch.int64), case.key_of, size)
+    out = tables.lookup(tables.resolve(empty))
+    assert out.shape == (size, case.columns) and not out.any()
+    out.sum().backward()
+
+
+def test_errors_come_early_and_name_the_id() -> None:
+    case = dlrm_case()
+    tables = open_tables(case, mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
+    lookup = make_batch(case, 2, 50).lookup(case)
+    bad = lookup.ids.clone()
+    at = int(lookup.lengths[:50 * 3].sum())  # the first id of key "f5"
+    bad[at] = 20000
+    with pytest.raises(InvalidInputError, match=r"'f5' in table 'large'.*id=20000"):
+        tables.resolve(replace(lookup, ids=bad))
+    with pytest.raises(InvalidInputError, match="lengths"):
+        tables.resolve(replace(lookup, ids=lookup.ids[:-1]))
+
+
+def test_what_was_resolved_for_other_ids_is_not_used() -> None:
+    case = dlrm_case(weighted=True)
+    tables = open_tables(case, mixed_plan(case.tables, 1, 5), SingleGroup(), None)
+    resolved = tables.resolve(make_batch(case, 2, 50).lookup(case))
+    other = make_batch(case, 3, 50).lookup(case)
+    assert torch.equal(tables.lookup(replace(other, resolved=resolved.resolved)),
+                       tables.lookup(other))
+    doubled = replace(resolved, weights=2 * resolved.weights)  # a feature processor's, say
+    assert_bitwise(tables.lookup(doubled), 2 * tables.lookup(resolved), "weights exchanged")
+    with pytest.raises(InvalidInputError, match="weights"):
+        tables.lookup(replace(resolved, weights=resolved.weights[1:]))
