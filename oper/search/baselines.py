@@ -16,12 +16,15 @@ import numpy as np
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.cost import evaluate
+from oper.search.markov import markov_chain
+from oper.search.peer_programs import coverage_milp, extraction_lp
 from oper.search.placing import table_plan
 from oper.search.problem import IDS, Problem, TableProblem
 
 _SMALL_ROWS = 2000  # tables that hybrid plans keep data-parallel
 _ROUNDS = 20  # splitting rounds, as HugeCTR's planner runs at most
 _MAX_COLUMN_CUTS = 8
+_PROPOSALS = 1500  # of the Markov chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,11 @@ def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
         "row-wise": _row_wise,
         "hugectr-split-and-place": _split_and_place,
         "neuroshard-beam": _beam,
+        "recshard-coverage-milp": coverage_milp,
         "ugache-replicate-or-partition": _by_density,
+        "ugache-lp": extraction_lp,
         "flexshard-top-mass": _top_mass,
+        "flexflow-markov-chain": _chain,
     }
 
 
@@ -244,6 +250,11 @@ def _threshold(problem: Problem, mass: float | None) -> Plan | None:
         else:
             high = share
     return best
+
+
+def _chain(problem: Problem, seed: int) -> Plan | None:
+    """FlexFlow's Metropolis search over our space and costs, a short chain of it."""
+    return markov_chain(problem, seed, _PROPOSALS)
 
 
 def _prefix(problem: Problem, t: TableProblem, stop: int) -> tuple[Tier, ...]:

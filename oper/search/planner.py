@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, PlanInfeasibleError, fail
 from oper.plan import Piece, Plan
 from oper.search.bound import Bound, solve_relaxation
 from oper.search.constraints import Constraints, check_constraints
@@ -15,6 +15,7 @@ from oper.search.cost import CostModel, evaluate
 from oper.search.groups import plan_with_groups
 from oper.search.heuristic import EFFORTS, Effort, search
 from oper.search.infeasible import explain_bound, explain_plan
+from oper.search.markov import markov_chain, no_plan_found
 from oper.search.overlap import overlap_to_json
 from oper.search.placing import table_plan
 from oper.search.problem import Problem, make_problem, with_overlap
@@ -24,6 +25,8 @@ from oper.search.state import State
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
+
+SEARCHES = ("relaxation", "markov-chain")
 
 
 def make_plan(
@@ -40,6 +43,7 @@ def make_plan(
     seed: int = 0,
     allow: Iterable[str] = EXECUTABLE,
     overlap: Mapping[str, Any] | None = None,
+    search: str = "relaxation",
 ) -> Plan:
     """Plan where every row lives, with a certified lower bound of the modelled step.
 
@@ -59,6 +63,7 @@ def make_plan(
             this package executes.
         overlap: dense compute that phases may hide behind, ``{phase: microseconds}``, see
             `oper.search.overlap`; by default nothing hides.
+        search: ``"relaxation"``, or ``"markov-chain"`` for comparison (see `oper.search.markov`).
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -68,11 +73,11 @@ def make_plan(
     problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
                            allow=allow, constraints=constraints)
     return plan_problem(with_overlap(problem, overlap), effort=effort, time_budget_s=time_budget_s,
-                        target_gap=target_gap, seed=seed)
+                        target_gap=target_gap, seed=seed, search=search)
 
 
 def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float | None = None,
-                 target_gap: float = 0.01, seed: int = 0) -> Plan:
+                 target_gap: float = 0.01, seed: int = 0, search: str = "relaxation") -> Plan:
     """Plan a problem that is already stated; arguments and errors as `make_plan`."""
     started = time.monotonic()
     if effort not in EFFORTS:
@@ -86,9 +91,13 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)
-    plan = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
+    if search not in SEARCHES:
+        raise InvalidInputError(fail("cannot search", "search", search, f"one of {SEARCHES}",
+                                     "correct it"))
+    make = _plan if search == "relaxation" else _chained
+    plan = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
     check_constraints(plan, problem.constraints)
-    notes = {**plan.notes, "effort": effort, "seed": seed}
+    notes = {**plan.notes, "effort": effort, "seed": seed, "search": search}
     if problem.constraints != Constraints():
         notes["constraints"] = problem.constraints.to_json()
     if problem.overlap:
@@ -98,11 +107,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
 
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:
     """The search, without the constraints that bind several tables."""
-    branches = sorted((_Branch.of(p, budget.deadline) for p in _branches(problem)),
-                      key=lambda x: x.lower_bound_us)
-    fitting = [x for x in branches if x.bound.overflow <= 1e-6]
-    if not fitting:
-        raise explain_bound(problem, branches[0].bound)
+    fitting = _bounds(problem, budget.deadline)
     lower_us = fitting[0].lower_bound_us
     best: tuple[_Branch, State] | None = None
     for branch in fitting:
@@ -120,8 +125,29 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Pla
     step_us = evaluate(plan, problem).step_us
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
-             "bound_rounds": sum(x.bound.num_rounds for x in branches)}
+             "bound_rounds": sum(x.bound.num_rounds for x in fitting)}
     return replace(plan, step_us=step_us, lower_bound_us=min(lower_us, step_us), notes=notes)
+
+
+def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:
+    """The Markov chain's plan with the bound of the space."""
+    bounds = _bounds(problem, budget.deadline)
+    plan = markov_chain(problem, seed, budget.max_trials, deadline=budget.deadline,
+                        goal_us=bounds[0].lower_bound_us * (1 + target_gap))
+    if plan is None:
+        raise PlanInfeasibleError(no_plan_found(problem, budget.max_trials))
+    step_us = evaluate(plan, problem).step_us
+    return replace(plan, step_us=step_us, lower_bound_us=min(bounds[0].lower_bound_us, step_us))
+
+
+def _bounds(problem: Problem, deadline: float | None) -> list[_Branch]:
+    """The branches that fit, by bound; raises PlanInfeasibleError where there is none."""
+    branches = sorted((_Branch.of(p, deadline) for p in _branches(problem)),
+                      key=lambda x: x.lower_bound_us)
+    fitting = [x for x in branches if x.bound.overflow <= 1e-6]
+    if not fitting:
+        raise explain_bound(problem, branches[0].bound)
+    return fitting
 
 
 @dataclass(frozen=True, slots=True)

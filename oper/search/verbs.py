@@ -34,6 +34,8 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds to search")
     parser.add_argument("--target-gap", type=float, default=0.01, metavar="X")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--search", choices=("relaxation", "markov-chain"), default="relaxation",
+                        help="the Markov chain is FlexFlow's, for comparison")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -49,7 +51,7 @@ def run_plan(args: argparse.Namespace) -> int:
         constraints=None if args.constraints is None else _read_constraints(args.constraints))
     problem = with_overlap(problem, parse_argument(args.overlap))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
-                        target_gap=args.target_gap, seed=args.seed)
+                        target_gap=args.target_gap, seed=args.seed, search=args.search)
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **as_json(plan, problem)}))
