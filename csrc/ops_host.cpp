@@ -502,6 +502,12 @@ int64_t map_segment(int64_t fd, int64_t bytes, bool writable) {
   return reinterpret_cast<int64_t>(data);
 }
 
+void map_over_segment(int64_t address, int64_t fd, int64_t offset, int64_t bytes, bool writable) {
+  STD_TORCH_CHECK(map_over(reinterpret_cast<void*>(address), static_cast<int>(fd),
+                           static_cast<size_t>(offset), static_cast<size_t>(bytes), writable),
+                  "cannot map ", bytes, " bytes of a shared segment: ", std::strerror(errno));
+}
+
 void unmap_segment(int64_t address, int64_t bytes) {
   unmap(reinterpret_cast<void*>(address), static_cast<size_t>(bytes));
 }
@@ -527,6 +533,8 @@ std::string kernel_name() { return kernels().name; }
 
 STABLE_TORCH_LIBRARY(oper, m) {
   m.def("map_segment(int fd, int bytes, bool writable) -> int");
+  m.def(
+      "map_over_segment(int address, int fd, int offset, int bytes, bool writable) -> ()");
   m.def("unmap_segment(int address, int bytes) -> ()");
   m.def("collapse_segment(int address, int bytes) -> int");
   m.def("segment_view(int address, int rows, int columns, int type=0) -> Tensor");
@@ -558,6 +566,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("map_segment", TORCH_BOX(&oper::host::map_segment));
+  m.impl("map_over_segment", TORCH_BOX(&oper::host::map_over_segment));
   m.impl("unmap_segment", TORCH_BOX(&oper::host::unmap_segment));
   m.impl("collapse_segment", TORCH_BOX(&oper::host::collapse_segment));
   m.impl("segment_view", TORCH_BOX(&oper::host::segment_view));

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.errors import PlanError, fail
-from oper.plan import TablePlan, Tier
+from oper.plan import MEMORIES, TablePlan, Tier
 from oper.tables import DTYPE_BYTES
 
 MAX_ROWS = 2**32 - 1  # home keys and slots are 32-bit numbers
@@ -45,19 +45,20 @@ class TableDirectory:
     """Directory of one column piece of a table; pure arithmetic, no memory of the rows.
 
     Args:
-        plan: the table's placement, in device memory.
+        plan: the table's placement.
         world_size: ranks W.
         piece: which column piece.
 
     Attributes:
         table: the whole table.
         column, dim: first column and columns of the piece.
-        num_slots: int64 [W], rows on each rank.
-        num_replica_rows: int64 [W], replicated rows on each rank.
+        num_slots: int64 [W], rows on each rank; those of host memory have the last slots.
+        num_replica_rows: int64 [W], replicated rows on each rank; in the same order.
+        num_host_slots, num_host_replica_rows: int64 [W], how many of them are in host memory.
         owner_begin: int64 [W + 1], first home key of each rank.
 
     Raises:
-        PlanError: the plan uses a placement that this runtime does not execute.
+        PlanError: a table of more rows than slots can number.
     """
 
     def __init__(self, plan: TablePlan, world_size: int, piece: int = 0) -> None:
@@ -65,7 +66,6 @@ class TableDirectory:
         self.world_size = world_size
         self.column = plan.pieces[piece].start
         self.dim = plan.pieces[piece].stop - plan.pieces[piece].start
-        self._check_executable(plan)
         tiers = plan.pieces[piece].tiers
         # With single dealt tiers the order of rows is irrelevant: arithmetic on the id. All pieces
         # of a table order its rows alike, since they meet by position.
@@ -77,28 +77,27 @@ class TableDirectory:
         self._head_gaps = self._sorted_head - np.arange(self._sorted_head.size)
         slots = np.zeros(world_size, np.int64)
         replicas = np.zeros(world_size, np.int64)
-        self.tiers: list[TierLayout] = []
-        for tier in tiers:
-            layout = _lay_out(tier, world_size, slots, replicas)
-            slots = slots + layout.num_rows
-            if tier.placement == "replicated":
-                replicas[list(tier.ranks)] += tier.stop - tier.start
-            self.tiers.append(layout)
+        layouts: dict[int, TierLayout] = {}
+        in_device = np.zeros((2, world_size), np.int64)
+        for memory in MEMORIES:
+            for tier in (t for t in tiers if t.memory == memory):
+                layout = _lay_out(tier, world_size, slots, replicas)
+                slots = slots + layout.num_rows
+                if tier.placement == "replicated":
+                    replicas[list(tier.ranks)] += tier.stop - tier.start
+                layouts[tier.start] = layout
+            if memory == "device":
+                in_device[:] = slots, replicas
+        self.tiers = [layouts[t.start] for t in tiers]
         self.num_slots = slots  # int64 [W]
         self.num_replica_rows = replicas  # int64 [W]
+        self.num_host_slots = slots - in_device[0]  # int64 [W]
+        self.num_host_replica_rows = replicas - in_device[1]  # int64 [W]
         self.owner_begin = np.concatenate([[0], np.cumsum(slots)])  # int64 [W + 1]
         if plan.table.num_rows > MAX_ROWS:
             raise PlanError(
                 fail(f"table {self.table.name!r} is too large", "rows", plan.table.num_rows,
                      f"<= {MAX_ROWS}", "hash its ids into fewer rows or split it in two"))
-
-    @staticmethod
-    def _check_executable(plan: TablePlan) -> None:
-        what = f"cannot execute the plan of table {plan.table.name!r}"
-        for tier in (t for p in plan.pieces for t in p.tiers):
-            if tier.memory != "device":
-                raise PlanError(fail(what, "memory", tier.memory, "device",
-                                     "plan without a host tier"))
 
     @property
     def row_bytes(self) -> int:

@@ -177,7 +177,7 @@ def _random_tier(rng: np.random.Generator, start: int, stop: int, world_size: in
 
 
 def rich_plan(tables: Sequence[TableSpec], world_size: int, seed: int, columns: bool) -> Plan:
-    """Random tiers with push, and random column pieces."""
+    """Random tiers with push, some of them in host memory, and random column pieces."""
     rng = np.random.default_rng(seed)
     entries = []
     for t in tables:
@@ -208,7 +208,7 @@ def _random_tiers(rng: np.random.Generator, num_rows: int, world_size: int) -> t
             weights = tuple(rng.integers(1, 4, len(ranks)).tolist())
             mode = "push" if kind == "pushed" else "pull"
             tiers.append(Tier(start, stop, "striped", ranks, weights, mode))
-    return tuple(tiers)
+    return tuple(replace(x, memory="host") if rng.random() < 0.4 else x for x in tiers)
 
 
 def plans_for(tables: Sequence[TableSpec], world_size: int) -> dict[str, Plan]:

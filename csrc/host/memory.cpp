@@ -56,6 +56,15 @@ void* map_shared(int fd, size_t bytes, bool writable) {
   return data;
 }
 
+bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable) {
+  const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
+  if (mmap(data, bytes, protection, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(offset)) ==
+      MAP_FAILED)
+    return false;
+  madvise(data, bytes, MADV_NOHUGEPAGE);
+  return true;
+}
+
 void unmap(void* data, size_t bytes) { munmap(data, round_up(bytes, 4096)); }
 
 size_t collapse_huge(void* data, size_t bytes) {

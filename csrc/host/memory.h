@@ -11,6 +11,9 @@ constexpr size_t kHugePage = size_t{2} << 20;
 // Map `bytes` of descriptor `fd` at a 2 MiB boundary. Returns null and sets errno on failure.
 void* map_shared(int fd, size_t bytes, bool writable);
 void unmap(void* data, size_t bytes);
+// Put pages of descriptor `fd`, from `offset`, in the place of mapped ones; small pages for good.
+// Whole pages only. False and errno on failure.
+bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable);
 
 // Ask for huge pages behind an already touched range; returns the bytes that were collapsed.
 // MADV_COLLAPSE works for shared memory even where its huge pages are switched off by policy.

@@ -11,6 +11,7 @@ import numpy as np
 from oper.directory import TableDirectory, TierLayout
 from oper.shmem.optimizers import STATE_PARTS
 
+_PAGE = 4096
 _ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"
 ROW_TYPES = ("float32", "float16", "bfloat16")  # RowType in csrc/include/oper/elements.h
@@ -38,6 +39,8 @@ class ArenaLayout:
         num_bytes: int [W], whole arena.
         used_bytes: int [W], part before the outbox (what a huge-page request covers).
         outbox_bytes: bytes of the outbox.
+        host_ranges: per rank, [begin, end) of the whole pages that belong to rows in host memory,
+            their replicas and their optimizer states; ascending.
     """
 
     rows: np.ndarray
@@ -50,6 +53,7 @@ class ArenaLayout:
     num_bytes: list[int]
     used_bytes: list[int]
     outbox_bytes: int
+    host_ranges: list[list[tuple[int, int]]]
 
     @staticmethod
     def build(directories: Sequence[TableDirectory], world_size: int, num_outbox_bytes: int
@@ -59,24 +63,35 @@ class ArenaLayout:
         parts = {name: np.zeros(shape, np.int64)
                  for name in ("rows", "momentum1", "momentum2", "replicas", "touched", "squares")}
         outbox, total, used = [], [], []
+        host_ranges: list[list[tuple[int, int]]] = []
         for rank in range(world_size):
             at = 0
+            in_host: list[tuple[int, int]] = []
 
-            def take(num_bytes: int) -> int:
+            def take(num_bytes: int, num_host_bytes: int = 0,
+                     in_host: list[tuple[int, int]] = in_host) -> int:
                 nonlocal at
                 begin = at
-                at = -(-(at + int(num_bytes)) // _ALIGN) * _ALIGN
+                at += int(num_bytes)
+                first, last = -(-(at - int(num_host_bytes)) // _PAGE) * _PAGE, at // _PAGE * _PAGE
+                if first < last:
+                    in_host.append((first, last))
+                at = -(-at // _ALIGN) * _ALIGN
                 return begin
 
             # All rows first: they are what lookups read, and what huge pages are wanted for.
             for t, d in enumerate(directories):
-                parts["rows"][t, rank] = take(d.num_slots[rank] * d.row_bytes)
+                parts["rows"][t, rank] = take(
+                    d.num_slots[rank] * d.row_bytes, d.num_host_slots[rank] * d.row_bytes)
             for t, d in enumerate(directories):
-                parts["replicas"][t, rank] = take(d.num_replica_rows[rank] * d.row_bytes)
+                parts["replicas"][t, rank] = take(
+                    d.num_replica_rows[rank] * d.row_bytes,
+                    d.num_host_replica_rows[rank] * d.row_bytes)
             for t, d in enumerate(directories):
                 for name, per_row in STATE_PARTS[d.table.optimizer]:
+                    width = 4 * (1 if per_row else d.dim)
                     parts[name][t, rank] = take(
-                        d.num_slots[rank] * 4 * (1 if per_row else d.dim))
+                        d.num_slots[rank] * width, d.num_host_slots[rank] * width)
                     if per_row and d.dim != d.table.dim:
                         parts["squares"][t, rank] = take(d.num_slots[rank] * 4)
             for t, d in enumerate(directories):
@@ -85,8 +100,22 @@ class ArenaLayout:
             used.append(at)
             outbox.append(at)
             total.append(at + num_outbox_bytes)
+            host_ranges.append(in_host)
         return ArenaLayout(**parts, outbox=outbox, num_bytes=total, used_bytes=used,
-                           outbox_bytes=num_outbox_bytes)
+                           outbox_bytes=num_outbox_bytes, host_ranges=host_ranges)
+
+
+    def memory_bytes(self, directories: Sequence[TableDirectory]) -> dict[str, list[int]]:
+        """Bytes of rows, replicas and optimizer states by kind of memory, per rank."""
+        everything = np.zeros(len(self.num_bytes), np.int64)
+        in_host = everything.copy()
+        for d in directories:
+            state = sum(4 if per_row else 4 * d.dim
+                        for _, per_row in STATE_PARTS[d.table.optimizer])
+            everything += d.num_slots * (d.row_bytes + state) + d.num_replica_rows * d.row_bytes
+            in_host += (d.num_host_slots * (d.row_bytes + state)
+                        + d.num_host_replica_rows * d.row_bytes)
+        return {"device": (everything - in_host).tolist(), "host": in_host.tolist()}
 
 
 def replicated_slots(directory: TableDirectory, rank: int) -> int:

@@ -24,6 +24,8 @@ from oper.shmem.library import load
 
 _LINE_BYTES = 128  # one barrier line per rank, see csrc/host/barrier.h
 _CONNECT_S = 60.0
+_MAX_SEGMENTS = 3  # of a rank
+_HUGE = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -48,6 +50,8 @@ class HostHeap:
     Args:
         group: the ranks. Creation is collective.
         num_bytes: int [W], size of each rank's arena; equal on all ranks.
+        host_ranges: [W] lists of ascending [begin, end) of pages for rows in host memory: they come
+            from a second segment of the rank, which never gets huge pages. Same on all ranks.
 
     Attributes:
         addresses: int [W], where each arena is mapped in this process.
@@ -60,9 +64,11 @@ class HostHeap:
         OperError: memory or descriptors cannot be had.
     """
 
-    def __init__(self, group: Group, num_bytes: list[int]) -> None:
+    def __init__(self, group: Group, num_bytes: list[int],
+                 host_ranges: list[list[tuple[int, int]]] | None = None) -> None:
         load()
         self._group = group
+        self._host_ranges = host_ranges or [[] for _ in num_bytes]
         self._sizes = [_page_up(max(1, n)) for n in num_bytes]
         self._control_bytes = _page_up(group.world_size * _LINE_BYTES)
         self.pidfds = [-1] * group.world_size
@@ -72,16 +78,14 @@ class HostHeap:
         self.control = 0
         fds: list[int] = []
         try:
-            arena = _create_segment(self._sizes[group.rank])
-            fds.append(arena)
-            control = -1
-            if group.rank == 0:
-                control = _create_segment(self._control_bytes)
-                fds.append(control)
+            for size in self._segment_sizes(group.rank):
+                fds.append(_create_segment(size))
             if group.is_local:
-                self._attach_local(arena, control)
+                # Descriptors are already ours; every virtual rank still maps for itself, so that
+                # one may close while another reads.
+                self._map_all(group.all_gather(list(fds)))
             else:
-                self._attach_peers(arena, control, fds)
+                self._attach_peers(fds)
         except OSError as error:
             self.close()
             raise OperError(
@@ -94,26 +98,39 @@ class HostHeap:
             for fd in fds:
                 os.close(fd)
 
+    def _segment_sizes(self, rank: int) -> list[int]:
+        """A rank's segments: its arena, the control segment if it is rank 0, its host memory."""
+        sizes = [self._sizes[rank]]
+        sizes += [self._control_bytes] if rank == 0 else []
+        return sizes + ([self.host_bytes(rank)] if self._host_ranges[rank] else [])
+
+    def host_bytes(self, rank: int) -> int:
+        """Size of a rank's segment of host memory."""
+        return sum(end - begin for begin, end in self._host_ranges[rank])
+
     def _map(self, fd: int, num_bytes: int, writable: bool) -> int:
         address = int(torch.ops.oper.map_segment(fd, num_bytes, writable))
         self._mapped.append((address, num_bytes))
         return address
 
-    def _attach_local(self, arena: int, control: int) -> None:
-        """Descriptors are already ours; every virtual rank still maps for itself, so that one
-        may close while another reads."""
-        everyone = self._group.all_gather((arena, control))
-        self._map_all([fd for fd, _ in everyone], everyone[0][1])
-
-    def _map_all(self, arenas: list[int], control: int) -> None:
-        for rank, fd in enumerate(arenas):
-            self.addresses.append(self._map(fd, self._sizes[rank], rank == self._group.rank))
-        self.control = self._map(control, self._control_bytes, True)
+    def _map_all(self, segments: list[list[int]]) -> None:
+        """Map what `_segment_sizes` lists, of every rank."""
+        for rank, fds in enumerate(segments):
+            writable = rank == self._group.rank
+            address = self._map(fds[0], self._sizes[rank], writable)
+            self.addresses.append(address)
+            at = 0
+            for begin, end in self._host_ranges[rank]:
+                torch.ops.oper.map_over_segment(address + begin, fds[-1], at, end - begin, writable)
+                at += end - begin
+        self.control = self._map(segments[0][1], self._control_bytes, True)
         # Nobody may go on (and perhaps end) before all have what they need.
         self._group.all_gather(None)
 
-    def _attach_peers(self, arena: int, control: int, fds: list[int]) -> None:
+    def _attach_peers(self, fds: list[int]) -> None:
+        """Exchange descriptors; those received are added to `fds`, which the caller closes."""
         group = self._group
+        mine = list(fds)
         name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             server.bind(name)
@@ -130,12 +147,16 @@ class HostHeap:
                 if rank != group.rank:
                     self.pidfds[rank] = os.pidfd_open(pid)
             received = _exchange_descriptors(
-                server, group.rank, pids, [n for _, _, n in everyone],
-                [arena] if control < 0 else [arena, control])
+                server, group.rank, pids, [n for _, _, n in everyone], mine)
         for got in received.values():
             fds.extend(got)
-        arenas = [arena if r == group.rank else received[r][0] for r in range(group.world_size)]
-        self._map_all(arenas, control if group.rank == 0 else received[0][1])
+        segments = [mine if r == group.rank else received[r] for r in range(group.world_size)]
+        for rank, got in enumerate(segments):
+            if len(got) != len(self._segment_sizes(rank)):
+                raise OperError(
+                    fail("cannot attach to a peer's arena", "rank, descriptors", (rank, len(got)),
+                         f"{len(self._segment_sizes(rank))}", "start all ranks with one plan"))
+        self._map_all(segments)
 
     def collapse(self, num_bytes: list[int], sync: Callable[[], None]) -> None:
         """Ask for huge pages behind the first `num_bytes[r]` bytes of every arena r. Collective.
@@ -144,16 +165,27 @@ class HostHeap:
         barrier, since two processes that collapse one page at once both fail.
         """
         rank = self._group.rank
-        done = int(torch.ops.oper.collapse_segment(self.addresses[rank], num_bytes[rank]))
+        done, want = self._collapse_one(rank, num_bytes[rank])
         sync()
-        want = num_bytes[rank] // (2 << 20) * (2 << 20)
-        for peer, (address, size) in enumerate(zip(self.addresses, num_bytes, strict=True)):
+        for peer, size in enumerate(num_bytes):
             if peer != rank:
-                want += size // (2 << 20) * (2 << 20)
-                done += int(torch.ops.oper.collapse_segment(address, size))
+                more, wanted = self._collapse_one(peer, size)
+                done, want = done + more, want + wanted
         share = done / want if want else 0.0
         self.page_kind = "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else (
             f"{share:.0%} 2MiB, rest 4KiB")
+
+    def _collapse_one(self, rank: int, num_bytes: int) -> tuple[int, int]:
+        """Bytes that got huge pages and bytes that might have, of the arena's device memory."""
+        done = want = at = 0
+        for begin, end in [*self._host_ranges[rank], (num_bytes, num_bytes)]:
+            size = min(begin, num_bytes) - at
+            if size > 0:
+                first = -(-at // _HUGE) * _HUGE  # arenas begin at such a boundary
+                want += max(0, (at + size) // _HUGE * _HUGE - first)
+                done += int(torch.ops.oper.collapse_segment(self.addresses[rank] + at, size))
+            at = end
+        return done, want
 
     def close(self) -> None:
         """Unmap everything; views of the arenas must not be used afterwards."""
@@ -205,9 +237,9 @@ def _exchange_descriptors(
                     socket.send_fds(connection, [b"oper"], mine)
                     served.add(pid)
         for peer, connection in incoming.items():
-            data, fds, _, _ = socket.recv_fds(connection, 4, 2)
+            data, fds, _, _ = socket.recv_fds(connection, 4, _MAX_SEGMENTS)
             received[peer] = list(fds)
-            if data != b"oper" or len(fds) != (2 if peer == 0 else 1):
+            if data != b"oper" or not fds:
                 raise OperError(
                     fail("cannot attach to a peer's arena", "rank", peer, "its descriptors",
                          "look at that rank's log"))

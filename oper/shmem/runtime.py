@@ -91,7 +91,8 @@ class ShardedTables(LogicalRows):
         self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
         self._layout = ArenaLayout.build(
             self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096)
-        self._heap: HostHeap | None = HostHeap(group, self._layout.num_bytes)
+        self._heap: HostHeap | None = HostHeap(
+            group, self._layout.num_bytes, self._layout.host_ranges)
         self._handle = self._create_context()
         self._migration: Migration | None = None
         self._keep()
@@ -363,9 +364,14 @@ class ShardedTables(LogicalRows):
         self._heap.collapse(self._layout.used_bytes, self.barrier)
         return self._heap.page_kind
 
+    def memory_bytes(self) -> dict[str, list[int]]:
+        """Bytes of rows, replicas and optimizer states by kind of memory and rank, without the
+        outbox: ``{"device": [W], "host": [W]}``."""
+        return self._layout.memory_bytes(self.directories)
+
     @property
     def page_kind(self) -> str:
-        """Kind of the pages behind the rows."""
+        """Kind of the pages behind the rows in device memory."""
         return self._heap.page_kind if self._heap else "closed"
 
     def close(self) -> None:

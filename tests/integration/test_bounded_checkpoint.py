@@ -163,7 +163,7 @@ def test_memory_is_a_few_chunks(tmp_path: Path) -> None:
         assert plain <= 1.25 * table + slack, "plain save"
         # At two ranks a whole table on each would be `table`, and a chunk is 64 MiB.
         assert plain_load <= 0.75 * table + slack, "plain load"
-        assert plain > table / 2, "the measure sees what a plain save copies"
+        assert plain > 0.4 * table, "the measure sees what a plain save copies"
 
 
 # ---- crashes -------------------------------------------------------------------------------------

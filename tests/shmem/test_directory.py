@@ -161,11 +161,20 @@ def test_more_rows_than_keys_can_count_are_refused() -> None:
         TableDirectory(plan, 2)
 
 
-def test_placements_that_are_not_executed_are_refused() -> None:
-    spec = TableSpec("mine", 10, 8, ("f",), "sum")
-    tier = Tier(0, 10, "striped", (0, 1), memory="host")
-    with pytest.raises(PlanError, match=r"(?s)'mine'.*memory"):
-        TableDirectory(TablePlan(spec, (Piece(0, 8, (tier,)),)), 2)
+def test_rows_of_host_memory_have_the_last_slots() -> None:
+    spec = TableSpec("mine", 100, 8, ("f",), "sum")
+    tiers = (Tier(0, 10, "owned", (1,), memory="host"), Tier(10, 20, "replicated", (0, 1)),
+             Tier(20, 50, "striped", (0, 1), memory="host"), Tier(50, 100, "owned", (1,)))
+    directory = TableDirectory(TablePlan(spec, (Piece(0, 8, tiers),)), 2)
+    assert directory.num_slots.tolist() == [20, 80]
+    assert directory.num_host_slots.tolist() == [15, 25]
+    assert directory.num_host_replica_rows.tolist() == [0, 0]
+    owner, slot = directory.locate(np.arange(100))
+    in_host = np.zeros(100, bool)
+    in_host[:10] = in_host[20:50] = True
+    for rank, device in enumerate((5, 55)):
+        assert ((slot >= device) == in_host)[owner == rank].all()
+        assert sorted(slot[owner == rank]) == list(range(directory.num_slots[rank]))
 
 
 # ---- what C++ makes of it ------------------------------------------------------------------------

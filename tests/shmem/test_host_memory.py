@@ -1,0 +1,102 @@
+"""Tiers in host memory: the same numbers from a segment of their own that gets no huge pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from tests.runtime_support import (
+    OPTIMIZERS,
+    assert_bitwise,
+    dlrm_case,
+    make_steps,
+    mixed_plan,
+    train_virtual,
+)
+from tests.world_support import run_world
+
+ROWS, DIM = 60_000, 64
+
+
+def in_host(plan: Plan, every: int) -> Plan:
+    """The plan with every n-th tier in host memory."""
+    def moved(entry: TablePlan, shift: int) -> TablePlan:
+        return replace(entry, pieces=tuple(replace(p, tiers=tuple(
+            replace(x, memory="host") if (k + shift) % every == 0 else x
+            for k, x in enumerate(p.tiers))) for p in entry.pieces))
+    return replace(plan, tables=tuple(moved(t, k) for k, t in enumerate(plan.tables)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_same_bits(world_size: int, every: int) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    steps = make_steps(case, world_size, 8)
+    for seed in (1, 2):
+        plan = mixed_plan(case.tables, world_size, seed)
+        want = train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"])
+        got = train_virtual(case, in_host(plan, every), steps, OPTIMIZERS["rowwise_adagrad"])
+        assert_bitwise(got.outputs, want.outputs, "outputs")
+        assert_bitwise(got.weights, want.weights, "weights")
+        assert_bitwise(got.states, want.states, "states")
+
+
+def _segments() -> list[dict[str, Any]]:
+    """Mappings of memory files in this process: size, resident and huge bytes, flags."""
+    found: list[dict[str, Any]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, _, rest = line.partition(" ")
+        if "-" in head and ":" not in head:
+            found.append({"name": rest})
+        elif found:
+            found[-1][head.rstrip(":")] = (rest.split() if head == "VmFlags:"
+                                           else int(rest.split()[0]) << 10)
+    return [s for s in found if "memfd:oper" in s["name"]]
+
+
+def _bytes_of_a_rank(rank: int, world_size: int) -> dict[str, Any]:
+    """One table of a replicated head, a striped tier, and a host tier of half of the rows."""
+    from oper.shmem.group import ProcessGroup
+
+    spec = TableSpec("t", ROWS, DIM, ("f",))
+    tiers = (Tier(0, 1000, "replicated", (0, 1), memory="host"),
+             Tier(1000, ROWS // 2, "striped", (0, 1)),
+             Tier(ROWS // 2, ROWS, "striped", (1, 0), (2, 1), memory="host"))
+    plan = Plan(2, (TablePlan(spec, (Piece(0, DIM, tiers),)),))
+    tables = ShardedTables(plan, [("f", "t")], ProcessGroup(), RowWiseAdagrad(), 0.5)
+    import torch
+
+    values = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, DIM).contiguous()
+    tables.write("t", values)
+    tables.write("t", values[:, 0].contiguous(), part="momentum1")
+    tables.publish()
+    tables.use_huge_pages()
+    assert torch.equal(tables.read("t"), values)
+    assert torch.equal(tables.read("t", part="momentum1"), values[:, 0])
+    small = [s for s in _segments() if "nh" in s["VmFlags"]]
+    found = {"memory": tables.memory_bytes(), "small": sum(s["Size"] for s in small),
+             "huge": sum(s["ShmemPmdMapped"] for s in small)}
+    tables.barrier()
+    tables.close()
+    assert not _segments()
+    return found
+
+
+def test_bytes_are_kept_and_told_apart() -> None:
+    per_row = DIM * 4 + 4
+    # Rows of the host tier are dealt 2 : 1 to ranks 1 and 0; masters of the head are striped.
+    in_host_rows = [ROWS // 2 // 3 + 500, ROWS // 2 * 2 // 3 + 500]
+    host = [n * per_row + 1000 * DIM * 4 for n in in_host_rows]
+    device = [(ROWS // 2 - 1000) // 2 * per_row] * 2
+    for found in run_world(2, _bytes_of_a_rank):
+        assert found["memory"] == {"device": device, "host": host}
+        # Both ranks' host pages are mapped here; whole pages only, so a few less than the bytes.
+        assert sum(host) - 8 * 4096 <= found["small"] <= sum(host)
+        assert found["huge"] == 0
