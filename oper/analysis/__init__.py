@@ -16,7 +16,11 @@ _PUBLIC = {
     "CountOptions": "oper.analysis.counting",
     "SparseCounter": "oper.analysis.counting",
     "TableCounter": "oper.analysis.counting",
+    "HeavyHitters": "oper.analysis.sketch",
+    "DistinctSample": "oper.analysis.sketch",
     "PresenceSampler": "oper.analysis.presence",
+    "ValueCountOptions": "oper.analysis.value_counts",
+    "stats_from_value_counts": "oper.analysis.value_counts",
     "Skew": "oper.analysis.summary",
     "skew": "oper.analysis.summary",
     "drift": "oper.analysis.summary",
@@ -37,11 +41,19 @@ if TYPE_CHECKING:
         TableCounter as TableCounter,
     )
     from oper.analysis.presence import PresenceSampler as PresenceSampler
+    from oper.analysis.sketch import (
+        DistinctSample as DistinctSample,
+        HeavyHitters as HeavyHitters,
+    )
     from oper.analysis.summary import (
         Skew as Skew,
         describe as describe,
         drift as drift,
         skew as skew,
+    )
+    from oper.analysis.value_counts import (
+        ValueCountOptions as ValueCountOptions,
+        stats_from_value_counts as stats_from_value_counts,
     )
 
 __getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,13 +61,37 @@ class Collector:
         self._tables = check_unique(tables)
         dense = options.dense_tables([t.num_rows for t in self._tables])
         self._counters = [
-            TableCounter(t.name, t.num_rows, d, options.presence_samples)
+            TableCounter(t.name, t.num_rows, d, options.presence_samples,
+                         options.sparse_budget_bytes)
             for t, d in zip(self._tables, dense, strict=True)]
         self._num_samples = 0
         self._seen: set[str] = set()
+        self._share = options.max_overhead
+        self._begin: float | None = None
+        self._spent = self._longest = 0.0
+        self.num_left_out = 0
 
     def add(self, batch: Any, bucket: str | None = None) -> None:
-        """Count one batch (the forms that `collect` takes); raises InvalidInputError."""
+        """Count one batch (the forms that `collect` takes); raises InvalidInputError.
+
+        With `max_overhead` a batch is left out (and counted in `num_left_out`) while counting it,
+        at the cost of the most expensive batch so far, would exceed that share of the time since
+        the first call.
+        """
+        if self._share is None:
+            self._add(batch, bucket)
+            return
+        now = time.perf_counter()
+        if self._begin is None:
+            self._begin = now
+        elif self._spent + self._longest > self._share * (now - self._begin):
+            self.num_left_out += 1
+            return
+        self._add(batch, bucket)
+        took = time.perf_counter() - now
+        self._spent, self._longest = self._spent + took, max(self._longest, took)
+
+    def _add(self, batch: Any, bucket: str | None) -> None:
         features: dict[str, Lookups] = {}
         num_samples = 0
         for source in _sources(batch):

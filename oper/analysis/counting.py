@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
+from oper.analysis.sketch import DistinctSample, HeavyHitters, merge_counts, sketched_stats
 from oper.errors import InvalidInputError, fail
 from oper.stats import TableStats, TimeBucket
 
-_PENDING = 1 << 20  # ids that a sparse counter collects before it sorts them
+_PENDING = 1 << 20         # ids that a sparse counter collects before it sorts them
+_SKETCH_PENDING = 1 << 22  # ids that are sorted before they meet a sketch
+_BUCKET_ENTRIES = 1 << 16  # ids of a time bucket that is not counted exactly
 _UINT32_MAX = 2**32 - 1
 _EMPTY = np.zeros(0, np.int64)
 
@@ -24,10 +27,27 @@ class CountOptions:
         presence_samples: window sizes n at which presence is measured.
         dense_budget_bytes: memory for dense counters (4 bytes per row) over all tables; tables that
             do not fit are counted by sorting, exactly as well, at a third to a tenth of the speed.
+        sparse_budget_bytes: memory of one such table (16 bytes per touched row, about twice that
+            while counting); beyond it heavy hitters are kept with a bounded error and the tail is
+            estimated from a sample of its rows (see `oper.analysis.sketch`).
+        max_overhead: share of the time that a live `Collector` may take, e.g. 0.02: batches that
+            would take more are left out; None = count every batch.
     """
 
     presence_samples: tuple[int, ...] = PRESENCE_SAMPLES
     dense_budget_bytes: int = 2 << 30
+    sparse_budget_bytes: int = 1 << 29
+    max_overhead: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+                ("dense_budget_bytes", self.dense_budget_bytes >= 0, ">= 0"),
+                ("sparse_budget_bytes", self.sparse_budget_bytes >= 0, ">= 0"),
+                ("max_overhead", self.max_overhead is None or 0 < self.max_overhead <= 1,
+                 "a share above 0, or None")):
+            if not ok:
+                raise InvalidInputError(
+                    fail("cannot count lookups", name, getattr(self, name), expected, "correct it"))
 
     def dense_tables(self, num_rows: Sequence[int]) -> list[bool]:
         """Which tables get a dense counter: the smallest ones first, while the budget lasts."""
@@ -66,11 +86,18 @@ class SparseCounter:
             return
         values = np.concatenate(self._pending)
         self._pending, self._num_pending = [], 0
-        values.sort()
-        starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
-        self._runs.append((values[starts], np.diff(starts, append=values.size)))
+        self.add_counts(*count_distinct(values))
+
+    def add_counts(self, values: np.ndarray, counts: np.ndarray) -> None:
+        """Add distinct ascending values with their counts."""
+        self._runs.append((values, counts))
         while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
             self._runs[-2:] = [merge_counts(self._runs[-2:])]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the values counted so far."""
+        return sum(v.nbytes + c.nbytes for v, c in self._runs)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """Distinct values, ascending, and the count of each, int64 [K]."""
@@ -81,20 +108,77 @@ class SparseCounter:
         return self._runs[0]
 
 
-def merge_counts(
-    parts: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Add up (values, counts) pairs whose values ascend; values ascend in the result."""
-    if len(parts) == 1:
-        return parts[0]
-    values = np.concatenate([v for v, _ in parts])
-    counts = np.concatenate([c for _, c in parts])
-    order = np.argsort(values, kind="stable")  # merges the sorted parts
-    values, counts = values[order], counts[order]
-    if not values.size:
-        return values, counts
-    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
-    return values[starts], np.add.reduceat(counts, starts)
+class AdaptiveCounter:
+    """Counts exactly while the distinct ids fit a memory budget, by sketches from then on."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Start counting exactly."""
+        self._exact: SparseCounter | None = SparseCounter()
+        self._budget = budget_bytes
+        self._pending: list[np.ndarray] = []
+        self._num_pending = 0
+        self.num_accesses = 0
+        self.heavy, self.sample = HeavyHitters(), DistinctSample()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every id has been counted."""
+        return self._exact is not None
+
+    def add(self, ids: np.ndarray) -> None:
+        """Count `ids`, integer [N], none negative."""
+        self.num_accesses += ids.size
+        if self._exact is not None:
+            self._exact.add(ids)
+            if self._exact.num_bytes > self._budget:
+                self._sketch(*self._exact.result())
+                self._exact = None
+            return
+        self._pending.append(ids.astype(np.int64))
+        self._num_pending += ids.size
+        if self._num_pending >= _SKETCH_PENDING:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._num_pending:
+            values = np.concatenate(self._pending)
+            self._pending, self._num_pending = [], 0
+            self._sketch(*count_distinct(values))
+
+    def _sketch(self, ids: np.ndarray, counts: np.ndarray) -> None:
+        self.heavy.add(ids, counts)
+        self.sample.add(ids, counts)
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, ascending, and counts: all of them, or the heavy hitters' lower bounds."""
+        if self._exact is not None:
+            return self._exact.result()
+        self._flush()
+        return self.heavy.result()
+
+    def merge(self, other: AdaptiveCounter) -> None:
+        """Add what another counter has counted (its own count is lost)."""
+        self.num_accesses += other.num_accesses
+        if self._exact is not None and other._exact is not None:
+            self._exact.add_counts(*other._exact.result())
+            if self._exact.num_bytes > self._budget:
+                self._sketch(*self._exact.result())
+                self._exact = None
+            return
+        for counter in (self, other):
+            counter._flush()
+            if counter._exact is not None:
+                counter._sketch(*counter._exact.result())
+                counter._exact = None
+        self.heavy.merge(other.heavy)
+        self.sample.merge(other.sample)
+
+
+def count_distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct values, ascending, and the count of each, int64 [K]; `values` is sorted in place."""
+    values.sort()
+    starts = np.flatnonzero(np.concatenate([[values.size > 0], values[1:] != values[:-1]]))
+    return values[starts], np.diff(starts, append=values.size)
 
 
 class _DenseCounter:
@@ -130,7 +214,8 @@ class TableCounter:
     """Counts the lookups of one table, batch by batch, into `TableStats`."""
 
     def __init__(self, name: str, num_rows: int, dense: bool = True,
-                 presence_samples: Sequence[int] = PRESENCE_SAMPLES) -> None:
+                 presence_samples: Sequence[int] = PRESENCE_SAMPLES,
+                 sparse_budget_bytes: int = 1 << 29) -> None:
         """Start a counter.
 
         Args:
@@ -138,16 +223,19 @@ class TableCounter:
             num_rows: rows of the table; every id must be below.
             dense: 4 bytes per row (fast) instead of memory proportional to the touched rows.
             presence_samples: window sizes at which presence is measured.
+            sparse_budget_bytes: beyond it a counter that is not dense goes over to sketches.
         """
         self._name, self._num_rows, self._dense = name, num_rows, dense
-        self._counter: _DenseCounter | SparseCounter = self._new_counter()
+        self._budget = sparse_budget_bytes
+        self._counter: _DenseCounter | AdaptiveCounter = self._new_counter()
+        self._whole: AdaptiveCounter | None = None
         self._label: str | None = None
         self._parts: dict[str | None, list[tuple[np.ndarray, np.ndarray]]] = {}
         self._lengths = np.zeros(2, np.int64)
         self._presence = PresenceSampler(num_rows, presence_samples)
 
-    def _new_counter(self) -> _DenseCounter | SparseCounter:
-        return _DenseCounter(self._num_rows) if self._dense else SparseCounter()
+    def _new_counter(self) -> _DenseCounter | AdaptiveCounter:
+        return _DenseCounter(self._num_rows) if self._dense else AdaptiveCounter(self._budget)
 
     def add(self, lookups: Sequence[Lookups], bucket: str | None = None) -> None:
         """Count one batch.
@@ -208,10 +296,17 @@ class TableCounter:
         self._lengths += counts
 
     def _end_bucket(self) -> None:
-        ids, counts = self._counter.result()
-        if not self._dense:
+        counter = self._counter
+        ids, counts = counter.result()
+        if isinstance(counter, AdaptiveCounter):
+            if self._label is not None and not counter.is_exact:
+                ids, counts = _hottest(ids, counts)
             self._counter = self._new_counter()
-        if ids.size:
+            if self._whole is None:
+                self._whole = counter
+            else:
+                self._whole.merge(counter)
+        if ids.size and (self._dense or self._label is not None):
             self._parts.setdefault(self._label, []).append((ids, counts))
 
     def finish(self) -> TableStats:
@@ -220,19 +315,32 @@ class TableCounter:
         merged = {label: merge_counts(parts) for label, parts in self._parts.items()}
         buckets = tuple(TimeBucket(label, ids.astype(np.int64), counts)
                         for label, (ids, counts) in merged.items() if label is not None)
-        ids, counts = self._total(list(merged.values()))
         values = np.flatnonzero(self._lengths)
-        return TableStats.from_counts(
-            self._num_rows, ids, counts, (values, self._lengths[values]),
-            self._presence.result(), buckets)
+        lengths = (values, self._lengths[values])
+        whole = self._whole
+        if whole is not None and not whole.is_exact:
+            whole.result()
+            return sketched_stats(self._num_rows, whole.heavy, whole.sample, whole.num_accesses,
+                                  lengths, self._presence.result(), buckets)
+        ids, counts = whole.result() if whole is not None else self._total(list(merged.values()))
+        return TableStats.from_counts(self._num_rows, ids, counts, lengths,
+                                      self._presence.result(), buckets)
 
     def _total(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
         if not parts:
             return _EMPTY, _EMPTY
-        if len(parts) == 1 or not self._dense:
-            return merge_counts(parts)
+        if len(parts) == 1:
+            return parts[0]
         total = np.zeros(self._num_rows, np.int64)
         for ids, counts in parts:
             total[ids] += counts  # ids of one part are distinct
         ids = np.flatnonzero(total != 0)
         return ids, total[ids]
+
+
+def _hottest(ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of largest count, ascending, at most `_BUCKET_ENTRIES` of them."""
+    if ids.size <= _BUCKET_ENTRIES:
+        return ids, counts
+    keep = np.sort(np.argpartition(counts, ids.size - _BUCKET_ENTRIES)[-_BUCKET_ENTRIES:])
+    return ids[keep], counts[keep]

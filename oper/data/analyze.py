@@ -41,7 +41,8 @@ def analyze_folder(
     folder = Folder.open(path)
     options = options or CountOptions()
     dense = options.dense_tables(folder.num_rows)
-    counters = [TableCounter(name, rows, d, options.presence_samples)
+    counters = [TableCounter(name, rows, d, options.presence_samples,
+                             options.sparse_budget_bytes)
                 for name, rows, d in zip(folder.sparse, folder.num_rows, dense, strict=True)]
     total = folder.rows["train"]
     num_samples = 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.analysis.counting import merge_counts
+from oper.analysis.sketch import merge_counts
 from oper.errors import InvalidInputError, fail
 
 _MEMORY_BYTES = 192 << 20  # of runs held before they are spilled

@@ -11,6 +11,7 @@ from oper.errors import InvalidInputError, fail
 
 if TYPE_CHECKING:
     from oper.data.recipe import Recipe
+    from oper.stats import AccessStats
 
 
 def configure_preprocess(parser: argparse.ArgumentParser) -> None:
@@ -119,23 +120,40 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
 
 def configure_analyze(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper analyze``."""
-    parser.add_argument("folder", metavar="DIR", help="folder that 'oper preprocess' wrote")
+    parser.add_argument("folder", metavar="DIR",
+                        help="folder that 'oper preprocess' wrote; with --counts a CSV file (plain "
+                             "or gzip) with columns field, value, count; with --merge statistics "
+                             "files")
+    parser.add_argument("more", nargs="*", metavar="STATS",
+                        help="with --merge: more statistics files")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--counts", action="store_true", help="read published value counts")
+    kind.add_argument("--merge", action="store_true",
+                      help="add up statistics of parts (files, days, workers), in order of time")
+    parser.add_argument("--samples", type=int, metavar="N",
+                        help="with --counts: rows of the log they come from (default: the largest "
+                             "sum of any field)")
+    parser.add_argument("--cut", type=int, metavar="N",
+                        help="with --counts: values seen fewer than N times are not in the file "
+                             "(default: its least count); their rows are modelled")
+    parser.add_argument("--rows", metavar="FIELD=N,...",
+                        help="with --counts: distinct values of fields where they are known")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
                         help="file to write")
     parser.add_argument("--memory", default="2GiB", metavar="SIZE",
-                        help="memory for counters; tables beyond it are counted by sorting, more "
-                             "slowly (default 2GiB)")
+                        help="memory for dense counters; tables beyond it are counted by sorting, "
+                             "more slowly (default 2GiB)")
+    parser.add_argument("--table-memory", default="512MiB", metavar="SIZE",
+                        help="memory for a table counted by sorting; beyond it heavy hitters are "
+                             "kept with a bounded error and the tail is estimated (default 512MiB)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run_analyze(args: argparse.Namespace) -> int:
     """Run ``oper analyze``; raises OperError."""
-    from oper.analysis import CountOptions, describe
-    from oper.data.analyze import analyze_folder
-    from oper.topology import parse_bytes
+    from oper.analysis import describe
 
-    options = CountOptions(dense_budget_bytes=parse_bytes(args.memory))
-    stats = analyze_folder(args.folder, options=options, show_progress=sys.stderr.isatty())
+    stats = _stats(args)
     stats.save(args.output)
     summary = {**describe(stats), "output": args.output}
     if args.json:
@@ -143,6 +161,33 @@ def run_analyze(args: argparse.Namespace) -> int:
     else:
         _print_summary(summary)
     return 0
+
+
+def _stats(args: argparse.Namespace) -> AccessStats:
+    from oper.analysis import CountOptions, ValueCountOptions, stats_from_value_counts
+    from oper.data.analyze import analyze_folder
+    from oper.stats import AccessStats
+    from oper.topology import parse_bytes
+
+    if args.more and not args.merge:
+        raise InvalidInputError(fail("cannot analyze", "arguments", args.more, "one folder or file",
+                                     "pass --merge to add up statistics files"))
+    if args.merge:
+        return AccessStats.merge_all(AccessStats.load(p) for p in [args.folder, *args.more])
+    if args.counts:
+        return stats_from_value_counts(args.folder, ValueCountOptions(
+            args.samples, args.cut, _row_numbers(args.rows)))
+    options = CountOptions(dense_budget_bytes=parse_bytes(args.memory),
+                           sparse_budget_bytes=parse_bytes(args.table_memory))
+    return analyze_folder(args.folder, options=options, show_progress=sys.stderr.isatty())
+
+
+def _row_numbers(text: str | None) -> dict[str, int] | None:
+    pairs = [item.rpartition("=") for item in (text or "").split(",") if item]
+    if not all(name and number.isdigit() for name, _, number in pairs):
+        raise InvalidInputError(fail("cannot analyze", "--rows", text, "FIELD=N,FIELD=N",
+                                     "correct it"))
+    return {name: int(number) for name, _, number in pairs} or None
 
 
 _HEADINGS = ("table", "rows", "touched", "hottest", "top 1%", "top 10%", "90% in rows", "drift")

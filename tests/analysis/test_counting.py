@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from oper.analysis import CountOptions, SparseCounter, TableCounter
-from oper.analysis.counting import merge_counts
 from oper.analysis.presence import Lookups
+from oper.analysis.sketch import merge_counts
 from oper.errors import InvalidInputError
 from oper.stats import TableStats
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from oper.data import verbs
+from oper.errors import InvalidInputError
 from oper.stats import AccessStats
 
 
@@ -51,3 +52,25 @@ def test_json_is_one_object_on_stdout(
     assert summary["output"] == stats and summary["ids_in_hotness_order"] is True
     assert summary["tables"]["C1"]["num_rows"] == 20
     assert summary["num_accesses"] == 63 * 26
+
+
+def test_statistics_of_counts_and_of_parts(
+    tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = tmp_path / "counts.csv"
+    counts.write_text("field,value,count\nsite,a,70\nsite,b,20\n")
+    stats = str(tmp_path / "c.stats")
+    assert run("analyze", str(counts), "-o", stats, "--counts", "--samples", "100", "--cut", "10",
+               "--rows", "site=5") == 0
+    assert AccessStats.load(stats).tables["site"].num_touched_rows == 5
+    path = str(write(tmp_path / "train.txt", invent(140)))
+    for k in range(2):
+        run("preprocess", "criteo-kaggle", path, "-o", str(tmp_path / f"out{k}"))
+        run("analyze", str(tmp_path / f"out{k}"), "-o", str(tmp_path / f"{k}.stats"))
+    assert run("analyze", "--merge", str(tmp_path / "0.stats"), str(tmp_path / "1.stats"), "-o",
+               stats) == 0
+    assert AccessStats.load(stats).num_samples == 240
+    for words, name in ((["x", "y", "-o", stats], "--merge"),
+                        ([str(counts), "-o", stats, "--counts", "--rows", "site"], "--rows")):
+        with pytest.raises(InvalidInputError, match=name):
+            run("analyze", *words)

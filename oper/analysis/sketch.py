@@ -1,0 +1,222 @@
+"""Counting in bounded memory: heavy hitters with guaranteed error, and a tail from a sample of ids.
+
+Heavy hitters are those of Misra and Gries ("Finding repeated elements", 1982), taken batch by
+batch; such summaries merge without losing the guarantee (Agarwal et al., "Mergeable summaries",
+2012). The tail comes from a distinct sample (Gibbons, "Distinct sampling for highly-accurate
+answers", 2001):
+exact counts of the ids whose hash falls below a threshold, which halves when there are too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from oper.stats import TableStats, TimeBucket, hotness_order
+
+HEAVY_ENTRIES = 1 << 20   # ids that a summary keeps
+SAMPLE_ENTRIES = 1 << 18  # ids that a distinct sample keeps
+_MAX_RELATIVE_ERROR = 0.1
+_MAX_LEVEL = 63
+
+
+def merge_counts(
+    parts: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add up (values, counts) pairs whose values ascend; values ascend in the result."""
+    if len(parts) == 1:
+        return parts[0]
+    values = np.concatenate([v for v, _ in parts])
+    counts = np.concatenate([c for _, c in parts])
+    order = np.argsort(values, kind="stable")  # merges the sorted parts
+    values, counts = values[order], counts[order]
+    if not values.size:
+        return values, counts
+    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    return values[starts], np.add.reduceat(counts, starts)
+
+
+class HeavyHitters:
+    """A Misra-Gries summary: counts too low by at most `error`, and no id above it is lost.
+
+    `error` is at most (number of ids) / `num_entries`, on skewed ids far less.
+    """
+
+    def __init__(self, num_entries: int = HEAVY_ENTRIES) -> None:
+        """Keep `num_entries` ids."""
+        self.num_entries = num_entries
+        self.error = 0
+        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
+        """Add distinct ascending ids int64 [K] with their counts int64 [K]."""
+        self._parts.append((ids, counts))
+        if sum(i.size for i, _ in self._parts) > 2 * self.num_entries:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        ids, counts = merge_counts(self._parts)
+        if ids.size > self.num_entries:
+            # What is subtracted from one id is subtracted from num_entries others as well.
+            place = ids.size - self.num_entries - 1
+            level = int(np.partition(counts, place)[place])
+            keep = counts > level
+            ids, counts = ids[keep], counts[keep] - level
+            self.error += level
+        self._parts = [(ids, counts)]
+
+    def merge(self, other: HeavyHitters) -> None:
+        """Add another summary; the errors add up."""
+        self.error += other.error
+        for part in other._parts:
+            self.add(*part)
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, ascending, and counts int64 [H]: true count - error <= count <= true count."""
+        if not self._parts:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._reduce()
+        return self._parts[0]
+
+
+class DistinctSample:
+    """Exact counts of the ids whose hash has `level` leading zeros: a share 2^-level of all ids."""
+
+    def __init__(self, num_entries: int = SAMPLE_ENTRIES) -> None:
+        """Keep at most `num_entries` ids."""
+        self.num_entries = num_entries
+        self.level = 0
+        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
+        """Add distinct ascending ids int64 [K] with their counts int64 [K]."""
+        keep = _leading_zeros(ids, self.level)
+        self._parts.append((ids[keep], counts[keep]))
+        if sum(i.size for i, _ in self._parts) > 2 * self.num_entries:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        ids, counts = merge_counts(self._parts)
+        while ids.size > self.num_entries and self.level < _MAX_LEVEL:
+            self.level += 1
+            keep = _leading_zeros(ids, self.level)
+            ids, counts = ids[keep], counts[keep]
+        self._parts = [(ids, counts)]
+
+    def merge(self, other: DistinctSample) -> None:
+        """Add another sample."""
+        self.level = max(self.level, other.level)
+        mine, self._parts = self._parts, []
+        for part in [*mine, *other._parts]:
+            self.add(*part)
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, ascending, and their counts, int64 [M]."""
+        if not self._parts:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._reduce()
+        return self._parts[0]
+
+
+def _leading_zeros(ids: np.ndarray, level: int) -> np.ndarray:
+    """Which ids have a hash that begins with `level` zeros (the finalizer of splitmix64)."""
+    if level == 0:
+        return np.ones(ids.size, bool)
+    x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) >> np.uint64(64 - level) == 0
+
+
+def sketched_stats(
+    num_rows: int,
+    heavy: HeavyHitters,
+    sample: DistinctSample,
+    num_accesses: int,
+    lengths: tuple[np.ndarray, np.ndarray],
+    presence: tuple[np.ndarray, np.ndarray, np.ndarray],
+    buckets: tuple[TimeBucket, ...] = (),
+) -> TableStats:
+    """Statistics from sketches.
+
+    The head holds the ids whose count is off by at most a tenth; to each the half of the error is
+    added. All other rows are in the tail's histogram, which is that of the sampled ids outside the
+    head, each standing for 2^level rows, scaled so that head and tail hold all accesses.
+
+    Args:
+        num_rows: rows of the table.
+        heavy, sample: of all ids.
+        num_accesses: ids counted.
+        lengths: bag-length values and counts.
+        presence: samples, mean rows, windows.
+        buckets: time buckets.
+    """
+    ids, counts = heavy.result()
+    sure = counts * _MAX_RELATIVE_ERROR >= heavy.error
+    ids, counts = ids[sure], counts[sure] + heavy.error // 2
+    over = int(counts.sum()) - num_accesses
+    if over > 0:  # halves of the error that were not there
+        counts = np.maximum(1, counts - -(-over // max(1, ids.size)))
+    order = hotness_order(ids, counts)
+    values, rows = _tail(ids, sample, num_accesses - int(counts.sum()), num_rows - ids.size)
+    return TableStats(num_rows, ids[order], counts[order], values, rows, lengths[0], lengths[1],
+                      *presence, buckets)
+
+
+def _tail(head: np.ndarray, sample: DistinctSample, num_accesses: int, num_rows: int
+          ) -> tuple[np.ndarray, np.ndarray]:
+    """Histogram of `num_rows` rows with `num_accesses` accesses, like the sampled ids' counts.
+
+    Accesses are matched to the last one while rows allow it; when the sample has none left, all
+    rows are as good as equally cold.
+    """
+    ids, counts = sample.result()
+    values, found = np.unique(counts[~np.isin(ids, head, assume_unique=True)], return_counts=True)
+    rows: np.ndarray = found.astype(np.float64) * 2.0**sample.level
+    if not values.size and num_accesses and num_rows:
+        values = np.array([-(-num_accesses // num_rows)])
+        rows = np.ones(1)
+    if values.size and num_accesses > 0:
+        mass = np.cumsum(values * rows)
+        # Rows of small counts are many and well known; those of large ones take up the difference.
+        upper = mass > mass[-1] / 2
+        lower = float(mass[~upper][-1]) if not upper.all() else 0.0
+        if lower < num_accesses:
+            rows[upper] *= (num_accesses - lower) / (mass[-1] - lower)
+        else:
+            rows *= num_accesses / mass[-1]
+        if rows.sum() > num_rows:
+            rows *= num_rows / rows.sum()
+    values, found = whole_rows(values, rows if num_accesses > 0 else 0 * rows, num_accesses,
+                               num_rows)
+    values, inverse = np.unique(np.append(values, 0), return_inverse=True)
+    total = np.bincount(inverse, np.append(found, 0), minlength=values.size).astype(np.int64)
+    total[0] += num_rows - int(total.sum())
+    keep = total > 0
+    return values[keep], total[keep]
+
+
+def whole_rows(values: np.ndarray, rows: np.ndarray, num_accesses: int, num_rows: int
+               ) -> tuple[np.ndarray, np.ndarray]:
+    """A histogram of whole rows near one of fractions, with exactly the accesses that are wanted.
+
+    Args:
+        values: int64 [K], access counts.
+        rows: float64 [K], rows of each; ``values @ rows <= num_accesses`` about.
+        num_accesses: of all rows together.
+        num_rows: at most so many rows. What rounding leaves over goes to further rows.
+
+    Returns:
+        Ascending counts int64 [M] and whole rows int64 [M], all >= 1.
+    """
+    found = np.floor(rows + 1e-9).astype(np.int64)
+    rest, spare = num_accesses - int(values @ found), num_rows - int(found.sum())
+    if rest > 0 and spare > 0:
+        more = min(spare, rest)
+        each, extra = divmod(rest, more)
+        values = np.append(values, [each, each + 1])
+        found = np.append(found, [more - extra, extra])
+    unique, inverse = np.unique(values, return_inverse=True)
+    total = np.bincount(inverse, found, minlength=unique.size).astype(np.int64)
+    return unique[total > 0], total[total > 0]

@@ -1,0 +1,194 @@
+"""Statistics from published counts: a table of (field, value, count) instead of a log."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+
+from oper.analysis.sketch import whole_rows
+from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.stats import AccessStats, TableStats
+
+_NAMES = {"field": ("field", "column", "feature"), "value": ("value", "id"),
+          "count": ("count", "total", "frequency")}
+_MAX_COUNT = 1 << 50
+_MAX_FIT_COUNT = 1 << 20
+_FIT_ROWS = 200  # coldest known values, at least so many, that the tail is fitted to
+
+
+@dataclass(frozen=True, slots=True)
+class ValueCountOptions:
+    """How published counts become statistics.
+
+    Attributes:
+        num_samples: rows of the log; None = the largest sum of counts of any field.
+        min_count: values seen less often are not in the file; None = the least count in it.
+        num_rows: distinct values of fields where they are known.
+    """
+
+    num_samples: int | None = None
+    min_count: int | None = None
+    num_rows: Mapping[str, int] | None = None
+
+
+def stats_from_value_counts(path: str | os.PathLike[str], options: ValueCountOptions | None = None
+                            ) -> AccessStats:
+    """Access statistics of a CSV file (plain or gzip) with columns field, value, count by name.
+
+    Every field is a table with one id per sample. Ids 1, 2, ... go to the values by count; id 0 is
+    the rare or unseen value. Accesses that a field lacks to the number of samples are those of
+    values below `min_count`: their rows are modelled by the power law count(rank) ~ rank^-a that
+    the coldest known values follow, continued until the missing accesses are used up, or, where
+    the number of distinct values is known, by the power law that ends there.
+
+    Raises:
+        FileFormatError: no header with these columns, or a malformed row (named).
+        InvalidInputError: a field has more accesses than `num_samples`.
+    """
+    options = options or ValueCountOptions()
+    fields = _read(path)
+    total = options.num_samples or max(int(c.sum()) for c in fields.values())
+    least = options.min_count or min(int(c.min()) for c in fields.values())
+    what = f"cannot use the counts of {os.fspath(path)!r}"
+    unknown = sorted(set(options.num_rows or {}) - set(fields))
+    if unknown:
+        raise InvalidInputError(fail(what, "num_rows", unknown, f"fields {sorted(fields)[:12]}",
+                                     "correct the names"))
+    tables, modelled = {}, 0
+    for name, counts in fields.items():
+        missing = total - int(counts.sum())
+        if missing < 0:
+            raise InvalidInputError(
+                fail(what, f"accesses of {name!r}", int(counts.sum()), f"<= num_samples={total}",
+                     "correct the number of samples"))
+        known = (options.num_rows or {}).get(name)
+        tail = _tail(counts, missing, least, None if known is None else known - counts.size)
+        modelled += missing
+        tables[name] = _table(np.sort(counts)[::-1], tail, total)
+    text = f"published value counts, {os.path.basename(path)}"
+    if modelled:
+        share = modelled / (total * len(fields))
+        text += f"; values seen fewer than {least} times ({share:.1%} of accesses) modelled"
+    return AccessStats(total, tables, text, ids_in_hotness_order=True)
+
+
+def _table(counts: np.ndarray, tail: tuple[np.ndarray, np.ndarray], total: int) -> TableStats:
+    num_rows = 1 + counts.size + int(tail[1].sum())
+    values, rows = tail
+    values, rows = np.concatenate([[0], values]), np.concatenate([[1], rows])  # row 0
+    return TableStats(num_rows, np.arange(1, counts.size + 1), counts, values, rows,
+                      np.array([1]), np.array([total]))
+
+
+def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
+          ) -> tuple[np.ndarray, np.ndarray]:
+    """Counts 1..least-1 and how many rows have each, together `missing` accesses."""
+    empty = np.zeros(0, np.int64)
+    if missing == 0 or least <= 1:
+        if missing:
+            return np.array([1]), np.array([missing])  # each seen once is all that is left
+        return empty, empty
+    values = np.arange(1, min(least, missing + 1), dtype=np.int64)
+
+    def rows_at(slope: float) -> np.ndarray:
+        """Rows by count for n(c) ~ c^-slope, scaled to the missing accesses."""
+        weight = values.astype(np.float64) ** -slope
+        return weight * (missing / float(values @ weight))
+
+    if num_tail is None:
+        slope, density = _fitted(counts, least)
+        rows = _continued(values, density * values.astype(np.float64) ** -slope, missing)
+    else:  # the more rows, the steeper: bisection
+        low, high = -4.0, 12.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if rows_at(middle).sum() < num_tail else (low, middle)
+        rows = rows_at((low + high) / 2)
+    return whole_rows(values, rows, missing, missing if num_tail is None else num_tail)
+
+
+def _continued(values: np.ndarray, rows: np.ndarray, missing: int) -> np.ndarray:
+    """Of the rows by count those of the largest counts that hold the missing accesses."""
+    mass = values * rows
+    if mass.sum() <= missing:
+        return rows * (missing / mass.sum())
+    before = np.concatenate([np.cumsum(mass[::-1])[::-1][1:], [0.0]])
+    share: np.ndarray = np.clip((missing - before) / mass, 0.0, 1.0)
+    return rows * share
+
+
+def _fitted(counts: np.ndarray, least: int) -> tuple[float, float]:
+    """Slope and density of n(c) = density c^-slope, from the coldest known values.
+
+    The slope is that of maximum likelihood (Hill 1975) for a power law cut on both sides.
+    """
+    top = least
+    end = min(int(counts.max()), _MAX_FIT_COUNT)
+    while top < end and np.count_nonzero(counts < 2 * top) < _FIT_ROWS:
+        top *= 2
+    near = counts[counts < 2 * top]
+    if near.size < 10:
+        return 2.0, near.size * float(least)
+    # A power law cut to [least, 2 top): the mean of log(c / least) grows as the slope falls.
+    mean = float(np.log((near + 0.5) / least).mean())
+    span = float(np.log(2 * top / least))
+    low, high = -3.0, 8.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        a = middle - 1
+        expected = span / 2 if abs(a) < 1e-9 else 1 / a - span / np.expm1(a * span)
+        low, high = (middle, high) if expected > mean else (low, middle)
+    slope = (low + high) / 2
+    weight = np.arange(least, 2 * top, dtype=np.float64) ** -slope
+    return slope, near.size / float(weight.sum())
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    what = f"cannot read {os.fspath(path)!r}"
+    found: dict[str, list[int]] = {}
+    seen: set[tuple[str, str]] = set()
+    for line, field, value, text in _lines(path, what):
+        count = int(text) if text.isdigit() and len(text) < 17 else 0
+        if not 1 <= count < _MAX_COUNT or not field or (field, value) in seen:
+            raise FileFormatError(
+                fail(what, f"line {line}", (field, value, text),
+                     "a field, a value not named before, a count >= 1", "correct the file"))
+        seen.add((field, value))
+        found.setdefault(field, []).append(count)
+    if not found:
+        raise FileFormatError(fail(what, "rows", 0, "at least one", "pass the right file"))
+    return {name: np.array(counts, np.int64) for name, counts in found.items()}
+
+
+def _lines(path: str | os.PathLike[str], what: str) -> Iterator[tuple[int, str, str, str]]:
+    """Line number, field, value and count of every row, as text."""
+    with open(path, "rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        source: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
+        rows = csv.reader(io.TextIOWrapper(source, encoding="utf-8", newline=""))
+        try:
+            header = [name.strip().lower() for name in next(rows, [])]
+            places = [next((k for k, h in enumerate(header) if h in names), None)
+                      for names in _NAMES.values()]
+            field, value, count = places
+            if field is None or value is None or count is None:
+                raise FileFormatError(
+                    fail(what, "header", header, "columns field, value, count", "name them so"))
+            for row in rows:
+                if len(row) != len(header):
+                    raise FileFormatError(
+                        fail(what, f"line {rows.line_num}", row, f"{len(header)} columns",
+                             "correct the file"))
+                yield rows.line_num, row[field], row[value], row[count]
+        except (csv.Error, UnicodeDecodeError, EOFError, gzip.BadGzipFile, OSError) as error:
+            raise FileFormatError(
+                fail(what, "content", str(error), "a complete CSV file", "pass the right file")
+            ) from None

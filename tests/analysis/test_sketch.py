@@ -1,0 +1,140 @@
+"""Sketches against exact counts and against Apache DataSketches."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from oper.analysis import DistinctSample, HeavyHitters, TableCounter, counting
+from oper.analysis.counting import AdaptiveCounter, count_distinct
+from oper.analysis.presence import Lookups
+from oper.analysis.sketch import sketched_stats
+from oper.stats import TableStats
+
+
+def zipf(num_rows: int, size: int, exponent: float, seed: int = 0) -> np.ndarray:
+    """Ids of a bounded power law, hot rows scattered."""
+    rng = np.random.default_rng(seed)
+    p = np.arange(1, num_rows + 1) ** -exponent
+    ranks = np.searchsorted(np.cumsum(p / p.sum()), rng.random(size))
+    return np.random.default_rng(9).permutation(num_rows)[np.minimum(ranks, num_rows - 1)]
+
+
+@given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=60), min_size=1, max_size=12),
+       st.integers(1, 12), st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: int, parts: int
+                                            ) -> None:
+    summaries = [HeavyHitters(entries) for _ in range(parts)]
+    true: Counter[int] = Counter()
+    for k, batch in enumerate(batches):
+        true.update(batch)
+        summaries[k % parts].add(*count_distinct(np.array(batch, np.int64)))
+    for other in summaries[1:]:
+        summaries[0].merge(other)
+    ids, counts = summaries[0].result()
+    error = summaries[0].error
+    found = dict(zip(ids.tolist(), counts.tolist(), strict=True))
+    assert len(found) <= entries and (np.diff(ids) > 0).all()
+    assert all(count - error <= found.get(i, 0) <= count for i, count in true.items())
+    assert error <= true.total() / entries
+
+
+def test_heavy_hitters_beside_apache_datasketches() -> None:
+    """At equal numbers of entries our error bound and real errors are no worse than theirs."""
+    datasketches = pytest.importorskip("datasketches")
+    ids = zipf(200_000, 600_000, 1.05)
+    true = Counter(ids.tolist())
+    theirs = datasketches.frequent_items_sketch(12)  # 4096 slots, of which three quarters are used
+    for value in ids.tolist():
+        theirs.update(str(value))
+    ours = HeavyHitters(3072)
+    for part in np.array_split(ids, 40):
+        ours.add(*count_distinct(part.astype(np.int64)))
+    found = dict(zip(*(x.tolist() for x in ours.result()), strict=True))
+    hottest = [i for i, _ in true.most_common(200)]
+    our_error = max(true[i] - found.get(i, 0) for i in hottest)
+    their_error = max(abs(theirs.get_estimate(str(i)) - true[i]) for i in hottest)
+    assert our_error <= ours.error <= 600_000 / 3072
+    assert our_error <= max(their_error, 600_000 * theirs.epsilon)
+    # Both bounds hold for both, and they agree on the hottest.
+    for i in hottest:
+        assert found[i] <= theirs.get_upper_bound(str(i))
+        assert theirs.get_lower_bound(str(i)) <= found[i] + ours.error
+
+
+@pytest.mark.parametrize("exponent", [0.6, 1.05, 1.3])
+def test_statistics_from_sketches_are_close_to_exact_ones(
+    exponent: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_rows, ids = 400_000, zipf(400_000, 1_500_000, exponent)
+    monkeypatch.setattr(counting, "_SKETCH_PENDING", 1 << 16)
+    monkeypatch.setattr("oper.analysis.sketch.HEAVY_ENTRIES", 20_000)
+    exact, sketched = (TableCounter("t", num_rows, dense, sparse_budget_bytes=1 << 18)
+                       for dense in (True, False))
+    for counter in (exact, sketched):
+        if isinstance(counter._counter, AdaptiveCounter):
+            counter._counter.heavy = HeavyHitters(20_000)
+            counter._counter.sample = DistinctSample(20_000)
+        for part in np.array_split(ids, 50):
+            counter.add([Lookups(part)])
+    a, b = exact.finish(), sketched.finish()
+    assert a.is_exact and not b.is_exact
+    assert b.num_accesses == a.num_accesses == ids.size
+    assert b.num_touched_rows == pytest.approx(a.num_touched_rows, rel=0.05)
+    assert b.unseen_mass == pytest.approx(a.unseen_mass, rel=0.1, abs=0.002)
+    sizes = np.array([10, 100, 1000, 10_000, 100_000])
+    np.testing.assert_allclose(b.coverage(sizes), a.coverage(sizes), atol=0.02)
+    true = dict(zip(a.head_ids.tolist(), a.head_counts.tolist(), strict=True))
+    for i, count in zip(b.head_ids.tolist(), b.head_counts.tolist(), strict=True):
+        assert abs(count - true[i]) <= 0.1 * true[i] + 1
+
+
+def test_adaptive_counters_merge_whatever_they_have_become() -> None:
+    rng = np.random.default_rng(0)
+    for budgets in ((1 << 30, 1 << 30), (1 << 30, 0), (0, 0)):
+        counters = [AdaptiveCounter(b) for b in budgets]
+        parts = [rng.zipf(1.5, 5000) % 2000 for _ in budgets]
+        for counter, part in zip(counters, parts, strict=True):
+            counter.add(part)
+            counter.result()
+            counter.add(part)
+        counters[0].merge(counters[1])
+        ids, counts = counters[0].result()
+        # The sketches are larger than the ids, so that nothing is lost here.
+        expected = Counter(np.concatenate(parts + parts).tolist())
+        assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == expected
+        assert counters[0].num_accesses == 20_000
+
+
+def test_buckets_of_a_sketched_table_hold_its_hottest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "_BUCKET_ENTRIES", 8)
+    monkeypatch.setattr(counting, "_PENDING", 1)
+    counter = TableCounter("t", 1000, dense=False, sparse_budget_bytes=0)
+    for day in ("mon", "tue"):
+        ids = np.concatenate([np.full(50, 7), np.arange(100)])
+        counter.add([Lookups(ids)], day)
+    stats = counter.finish()
+    assert [b.label for b in stats.buckets] == ["mon", "tue"]
+    assert all(b.ids.size == 8 and 51 in b.counts.tolist() for b in stats.buckets)
+    assert stats.num_accesses == 300
+
+
+@given(st.integers(1, 200), st.lists(st.integers(0, 199), max_size=300), st.integers(1, 40),
+       st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_rows_and_accesses_always_add_up(num_rows: int, ids: list[int], entries: int, sample: int
+                                         ) -> None:
+    heavy, distinct = HeavyHitters(entries), DistinctSample(sample)
+    array = np.array([i % num_rows for i in ids], np.int64)
+    for part in np.array_split(array, 5):
+        heavy.add(*count_distinct(part.copy()))
+        distinct.add(*count_distinct(part.copy()))
+    empty = np.zeros(0, np.int64)
+    stats = sketched_stats(num_rows, heavy, distinct, array.size, (empty, empty),
+                           (empty, np.zeros(0), empty))
+    assert isinstance(stats, TableStats)  # its own checks: rows add up, order, distinct ids
+    assert stats.num_accesses == array.size
