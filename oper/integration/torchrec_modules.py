@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from oper.errors import InvalidInputError, fail
+from oper.integration.ahead import Ahead
 from oper.integration.on_demand import rows_on_demand
 from oper.integration.table_state import (
     load_optimizer_entries,
@@ -147,6 +149,7 @@ class _Context(Multistreamable):
     def __init__(self) -> None:
         self.sharding_contexts: list[Any] = []
         self.features: KeyedJaggedTensor | None = None
+        self.coming: Future[Lookup] | None = None
 
     def record_stream(self, stream: Any) -> None:
         """Nothing of ours lives on a stream."""
@@ -274,6 +277,21 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._parameters_of = {
             c.name: f"{self.kind.prefix}.{c.name}.weight" for c in self._configs}
         self._optimizer = _FusedOptimizer(tables, names, self._parameters_of)
+        self._ahead = Ahead(tables)
+
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Start the id-only work of a coming batch on a thread of its own.
+
+        For training loops without `TrainPipelineSparseDist`, which does this by itself: call it
+        with the next batch before this batch's forward pass. Numbers do not change. The lookup of
+        the same `features` (the same tensors) goes on from there; an announced batch that is never
+        looked up is forgotten. Not collective.
+        """
+        self._ahead.announce(features.values(), self._lookup(features))
+
+    def _batch(self, features: KeyedJaggedTensor) -> Lookup:
+        """The lookup of a batch, resolved if it was announced."""
+        return self._ahead.take(features.values()) or self._lookup(features)
 
     def _lookup(self, features: KeyedJaggedTensor) -> Lookup:
         if features.variable_stride_per_key():
@@ -319,12 +337,16 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def input_dist(self, ctx: _Context, features: KeyedJaggedTensor
                    ) -> Awaitable[Awaitable[Any]]:
+        # Runs a batch early: what can be done without the rows is done while the batch before is
+        # trained.
+        ctx.coming = self._ahead.start(self._lookup(features))
         # TrainPipelineSparseDist flattens `.awaitables`; there is nothing to exchange.
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
     def compute(self, ctx: _Context, dist_input: Any) -> torch.Tensor:
         ctx.features = dist_input[0]
-        return self.tables.lookup(self._lookup(dist_input[0]))
+        batch = ctx.coming.result() if ctx.coming else self._lookup(ctx.features)
+        return self.tables.lookup(batch)
 
     @property
     def unsharded_module_type(self) -> type:
@@ -386,7 +408,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled embeddings of all features."""
-        return self._keyed(self.tables.lookup(self._lookup(features)))
+        return self._keyed(self.tables.lookup(self._batch(features)))
 
     def output_dist(self, ctx: _Context, output: torch.Tensor) -> LazyAwaitable[KeyedTensor]:
         return LazyNoWait(self._keyed(output))
@@ -429,7 +451,7 @@ class ShardedEmbeddings(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """One embedding per id."""
-        return self._jagged(self.tables.lookup(self._lookup(features)), features)
+        return self._jagged(self.tables.lookup(self._batch(features)), features)
 
     def output_dist(self, ctx: _Context, output: torch.Tensor
                     ) -> LazyAwaitable[dict[str, JaggedTensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -95,6 +96,8 @@ class ShardedTables(LogicalRows):
             group, self._layout.num_bytes, self._layout.host_ranges)
         self._handle = self._create_context()
         self._migration: Migration | None = None
+        # Held while another thread may use the placement, which therefore must not go away.
+        self._resolving = threading.Lock()
         self._keep()
         self._checks = BatchChecks()
         # Makes autograd call our backward although the tables are no parameters.
@@ -193,13 +196,14 @@ class ShardedTables(LogicalRows):
             InvalidInputError: as `lookup`.
         """
         self._checks.check(batch)
-        offsets, addresses, order, code, detail = torch.ops.oper.lookup_resolve(
-            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled, self.optimizers is not None)
+        with self._resolving:
+            handle = self._handle
+            offsets, addresses, order, code, detail = torch.ops.oper.lookup_resolve(
+                handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
+                batch.pooled, self.optimizers is not None)
         if code:
             self._raise(code, detail, batch, offsets)
-        return replace(batch, resolved=ResolvedIds(self._handle, batch, offsets, addresses,
-                                                   order))
+        return replace(batch, resolved=ResolvedIds(handle, batch, offsets, addresses, order))
 
     def _known(self, batch: Lookup) -> ResolvedIds | None:
         known = batch.resolved
@@ -344,12 +348,13 @@ class ShardedTables(LogicalRows):
 
     def take_over(self, other: ShardedTables) -> None:
         """Go on with the arenas and the plan of `other`, which gives them up."""
-        self._release()
-        other._release.detach()
-        for name in _OF_THE_PLAN:
-            setattr(self, name, getattr(other, name))
-        other._heap = None
-        self._keep()
+        with self._resolving:
+            self._release()
+            other._release.detach()
+            for name in _OF_THE_PLAN:
+                setattr(self, name, getattr(other, name))
+            other._heap = None
+            self._keep()
 
     def publish(self) -> None:
         super().publish()
@@ -377,7 +382,8 @@ class ShardedTables(LogicalRows):
     def close(self) -> None:
         """Release the arenas of this rank. Peers that still read keep the memory alive."""
         self.stop_migration()
-        self._release()
+        with self._resolving:
+            self._release()
         self._heap = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -126,6 +126,7 @@ def _dmp(rank: int, world_size: int, pipelined: bool) -> dict[str, torch.Tensor]
     pipeline = (TrainPipelineSparseDist if pipelined else TrainPipelineBase)(
         model, optimizer, torch.device("cpu"))
     batches = iter([make_batch(100 * rank + s, 9 + 3 * rank) for s in range(STEPS)])
+    begun, used = _watch(module.tables)
     steps = 0
     with contextlib.suppress(StopIteration):
         while True:
@@ -134,8 +135,32 @@ def _dmp(rank: int, world_size: int, pipelined: bool) -> dict[str, torch.Tensor]
     assert steps == STEPS
     if pipelined:
         assert len(pipeline._pipelined_modules) == 1
+        # Each batch but the first is begun before its predecessor's step.
+        assert begun == [max(0, step - 1) for step in range(STEPS)] and used == [True] * STEPS
+    else:
+        assert not begun and used == [False] * STEPS
     state = _full(model.state_dict())
     return {name: state[name] for name in plain.state_dict()}
+
+
+def _watch(tables: Any) -> tuple[list[int], list[bool]]:
+    """Steps made when each batch's ids were given to the thread; whether its lookup used that."""
+    from oper.integration.ahead import Ahead
+
+    begun: list[int] = []
+    used: list[bool] = []
+    start, lookup = Ahead.start, tables.lookup
+
+    def started(self: Any, batch: Any) -> Any:
+        begun.append(tables.num_steps)
+        return start(self, batch)
+
+    def looked_up(batch: Any) -> torch.Tensor:
+        used.append(batch.resolved is not None and batch.resolved.fits(tables._handle, batch))
+        return lookup(batch)
+
+    Ahead.start, tables.lookup = started, looked_up  # type: ignore[method-assign]
+    return begun, used
 
 
 def _both_pipelines(rank: int, world_size: int) -> None:
@@ -153,6 +178,67 @@ def _both_pipelines(rank: int, world_size: int) -> None:
 
 def test_distributed_model_parallel_and_its_pipelines() -> None:
     run_world(2, _both_pipelines)
+
+
+def _announced(rank: int, world_size: int) -> None:
+    """Plain DDP with `prefetch`, moving to another plan on the way, against the same without."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    from tests.dlrm_support import EBC, make_batch, make_dlrm, plan_for
+
+    batches = [make_batch(100 * rank + s, 40) for s in range(STEPS)]
+    found = []
+    for ahead in (False, True):
+        model = _shard(make_dlrm(seed=3), world_size, "mixed0")
+        collection = model.get_submodule(EBC)
+        wrapped, losses = DDP(model), []
+        begun, used = _watch(collection.tables)
+        for step, batch in enumerate(batches):
+            if ahead and step + 1 < STEPS:
+                collection.prefetch(batches[step + 1].sparse_features)
+                ((_, coming),) = list(collection._ahead._coming.values())[-1:]
+                coming.result()  # so that the one before the switch is surely of the old plan
+            loss, _ = wrapped(batch)
+            loss.backward()
+            with torch.no_grad():
+                for p in wrapped.parameters():
+                    p -= LR * p.grad
+                    p.grad = None
+            losses.append(loss.detach())
+            if ahead and step == 2:
+                plan = plan_for(make_dlrm().get_submodule(EBC), world_size, "mixed1")
+                collection.tables.start_migration(plan, 100_000)
+        if ahead:
+            assert collection.tables.migration is None, "the move has ended"
+            # Batch 0 was not announced; one was resolved for the plan before the switch.
+            assert begun == list(range(STEPS - 1)) and used.count(False) == 2, used
+        found.append((_full(model.state_dict()), losses))
+    assert_bitwise(found[1], found[0], "announced and not")
+
+
+def test_prefetch_under_ddp_and_a_changing_plan() -> None:
+    run_world(2, _announced)
+
+
+def test_announced_batches_that_never_come_are_forgotten() -> None:
+    import oper
+    from tests.dlrm_support import make_collection, make_kjt, plan_for
+
+    collection = make_collection()
+    sharded = oper.shard(collection, plan=plan_for(collection, 1), optimizer=oper.SGD(lr=LR))
+    batches = [make_kjt(s, 5) for s in range(20)]
+    for kjt in batches:
+        sharded.prefetch(kjt)
+    assert len(sharded._ahead._coming) == 8
+    bad = make_kjt(30, 5)
+    bad.values()[:] = 10**6
+    sharded.prefetch(bad)
+    with torch.no_grad():
+        with pytest.raises(oper.InvalidInputError, match="id=1000000"):
+            sharded(bad)
+        want = oper.shard(make_collection(), plan=plan_for(collection, 1),
+                          optimizer=oper.SGD(lr=LR))(batches[-1]).values()
+        assert_bitwise(sharded(batches[-1]).values(), want, "announced long ago")
 
 
 # ---- state ---------------------------------------------------------------------------------------

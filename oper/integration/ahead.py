@@ -1,0 +1,49 @@
+"""The id-only part of coming batches, done on a thread of its own while this batch is trained.
+
+Only `ShardedTables.resolve` runs there. It checks, locates and sorts ids; it reads no row, so that
+nothing has to be known about the rows that the batch in flight will change.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from oper.shmem.batch import Lookup
+from oper.shmem.runtime import ShardedTables
+
+_MAX_COMING = 8  # batches that were announced and never looked up are forgotten beyond this
+
+
+class Ahead:
+    """Resolves batches of one collection before their turn.
+
+    Args:
+        tables: the collection's tables.
+    """
+
+    def __init__(self, tables: ShardedTables) -> None:
+        self._tables = tables
+        self._thread: ThreadPoolExecutor | None = None
+        self._coming: OrderedDict[int, tuple[torch.Tensor, Future[Lookup]]] = OrderedDict()
+
+    def start(self, batch: Lookup) -> Future[Lookup]:
+        """Resolve a batch on the thread; the result raises what `lookup` would have raised."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-ahead")
+        return self._thread.submit(self._tables.resolve, batch)
+
+    def announce(self, ids: torch.Tensor, batch: Lookup) -> None:
+        """Start a batch that `take` will be asked for by its tensor of ids."""
+        while len(self._coming) >= _MAX_COMING:
+            self._coming.popitem(last=False)
+        self._coming[id(ids)] = (ids, self.start(batch))
+
+    def take(self, ids: torch.Tensor) -> Lookup | None:
+        """The batch that was announced with this very tensor of ids, resolved, or None."""
+        if not self._coming:
+            return None
+        known = self._coming.pop(id(ids), None)
+        return known[1].result() if known is not None else None
