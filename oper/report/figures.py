@@ -18,6 +18,7 @@ from oper.search.problem import IDS, Problem
 _TERM_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00")
 PLACEMENT_COLOURS = {"replicated": "#009E73", "striped": "#56B4E9", "striped push": "#0072B2",
                      "owned": "#E69F00", "owned push": "#D55E00"}
+_MARK = "#7f7f7f"  # seen on light and on dark pages
 _MAX_CURVES = 10
 MAX_MAPPED = 40  # tables in the placement map
 
@@ -50,7 +51,8 @@ def svg_of(figure: Any, name: str) -> str:
 
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(out, format="svg", bbox_inches="tight", transparent=True,
+                       metadata={"Date": None})
     pyplot().close(figure)
     text = out.getvalue()
     text = text[text.index("<svg"):]
@@ -62,10 +64,10 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
     """Microseconds per rank by term, one panel per phase; the plan compared with as marks."""
     plt = pyplot()
     num_ranks = found.held_bytes.size
-    width = min(14.0, 3.2 + 0.12 * num_ranks * len(found.phases))
-    figure, axes = plt.subplots(1, len(found.phases), figsize=(width, 3.2), squeeze=False)
+    figure, axes = plt.subplots(len(found.phases), 1, figsize=(9.0, 0.5 + 2.1 * len(found.phases)),
+                                squeeze=False)
     ranks = np.arange(num_ranks)
-    for number, (axis, phase) in enumerate(zip(axes[0], found.phases, strict=True)):
+    for number, (axis, phase) in enumerate(zip(axes[:, 0], found.phases, strict=True)):
         us = phase.seconds * 1e6
         # Memory and compute add up; links run beside them and get bars of their own.
         links = [k for k in range(2, len(TERMS)) if us[k].max() > 0]
@@ -78,17 +80,18 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
                      label=TERMS[k].replace("_", " "))
         if before is not None:
             level = before.phases[number].groups.max(axis=0) * 1e6
-            axis.plot(ranks + bar * len(links) / 2, level, "k_", markersize=9,
-                      label="whole tables")
+            axis.hlines(level, ranks - bar / 2, ranks + bar * (len(links) + 0.5), _MARK,
+                        linewidth=2, label="whole tables")
         axis.set_title(phase.name, fontsize=10)
-        axis.set_xlabel("rank")
-        axis.set_xticks(ranks[:: max(1, num_ranks // 8)])
+        axis.set_xticks((ranks + bar * len(links) / 2)[:: max(1, num_ranks // 16)],
+                        ranks[:: max(1, num_ranks // 16)])
+        axis.set_ylabel("microseconds")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel("microseconds")
-    handles = {label: h for a in axes[0] for h, label in zip(
+    axes[-1, 0].set_xlabel("rank")
+    handles = {label: h for a in axes[:, 0] for h, label in zip(
         *a.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=len(handles),
-                  bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="lower left", ncols=len(handles),
+                  bbox_to_anchor=(0.05, 1.0), frameon=False, fontsize=9)
     figure.tight_layout()
     return svg_of(figure, "loads")
 
@@ -96,12 +99,13 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
 def coverage(problem: Problem) -> str:
     """Share of a table's lookups that meet its hottest rows, for the tables looked up most."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.4, 3.6))
+    figure, axis = plt.subplots(figsize=(7.0, 3.6))
     tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:_MAX_CURVES]
     for k, t in enumerate(tables):
         share = t.cumulative[IDS] / max(float(t.total[IDS]), 1e-300)
         rows = t.edges / t.spec.num_rows
-        axis.plot(rows[1:], share[1:], color=plt.get_cmap("viridis")(k / max(1, len(tables) - 1)),
+        axis.plot(rows[1:], share[1:], color=_TERM_COLOURS[k % len(_TERM_COLOURS)],
+                  linestyle=("-", "--")[k // len(_TERM_COLOURS)],
                   label=f"{t.spec.name} ({t.spec.num_rows:,} rows)", linewidth=1.4)
     axis.set_xscale("log")
     axis.set_ylim(0, 1.02)
@@ -130,11 +134,12 @@ def placement_map(plan: Plan, problem: Problem) -> str:
             high = 0.8 * (piece.stop - piece.start) / t.spec.dim
             for tier in piece.tiers:
                 part = t.features(tier.start, tier.stop, is_ordered(t, entry))[IDS] / every
-                axis.barh(low, part, high, left, align="edge", edgecolor="white", linewidth=0.6,
+                axis.barh(low, part, high, left, align="edge", edgecolor=_MARK, linewidth=0.4,
                           color=PLACEMENT_COLOURS[placement_kind(tier)])
-                if tier.placement == "owned" and part > 0.04:
+                if tier.placement == "owned" and part > 0.04 and high > 0.5:
+                    # The page finds labels inside of bars by this name.
                     axis.text(left + part / 2, low + high / 2, str(tier.ranks[0]), fontsize=7,
-                              ha="center", va="center")
+                              ha="center", va="center", gid=f"inside{y}-{piece.start}-{tier.start}")
                 left += part
     axis.set_yticks(range(len(tables)), [t.spec.name for t in tables], fontsize=8)
     axis.invert_yaxis()

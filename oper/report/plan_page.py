@@ -10,8 +10,9 @@ from oper.files import write_text
 from oper.plan import Plan
 from oper.report import figures
 from oper.search.baselines import peers
+from oper.search.bottleneck import bottlenecks
 from oper.search.cost import Evaluation, evaluate
-from oper.search.explain import replica_share, summary
+from oper.search.explain import KEY, replica_share, summary
 from oper.search.problem import Problem
 from oper.tables import format_bytes
 
@@ -20,18 +21,34 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
 <title>{{ title }}</title>
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff;
-       max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 0.8rem; }
-dl div { border: 1px solid #ddd; border-radius: 6px; padding: 0.5rem 0.8rem; }
-dt { color: #666; font-size: 0.8rem; } dd { margin: 0; font-size: 1.25rem; }
-figure { margin: 0.5rem 0; } figcaption, .note { color: #666; font-size: 0.85rem; }
-svg { max-width: 100%; height: auto; }
-pre { overflow-x: auto; background: #f6f6f6; padding: 1rem; border-radius: 6px; font-size: 12px; }
+:root { --text: #1d2126; --soft: #5c6570; --line: #d6dade; --back: #fff; --panel: #f4f6f8; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e9ec; --soft: #9ba5af; --line: #3a424a; --back: #15181b; --panel: #1e2327; }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back);
+       max-width: 70rem; margin: 1.5rem auto 4rem; padding: 0 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.6rem, 1fr)); gap: 0.6rem; }
+dl div { border: 1px solid var(--line); border-radius: 6px; padding: 0.5rem 0.7rem; }
+dt { color: var(--soft); font-size: 0.8rem; } dd { margin: 0; font-size: 1.2rem; }
+figure { margin: 0.5rem 0; } figcaption, .note { color: var(--soft); font-size: 0.9rem; }
+.wide { overflow-x: auto; -webkit-overflow-scrolling: touch; }
+.wide svg { display: block; width: auto; height: auto; max-width: 100%; min-width: 40rem; }
+svg text { fill: var(--text) !important; }
+svg [id^="inside"] text { fill: #111 !important; }
+svg [style*="stroke: #000000"] { stroke: var(--soft) !important; }
+svg [style*="fill: #000000"] { fill: var(--text) !important; }
+table { border-collapse: collapse; width: 100%; font-size: 0.92rem; }
+th, td { text-align: left; padding: 0.35rem 0.8rem 0.35rem 0; border-bottom: 1px solid var(--line);
+         white-space: nowrap; }
+th { color: var(--soft); font-weight: normal; }
+.number { text-align: right; padding-right: 1.6rem; font-variant-numeric: tabular-nums; }
+pre { overflow-x: auto; background: var(--panel); padding: 1rem; border-radius: 6px;
+      font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 </style>
 </head>
 <body>
@@ -40,8 +57,20 @@ pre { overflow-x: auto; background: #f6f6f6; padding: 1rem; border-radius: 6px; 
 <dl>
 {% for name, value in tiles %}<div><dt>{{ name }}</dt><dd>{{ value }}</dd></div>
 {% endfor %}</dl>
+<h2>What binds</h2>
+<p class="note">{{ binding }}</p>
+<div class="wide"><table>
+<tr><th>table</th><th>rows</th><th>placed</th><th class="number">load, us</th>\
+<th class="number">saves, us</th><th>when placed as</th></tr>
+{% for b in bottlenecks %}<tr><td>{{ b.table }}</td>\
+<td>{{ b.rows[0] }}:{{ b.rows[1] }}{{ " [%d:%d]"|format(*b.columns) if b.is_cut }}</td>\
+<td>{{ b.tier }}</td><td class="number">{{ "%.1f"|format(b.load_us) }}</td>\
+<td class="number">{{ "%.1f"|format(b.saves_us) }}</td>\
+<td>{{ b.move or "no better place" }}</td></tr>
+{% endfor %}</table></div>
+<p class="note">{{ key }}, x8: over 8 ranks.</p>
 {% for heading, caption, svg in plots %}<h2>{{ heading }}</h2>
-<figure>{{ svg|safe }}<figcaption>{{ caption }}</figcaption></figure>
+<figure><div class="wide">{{ svg|safe }}</div><figcaption>{{ caption }}</figcaption></figure>
 {% endfor %}<h2>All figures</h2>
 <pre>{{ text }}</pre>
 </body>
@@ -76,8 +105,17 @@ def page(plan: Plan, problem: Problem) -> str:
               f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}, "
               f"{problem.machine.world_size} ranks, {problem.batch_size:,} samples per rank; "
               f"times are modelled with {topology.source} constants.",
+        binding=_binding(found), bottlenecks=bottlenecks(plan, problem), key=KEY,
         tiles=_tiles(plan, problem, found, before), plots=_plots(plan, problem, found, before))
     return text
+
+
+def _binding(found: Evaluation) -> str:
+    phase = max(found.phases, key=lambda p: p.time_us)
+    share = 100 * phase.time_us / found.step_us
+    return (f"{phase.name.capitalize()} takes {share:.0f} % of the step; it ends with rank "
+            f"{phase.slowest_rank}, whose {phase.binding.replace('_', ' ')} is the longest. The "
+            "tiers that load it most, and what moving one of them alone would save of the step:")
 
 
 def _whole_tables(problem: Problem) -> Evaluation | None:

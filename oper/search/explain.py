@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from oper.plan import Plan, TablePlan
-from oper.search.cost import CostModel, Evaluation, Phase, evaluate, is_ordered
-from oper.search.machine import GROUPS, MEMORY, TERMS
+from oper.plan import Plan
+from oper.search.bottleneck import bottlenecks
+from oper.search.constraints import Constraints, violations
+from oper.search.cost import Evaluation, Phase, evaluate, is_ordered
+from oper.search.machine import GROUPS, TERMS
 from oper.search.problem import IDS, ROWS, Problem
 from oper.tables import format_bytes
 
+KEY = "S: rows split, B: a copy on each rank, P: split and sent as partial sums; @3: on rank 3"
 _MAX_RANKS = 16  # ranks printed in full; the rest as minimum, mean and maximum
 
 
@@ -24,7 +27,8 @@ def summary(plan: Plan, problem: Problem) -> str:
     """
     found = evaluate(plan, problem)
     parts = [_headline(plan, problem, found), _phases(found), _ranks(found),
-             _memory(found, problem), _tables(plan, problem), _heaviest(plan, problem, found)]
+             _memory(found, problem), _tables(plan, problem), _constraints(plan, problem),
+             _heaviest(plan, problem, found)]
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
@@ -38,6 +42,8 @@ def as_json(plan: Plan, problem: Problem) -> dict[str, Any]:
         "batch_size": problem.batch_size, "step_us": found.step_us,
         "lower_bound_us": plan.lower_bound_us, "gap": _number(plan.gap),
         "imbalance": found.imbalance, "fits": found.fits,
+        "bottlenecks": [x.to_json() for x in bottlenecks(plan, problem)],
+        "broken_constraints": violations(plan, problem.constraints),
         "replica_share_rows": share_rows, "replica_share_ids": share_ids,
         "domain_bytes": found.domain_bytes.tolist(),
         "capacity_bytes": found.capacity_bytes.tolist(),
@@ -142,44 +148,39 @@ def _tables(plan: Plan, problem: Problem) -> str:
                 name = tier.placement
                 if name != "replicated":
                     name += f" {tier.mode}"
+                name += f" ({tier.notation()})"
                 kinds[name] = kinds.get(name, 0) + 1
     text = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
-    return (f"tiers: {text}\nreplicas: {100 * share_rows:.2f} % of the rows, "
+    return (f"tiers: {text}\n{KEY}\nreplicas: {100 * share_rows:.2f} % of the rows, "
             f"{100 * share_ids:.2f} % of the lookups")
 
 
 def _heaviest(plan: Plan, problem: Problem, found: Evaluation) -> str:
-    """The tables that weigh most on the slowest rank of the longest phase."""
-    model = CostModel(problem)
-    number = int(np.argmax([p.time_us for p in found.phases]))
-    phase = found.phases[number]
-    rank = phase.slowest_rank
+    """The tiers that bound the slowest rank of the longest phase, and what moving each saves."""
+    phase = max(found.phases, key=lambda p: p.time_us)
     rows = []
-    for t in problem.tables:
-        entry = plan.table(t.spec.name)
-        tally = model.tally(t, entry.pieces, is_ordered(t, entry))
-        tally.rows[:] += model.table_rows(t)
-        seconds = model.units(tally)[number] * model.machine.seconds_per_unit
-        own = seconds[:, rank]
-        part = own[:2].sum() if phase.binding == "local" else own[TERMS.index(phase.binding)]
-        rows.append((float(part), t.spec.name, _places(entry), own[MEMORY]))
-    rows.sort(key=lambda row: (-row[0], row[1]))
-    head = ["table", f"{phase.binding} us", "tiers"]
-    body = [[name, f"{1e6 * part:.1f}", places] for part, name, places, _ in rows[:5]]
-    title = f"heaviest on rank {rank}, which ends {phase.name}\n"
-    return title + _aligned(head, body, left=(0, 2))
+    for x in bottlenecks(plan, problem):
+        columns = f"[{x.columns[0]}:{x.columns[1]}] " if x.is_cut else ""
+        saves = f"{x.saves_us:.1f} as {x.move}" if x.move else "0.0 anywhere else"
+        rows.append([x.table, f"{columns}{x.rows[0]}:{x.rows[1]}", x.tier, f"{x.load_us:.1f}",
+                     saves])
+    head = ["table", "rows", "placed", f"{phase.binding} us", "moving it alone saves us"]
+    title = (f"what binds: {phase.binding} of rank {phase.slowest_rank}, which ends {phase.name}, "
+             "the longest phase\n")
+    return title + _aligned(head, rows, left=(0, 1, 2, 4))
 
 
-def _places(entry: TablePlan) -> str:
-    """Tiers in split / broadcast / partial notation."""
-    parts = []
-    for piece in entry.pieces:
-        columns = "" if len(entry.pieces) == 1 else f"[{piece.start}:{piece.stop}]"
-        tiers = " ".join(f"{x.stop - x.start}:{x.notation()}@"
-                         + (f"{x.ranks[0]}" if x.placement == "owned" else f"x{len(x.ranks)}")
-                         for x in piece.tiers)
-        parts.append(columns + tiers)
-    return " | ".join(parts)
+def _constraints(plan: Plan, problem: Problem) -> str:
+    """Which constraints the plan is held to, and those that it breaks."""
+    held = problem.constraints
+    if held == Constraints():
+        return ""
+    broken = violations(plan, held)
+    names = ", ".join(held.to_json())
+    if not broken:
+        return f"constraints: all kept ({names})"
+    return f"constraints: {len(broken)} broken ({names})\n" + "\n".join(
+        f"  {line}" for line in broken)
 
 
 def _aligned(head: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:

@@ -68,6 +68,8 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
                                                           "rows of a table equally hot)")
     _add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=int, metavar="N", help="default: the plan's own")
+    parser.add_argument("--diff", metavar="OTHER", help="what changes from PLAN to another plan "
+                                                        "of the same tables")
     parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE",
                         help="plan, bound and a new plan on a changed machine: memory=+10%%, "
                              "link=x2, cross=, read=, batch=; several add up")
@@ -82,6 +84,8 @@ def run_explain(args: argparse.Namespace) -> int:
     changes = [what_if.parse_change(text) for text in args.what_if]
     plan, problem = explained(args)
     compared = None
+    if args.diff is not None:
+        return _print_diff(args, plan, problem)
     if changes:
         topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
                                                        changes)
@@ -99,6 +103,17 @@ def run_explain(args: argparse.Namespace) -> int:
         print(what_if.as_text(changes, compared), end="")
     else:
         print(summary(plan, problem), end="")
+    return 0
+
+
+def _print_diff(args: argparse.Namespace, plan: Plan, problem: Problem) -> int:
+    from oper.search import plan_diff
+
+    found = plan_diff.diff(plan, Plan.load(args.diff), problem)
+    if args.json:
+        print(json.dumps({"plan": args.plan, "other": args.diff, **found}))
+    else:
+        print(plan_diff.as_text(found, (args.plan, args.diff)), end="")
     return 0
 
 
