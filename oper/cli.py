@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
     "analyze": ("oper.data.verbs", "count what the data looks up: access statistics"),
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),
     "explain": ("oper.report.verbs", "say in words and figures what a plan does and why"),
+    "simulate": ("oper.report.simulation", "replay real batches through a plan: bytes and events"),
     "train": ("oper.train.verbs", "train a DLRM from a configuration file (also under torchrun)"),
     "demo": ("oper.bench.demo", "the main job end to end on one page, beside TorchRec"),
     "bench": ("oper.bench.verbs", "measure beside other systems and the machine's limits"),

@@ -69,6 +69,8 @@ class Costs:
         tier_ns: per id and pass, for tables of several tiers (position in hotness order, tier).
         push_ns: per pushed id and pass at its reader (find the owner, write the request).
         table_us: per table and phase (a task, and what is set up for it).
+        warm_share: share of the caches that keeps rows and buffers from one batch to the next
+            (0 = every batch begins cold).
     """
 
     phase_us: float = 5.0
@@ -81,10 +83,14 @@ class Costs:
     tier_ns: float = 0.0
     push_ns: float = 0.0
     table_us: float = 0.0
+    warm_share: float = 0.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
             _check_number("invalid costs", f.name, getattr(self, f.name), at_least=0)
+        if self.warm_share > 1:
+            raise InvalidInputError(fail("invalid costs", "warm_share", self.warm_share, "0..1",
+                                         "state a share of the cache"))
 
 
 @dataclass(frozen=True, slots=True)

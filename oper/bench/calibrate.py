@@ -11,7 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,18 @@ from oper.stats import AccessStats
 from oper.topology import Costs, Topology
 
 _WORKER = "oper.bench.calibrate_worker:measure"
-_FITTED = ("striped", "owned, balanced", "replicated")  # placements that the fit sees
+#: Placements that the fit sees: what each constant shows in.
+_FITTED = ("striped", "owned on one rank", "replicated", "head replicated", "pushed")
 _PHASES = ("forward", "backward", "update")
-_CONSTANTS = ("phase_us", "id_ns", "sort_ns + reduce_ns", "update_ns")
+#: Costs that the fit finds, in nanoseconds of compute. Of sorting and reducing only the sum shows
+#: in the phase clock; it is split evenly.
+_COMPUTE: tuple[dict[str, float], ...] = (
+    {"id_ns": 1.0}, {"sort_ns": 0.5, "reduce_ns": 0.5}, {"update_ns": 1.0}, {"run_ns": 1.0},
+    {"refresh_ns": 1.0}, {"tier_ns": 1.0}, {"push_ns": 1.0}, {"table_us": 1.0})
+_WARM_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)  # that are tried
+_SLOWER = (0.5, 4.0)
+_STEP_WEIGHT = 2.0  # of a whole step beside one phase of one rank
+_IDLE_US = 5.0  # phases below this have done nothing
 _CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -62,8 +71,7 @@ class Sample:
     @property
     def name(self) -> str:
         """For a person and for the record."""
-        return (f"{self.kind}, pooling {self.work.pooling}, dim {self.work.dim}, "
-                f"exponent {self.work.exponent:g}")
+        return f"{self.kind}, {self.work.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +80,12 @@ class Fit:
 
     Attributes:
         topology: the measured topology.
-        residuals: by phase the median and the largest relative error of a rank's modelled phase.
-        overhead_us: of a step's calls and barriers; a third of it is in ``phase_us``.
+        residuals: median and largest relative error of a rank's modelled phase, by phase, and of
+            the modelled step.
     """
 
     topology: Topology
     residuals: dict[str, tuple[float, float]]
-    overhead_us: float
 
 
 def configure_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -96,16 +103,18 @@ def run_calibrate(args: argparse.Namespace) -> int:
     """Measure, fit, write the topology, print constants and residuals."""
     load_before = record.load_average()
     with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
-        kinds = KINDS if args.check else _FITTED
-        bandwidth, samples = measure(args.world_size, kinds, args.quick, Path(folder))
-    fitted = fit([s for s in samples if s.kind in _FITTED], args.world_size, bandwidth)
+        fitting = workloads(args.quick, args.world_size)
+        checking = held_out(args.quick, args.world_size) if args.check else []
+        works = [(w, _FITTED) for w in fitting] + [(w, KINDS) for w in checking]
+        bandwidth, samples = measure(args.world_size, works, 4 if args.quick else 8, Path(folder))
+    fitted = fit([s for s in samples if s.work in fitting], args.world_size, bandwidth)
     write_text(args.output, as_toml(fitted.topology))
     print(_report(fitted), end="")
     if args.check:
-        value = predicted_against_executed(samples, fitted)
+        value = predicted_against_executed([s for s in samples if s.work in checking], fitted)
         command = ["oper", "calibrate", "-o", args.output, "--world-size", str(args.world_size),
                    *(["--quick"] if args.quick else []), "--check", args.check]
-        entry = {"name": f"{args.world_size} processes", **value, "overhead_us": fitted.overhead_us,
+        entry = {"name": f"{args.world_size} processes", **value,
                  "topology": as_toml(fitted.topology), "residuals": fitted.residuals}
         record.write(args.check, record.record("calibrate", command, [entry], load_before))
         print(f"predicted against executed, {value['num_plans']} plans: median error "
@@ -116,32 +125,46 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def workloads(quick: bool, world_size: int) -> list[Workload]:
-    """Bags of 1 to 20 ids, narrow and wide rows, uniform and skewed."""
-    rows = (200_000, 120_000, 60_000, 30_000) if quick else (1_000_000, 400_000, 100_000, 30_000,
-                                                             5_000, 500)
-    pooling, dims, exponents = ((1, 20), (64,), (0.0, 1.05)) if quick else (
-        (1, 4, 20), (32, 128), (0.0, 1.05))
-    return [Workload(rows, d, 2048 * world_size, p, e)
-            for p in pooling for d in dims for e in exponents]
+    """What the fit sees: bags of 1 to 20 ids, narrow and wide rows, few and many tables, uniform
+    and skewed."""
+    def make(num_rows: tuple[int, ...], dim: int, pooling: int, exponent: float) -> Workload:
+        return Workload(num_rows, dim, 2048 * world_size, pooling, exponent)
+
+    few, many = (400_000, 120_000, 60_000, 30_000), (100_000, 20_000, 5_000, 1_000, 200, 50) * 3
+    found = [make(few, 64, 1, 0.0), make(few, 64, 1, 1.05), make(few, 32, 20, 0.0),
+             make(few, 64, 20, 1.05), make(many, 32, 1, 1.05)]
+    if not quick:
+        found += [make(few, 32, 4, 1.05), make(few, 128, 4, 0.0), make(few, 128, 1, 1.05),
+                  make(few, 32, 1, 0.0), make(many, 64, 4, 1.05)]
+    return found
 
 
-def measure(world_size: int, kinds: Sequence[str], quick: bool, folder: Path
-            ) -> tuple[dict[str, float], list[Sample]]:
+def held_out(quick: bool, world_size: int) -> list[Workload]:
+    """What the comparison uses, and the fit never sees: other tables, batches, bags and skews."""
+    rows = (250_000, 150_000, 80_000, 40_000, 10_000, 1_000, 100, 10)
+    found = [Workload(rows, 64, 1536 * world_size, 8, 0.9)]
+    if not quick:
+        found += [Workload(rows, 96, 3072 * world_size, 1, 0.6),
+                  Workload(rows, 48, 1024 * world_size, 12, 1.2)]
+    return found
+
+
+def measure(world_size: int, works: Sequence[tuple[Workload, Sequence[str]]], rounds: int,
+            folder: Path) -> tuple[dict[str, float], list[Sample]]:
     """Bandwidths (GB/s of all ranks together) and samples, from `world_size` processes at once.
 
     Args:
         world_size: processes.
-        kinds: placements.
-        quick: fewer workloads and steps.
+        works: workloads and placements of each.
+        rounds: see `calibrate_worker`.
         folder: for temporary files.
     """
-    works = workloads(quick, world_size)
     cases: list[dict[str, Any]] = [{"gather": last_level_cache_bytes()}]
-    cases += [{"work": w.to_json(), "kinds": list(kinds), "steps": 12 if quick else 40,
-               "stats": str(folder / f"stats-{k}.npz")} for k, w in enumerate(works)]
+    cases += [{"work": w.to_json(), "kinds": list(kinds), "rounds": rounds,
+               "stats": str(folder / f"stats-{k}.npz")} for k, (w, kinds) in enumerate(works)]
     bandwidth, *found = run_workers(_WORKER, cases, world_size)
     samples = []
-    for work, case, result in zip(works, cases[1:], found, strict=True):
+    for (work, _), case, result in zip(works, cases[1:], found, strict=True):
         stats = AccessStats.load(case["stats"])
         for kind, x in result.items():
             forward, reduce, _, update, _, refresh = np.array(x["phases_us"]).T
@@ -172,12 +195,14 @@ def _model(sample: Sample, topology: Topology) -> Any:
 
 
 def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, float]) -> Fit:
-    """Constants by least squares on relative errors; none is negative.
+    """Constants by least squares on relative errors of phases and steps; none is negative.
 
-    Of sorting and reducing only the sum shows in the phase clock; it is split evenly.
+    The bandwidths keep their measured ratio; their level is fitted with the other constants, since
+    a lookup that stores, too, gets less than a bare gather does. The share of the cache that stays
+    warm between batches is the best of a few.
 
     Args:
-        samples: measured steps whose tiers are pulled.
+        samples: measured steps.
         world_size: ranks.
         bandwidth: ``read_gbps`` and ``cache_gbps`` of all ranks together.
     """
@@ -186,43 +211,108 @@ def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, floa
     domain = replace(base.domains[0], read_gbps=read, cache_gbps=cache, link_gbps=read,
                      cross_gbps=read, cache_bytes=last_level_cache_bytes())
     base = replace(base, name=f"measured-{world_size}", domains=(domain,), source="measured",
-                   costs=Costs(phase_us=0.0, id_ns=1.0, sort_ns=1.0, update_ns=1.0))
-    rows, memory_us, measured = [], [], []
-    for sample in samples:
-        for k, phase in enumerate(_model(sample, base).phases):
-            for rank in range(world_size):
-                row = np.zeros(len(_CONSTANTS))
-                row[0], row[k + 1] = 1.0, phase.units[COMPUTE, rank] / 1e3  # ns
-                rows.append(row)
-                memory_us.append(phase.seconds[MEMORY, rank] * 1e6)
-                measured.append(sample.phases_us[k, rank])
-    a, memory, y = np.array(rows), np.array(memory_us), np.array(measured)
-    x = nonnegative_least_squares(a / y[:, None], (y - memory) / y)
-    error = np.abs(a @ x + memory - y) / y
-    phase_of = np.tile(np.repeat(np.arange(3), world_size), len(samples))
-    overhead = float(np.median([s.outside_us for s in samples]))
-    costs = Costs(round(float(x[0]) + max(0.0, overhead) / 3, 2),
-                  *(round(float(v), 3) for v in (x[1], x[2] / 2, x[2] / 2, x[3])))
-    residuals = {name: (float(np.median(error[phase_of == k])), float(error[phase_of == k].max()))
-                 for k, name in enumerate(_PHASES)}
-    return Fit(replace(base, costs=costs), residuals, overhead)
+                   costs=Costs(phase_us=0.0))
+    clock = _Clock.of(samples)
+    compute = [_columns(samples, base, Costs(phase_us=0.0, **c))[1] for c in _COMPUTE]
+    best: tuple[float, float, np.ndarray] | None = None
+    for share in _WARM_SHARES:
+        memory, _ = _columns(samples, base, Costs(phase_us=0.0, warm_share=share))
+        a = np.array([clock.rows(memory), *(clock.rows(c) for c in compute), clock.barriers()])
+        x = _solve(a * clock.weight / clock.measured, clock.weight)
+        off = a.T @ x / clock.measured - 1.0
+        left = float(np.square(off * clock.weight).sum())
+        if best is None or left < best[0]:
+            best, error = (left, share, x), np.abs(off)
+    assert best is not None
+    _, share, x = best
+    costs: dict[str, float] = {"warm_share": share, "phase_us": round(float(x[-1]), 2)}
+    for value, sets in zip(x[1:], _COMPUTE, strict=False):
+        costs |= {name: round(float(value) * part, 3) for name, part in sets.items()}
+    level = 1.0 / float(x[0])
+    domain = replace(domain, read_gbps=read * level, cache_gbps=cache * level,
+                     link_gbps=read * level, cross_gbps=read * level)
+    residuals = {name: (float(np.median(error[at])), float(error[at].max()))
+                 for name, at in clock.parts()}
+    return Fit(replace(base, domains=(domain,), costs=Costs(**costs)), residuals)
+
+
+def _solve(a: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x >= 0 with least |x @ a - y|^2; `a` float64 [k, n]. x[0], by which memory takes longer than
+    in a bare gather, is held within `_SLOWER`: small workloads do not show it."""
+    x = nonnegative_least_squares(a.T, y)
+    x[0] = np.clip(x[0], *_SLOWER)
+    x[1:] = nonnegative_least_squares(a[1:].T, y - x[0] * a[0])
+    return x
+
+
+def _columns(samples: Sequence[Sample], base: Topology, costs: Costs
+             ) -> tuple[np.ndarray, np.ndarray]:
+    """Microseconds of memory and of compute under `costs`; float64 [S, 3, W] each."""
+    found = [_model(s, replace(base, costs=costs)).phases for s in samples]
+    return (np.array([[p.seconds[MEMORY] * 1e6 for p in phases] for phases in found]),
+            np.array([[p.seconds[COMPUTE] * 1e6 for p in phases] for phases in found]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Clock:
+    """What was measured, as the rows of a least-squares problem: all busy phases of all ranks, then
+    whole steps.
+
+    Attributes:
+        busy: bool [S, 3, W], phases that have done something.
+        slowest: int64 [S, 3], rank that each phase ended with.
+        num_fixed: float64 [S], calls and barriers of a step.
+        measured, weight: float64 [n], microseconds and weight of each row.
+    """
+
+    busy: np.ndarray
+    slowest: np.ndarray
+    num_fixed: np.ndarray
+    measured: np.ndarray
+    weight: np.ndarray
+
+    @staticmethod
+    def of(samples: Sequence[Sample]) -> _Clock:
+        """The rows of `samples`."""
+        phases = np.array([s.phases_us for s in samples])
+        busy = phases > _IDLE_US
+        pushes = np.array(["push" in s.kind for s in samples])
+        measured = np.concatenate([phases[busy], [s.wall_us for s in samples]])
+        weight = np.where(np.arange(measured.size) < busy.sum(), 1.0, _STEP_WEIGHT)
+        return _Clock(busy, phases.argmax(axis=2), len(_PHASES) + 1.0 * pushes, measured, weight)
+
+    def rows(self, column: np.ndarray) -> np.ndarray:
+        """float64 [n], the rows' entries of a column given by phase and rank, float64 [S, 3, W]."""
+        steps = np.take_along_axis(column, self.slowest[:, :, None], axis=2).sum(axis=(1, 2))
+        return np.concatenate([column[self.busy], steps])
+
+    def barriers(self) -> np.ndarray:
+        """float64 [n], fixed costs: outside of the phases' clocks, so that only steps have them."""
+        return np.concatenate([np.zeros(int(self.busy.sum())), self.num_fixed])
+
+    def parts(self) -> list[tuple[str, np.ndarray]]:
+        """Name and rows (int64 [k]) of each phase and of whole steps."""
+        number = np.broadcast_to(np.arange(len(_PHASES))[None, :, None], self.busy.shape)
+        of_row = np.concatenate([number[self.busy], np.full(self.num_fixed.size, len(_PHASES))])
+        return [(name, np.flatnonzero(of_row == k)) for k, name in enumerate((*_PHASES, "step"))]
 
 
 def nonnegative_least_squares(a: np.ndarray, y: np.ndarray) -> np.ndarray:
     """x >= 0 with least |a x - y|^2; `a` float64 [n, k] of few columns: every support is tried."""
-    best, found = float(y @ y), np.zeros(a.shape[1])
+    gram, right = a.T @ a, a.T @ y
+    best, found = 0.0, np.zeros(a.shape[1])
     for support in range(1, 1 << a.shape[1]):
         columns = [k for k in range(a.shape[1]) if support >> k & 1]
-        part = np.linalg.lstsq(a[:, columns], y, rcond=None)[0]
-        left = a[:, columns] @ part - y
-        if (part >= 0).all() and float(left @ left) < best:
-            best, found = float(left @ left), np.zeros(a.shape[1])
+        part = np.linalg.lstsq(gram[np.ix_(columns, columns)], right[columns], rcond=None)[0]
+        gain = float(part @ right[columns])  # of |y|^2 - |a x - y|^2 at the unconstrained minimum
+        if (part >= 0).all() and gain > best:
+            best, found = gain, np.zeros(a.shape[1])
             found[columns] = part
     return found
 
 
 def predicted_against_executed(samples: Sequence[Sample], fitted: Fit) -> dict[str, Any]:
-    """How well the model predicts steps; `fitted_plans` were seen by the fit, others not.
+    """How well the model predicts steps.
 
     Returns:
         ``median_error`` (relative), ``spearman`` (mean over workloads of the order of their
@@ -233,7 +323,7 @@ def predicted_against_executed(samples: Sequence[Sample], fitted: Fit) -> dict[s
     for s in samples:
         model = _model(s, fitted.topology)
         predicted = model.step_us
-        plans.append({"name": s.name, "kind": s.kind, "fitted": s.kind in _FITTED,
+        plans.append({"name": s.name, "kind": s.kind, "placement_fitted": s.kind in _FITTED,
                       "predicted_us": predicted, "measured_us": s.wall_us,
                       "measured_p10_us": s.low_us,
                       "error": abs(predicted - s.wall_us) / s.wall_us,
@@ -242,7 +332,7 @@ def predicted_against_executed(samples: Sequence[Sample], fitted: Fit) -> dict[s
     us = np.array([[p["predicted_us"], p["measured_us"]] for p in plans])
     by_work = {s.work: [k for k, x in enumerate(samples) if x.work == s.work] for s in samples}
     orders = [spearman(*us[k].T) for k in by_work.values() if len(k) > 2]
-    unseen = [p["error"] for p in plans if not p["fitted"]]
+    unseen = [p["error"] for p in plans if not p["placement_fitted"]]
     signed = {kind: float(np.median([p["predicted_us"] / p["measured_us"] - 1 for p in plans
                                      if p["kind"] == kind]))
               for kind in dict.fromkeys(p["kind"] for p in plans)}
@@ -262,13 +352,12 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 def as_toml(topology: Topology) -> str:
     """A one-domain topology as the text of a topology file."""
     d, costs = topology.domains[0], topology.costs
-    fields = {"memory_bytes": d.memory_bytes, "read_gbps": round(d.read_gbps, 2),
+    domain = {"memory_bytes": d.memory_bytes, "read_gbps": round(d.read_gbps, 2),
               "cache_gbps": round(d.cache_gbps, 2), "cache_bytes": d.cache_bytes,
               "link_gbps": round(d.link_gbps, 2), "cross_gbps": round(d.cross_gbps, 2)}
     lines = [f'name = "{topology.name}"', f'source = "{topology.source}"', "", "[[domain]]",
-             f"ranks = {len(d.ranks)}", *(f"{k} = {v}" for k, v in fields.items()), "", "[costs]",
-             *(f"{k} = {getattr(costs, k)}" for k in ("phase_us", "id_ns", "sort_ns", "reduce_ns",
-                                                      "update_ns"))]
+             f"ranks = {len(d.ranks)}", *(f"{k} = {v}" for k, v in domain.items()), "", "[costs]",
+             *(f"{f.name} = {getattr(costs, f.name)}" for f in fields(costs))]
     return "\n".join(lines) + "\n"
 
 
@@ -276,5 +365,4 @@ def _report(fitted: Fit) -> str:
     rows = [[name, f"{100 * middle:.1f} %", f"{100 * worst:.1f} %"]
             for name, (middle, worst) in fitted.residuals.items()]
     return (as_toml(fitted.topology) + "\n"
-            + record.table(["residual", "median", "worst"], rows) + "\n"
-            + f"calls and barriers of a step: {fitted.overhead_us:.1f} us\n")
+            + record.table(["residual", "median", "worst"], rows) + "\n")

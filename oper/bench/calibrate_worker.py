@@ -28,6 +28,8 @@ KINDS = ("striped", "owned on one rank", "owned, balanced", "striped 3:1", "repl
 _HEAD = 0.02  # share of a table's rows that counts as its head
 _BAG = 16  # rows summed per bag in the bare gather: little is written
 _GATHER_ROWS = 1 << 19
+_HELD_BYTES = 4 << 30  # tables that are open at a time
+_LEAD_IN, _TIMED = 2, 3  # steps of a plan in each round
 _WAITS = (2, 4)  # where the runtime's phase clock counts waiting for peers
 
 
@@ -73,8 +75,8 @@ def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, 
     """One case; the worker function. Collective.
 
     Args:
-        case: ``{"gather": cache_bytes}``, or ``{"work", "kinds", "steps", "stats"}``: a workload,
-            placements of `KINDS`, timed steps, and the file that its statistics are written to.
+        case: ``{"gather": cache_bytes}``, or ``{"work", "kinds", "rounds", "stats"}``: a workload,
+            placements of `KINDS`, rounds, and the file that its statistics are written to.
         progress: called with what is being done.
 
     Returns:
@@ -94,11 +96,15 @@ def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, 
     # As many batches as keep repeated steps from finding all of their rows in cache.
     batches = [_lookup(work, batch_ids(work, group.rank, group.world_size, k, TIMED), group)
                for k in range(8)]
-    found = {}
-    for kind in case["kinds"]:
-        progress(f"pooling {work.pooling}, dim {work.dim}, exponent {work.exponent:g}: {kind}")
-        plan = plan_of(kind, work.tables(), stats, group.world_size)
-        found[kind] = _steps(plan, work, batches, group, int(case["steps"]))
+    plans = {kind: plan_of(kind, work.tables(), stats, group.world_size) for kind in case["kinds"]}
+    # Copies of a replicated table and its masters: all that a plan may hold of the tables.
+    each = (1 + group.world_size) * sum(t.num_bytes for t in work.tables())
+    together = max(1, _HELD_BYTES // each)
+    found: dict[str, Any] = {}
+    for at in range(0, len(plans), together):
+        some = dict(list(plans.items())[at:at + together])
+        progress(f"{work.name}: {', '.join(some)}")
+        found |= _rounds(some, work, batches, group, int(case["rounds"]))
     return found
 
 
@@ -121,23 +127,41 @@ def _open(plan: Plan, features: list[tuple[str, str]], group: ProcessGroup) -> S
     return tables
 
 
-def _steps(plan: Plan, work: Workload, batches: Sequence[Lookup], group: ProcessGroup, steps: int
-           ) -> dict[str, Any]:
-    tables = _open(plan, [(f, f"t{k}") for k, f in enumerate(work.features)], group)
-    gradient = torch.full((batches[0].batch_size, tables.output_columns), 1e-3)
-    wall, phases = [], []
-    for number in range(steps + 4):
-        batch = batches[number % len(batches)]
-        tables.barrier()
-        begin = time.perf_counter()
-        _, offsets = tables.forward(batch, collective=True)
-        tables.apply_gradients(gradient, batch, offsets)
-        took = time.perf_counter() - begin
-        if number >= 4:  # the first steps touch the outbox for the first time
-            wall.append(took)
-            phases.append(torch.ops.oper.context_phases(tables._handle))
+def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
+            group: ProcessGroup, rounds: int) -> dict[str, Any]:
+    """Steps under all plans in turn, so that what disturbs the machine disturbs all of them."""
+    features = [(f, f"t{k}") for k, f in enumerate(work.features)]
+    tables = {kind: _open(plan, features, group) for kind, plan in plans.items()}
+    taken: dict[str, list[tuple[float, list[int]]]] = {kind: [] for kind in plans}
+    gradient = torch.full((batches[0].batch_size, work.dim * len(features)), 1e-3)
+    number = 0
+    for turn in range(rounds):
+        for kind in plans:
+            # The first steps touch the outbox for the first time; later on, caches fill again.
+            for k in range((4 if turn == 0 else _LEAD_IN) + _TIMED):
+                timed = _step(tables[kind], batches[number % len(batches)], gradient)
+                number += 1
+                if k >= _LEAD_IN and turn > 0:
+                    taken[kind].append(timed)
+    for opened in tables.values():
+        opened.barrier()
+        opened.close()
+    return {kind: _summary(steps, group) for kind, steps in taken.items()}
+
+
+def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor
+          ) -> tuple[float, list[int]]:
+    """Seconds of one step, and nanoseconds by phase."""
     tables.barrier()
-    tables.close()
+    begin = time.perf_counter()
+    _, offsets = tables.forward(batch, collective=True)
+    tables.apply_gradients(gradient, batch, offsets)
+    took = time.perf_counter() - begin
+    return took, torch.ops.oper.context_phases(tables._handle)
+
+
+def _summary(steps: Sequence[tuple[float, list[int]]], group: ProcessGroup) -> dict[str, Any]:
+    wall, phases = zip(*steps, strict=True)
     every = group.all_gather((np.array(wall) * 1e6, np.array(phases, float) / 1e3))
     walls, clocks = (np.stack([x[k] for x in every]) for k in (0, 1))  # [W, n], [W, n, 6]
     # Who arrives last at a barrier waits for nobody: what is left is the barrier itself.

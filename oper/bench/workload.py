@@ -51,6 +51,12 @@ class Workload:
                                              "correct it"))
 
     @property
+    def name(self) -> str:
+        """For a person and for records."""
+        return (f"{len(self.num_rows)} tables, pooling {self.pooling}, dim {self.dim}, "
+                f"exponent {self.exponent:g}")
+
+    @property
     def features(self) -> list[str]:
         """Feature names, one per table."""
         return [f"f{k}" for k in range(len(self.num_rows))]

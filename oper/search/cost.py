@@ -9,9 +9,9 @@ Phases of a training step (barriers between them) and who works:
 
 * forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
   and writes its outputs; the owner of pushed rows pools them for all ranks.
-* backward: every rank reduces bag gradients per distinct row into its outbox; gradients of pushed
-  rows go to the owner as bags and are reduced there.
-* update: owners read the outboxes of all ranks, merge, and apply the optimizer; a replicated row is
+* backward: every rank reduces bag gradients per distinct row into its outbox, but for pushed rows.
+* update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
+  reduce; they merge and apply the optimizer; a replicated row is
   updated by the holder of its master copy, which then writes all other copies.
 
 Ranks of one memory domain reach each other's rows as local memory: no link bytes inside a domain.
@@ -23,17 +23,17 @@ cost. Inference is the forward phase alone, with one replica per memory domain.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from oper.errors import PlanError, fail
 from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search.caching import Caching
+from oper.search.evaluation import Evaluation as Evaluation, Phase as Phase
 from oper.search.machine import (
     COMPUTE,
     CROSS_IN,
     CROSS_OUT,
-    GROUPS,
     LINK_IN,
     LINK_OUT,
     MEMORY,
@@ -42,6 +42,7 @@ from oper.search.machine import (
 from oper.search.overlap import RESOLVE
 from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 from oper.tables import OPTIMIZER_STATE_BYTES
+from oper.traffic import ROW_WISE
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id on the wire
@@ -89,80 +90,6 @@ class Tally:
                      self.num_split + sign * other.num_split)
 
 
-@dataclass(frozen=True, eq=False)
-class Phase:
-    """One phase of a step.
-
-    Attributes:
-        name: ``"forward"``, ``"backward"`` or ``"update"``.
-        units: float64 [6, W]: bytes, and nanoseconds of compute, by term and rank.
-        seconds: float64 [6, W].
-        fixed_us: fixed cost.
-        hidden: float64 [W], seconds of declared dense compute that the phase runs beside.
-    """
-
-    name: str
-    units: np.ndarray
-    seconds: np.ndarray
-    fixed_us: float
-    hidden: np.ndarray
-
-    @cached_property
-    def groups(self) -> np.ndarray:
-        """float64 [5, W]: seconds that run beside each other (`machine.GROUPS`), beyond the dense
-        compute that they hide behind."""
-        busy = np.concatenate([self.seconds[:2].sum(axis=0, keepdims=True), self.seconds[2:]])
-        return np.maximum(busy - self.hidden, 0.0)
-
-    @property
-    def time_us(self) -> float:
-        """Microseconds of the phase: its slowest rank and the fixed cost."""
-        return float(self.groups.max()) * 1e6 + self.fixed_us
-
-    @property
-    def slowest_rank(self) -> int:
-        """The rank that the phase ends with."""
-        return int(self.groups.max(axis=0).argmax())
-
-    @property
-    def binding(self) -> str:
-        """What the slowest rank is busy with."""
-        return GROUPS[int(self.groups[:, self.slowest_rank].argmax())]
-
-
-@dataclass(frozen=True, eq=False)
-class Evaluation:
-    """The modelled step of one plan.
-
-    Attributes:
-        phases: in order.
-        held_bytes: float64 [W], memory attributed to each rank, buffers included.
-        domain_bytes: float64 [num_domains], memory needed in each domain.
-        capacity_bytes: float64 [num_domains].
-    """
-
-    phases: tuple[Phase, ...]
-    held_bytes: np.ndarray
-    domain_bytes: np.ndarray
-    capacity_bytes: np.ndarray
-
-    @property
-    def step_us(self) -> float:
-        """Modelled microseconds of a step (of a lookup, for inference)."""
-        return sum(p.time_us for p in self.phases)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every domain holds what the plan puts there."""
-        return bool((self.domain_bytes <= self.capacity_bytes * (1 + 1e-9)).all())
-
-    @property
-    def imbalance(self) -> float:
-        """max / mean over ranks of the summed phase seconds."""
-        load = sum(p.groups.max(axis=0) for p in self.phases)
-        return float(load.max() / max(load.mean(), 1e-30))
-
-
 class CostModel:
     """The cost model of one problem; keeps per-table constants."""
 
@@ -178,25 +105,17 @@ class CostModel:
         none = (0.0,) * self.machine.world_size
         #: float64 [num_phases, W], seconds of dense compute beside each phase.
         self.hidden = np.array([problem.overlap.get(p, none) for p in self.phases]) * 1e-6
+        self.caching = Caching(problem)
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
 
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
 
     def repeat_cost(self, t: TableProblem, pushed: bool) -> np.ndarray:
-        """Cost of reading a row again, relative to a first read from memory; float64 [W].
-
-        Cache bandwidth for the share of the table's working set that stays in the rank's part of
-        the cache, memory bandwidth for the rest.
-        """
+        """Cost of reading a row again, relative to memory; float64 [W]."""
         key = (t.spec.name, pushed)
         if key not in self._repeat:
-            rows = t.total[TOUCHED_ALL if pushed else TOUCHED]
-            working_bytes = max(1.0, rows * t.spec.row_bytes)
-            cost = np.empty(self.machine.world_size)
-            for d in self.machine.topology.domains:
-                hit = min(1.0, d.cache_bytes / len(d.ranks) / working_bytes)
-                cost[list(d.ranks)] = hit * min(1.0, d.read_gbps / d.cache_gbps) + (1.0 - hit)
-            self._repeat[key] = cost
+            rows = float(t.total[TOUCHED_ALL if pushed else TOUCHED])
+            self._repeat[key] = self.caching.again(t, rows)
         return self._repeat[key]
 
     def shard_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
@@ -250,15 +169,19 @@ class CostModel:
         ids, every = owner[..., IDS, :] * world, owner[..., TOUCHED_ALL, :]
         mine = owner[..., IDS, :].sum(axis=-1)[..., None]
         out[..., PUSH_IDS, :] = owner[..., IDS, :] * ID_BYTES
-        out[..., FORWARD_BYTES, :] = (every + (ids - every) * again) * row + ID_BYTES * (ids + mine)
+        first = self.caching.first(t)
+        out[..., FORWARD_BYTES, :] = ((every * first + (ids - every) * again) * row
+                                      + ID_BYTES * (ids + mine))
         out[..., FORWARD_IDS, :] = ids + mine  # pooled at the owner, resolved at the reader
         out[..., HELD, :] = owner[..., ROWS, :] * (row + (state if self.training else 0))
         out[..., FORWARD_NS, :] = mine * self.costs.push_ns
         if self.training:
-            out[..., BACKWARD_BYTES, :] = ids * again * grad
-            out[..., BACKWARD_IDS, :] = ids
-            runs = owner[..., TOUCHED, :] * world  # one per row and reader
-            out[..., BACKWARD_NS, :] = mine * self.costs.push_ns + runs * self.costs.run_ns
+            # Owners reduce what the readers have left for them: per id, and per row and reader.
+            runs = owner[..., TOUCHED, :] * world
+            out[..., BACKWARD_NS, :] = mine * self.costs.push_ns
+            out[..., UPDATE_BYTES, :] = ids * again * grad
+            out[..., UPDATE_NS, :] = (ids * (self.costs.sort_ns + self.costs.reduce_ns)
+                                      + runs * self.costs.run_ns)
         self._add_update(out, t, width, owner)
         return out
 
@@ -273,12 +196,13 @@ class CostModel:
         row, grad, _ = row_bytes(t, width)
         again = self.repeat_cost(t, False)
         ids, distinct = total[..., IDS, None], total[..., TOUCHED, None]
-        out[..., FORWARD_BYTES, :] += (distinct + (ids - distinct) * again) * row
+        first, buffers = self.caching.first(t), self.caching.buffers
+        out[..., FORWARD_BYTES, :] += (distinct * first + (ids - distinct) * again) * row
         out[..., FORWARD_IDS, :] += ids
         if self.training:
             # Gradients of a bag are read once from memory (`table_rows`), then from cache per id.
             per_id = 0.0 if t.spec.pooling == "none" else grad * again
-            out[..., BACKWARD_BYTES, :] += distinct * grad + ids * per_id
+            out[..., BACKWARD_BYTES, :] += distinct * grad * buffers + ids * per_id
             out[..., BACKWARD_IDS, :] += ids
             out[..., BACKWARD_NS, :] += distinct * self.costs.run_ns
 
@@ -288,11 +212,18 @@ class CostModel:
             out[..., UPDATE_BYTES, :] += owner[..., TOUCHED_ALL, :] * 2 * (row + state)
             out[..., UPDATE_ROWS, :] += owner[..., TOUCHED_ALL, :]
 
-    def table_rows(self, t: TableProblem) -> np.ndarray:
-        """Tally rows that every plan pays for the table: outputs, bag gradients, outbox memory."""
+    def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
+        """Tally rows that every plan pays for the table: outputs, bag gradients, outbox memory.
+
+        Args:
+            t: the table.
+            num_outputs: float64 [W], rows of each rank's output (default: as expected).
+        """
         out = np.zeros((NUM_ROWS, self.machine.world_size))
-        num_outputs = t.traffic.num_ids if t.spec.pooling == "none" else t.traffic.num_bags
-        out[FORWARD_BYTES] = num_outputs * t.spec.dim * GRAD_BYTES
+        if num_outputs is None:
+            num = t.traffic.num_ids if t.spec.pooling == "none" else t.traffic.num_bags
+            num_outputs = np.full(self.machine.world_size, num)
+        out[FORWARD_BYTES] = num_outputs * t.spec.dim * GRAD_BYTES * self.caching.buffers
         if self.training:
             out[BACKWARD_BYTES] = out[FORWARD_BYTES]
             out[HELD] = min(t.traffic.num_ids, t.spec.num_rows) * t.spec.dim * GRAD_BYTES
@@ -318,22 +249,33 @@ class CostModel:
         total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)), {})
         for piece in pieces:
             total = total.plus(self._piece(t, piece, ordered))
-        total.rows[list(self._extra)] += (len(pieces) - 1) * self.costs.table_us * 1e3
-        if any(len(p.tiers) > 1 for p in pieces):
-            # No part of the bound, which knows no tiers: it is below every plan all the same.
-            for piece in pieces:
-                total.rows[list(self._extra[:2])] += self._tier_ns(t, piece)
-        if len(pieces) > 1 and self.training and t.spec.optimizer == "rowwise_adagrad":
-            # Owners of the columns of a row exchange the sum of their squared gradients.
-            total.rows[UPDATE_BYTES] += 4 * total.rows[UPDATE_ROWS]
-            total = Tally(total.rows, total.partial_replicas, total.num_pushed, len(pieces) - 1)
-        return total
+        split = len(pieces) > 1 and self.training and t.spec.optimizer in ROW_WISE
+        rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), split)
+        return Tally(rows, total.partial_replicas, total.num_pushed, (len(pieces) - 1) * split)
 
-    def _tier_ns(self, t: TableProblem, piece: Piece) -> float:
-        """Nanoseconds per pass of finding the tier of every id of one rank's batch. A reader of
-        pushed rows goes through its ids to count them, to write its requests, and to add up."""
-        passes = PUSH_PASSES if any(x.mode == "push" for x in piece.tiers) else 1
-        return float(t.total[IDS]) * self.costs.tier_ns * passes
+    def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
+                    exchanges_squares: bool) -> np.ndarray:
+        """Tally rows of all pieces of a table and what they cost together.
+
+        Args:
+            pieces: its column pieces.
+            rows: float64 [15, W], the sum over pieces.
+            ids: ids per rank and batch, or float64 [W].
+            exchanges_squares: whether owners of the columns of a row exchange the sum of their
+                squared gradients.
+        """
+        rows = rows.copy()
+        rows[list(self._extra)] += (len(pieces) - 1) * self.costs.table_us * 1e3
+        if any(len(p.tiers) > 1 for p in pieces):
+            # No part of the bound, which knows no tiers: it is below every plan all the same. A
+            # reader of pushed rows goes through its ids to count them, to write its requests, and
+            # to add up.
+            for piece in pieces:
+                passes = PUSH_PASSES if any(x.mode == "push" for x in piece.tiers) else 1
+                rows[list(self._extra[:2])] += ids * self.costs.tier_ns * passes
+        if exchanges_squares:
+            rows[UPDATE_BYTES] += 4 * rows[UPDATE_ROWS]
+        return rows
 
     def _piece(self, t: TableProblem, piece: Piece, ordered: bool) -> Tally:
         width, world = piece.stop - piece.start, self.machine.world_size
@@ -409,13 +351,14 @@ class CostModel:
             # The phase before forward resolves ahead; else backward is the one that sorts.
             sorts = out[..., 0 if first else 1, :, :]
             sorts[..., COMPUTE, :] += rows[..., BACKWARD_IDS, :] * costs.sort_ns
-            self._owner_receives(backward, rows[..., PARTIALS, :])
-            backward[..., MEMORY, :] += rows[..., PARTIALS, :] * world
             update[..., MEMORY, :] = rows[..., UPDATE_BYTES, :]
             update[..., COMPUTE, :] = (rows[..., UPDATE_ROWS, :] * costs.update_ns
                                        + rows[..., UPDATE_NS, :])
             update[..., MEMORY, :] += rows[..., GRADS, :] * self.machine.num_near
             self._owner_receives(update, rows[..., GRADS, :])
+            # Gradients of the bags that owners pooled.
+            self._owner_receives(update, rows[..., PARTIALS, :])
+            update[..., MEMORY, :] += rows[..., PARTIALS, :] * world
             self._broadcast(update, rows[..., BROADCAST, :], np.ones(int(world)))
         return out
 

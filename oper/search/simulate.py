@@ -95,7 +95,7 @@ class Placed:
     def __init__(self, plan: TablePlan, world_size: int, piece: int,
                  one_sided: bool = False) -> None:
         self.directory = TableDirectory(plan, world_size, piece)
-        tiers = [x.tier for x in self.directory.tiers]
+        tiers = plan.pieces[piece].tiers
         self._starts = np.array([x.start for x in tiers])
         self._pushes = np.array([x.mode == "push" and not one_sided for x in tiers])
         self.has_push = bool(self._pushes.any())

@@ -23,7 +23,8 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``oper plan``."""
     parser.add_argument("stats", metavar="STATS", help="statistics written by 'oper analyze'")
     parser.add_argument("-o", "--output", metavar="PLAN", required=True, help="plan file to write")
-    _add_machine(parser)
+    _add_overlap(parser)
+    add_machine(parser)
     _add_tables(parser)
     parser.add_argument("--objective", choices=("training", "inference"), default="training")
     parser.add_argument("--batch-size", type=int, default=2048, metavar="N",
@@ -66,7 +67,8 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
     parser.add_argument("--stats", metavar="STATS", help="statistics to judge it by (default: all "
                                                           "rows of a table equally hot)")
-    _add_machine(parser, required=False)
+    _add_overlap(parser)
+    add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=int, metavar="N", help="default: the plan's own")
     parser.add_argument("--diff", metavar="OTHER", help="what changes from PLAN to another plan "
                                                         "of the same tables")
@@ -122,20 +124,26 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     from oper.search.cost import evaluate
     from oper.search.planner import space_bound
 
-    plan = Plan.load(args.plan)
-    if args.topology is None:
-        args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
-    if args.topology == "this-host" and args.world_size is None:
-        args.world_size = plan.world_size
-    problem = make_problem([t.table for t in plan.tables], _stats(args), _topology(args),
-                           objective=plan.objective, allow=_used(plan),
-                           batch_size=args.batch_size or plan.batch_size or 2048,
-                           constraints=plan.notes.get("constraints"))
+    plan, problem = stated(args, _stats(args))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     step_us = evaluate(plan, problem).step_us
     if abs(step_us - plan.step_us) > 1e-6 * step_us:
         # Another machine, batch or statistics: the bound in the file is not about this problem.
         plan = replace(plan, step_us=step_us, lower_bound_us=min(space_bound(problem), step_us))
+    return plan, problem
+
+
+def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:
+    """A plan file and the problem that it is judged by: its tables on a machine, for a batch."""
+    plan = Plan.load(args.plan)
+    if args.topology is None:
+        args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
+    if args.topology == "this-host" and args.world_size is None:
+        args.world_size = plan.world_size
+    problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
+                           objective=plan.objective, allow=_used(plan),
+                           batch_size=args.batch_size or plan.batch_size or 2048,
+                           constraints=plan.notes.get("constraints"))
     return plan, problem
 
 
@@ -150,10 +158,14 @@ def _used(plan: Plan) -> frozenset[str]:
     return EXECUTABLE | split | {t.mode for t in tiers} | {t.placement for t in tiers}
 
 
-def _add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
+def _add_overlap(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlap", action="append", default=[], metavar="PHASE=US",
                         help="dense compute that a phase runs beside, microseconds (one per rank, "
                              "with commas): forward, backward, update, resolve; default none")
+
+
+def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Arguments that name a machine."""
     parser.add_argument("--topology", metavar="NAME|FILE", required=required,
                         help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file")
     parser.add_argument("--world-size", type=int, metavar="N",

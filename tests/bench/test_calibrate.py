@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,8 @@ from oper.bench.workload import Workload, collect_stats
 from oper.search import topology_preset
 from oper.topology import Costs, Topology
 
-TRUE = Costs(phase_us=40.0, id_ns=3.0, sort_ns=4.0, reduce_ns=4.0, update_ns=20.0)
+TRUE = Costs(phase_us=40.0, id_ns=3.0, sort_ns=4.0, reduce_ns=4.0, update_ns=20.0, run_ns=2.0,
+             refresh_ns=6.0, tier_ns=1.5, push_ns=10.0, table_us=2.0, warm_share=0.5)
 BANDWIDTH = {"read_gbps": 50.0, "cache_gbps": 150.0}
 
 
@@ -38,31 +39,48 @@ def modelled(work: Workload, kind: str, noise: float = 0.0) -> Sample:
     stats = collect_stats(work, 0, 2, 2)
     sample = Sample(work, kind, stats, 0.0, 0.0, 60.0, np.zeros((3, 2)))
     found = calibrate._model(sample, true_topology())
-    clock = np.stack([p.groups.max(axis=0) * 1e6 for p in found.phases]) + TRUE.phase_us - 20.0
+    clock = np.stack([p.groups.max(axis=0) * 1e6 for p in found.phases])
     shaken = clock * (1 + noise * np.random.default_rng(work.pooling).standard_normal(clock.shape))
     return replace(sample, phases_us=shaken, wall_us=found.step_us, low_us=found.step_us)
 
 
+KINDS_FITTED = ("striped", "replicated", "head replicated", "pushed")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_cache():
+    """A cache that the small workloads of these tests do not fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "last_level_cache_bytes", lambda: 1 << 18)
+        yield
+
+
 @pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return [modelled(w, kind) for w in works() for kind in ("striped", "owned on one rank",
-                                                            "pushed", "head replicated")]
+def samples(small_cache) -> list[Sample]:
+    return [modelled(w, kind) for w in works() for kind in (*KINDS_FITTED, "owned on one rank")]
 
 
 def test_the_fit_finds_the_constants_of_the_model(samples) -> None:
-    pulled = [s for s in samples if s.kind == "striped"]
-    found = fit(pulled, 2, BANDWIDTH)
+    found = fit([s for s in samples if s.kind in KINDS_FITTED], 2, BANDWIDTH)
     costs = found.topology.costs
-    assert costs.phase_us == pytest.approx(TRUE.phase_us, rel=1e-3)  # 20 of the clock, 60 / 3 more
-    assert costs.id_ns == pytest.approx(3.0, rel=1e-2)
-    assert costs.sort_ns + costs.reduce_ns == pytest.approx(8.0, rel=1e-2)
-    assert costs.update_ns == pytest.approx(20.0, rel=1e-2)
+    assert costs.sort_ns == costs.reduce_ns  # only their sum shows
+    for field in fields(Costs):
+        assert getattr(costs, field.name) == pytest.approx(getattr(TRUE, field.name), rel=2e-2)
+    assert found.topology.domains[0].read_gbps == pytest.approx(50.0, rel=1e-2)
     assert all(worst < 1e-6 for _, worst in found.residuals.values())
     assert found.topology.source == "measured"
     # What it has not seen is predicted as well, since the samples follow the model.
     value = calibrate.predicted_against_executed(samples, found)
     assert value["median_error"] < 1e-3 and value["spearman_all"] > 0.999
-    assert value["num_plans"] == len(samples) and value["median_error_unseen"] < 1e-3
+    assert value["num_plans"] == len(samples)
+
+
+def test_a_wrong_bandwidth_is_found_by_the_fit(samples) -> None:
+    """A bare gather on a disturbed machine: the level comes from the steps."""
+    half = {k: v / 2 for k, v in BANDWIDTH.items()}
+    found = fit([s for s in samples if s.kind in KINDS_FITTED], 2, half)
+    assert found.topology.domains[0].read_gbps == pytest.approx(50.0, rel=1e-2)
+    assert found.topology.domains[0].cache_gbps == pytest.approx(150.0, rel=1e-2)
 
 
 def test_noise_shows_in_the_residuals() -> None:
@@ -72,7 +90,7 @@ def test_noise_shows_in_the_residuals() -> None:
 
 
 def test_wrong_predictions_show(samples) -> None:
-    found = fit([s for s in samples if s.kind == "striped"], 2, BANDWIDTH)
+    found = fit([s for s in samples if s.kind in KINDS_FITTED], 2, BANDWIDTH)
     turned = [replace(s, wall_us=1e6 / s.wall_us) for s in samples]
     value = calibrate.predicted_against_executed(turned, found)
     assert value["spearman"] < -0.9 and value["median_error"] > 0.1
@@ -116,6 +134,8 @@ def test_topology_files_are_read_back(tmp_path: Path) -> None:
 def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(calibrate, "workloads", lambda quick, world_size: [
         Workload((3000, 200), 16, 128, p) for p in (1, 5)])
+    monkeypatch.setattr(calibrate, "held_out", lambda quick, world_size: [
+        Workload((2000, 100), 32, 128, 3)])
     monkeypatch.setattr(calibrate, "last_level_cache_bytes", lambda: 1 << 20)
     target, check = tmp_path / "mine.toml", tmp_path / "check.json"
     parser = argparse.ArgumentParser()
@@ -126,9 +146,8 @@ def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None
     assert made.world_size == 2 and made.source == "measured"
     d = made.domains[0]
     assert 0.1 < d.read_gbps <= d.cache_gbps < 10_000 and d.cache_bytes == 1 << 20
-    assert made.costs.phase_us > 0
     case, = json.loads(check.read_text())["cases"]
-    assert case["num_plans"] == 2 * len(KINDS) >= 10 and case["spread"] > 1
+    assert case["num_plans"] == len(KINDS) >= 10 and case["spread"] > 1
     assert {p["kind"] for p in case["plans"]} == set(KINDS)
     assert all(p["measured_us"] > 0 and p["predicted_us"] > 0 for p in case["plans"])
     assert -1 <= case["spearman"] <= 1

@@ -120,13 +120,13 @@ def test_memory_counts_every_copy():
 def test_push_sends_ids_and_one_partial_sum_per_bag_and_owner():
     stated = flat(gpus(4), length=4)
     t = stated.tables[0]
-    forward, backward, _ = evaluate(
+    forward, _, update = evaluate(
         plan_of(stated, Tier(0, 64, "owned", (2,), mode="push")), stated).phases
     bags = t.traffic.num_bags
     assert forward.units[LINK_IN, 0] == pytest.approx(bags * 64)
     assert forward.units[LINK_OUT, 2] == pytest.approx(3 * bags * 64)
     assert forward.units[LINK_IN, 2] == pytest.approx(3 * t.total[IDS] * 8)
-    assert backward.units[LINK_IN, 2] == pytest.approx(3 * bags * 64)
+    assert update.units[LINK_IN, 2] == pytest.approx(3 * bags * 64)
     striped = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1, 2, 3), mode="push")),
                        stated).phases[0]
     each = t.traffic.bags_touching(0.25)

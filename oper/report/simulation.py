@@ -1,0 +1,254 @@
+"""``oper simulate``: real batches through a plan, byte by byte and event by event."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from oper.errors import InvalidInputError, fail
+from oper.plan import Plan
+from oper.search import verbs
+from oper.search.cost import Evaluation, evaluate
+from oper.search.machine import TERMS
+from oper.search.problem import Problem
+from oper.search.realized import RealizedLoad, StepLoad
+from oper.search.simulate import Bags, RankBatch, Replay
+from oper.search.timeline import Schedule, Timeline, run
+from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec, format_bytes
+from oper.traffic import KINDS, LINKS, link_classes, unit_bytes
+
+
+def configure_simulate(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``oper simulate``."""
+    parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
+    parser.add_argument("--trace", metavar="DIR", help="batches of this preprocessed folder")
+    parser.add_argument("--split", default="train", help="its part (default train)")
+    parser.add_argument("--stats", metavar="STATS",
+                        help="statistics to predict by (default: those of the folder's training "
+                             "part); without --trace, batches are drawn from them")
+    verbs.add_machine(parser, required=False)
+    parser.add_argument("--batch-size", type=int, metavar="N",
+                        help="samples per rank and step (default: the plan's own)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="at most (default 20)")
+    parser.add_argument("--dense-us", type=float, default=0.0, metavar="US",
+                        help="dense compute per step, between lookup and backward (default 0)")
+    parser.add_argument("--in-flight", type=int, default=1, metavar="K",
+                        help="batches under way: id-only work of K - 1 later ones runs beside "
+                             "dense compute (default 1)")
+    parser.add_argument("--trace-out", metavar="F.json",
+                        help="write the events as a Chrome trace, for ui.perfetto.dev")
+    parser.add_argument("--seed", type=int, default=0, help="of drawn batches")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Replay, print predicted against replayed, write the trace."""
+    if args.trace is None and args.stats is None:
+        raise InvalidInputError(fail("nothing to replay", "trace, stats", None,
+                                     "a preprocessed folder, or statistics to draw from",
+                                     "pass --trace DIR or --stats FILE"))
+    if args.steps < 1:
+        raise InvalidInputError(fail("cannot replay", "steps", args.steps, ">= 1", "correct it"))
+    plan, problem = verbs.stated(args, _statistics(args))
+    schedule = Schedule(problem.training, False, args.dense_us, args.in_flight)
+    found = simulate(plan, problem, _batches(args, plan, problem), args.steps)
+    schedule = Schedule(problem.training, found.has_push, args.dense_us, args.in_flight)
+    timeline = run(found.loads, schedule, plan.world_size)
+    if args.trace_out is not None:
+        timeline.write_trace(args.trace_out)
+        print(f"wrote {args.trace_out}", file=sys.stderr)
+    predicted = evaluate(plan, problem)
+    value = as_json(found, predicted, timeline, problem)
+    if args.json:
+        print(json.dumps({"plan": args.plan, **value}))
+    else:
+        print(as_text(value), end="")
+    return 0
+
+
+@dataclass(slots=True, eq=False)
+class Simulation:
+    """What a replay has found.
+
+    Attributes:
+        num_bytes: int64 [13, W, W], bytes of all steps by kind (`oper.traffic.KINDS`), reader and
+            peer.
+        loads: one per step.
+        has_push: whether any tier is pushed.
+    """
+
+    num_bytes: np.ndarray
+    loads: list[StepLoad] = field(default_factory=list)
+    has_push: bool = False
+
+
+def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], steps: int
+             ) -> Simulation:
+    """Replay up to `steps` steps.
+
+    Raises:
+        InvalidInputError: no batch at all, or one that does not fit the plan's tables.
+    """
+    replay, realized = Replay(plan), RealizedLoad(plan, problem)
+    unit = [unit_bytes(t, stop - start)[:, None, None] for t, start, stop in replay.pieces]
+    world = plan.world_size
+    found = Simulation(np.zeros((len(KINDS), world, world), np.int64), has_push=realized.has_push)
+    with tqdm(total=steps, desc="replaying", unit=" steps", disable=None) as bar:
+        for ranks in batches:
+            for size, counts in zip(unit, replay.counts(ranks), strict=True):
+                found.num_bytes += counts * size
+            found.loads.append(realized.step(ranks))
+            bar.update(1)
+            if len(found.loads) == steps:
+                break
+    if not found.loads:
+        raise InvalidInputError(fail("nothing to replay", "full batches", 0, ">= 1",
+                                     "use a smaller --batch-size or more data"))
+    return found
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def _statistics(args: argparse.Namespace) -> AccessStats:
+    if args.stats is not None:
+        return AccessStats.load(args.stats)
+    from oper.data import analyze_folder
+
+    return analyze_folder(args.trace, show_progress=sys.stderr.isatty())
+
+
+def _batches(args: argparse.Namespace, plan: Plan, problem: Problem) -> Iterator[list[RankBatch]]:
+    tables = [t.table for t in plan.tables]
+    if args.trace is not None:
+        return folder_batches(args.trace, args.split, tables, problem.batch_size, plan.world_size)
+    return drawn_batches(AccessStats.load(args.stats), tables, problem.batch_size,
+                         plan.world_size, args.seed)
+
+
+def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: int,
+                   world_size: int) -> Iterator[list[RankBatch]]:
+    """Full batches of a preprocessed folder in order, each as the ranks' shares.
+
+    Raises:
+        InvalidInputError: the folder lacks a feature of the tables.
+    """
+    from oper.data import Batches, BatchOptions
+
+    source = Batches(path, split, BatchOptions(batch_size * world_size, last="drop"))
+    column = {name: k for k, name in enumerate(source.folder.sparse)}
+    features = [f for t in tables for f in _features(t)]
+    missing = [f for f in features if f not in column]
+    if missing:
+        raise InvalidInputError(fail(f"cannot replay {path!r}", "features that it lacks",
+                                     missing[:8], f"some of {list(column)[:8]}",
+                                     "pass the folder that the plan was made for"))
+    ones = np.ones(batch_size, np.int64)
+    for batch in source:
+        shares = np.split(batch.ids, world_size, axis=1)
+        yield [{f: Bags(share[column[f]], ones) for f in features} for share in shares]
+
+
+def drawn_batches(stats: AccessStats, tables: list[TableSpec], batch_size: int, world_size: int,
+                  seed: int) -> Iterator[list[RankBatch]]:
+    """Endless batches of independent ids and bag lengths with the frequencies of `stats`."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield [{f: _draw(stats.tables[t.name], batch_size, rng) for t in tables
+                for f in _features(t)} for _ in range(world_size)]
+
+
+def _features(table: TableSpec) -> tuple[str, ...]:
+    return table.features or (table.name,)
+
+
+def _draw(stats: TableStats, batch_size: int, rng: np.random.Generator) -> Bags:
+    lengths = np.ones(batch_size, np.int64)
+    if stats.num_bags:
+        share = stats.length_counts / stats.num_bags
+        lengths = rng.choice(stats.length_values, batch_size, p=share)
+    n = int(lengths.sum())
+    num_head, tail = stats.head_ids.size, stats.tail_values * stats.tail_num_rows
+    # The tail's rows take the ids that are left in ascending order, most frequent first.
+    mass = np.cumsum(np.concatenate([stats.head_counts, tail[::-1]]))
+    kind = np.searchsorted(mass, rng.integers(0, max(1, int(mass[-1])), n), side="right")
+    rows = stats.tail_num_rows[::-1]
+    first = np.concatenate([[0], np.cumsum(rows)])
+    cold = np.maximum(kind - num_head, 0)
+    ordinal = first[cold] + (rng.random(n) * np.append(rows, 1)[cold]).astype(np.int64)
+    gaps = np.sort(stats.head_ids) - np.arange(num_head)
+    other = ordinal + np.searchsorted(gaps, ordinal, side="right")
+    hot = np.append(stats.head_ids, 0)[np.minimum(kind, num_head)]
+    return Bags(np.where(kind < num_head, hot, other), lengths)
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, problem: Problem
+            ) -> dict[str, Any]:
+    """Predicted against replayed as JSON-able values: times and modelled bytes per step; what the
+    host runtime reads, in all steps together."""
+    steps = len(found.loads)
+    link = link_classes(problem.machine.world_size, problem.topology)
+    phases = []
+    for k, expected in enumerate(predicted.phases):
+        real = [load.phases[k] for load in found.loads]
+        units = np.mean([p.units for p in real], axis=0)
+        phases.append({
+            "name": expected.name, "predicted_us": expected.time_us,
+            "replayed_us": float(np.mean([p.time_us for p in real])),
+            "slowest_replayed_us": float(np.max([p.time_us for p in real])),
+            "binding": real[0].binding,
+            "predicted_bytes": {t: float(expected.units[n].sum()) for n, t in enumerate(TERMS)
+                                if t != "compute"},
+            "replayed_bytes": {t: float(units[n].sum()) for n, t in enumerate(TERMS)
+                               if t != "compute"}})
+    return {
+        "topology": problem.topology.name, "source": problem.topology.source,
+        "objective": problem.objective, "world_size": problem.machine.world_size,
+        "batch_size": problem.batch_size, "num_steps": steps,
+        "predicted_step_us": predicted.step_us,
+        "replayed_step_us": sum(p["replayed_us"] for p in phases),
+        "timeline_step_us": timeline.step_us, "phases": phases,
+        "bytes_read": {name: {c: int(found.num_bytes[k][link == n].sum())
+                              for n, c in enumerate(LINKS)}
+                       for k, name in enumerate(KINDS) if found.num_bytes[k].any()},
+        "bytes_read_total": int(found.num_bytes.sum()),
+        "bytes_by_pair": found.num_bytes.sum(axis=0).tolist()}
+
+
+def as_text(value: dict[str, Any]) -> str:
+    """The figures of `as_json` for a person."""
+    constants = "measured" if value["source"] == "measured" else f"{value['source']}, modelled"
+    lines = [f"{value['num_steps']} steps of {value['objective']} on {value['topology']} "
+             f"({constants} constants), {value['world_size']} ranks, batch size per rank "
+             f"{value['batch_size']}", "",
+             f"{'phase':10s} {'predicted us':>13s} {'replayed us':>13s} {'slowest us':>13s}  "
+             f"busy with"]
+    for p in value["phases"]:
+        lines.append(f"{p['name']:10s} {p['predicted_us']:13.1f} {p['replayed_us']:13.1f} "
+                     f"{p['slowest_replayed_us']:13.1f}  {p['binding']}")
+    lines += [f"{'step':10s} {value['predicted_step_us']:13.1f} {value['replayed_step_us']:13.1f}",
+              f"{'timeline':10s} {'':13s} {value['timeline_step_us']:13.1f}   with overlap and "
+              "waiting", "",
+              f"{'phase':10s} {'bytes of':12s} {'predicted':>12s} {'replayed':>12s}   per step, "
+              "all ranks"]
+    for p in value["phases"]:
+        lines += [f"{p['name']:10s} {t:12s} {format_bytes(p['predicted_bytes'][t]):>12s} "
+                  f"{format_bytes(b):>12s}" for t, b in p["replayed_bytes"].items()
+                  if b or p["predicted_bytes"][t]]
+    lines += ["", "bytes that the host runtime reads per step (a row for every id), all ranks",
+              f"{'':20s} " + " ".join(f"{c:>14s}" for c in LINKS)]
+    lines += [f"{name:20s} " + " ".join(f"{format_bytes(b / value['num_steps']):>14s}"
+                                        for b in by.values())
+              for name, by in value["bytes_read"].items()]
+    return "\n".join(lines) + "\n"

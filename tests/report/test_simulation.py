@@ -1,0 +1,95 @@
+"""``oper simulate`` from the command line, over a preprocessed folder and over statistics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oper import cli
+from oper.data import Folder, SyntheticLog, write_synthetic_log
+from oper.report.simulation import drawn_batches
+from oper.stats import AccessStats
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A small preprocessed log, its statistics, and plans for two ranks and for two servers."""
+    here = tmp_path_factory.mktemp("simulate")
+    write_synthetic_log(here / "log.txt", SyntheticLog(num_rows=4000))
+    assert cli.main(["preprocess", "criteo-kaggle", str(here / "log.txt"), "-o",
+                     str(here / "data")]) == 0
+    assert cli.main(["analyze", str(here / "data"), "-o", str(here / "stats.npz")]) == 0
+    for name, machine in (("two", ["this-host"]), ("many", ["h100-2x8"])):
+        assert cli.main(["plan", str(here / "stats.npz"), "--topology", *machine, "--dim", "16",
+                         "--batch-size", "128", "-o", str(here / f"{name}.json")]) == 0
+    return here
+
+
+def simulated(capsys, *words: object) -> dict:
+    capsys.readouterr()
+    assert cli.main(["simulate", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_trace_of_real_batches(made: Path, capsys) -> None:
+    trace = made / "trace.json"
+    value = simulated(capsys, made / "two.json", "--trace", made / "data", "--steps", 5,
+                      "--trace-out", trace, "--dense-us", 100, "--in-flight", 2)
+    assert value["num_steps"] == 5 and value["world_size"] == 2
+    # One row of 64 bytes is read for every id of 26 columns.
+    assert sum(value["bytes_read"]["rows"].values()) == 5 * 2 * 128 * 26 * 64
+    assert value["bytes_read_total"] == sum(map(sum, value["bytes_by_pair"]))
+    # Statistics of the same log: the prediction is close.
+    assert value["replayed_step_us"] == pytest.approx(value["predicted_step_us"], rel=0.05)
+    assert value["timeline_step_us"] > 100
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["name"] for e in events if e["ph"] == "X"} >= {
+        "forward", "backward", "update", "dense", "ids ahead"}
+
+
+def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
+    words = (made / "many.json", "--stats", made / "stats.npz", "--steps", 3)
+    value = simulated(capsys, *words, "--seed", 5)
+    assert value["world_size"] == 16 and value["bytes_read"]["rows"]["cross host"] > 0
+    assert value["replayed_step_us"] == pytest.approx(value["predicted_step_us"], rel=0.15)
+    assert value == simulated(capsys, *words, "--seed", 5)
+    assert value != simulated(capsys, *words, "--seed", 6)
+    capsys.readouterr()
+    assert cli.main(["simulate", *map(str, words)]) == 0
+    out = capsys.readouterr().out
+    assert "timeline" in out and "cross host" in out and "forward" in out
+
+
+def test_drawn_ids_have_the_frequencies_of_the_statistics(made: Path) -> None:
+    stats = AccessStats.load(made / "stats.npz")
+    tables = list(Folder.open(made / "data").tables(16))
+    name = max(stats.tables, key=lambda n: stats.tables[n].num_rows)
+    (batch,) = next(drawn_batches(stats, tables, 50_000, 1, 0))
+    t = stats.tables[name]
+    seen = np.bincount(batch[name].ids, minlength=t.num_rows)
+    expected = np.zeros(t.num_rows)
+    expected[t.head_ids] = t.head_counts
+    expected *= 50_000 / t.num_accesses
+    hot = expected > 300
+    assert hot.any() and np.allclose(seen[hot], expected[hot], rtol=0.25)
+    assert seen.size == t.num_rows
+
+
+def test_what_cannot_be_replayed_is_said(made: Path, tmp_path: Path, capsys) -> None:
+    plan = str(made / "two.json")
+    other = (made / "two.json").read_text().replace('"features": ["C1"]', '"features": ["other"]')
+    (tmp_path / "other.json").write_text(other)
+    for words, text in (
+            ([plan], "--trace DIR or --stats FILE"),
+            ([plan, "--trace", str(made / "data"), "--steps", "0"], "steps"),
+            ([plan, "--trace", str(made / "data"), "--split", "what"], "split"),
+            ([plan, "--trace", str(made / "data"), "--batch-size", "100000"], "full batches"),
+            ([plan, "--trace", str(made / "data"), "--in-flight", "0"], "in_flight"),
+            ([plan, "--trace", str(tmp_path)], "preprocessed folder"),
+            ([str(tmp_path / "other.json"), "--trace", str(made / "data")], "lacks")):
+        capsys.readouterr()
+        assert cli.main(["simulate", *words]) == 1, words
+        assert text in capsys.readouterr().err

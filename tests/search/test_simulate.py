@@ -1,0 +1,202 @@
+"""Replayed batches: their loads agree with the cost model, their events with the clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from oper.errors import InvalidInputError
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search.cost import evaluate
+from oper.search.evaluation import Phase
+from oper.search.machine import COMPUTE, CROSS_IN, LINK_IN, LINK_OUT, MEMORY, TERMS
+from oper.search.problem import Problem, make_problem
+from oper.search.realized import RealizedLoad, StepLoad
+from oper.search.simulate import Bags, RankBatch, Replay
+from oper.search.timeline import DENSE, LOOKUPS, Schedule, run
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+from oper.topology import Costs, Topology
+from oper.traffic import KIND, link_classes
+from tests.search.search_cases import counted, gpus, host, random_plan
+
+BATCH = 256
+
+
+def stated(topology: Topology, objective: str = "training") -> tuple[Problem, list[np.ndarray]]:
+    """A problem of three tables, and the probability of each row of each."""
+    rng = np.random.default_rng(3)
+    shapes = ((2000, 16, "sgd", 4), (300, 64, "rowwise_adagrad", 1), (900, 8, "adagrad", 2))
+    specs, stats, chances = [], {}, []
+    for k, (rows, dim, optimizer, length) in enumerate(shapes):
+        specs.append(TableSpec(f"t{k}", rows, dim, (f"f{k}",), optimizer=optimizer))
+        stats[f"t{k}"] = counted(rows, 0.9, rng, length=length)
+        counts = np.zeros(rows)
+        counts[stats[f"t{k}"].head_ids] = stats[f"t{k}"].head_counts
+        chances.append(counts / counts.sum())
+    every = AccessStats(200_000, stats, "generated", True)
+    return make_problem(specs, every, topology, objective=objective, batch_size=BATCH), chances
+
+
+def draw(problem: Problem, chances: list[np.ndarray], rng: np.random.Generator) -> list[RankBatch]:
+    batches = []
+    for _ in range(problem.machine.world_size):
+        batch = {}
+        for t, chance in zip(problem.tables, chances, strict=True):
+            lengths = np.full(BATCH, int(t.traffic.lengths[0]))
+            ids = rng.choice(chance.size, int(lengths.sum()), p=chance)
+            batch[t.spec.features[0]] = Bags(ids, lengths)
+        batches.append(batch)
+    return batches
+
+
+KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
+
+
+@pytest.mark.parametrize("objective", ["training", "inference"])
+@pytest.mark.parametrize("topology", [gpus(4, per_host=2), host(3)], ids=["hosts", "one memory"])
+def test_the_mean_of_many_steps_is_what_the_model_predicts(topology: Topology,
+                                                           objective: str) -> None:
+    costs = Costs(phase_us=2.0, id_ns=1.0, sort_ns=2.0, reduce_ns=3.0, update_ns=4.0, run_ns=5.0,
+                  refresh_ns=6.0, tier_ns=7.0, push_ns=8.0, table_us=9.0, warm_share=0.5)
+    problem, chances = stated(replace(topology, costs=costs), objective)
+    kinds = KINDS if objective == "training" else KINDS[:3]
+    rng = np.random.default_rng(11)
+    for seed in range(6):
+        plan = random_plan(problem, np.random.default_rng(seed), kinds, max_pieces=2)
+        predicted = evaluate(plan, problem)
+        load = RealizedLoad(plan, problem)
+        steps = [load.step(draw(problem, chances, rng)).phases for _ in range(12)]
+        for k, phase in enumerate(predicted.phases):
+            units = np.mean([s[k].units for s in steps], axis=0)
+            for n, term in enumerate(TERMS):
+                size = max(float(phase.units[n].max()), 1.0)
+                assert np.allclose(units[n], phase.units[n], rtol=0.1, atol=0.05 * size), (
+                    seed, phase.name, term)
+            assert steps[0][k].fixed_us == phase.fixed_us
+
+
+def test_rows_between_two_gpus_are_the_distinct_ones() -> None:
+    problem, _ = stated(gpus(2))
+    spec = problem.tables[0].spec
+    entries = [TablePlan(t.spec, (Piece(0, t.spec.dim, (
+        Tier(0, t.spec.num_rows, "owned", (1,)),)),)) for t in problem.tables]
+    plan = Plan(2, tuple(entries))
+    one = {"f0": Bags(np.array([5, 5, 7, 9]), np.array([3, 1]))}
+    load = RealizedLoad(plan, problem).step([one, {}])
+    forward, backward, update = load.phases
+    assert forward.units[LINK_IN].tolist() == [3 * spec.row_bytes, 0]
+    assert forward.units[LINK_OUT].tolist() == [0, 3 * spec.row_bytes]
+    assert update.units[LINK_IN].tolist() == [0, 3 * 4 * spec.dim]
+    assert not backward.units[LINK_IN].any() and not forward.units[CROSS_IN].any()
+    counts = Replay(plan).step([one, {}])
+    assert counts[0].counts[KIND["rows"], 0].tolist() == [0, 4]
+    assert counts[1].counts[KIND["gradient_rows"], 0].tolist() == [3, 0]
+    assert counts[0].by_link(gpus(2))["forward"] == {
+        "own rank": 0, "memory domain": 0, "host": 4 * spec.row_bytes, "cross host": 0}
+
+
+def test_links_have_classes() -> None:
+    assert link_classes(4, gpus(4, per_host=2))[0].tolist() == [0, 2, 3, 3]
+    assert link_classes(2, host(2)).tolist() == link_classes(2).tolist() == [[0, 1], [1, 0]]
+    with pytest.raises(InvalidInputError, match="ranks"):
+        link_classes(3, gpus(4))
+
+
+@pytest.mark.parametrize(("bags", "word"), [
+    (Bags(np.array([2000]), np.array([1])), "id=2000"),
+    (Bags(np.array([-1]), np.array([1])), "id=-1"),
+    (Bags(np.array([1, 2]), np.array([1])), "lengths"),
+    (Bags(np.array([1]), np.array([2, -1])), "lengths"),
+])
+def test_bad_batches_are_refused(bags: Bags, word: str) -> None:
+    problem, _ = stated(gpus(2))
+    plan = random_plan(problem, np.random.default_rng(0))
+    with pytest.raises(InvalidInputError, match=word):
+        Replay(plan).step([{"f0": bags}, {}])
+    with pytest.raises(InvalidInputError, match="one per rank"):
+        Replay(plan).step([{}])
+
+
+def made(name: str, memory_us: list[float], link_us: list[float]) -> Phase:
+    seconds = np.zeros((len(TERMS), 2))
+    seconds[MEMORY] = np.array(memory_us) * 1e-6
+    seconds[LINK_IN] = np.array(link_us) * 1e-6
+    return Phase(name, seconds * 1e9, seconds, 1.0, np.zeros(2))
+
+
+STEP = StepLoad((made("forward", [10, 20], [5, 30]), made("backward", [40, 8], [0, 0]),
+                 made("update", [3, 6], [0, 0])), np.array([15.0, 5.0]))
+
+
+def test_ranks_meet_where_the_runtime_lets_them_wait() -> None:
+    """Not between forward and backward: rank 1 waits less there than the phases' sum says."""
+    timeline = run([STEP, STEP], Schedule(True), 2)
+    # Rank 0: 10 + 1 and 40 + 1; rank 1: 30 (its link) + 1 and 8 + 1; then 6 + 1 on rank 1.
+    assert timeline.ends_us == pytest.approx([52 + 7, 2 * (52 + 7)])
+    waits = [(e.rank, e.start_us, e.length_us) for e in timeline.events
+             if e.name == "wait" and e.step == 0]
+    assert waits == [(1, 40, 12), (0, 56, 3)]
+    pushed = run([STEP], Schedule(True, has_push=True), 2)
+    assert pushed.ends_us == pytest.approx([31 + 41 + 7])
+
+
+def test_ids_run_ahead_beside_dense_compute() -> None:
+    alone = run([STEP] * 3, Schedule(True, dense_us=10.0), 2)
+    ahead = run([STEP] * 3, Schedule(True, dense_us=10.0, in_flight=2), 2)
+    # 10 of rank 0's 15 microseconds of sorting find room; the first step has nobody before it.
+    assert alone.ends_us[-1] - ahead.ends_us[-1] == pytest.approx(20.0)
+    # Where one step has much to sort, two windows before it help more than one.
+    long = [STEP, STEP, replace(STEP, ids_us=np.array([25.0, 5.0]))]
+    two, three = (run(long, Schedule(True, dense_us=20.0, in_flight=k), 2) for k in (2, 3))
+    done = [sum(e.length_us for e in t.events if e.name == "ids ahead" and e.rank == 0)
+            for t in (two, three)]
+    assert done == pytest.approx([15 + 20, 15 + 25])
+    assert any(e.name == "ids ahead" and e.lane == LOOKUPS for e in ahead.events)
+
+
+def test_inference_overlaps_lookups_with_dense_compute() -> None:
+    steps = [StepLoad((made("forward", [10, 10], [0, 0]),), np.zeros(2))] * 4
+    one = run(steps, Schedule(False, dense_us=20.0, in_flight=1), 2)
+    two = run(steps, Schedule(False, dense_us=20.0, in_flight=2), 2)
+    assert one.ends_us == pytest.approx([31, 62, 93, 124])
+    assert two.ends_us == pytest.approx([31, 51, 71, 91])
+
+
+@pytest.mark.parametrize("schedule", [
+    Schedule(True), Schedule(True, True, 25.0, 3), Schedule(False, False, 25.0, 2)])
+def test_the_trace_is_well_formed(schedule: Schedule, tmp_path) -> None:
+    timeline = run([STEP] * 5, schedule, 2)
+    trace = timeline.to_json()
+    lanes: dict[tuple[int, int], float] = {}
+    for e in trace["traceEvents"]:
+        assert e["ph"] in ("M", "X")
+        if e["ph"] == "X":
+            at = (e["pid"], e["tid"])
+            # Nothing on a lane begins before what was there has ended.
+            assert e["dur"] > 0 and e["ts"] >= lanes.get(at, 0.0) - 2e-3
+            lanes[at] = e["ts"] + e["dur"]
+    assert {pid for pid, _ in lanes} == {0, 1}
+    assert ((0, DENSE) in lanes) == (schedule.dense_us > 0)
+    assert max(lanes.values()) <= timeline.ends_us[-1] + 2e-3
+    named = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert "lookups" in named
+    timeline.write_trace(tmp_path / "t.json")
+    assert (tmp_path / "t.json").read_text().startswith('{"displayTimeUnit"')
+
+
+def test_schedules_are_checked() -> None:
+    for bad in ({"dense_us": -1.0}, {"dense_us": float("nan")}, {"in_flight": 0}):
+        with pytest.raises(InvalidInputError, match=next(iter(bad))):
+            Schedule(True, **bad)
+
+
+def test_compute_is_counted() -> None:
+    problem, chances = stated(replace(gpus(2), costs=Costs(id_ns=3.0)))
+    plan = random_plan(problem, np.random.default_rng(1), ("striped",))
+    batch = draw(problem, chances, np.random.default_rng(2))
+    forward = RealizedLoad(plan, problem).step(batch).phases[0]
+    ids = [sum(b.ids.size for b in rank.values()) for rank in batch]
+    assert forward.units[COMPUTE] == pytest.approx([3.0 * n for n in ids])
