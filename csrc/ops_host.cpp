@@ -86,7 +86,7 @@ enum TableColumn {
 };
 enum OptimizerColumn {
   kKind, kDecay, kLearningRate, kEps, kWeightDecay, kBeta1, kBeta2, kCorrection1, kCorrection2,
-  kKey0, kKey1, kStep, kOptimizerWidth
+  kMaxNorm, kKey0, kKey1, kStep, kOptimizerWidth
 };
 enum TierColumn { kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTierWidth };
 enum FeatureColumn { kFeatureTable, kColumn, kFeatureLogical, kPieceStart, kFeatureWidth };
@@ -474,7 +474,7 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
         static_cast<float>(x[kLearningRate]), static_cast<float>(x[kEps]),
         static_cast<float>(x[kWeightDecay]), static_cast<float>(x[kBeta1]),
         static_cast<float>(x[kBeta2]), static_cast<float>(x[kCorrection1]),
-        static_cast<float>(x[kCorrection2])};
+        static_cast<float>(x[kCorrection2]), static_cast<float>(x[kMaxNorm])};
     const uint64_t step = static_cast<uint64_t>(x[kStep]);
     context.tables[t].rounding = {static_cast<uint32_t>(x[kKey0]), static_cast<uint32_t>(x[kKey1]),
                                   static_cast<uint32_t>(step), static_cast<uint32_t>(step >> 32)};

@@ -168,9 +168,9 @@ class TableDirectory:
         """Head ids by position and ascending, int32 [H] each (bits of uint32), or None."""
         if not self.head_ids.size:
             return None
-        by_position, ascending = (ids.astype(np.uint32).view(np.int32)
-                                  for ids in (self.head_ids, self._sorted_head))
-        return by_position, ascending
+        by_position, increasing = (ids.astype(np.uint32).view(np.int32)
+                                   for ids in (self.head_ids, self._sorted_head))
+        return by_position, increasing
 
 
 def _lay_out(tier: Tier, world_size: int, slots: np.ndarray, replicas: np.ndarray) -> TierLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,7 @@ def shard(
     batch_size: int | None = None,
     optimizer: Optimizer | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    bounds_check: Any = "fatal",
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
 
@@ -68,6 +70,9 @@ def shard(
         optimizer: applied in the backward pass, for tables without an
             ``apply_optimizer_in_backward`` tag.
         process_group: the ranks; the default group, or one rank without ``torch.distributed``.
+        bounds_check: what happens to ids outside their tables: ``"fatal"`` (an error),
+            ``"warning"`` or ``"ignore"`` (row 0 instead), or FBGEMM's ``BoundsCheckMode``; see
+            `oper.shmem.by_feature.BoundsCheck`.
 
     Returns:
         The model (a new module when `module` itself is a collection).
@@ -95,7 +100,7 @@ def shard(
     made = _the_plan(tables, stats, plan, topology, objective, batch_size, group)
     made.check_for(tables, group.world_size)
     for target in targets:
-        new = _build(target, made, objective, group)
+        new = _build(target, made, objective, group, bounds_check)
         if target.path == "":
             return new
         parent, _, child = target.path.rpartition(".")
@@ -121,6 +126,42 @@ def _all_targets(module: nn.Module) -> list[_Target]:
     return targets
 
 
+def _tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
+    """The sharded tables of a model; raises InvalidInputError when it has none."""
+    found: list[Any] = [
+        child.tables for child in model.modules() if hasattr(child, "tables")
+        and type(child).__module__.startswith("oper.integration")]
+    if not found:
+        raise InvalidInputError(fail(what, "model", type(model).__name__,
+                                     "a model that oper.shard returned", "shard it first"))
+    return found
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Gradient accumulation: k backward passes, one update of the tables.
+
+    As DistributedDataParallel's ``no_sync``, and used beside it. Backward passes inside leave
+    their table gradients on their rank and are not collective; the first one outside adds its own
+    and updates, bitwise as if all their samples had been one batch. ``zero_grad`` of the fused
+    optimizer forgets what has been left. Memory: the output gradients of the passes inside.
+
+    Args:
+        model: what `shard` returned, or a model that contains it.
+
+    Example:
+        >>> import torch, oper
+        >>> bag = oper.shard(torch.nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+        >>> with oper.no_sync(bag):
+        ...     bag(torch.tensor([[1, 2]])).sum().backward()
+        >>> bag(torch.tensor([[3, 4]])).sum().backward()  # updates rows 1, 2, 3 and 4
+    """
+    with contextlib.ExitStack() as stack:
+        for tables in _tables_of(model, "nothing to accumulate"):
+            stack.enter_context(tables.no_sync())
+        yield
+
+
 def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
             bytes_per_step: int | None = None) -> None:
     """Move a sharded model's tables to another plan while it is trained. Collective.
@@ -143,13 +184,7 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    found: list[Any] = [
-        child.tables for child in model.modules() if hasattr(child, "tables")
-        and type(child).__module__.startswith("oper.integration")]
-    if not found:
-        raise InvalidInputError(fail("nothing to move to another plan", "model",
-                                     type(model).__name__, "a model that oper.shard returned",
-                                     "shard it first"))
+    found = _tables_of(model, "nothing to move to another plan")
     budget = bytes_per_step and max(1, bytes_per_step // len(found))
     started: list[ShardedTables] = []
     try:
@@ -288,8 +323,10 @@ def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
                      batch_size=batch_size or _DEFAULT_BATCH)
 
 
-def _build(target: _Target, plan: Plan, objective: str, group: Group) -> nn.Module:
+def _build(target: _Target, plan: Plan, objective: str, group: Group, bounds_check: Any
+           ) -> nn.Module:
     from oper.integration.table_state import load_weights
+    from oper.shmem.by_feature import BoundsCheck
     from oper.shmem.runtime import ShardedTables
 
     # Own specs: a plan file need not know pooling or optimizer of the model that it is used for.
@@ -300,6 +337,7 @@ def _build(target: _Target, plan: Plan, objective: str, group: Group) -> nn.Modu
         optimizers = {target.names[table]: o for table, o in target.optimizers.items()}
     tables = ShardedTables(replace(plan, tables=entries), features, group, optimizers,
                            _gradient_scale(target, group))
+    tables.bounds = BoundsCheck(bounds_check, features, tables.specs)
     load_weights(tables, _weights(target))
     tables.use_huge_pages()
     if target.is_collection:

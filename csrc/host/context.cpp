@@ -337,7 +337,7 @@ void count_gradients(Context& context) {
       const int64_t* begin =
           Context::outbox_begin(context.outbox_table(r, static_cast<int64_t>(t)));
       const int64_t n = begin[context.rank + 1] - begin[context.rank];
-      table.counters.add(kGradientRows, r, table.exchanges_squares() ? 2 * n : n);
+      table.counters.add(kGradientRows, r, n * (1 + table.rounds_of_squares()));
     }
   }
 }
@@ -476,11 +476,12 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
       kernels().reduce_pushed(context, pushed[k % n], static_cast<int32_t>(k / n), scratch);
     });
   }
-  if (std::any_of(context.tables.begin(), context.tables.end(),
-                  [](const Table& table) { return table.exchanges_squares(); })) {
+  int32_t rounds = 0;
+  for (const Table& table : context.tables) rounds = std::max(rounds, table.rounds_of_squares());
+  for (int32_t round = 0; round < rounds; ++round) {
     run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
-      if (context.tables[order[task]].exchanges_squares())
-        kernels().squares(context, order[task], gradient_scale);
+      if (round < context.tables[order[task]].rounds_of_squares())
+        kernels().squares(context, order[task], gradient_scale, round);
     });
     status = barrier(context);
     if (status.code != 0) return status;

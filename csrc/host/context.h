@@ -107,8 +107,12 @@ struct Table {
   E* row(int64_t slot) const {
     return reinterpret_cast<E*>(rows) + slot * dim;
   }
-  // Whether owners of pieces of one row must add up squares before the update.
-  bool exchanges_squares() const { return !pieces.empty() && is_row_wise(optimizer.kind); }
+  // How often owners of pieces of one row must add up squares before the update: of the gradient that
+  // is to be clipped, and of the one that a row-wise optimizer takes.
+  int32_t rounds_of_squares() const {
+    return pieces.empty() ? 0 : (clips() ? 1 : 0) + (is_row_wise(optimizer.kind) ? 1 : 0);
+  }
+  bool clips() const { return optimizer.max_norm > 0.0f; }
 };
 
 // Per-thread memory that only grows.

@@ -34,8 +34,9 @@ struct Kernels {
   // kReduceOk, or kReduceFull when the outbox has no room.
   int64_t (*reduce)(Context& context, int32_t table, const Batch& batch, const float* grad,
                     Scratch& scratch);
-  // Sums of squares of the merged gradients, for a row-wise optimizer of a table split by columns.
-  void (*squares)(const Context& context, int32_t table, float gradient_scale);
+  // Sums of squares of the merged gradients of a table split by columns, for clipping and for row-wise
+  // optimizers; see Table::rounds_of_squares.
+  void (*squares)(const Context& context, int32_t table, float gradient_scale, int32_t round);
   // Merges what all ranks left for this rank's rows of one table and applies the optimizer.
   void (*update)(const Context& context, int32_t table, float gradient_scale);
   // Push mode, see push.inl. They return false when the outbox is full, `request` a bad id's index

@@ -209,8 +209,9 @@ class RoundingNumbers {
   uint16_t numbers_[16 * kMaxVectors + 32];  // whole vectors, from a column that starts no block
 };
 
-// Sum over all pieces of a row, in column order: the same number at every piece's owner.
-float squares_of_row(const Context& context, const Table& table, int64_t slot) {
+// Sum over all pieces of a row, in column order: the same number at every piece's owner. `round`: see
+// Table::rounds_of_squares.
+float squares_of_row(const Context& context, const Table& table, int64_t slot, int32_t round) {
   const int64_t position = position_at(table, slot);
   float sum = 0.0f;
   for (int32_t p : table.pieces) {
@@ -220,24 +221,36 @@ float squares_of_row(const Context& context, const Table& table, int64_t slot) {
     int32_t owner = 0;
     while (key >= piece.owner_begin[owner + 1]) ++owner;
     table.counters.add(kSquares, owner, 1);
-    sum += piece.squares[owner][key - piece.owner_begin[owner]];
+    const int64_t first = piece.owner_begin[owner], end = piece.owner_begin[owner + 1];
+    sum += piece.squares[owner][round * (end - first) + key - first];
   }
   return sum;
 }
 
+// Makes of a merged gradient the one that the optimizer takes: clipped, then with decay.
 template <class E, int N>
-OPER_INLINE void add_l2(const Table& table, int64_t slot, Row<N>& g) {
-  if (table.optimizer.decay != Decay::kL2) return;
-  g.add_scaled(table.row<E>(slot), table.optimizer.weight_decay, table.dim);
+OPER_INLINE void clip_and_decay(const Context& context, const Table& table, int64_t slot,
+                                Row<N>& g) {
+  if (table.clips()) {
+    const float sum = table.pieces.empty() ? g.sum_of_squares(table.dim)
+                                           : squares_of_row(context, table, slot, 0);
+    const float factor = clip_factor(sum, table.optimizer.max_norm);
+    if (factor < 1.0f) g.scale(factor, table.dim);
+  }
+  if (table.optimizer.decay == Decay::kL2)
+    g.add_scaled(table.row<E>(slot), table.optimizer.weight_decay, table.dim);
 }
 
-void squares(const Context& context, int32_t index, float gradient_scale) {
+void squares(const Context& context, int32_t index, float gradient_scale, int32_t round) {
   const Table& table = context.tables[index];
-  float* to = table.squares[context.rank];
+  const int64_t num_slots =
+      table.owner_begin[context.rank + 1] - table.owner_begin[context.rank];
+  float* to = table.squares[context.rank] + round * num_slots;
+  const bool before_clipping = table.clips() && round == 0;
   with_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
     merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
-      add_l2<decltype(element)>(table, slot, g);
+      if (!before_clipping) clip_and_decay<decltype(element)>(context, table, slot, g);
       to[slot] = g.sum_of_squares(table.dim);
     });
   });
@@ -259,10 +272,11 @@ void update(const Context& context, int32_t index, float gradient_scale) {
     using E = decltype(element);
     [[maybe_unused]] RoundingNumbers numbers(table);
     merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
-      add_l2<E>(table, slot, g);
+      clip_and_decay<E>(context, table, slot, g);
       const float sum = !row_wise                ? 0.0f
                         : table.pieces.empty() ? g.sum_of_squares(table.dim)
-                                               : squares_of_row(context, table, slot);
+                                               : squares_of_row(context, table, slot,
+                                                                table.rounds_of_squares() - 1);
       const uint16_t* random = sizeof(E) == 2 ? numbers.of(slot) : nullptr;
       apply_optimizer<N, E>(table, slot, g, sum, random);
       ++num_updated;

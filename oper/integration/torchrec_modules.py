@@ -114,6 +114,8 @@ def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
             fail(what, "optimizer", [c.__name__ for c in classes],
                  f"one of {sorted(_KNOWN_OPTIMIZERS)}", "tag the tables with one of these"))
     make, arguments = _KNOWN_OPTIMIZERS[name]
+    if not kwargs.pop("gradient_clipping", False):  # FBGEMM's names
+        kwargs.pop("max_gradient", None)
     mode = getattr(kwargs.get("weight_decay_mode"), "name", None)
     if make is RowWiseAdagrad and mode in ("NONE", "L2", "DECOUPLE"):  # FBGEMM's names
         del kwargs["weight_decay_mode"]
@@ -121,13 +123,16 @@ def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
         if mode == "NONE":
             kwargs["weight_decay"] = 0.0
     for key, value in kwargs.items():
-        if key not in arguments and (key not in _NEUTRAL or value != _NEUTRAL[key]):
+        if key not in {*arguments, *_CLIPPING} and (
+                key not in _NEUTRAL or value != _NEUTRAL[key]):
             raise InvalidInputError(
                 fail(what, f"{name}.{key}", value, f"{_NEUTRAL.get(key, 'not given')}",
                      "leave that argument out"))
-    return make(**{k: kwargs.get(k, default) for k, default in arguments.items()})
+    return make(**{k: kwargs.get(k, default) for k, default in arguments.items()},
+                **{k: kwargs[k] for k in _CLIPPING if k in kwargs})
 
 
+_CLIPPING = ("max_gradient", "max_row_norm")
 # By class name: our optimizer, and the arguments with the defaults of torch and TorchRec.
 _KNOWN_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "SGD": (SGD, {"lr": 1e-3}),
@@ -246,7 +251,8 @@ class _FusedOptimizer(FusedOptimizer):
         """Nothing to do: the backward pass has updated the tables."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing to do: table gradients are never stored."""
+        """Forget what backward passes under `oper.no_sync` have left; nothing else is stored."""
+        self._tables.drop_gradients()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,9 +56,16 @@ class ArenaLayout:
     host_ranges: list[list[tuple[int, int]]]
 
     @staticmethod
-    def build(directories: Sequence[TableDirectory], world_size: int, num_outbox_bytes: int
-              ) -> ArenaLayout:
-        """The layout that all ranks derive alike from the plan."""
+    def build(directories: Sequence[TableDirectory], world_size: int, num_outbox_bytes: int,
+              clipped: Collection[str] = ()) -> ArenaLayout:
+        """The layout that all ranks derive alike from the plan.
+
+        Args:
+            directories: one per column piece of each table.
+            world_size: ranks W.
+            num_outbox_bytes: of every rank's outbox.
+            clipped: tables whose rows' gradients are clipped to a norm.
+        """
         shape = (len(directories), world_size)
         parts = {name: np.zeros(shape, np.int64)
                  for name in ("rows", "momentum1", "momentum2", "replicas", "touched", "squares")}
@@ -88,12 +95,15 @@ class ArenaLayout:
                     d.num_replica_rows[rank] * d.row_bytes,
                     d.num_host_replica_rows[rank] * d.row_bytes)
             for t, d in enumerate(directories):
-                for name, per_row in STATE_PARTS[d.table.optimizer]:
+                state = STATE_PARTS[d.table.optimizer]
+                for name, per_row in state:
                     width = 4 * (1 if per_row else d.dim)
                     parts[name][t, rank] = take(
                         d.num_slots[rank] * width, d.num_host_slots[rank] * width)
-                    if per_row and d.dim != d.table.dim:
-                        parts["squares"][t, rank] = take(d.num_slots[rank] * 4)
+                # See Table::rounds_of_squares in csrc/host/context.h.
+                rounds = any(per_row for _, per_row in state) + (d.table.name in clipped)
+                if d.dim != d.table.dim:
+                    parts["squares"][t, rank] = take(d.num_slots[rank] * 4 * rounds)
             for t, d in enumerate(directories):
                 parts["touched"][t, rank] = take(4 * (1 + replicated_slots(d, rank)))
             at = -(-at // (2 << 20)) * (2 << 20)

@@ -5,6 +5,8 @@ batch touches change ("lazy" moments: a row's moments do not decay while it is n
 arithmetic stands in csrc/include/oper/optimizer.h. Where torch differs: torch's dense Adagrad and
 Adam change rows with a zero gradient too (moments decay, weight decay applies), and its Adam adds
 L2 decay to the gradient where FBGEMM adds it to the step. Betas are fp32 numbers, as in FBGEMM.
+
+Every optimizer can clip, element by element (FBGEMM) or by the norm of a row's gradient (torch).
 """
 
 from __future__ import annotations
@@ -27,8 +29,25 @@ STATE_PARTS: dict[str, tuple[tuple[str, bool], ...]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipping:
+    """How an optimizer's gradients are clipped; None = not.
+
+    Attributes:
+        max_gradient: elements of the gradient of a bag's or an id's output, after the division by
+            the number of ranks and before that of mean pooling, are clamped to +- this (FBGEMM's
+            ``gradient_clipping=True, max_gradient=...``).
+        max_row_norm: a row's gradient, summed over all its lookups in all ranks' batches, is scaled
+            by ``min(1, max_row_norm / (|g| + 1e-6))`` (``torch.nn.utils.clip_grad_norm_`` of one
+            row), before weight decay.
+    """
+
+    max_gradient: float | None = None
+    max_row_norm: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
-class SGD:
+class SGD(Clipping):
     """``w -= lr * g`` (FBGEMM's EXACT_SGD)."""
 
     lr: float = 0.01
@@ -36,7 +55,7 @@ class SGD:
     name = "sgd"
 
     def __post_init__(self) -> None:
-        _check("SGD", lr=self.lr)
+        _check(self, lr=self.lr)
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
@@ -44,7 +63,7 @@ class SGD:
 
 
 @dataclass(frozen=True, slots=True)
-class RowWiseAdagrad:
+class RowWiseAdagrad(Clipping):
     """``s += mean(g^2); w -= lr / (sqrt(s) + eps) * g``.
 
     FBGEMM's EXACT_ROWWISE_ADAGRAD, TorchRec's ``RowWiseAdagrad``.
@@ -62,7 +81,7 @@ class RowWiseAdagrad:
     name = "rowwise_adagrad"
 
     def __post_init__(self) -> None:
-        _check("RowWiseAdagrad", lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
@@ -71,7 +90,7 @@ class RowWiseAdagrad:
 
 
 @dataclass(frozen=True, slots=True)
-class Adagrad:
+class Adagrad(Clipping):
     """``s += g^2; w -= lr * g / (sqrt(s) + eps)`` (FBGEMM's EXACT_ADAGRAD)."""
 
     lr: float = 0.01
@@ -80,7 +99,7 @@ class Adagrad:
     name = "adagrad"
 
     def __post_init__(self) -> None:
-        _check("Adagrad", lr=self.lr, eps=self.eps)
+        _check(self, lr=self.lr, eps=self.eps)
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
@@ -88,7 +107,7 @@ class Adagrad:
 
 
 @dataclass(frozen=True, slots=True)
-class Adam:
+class Adam(Clipping):
     """Adam on touched rows; bias correction by the number of optimizer steps (FBGEMM's ADAM)."""
 
     lr: float = 0.001
@@ -100,7 +119,7 @@ class Adam:
     code = 4
 
     def __post_init__(self) -> None:
-        _check(type(self).__name__, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
         for k, beta in enumerate(self.betas):
             if not 0 <= beta < 1:
                 raise InvalidInputError(fail(f"invalid {type(self).__name__}", f"betas[{k}]", beta,
@@ -125,7 +144,12 @@ class PartialRowWiseAdam(Adam):
 Optimizer = SGD | RowWiseAdagrad | Adagrad | Adam | PartialRowWiseAdam
 
 
-def _check(what: str, **values: float) -> None:
+def _check(optimizer: Clipping, **values: float) -> None:
+    what = f"invalid {type(optimizer).__name__}"
     for name, value in values.items():
         if not (value >= 0 and math.isfinite(value)):
-            raise InvalidInputError(fail(f"invalid {what}", name, value, ">= 0", "correct it"))
+            raise InvalidInputError(fail(what, name, value, ">= 0", "correct it"))
+    for name in ("max_gradient", "max_row_norm"):
+        limit = getattr(optimizer, name)
+        if limit is not None and not (limit > 0 and math.isfinite(limit)):
+            raise InvalidInputError(fail(what, name, limit, "> 0, or None", "correct it"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from oper.shmem.batch import (
     raise_status,
     rows_in_order,
 )
+from oper.shmem.by_feature import Backward, BoundsCheck, as_one
+from oper.shmem.clipping import GradientClamp
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
@@ -91,7 +94,9 @@ class ShardedTables(LogicalRows):
         self.seed = seed
         self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
         self._layout = ArenaLayout.build(
-            self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096)
+            self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096,
+            [n for n, o in (optimizers or {}).items() if o.max_row_norm is not None])
+        self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         self._heap: HostHeap | None = HostHeap(
             group, self._layout.num_bytes, self._layout.host_ranges)
         self._handle = self._create_context()
@@ -100,6 +105,9 @@ class ShardedTables(LogicalRows):
         self._resolving = threading.Lock()
         self._keep()
         self._checks = BatchChecks()
+        self.bounds = BoundsCheck("fatal", self.features, self.specs)
+        self._holds_gradients = False
+        self._pending: list[Backward] = []
         # Makes autograd call our backward although the tables are no parameters.
         self._anchor = torch.zeros(0, requires_grad=True)
 
@@ -148,8 +156,12 @@ class ShardedTables(LogicalRows):
         tables; that part is collective over the group. Without gradients nothing is collective.
 
         Raises:
-            InvalidInputError: an id out of range, or lengths that do not fit the ids.
+            InvalidInputError: an id out of range (see `BoundsCheck`), or lengths that do not fit
+                the ids.
         """
+        if self.bounds.mode != "fatal" and self._known(batch) is None:
+            self._checks.check(batch)
+            batch = self.bounds.repair(batch)
         if self.optimizers is not None and torch.is_grad_enabled():
             out: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
                 self._anchor, batch.weights, self, batch)
@@ -196,6 +208,7 @@ class ShardedTables(LogicalRows):
             InvalidInputError: as `lookup`.
         """
         self._checks.check(batch)
+        batch = self.bounds.repair(batch)
         with self._resolving:
             handle = self._handle
             offsets, addresses, order, code, detail = torch.ops.oper.lookup_resolve(
@@ -221,6 +234,14 @@ class ShardedTables(LogicalRows):
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
+        passed = Backward(self._clamp.apply(grad, batch, offsets), batch, offsets)
+        if self._holds_gradients:
+            self._pending.append(passed)
+            return
+        if self._pending:
+            passed = as_one([*self._pending, passed])
+            self._pending = []
+        grad, batch, offsets = passed.grad, passed.batch, passed.offsets
         grad = rows_in_order(grad, batch.pooled)
         known = self._known(batch)
         code, detail = torch.ops.oper.lookup_backward(
@@ -235,23 +256,40 @@ class ShardedTables(LogicalRows):
             if self._migration.advance():
                 self._migration = None
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave their gradients here; the first one outside applies the sum.
+
+        As DistributedDataParallel's ``no_sync``: k backward passes, one update, bitwise that of one
+        batch that holds all their samples. Inside, no backward pass is collective.
+        """
+        before, self._holds_gradients = self._holds_gradients, True
+        try:
+            yield
+        finally:
+            self._holds_gradients = before
+
+    def drop_gradients(self) -> None:
+        """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does."""
+        self._pending = []
+
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                         ) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
         assert batch.weights is not None
+        grad = self._clamp.apply(grad, batch, offsets)
         gradient: torch.Tensor = torch.ops.oper.lookup_weight_gradient(
             self._handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
             batch.batch_size)
         return gradient
 
     def _optimizer_arguments(self, step: int) -> torch.Tensor:
-        """float64 [T, 12], what every table's optimizer needs at this step."""
+        """float64 [T, 13], what every table's optimizer needs at this step."""
         assert self.optimizers is not None
         rates = {name: float(g["lr"]) for g in self.param_groups for name in g["tables"]}
-        return torch.tensor(
-            [[*self.optimizers[d.table.name].arguments(rates[d.table.name], step),
-              *self._rounding_keys[d.table.name], step] for d in self.directories],
-            dtype=torch.float64)
+        own = {name: [*o.arguments(rates[name], step), o.max_row_norm or 0.0,
+                      *self._rounding_keys[name], step] for name, o in self.optimizers.items()}
+        return torch.tensor([own[d.table.name] for d in self.directories], dtype=torch.float64)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         raise_status(code, detail, self._layout.outbox_bytes,

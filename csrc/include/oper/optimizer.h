@@ -10,6 +10,9 @@
 //                          w -= lr * (m / (1 - b1^t) / (sqrt(s / (1 - b2^t)) + eps) + wd * w)
 //   partial row-wise Adam: the same with s = b2 s + (1 - b2) mean_d(g_d^2), one per row
 // t counts the optimizer's steps, not the touches of a row.
+//
+// Before any of it, a row's gradient may be clipped to a norm, as torch.nn.utils.clip_grad_norm_ clips
+// a parameter's:  g *= min(1, max_norm / (|g| + 1e-6))
 #pragma once
 
 #include <cmath>
@@ -42,7 +45,14 @@ struct OptimizerArgs {
   float weight_decay = 0.0f;
   float beta1 = 0.0f, beta2 = 0.0f;
   float correction1 = 1.0f, correction2 = 1.0f;  // 1 - beta^t
+  float max_norm = 0.0f;                         // of a row's gradient; 0 = any
 };
+
+// Factor that clips a gradient with this sum of squares; 1 where it is short enough.
+OPER_HD float clip_factor(float sum_of_squares, float max_norm) {
+  const float factor = max_norm / (sqrtf(sum_of_squares) + 1e-6f);
+  return factor < 1.0f ? factor : 1.0f;
+}
 
 // Factor that multiplies the gradient; updates the row's state.
 OPER_HD float rowwise_adagrad_multiplier(float* state, float sum_of_squares, int32_t dim,

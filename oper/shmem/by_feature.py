@@ -1,0 +1,144 @@
+"""Batches laid out feature by feature: several of them as one, and ids that fit no row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.shmem.batch import Lookup
+from oper.tables import TableSpec
+
+#: What happens to an id outside its table, in FBGEMM's names (``BoundsCheckMode``).
+BOUNDS_MODES = ("fatal", "warning", "ignore")
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """One backward pass of a lookup.
+
+    Attributes:
+        grad: float32, gradient of the lookup's output.
+        batch: its batch.
+        offsets: int64 [num_keys * B + 1], bounds of its bags.
+    """
+
+    grad: torch.Tensor
+    batch: Lookup
+    offsets: torch.Tensor
+
+
+def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
+    """Where the ids of each key begin, and behind the last one; [num_keys + 1]."""
+    if batch.batch_size == 0:
+        return [0] * (int(batch.key_of.max()) + 2)
+    bounds: list[int] = offsets[::batch.batch_size].tolist()
+    return bounds
+
+
+def as_one(parts: Sequence[Backward]) -> Backward:
+    """Backward passes as that of one batch that holds all their samples, in order.
+
+    The result has one key per feature, so that the parts' keys may be in any order. Its update is
+    bitwise that of the joint batch.
+    """
+    weighted = any(p.batch.weights is not None for p in parts)
+    ids, lengths, weights, rows = [], [], [], []
+    bounds = [key_bounds(p.batch, p.offsets) for p in parts]
+    taken = [0] * len(parts)  # rows of unpooled gradients
+    for feature in range(parts[0].batch.key_of.numel()):
+        for k, part in enumerate(parts):
+            batch, key = part.batch, int(part.batch.key_of[feature])
+            begin, end = bounds[k][key], bounds[k][key + 1]
+            ids.append(batch.ids[begin:end])
+            lengths.append(batch.lengths[key * batch.batch_size:(key + 1) * batch.batch_size])
+            if weighted:
+                weights.append(batch.weights[begin:end] if batch.weights is not None
+                               else torch.ones(end - begin))
+            if not batch.pooled:
+                rows.append(part.grad[taken[k]:taken[k] + end - begin])
+                taken[k] += end - begin
+    joint = Lookup(torch.cat(ids), torch.cat(lengths).long(),
+                   torch.arange(parts[0].batch.key_of.numel()),
+                   sum(p.batch.batch_size for p in parts),
+                   torch.cat(weights) if weighted else None, parts[0].batch.pooled)
+    grad = torch.cat([p.grad for p in parts] if joint.pooled else rows)
+    return Backward(grad, joint, _offsets(joint.lengths))
+
+
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+class BoundsCheck:
+    """Ids outside their tables, as FBGEMM treats them.
+
+    ``"fatal"`` refuses the batch by name. ``"warning"`` and ``"ignore"`` look up row 0 instead,
+    which then gets the gradient; ``"warning"`` says so once. Unlike FBGEMM, which leaves -1 to the
+    lookup (a pruned row), -1 is an id like any other, and lengths that do not fit the ids are
+    always refused.
+
+    Args:
+        mode: one of `BOUNDS_MODES`, or a ``BoundsCheckMode`` of FBGEMM or TorchRec (its ``NONE``,
+            no check at all, is taken as ``"fatal"``: the kernels check anyhow).
+        features: (feature name, table name) in output order.
+        specs: the tables by name.
+
+    Attributes:
+        mode: one of `BOUNDS_MODES`.
+        num_bad_ids: ids that were replaced so far, once per feature that looks them up.
+    """
+
+    def __init__(self, mode: Any, features: Sequence[tuple[str, str]],
+                 specs: Mapping[str, TableSpec]) -> None:
+        name = str(getattr(mode, "name", mode)).lower().removeprefix("v2_")
+        name = "fatal" if name == "none" else name
+        if name not in BOUNDS_MODES:
+            raise InvalidInputError(fail("invalid bounds check", "mode", mode,
+                                         f"one of {BOUNDS_MODES}", "choose one"))
+        self.mode = name
+        self.num_bad_ids = 0
+        self._features = list(features)
+        self._num_rows = [specs[table].num_rows for _, table in features]
+
+    def repair(self, batch: Lookup) -> Lookup:
+        """The batch with row 0 for every id outside its table; `batch` itself where all fit."""
+        lengths = batch.lengths.long()
+        if self.mode == "fatal" or not batch.ids.numel() or not batch.batch_size:
+            return batch
+        offsets = _offsets(lengths)
+        if (lengths < 0).any() or int(offsets[-1]) != batch.ids.numel():
+            return batch  # refused by the kernels
+        bounds = key_bounds(batch, offsets)
+        keys = batch.key_of.tolist()
+        good = True
+        for key, num_rows in {(k, n) for k, n in zip(keys, self._num_rows, strict=True)}:
+            ids = batch.ids[bounds[key]:bounds[key + 1]]
+            if ids.numel():
+                low, high = torch.aminmax(ids)
+                good = good and int(low) >= 0 and int(high) < num_rows
+        return batch if good else self._replace(batch, bounds, keys)
+
+    def _replace(self, batch: Lookup, bounds: list[int], keys: list[int]) -> Lookup:
+        """One key per feature, since tables of one key may differ in their rows."""
+        ids, lengths, weights = [], [], []
+        for key, num_rows, feature in zip(keys, self._num_rows, self._features, strict=True):
+            mine = batch.ids[bounds[key]:bounds[key + 1]]
+            bad = (mine < 0) | (mine >= num_rows)
+            count = int(bad.sum())
+            if count and self.mode == "warning" and not self.num_bad_ids:
+                warnings.warn(
+                    f"feature {feature[0]!r} has the id {int(mine[bad][0])}, which table "
+                    f"{feature[1]!r} of {num_rows} rows lacks: row 0 is looked up instead; "
+                    "num_bad_ids of the tables' bounds check counts further ones", stacklevel=4)
+            self.num_bad_ids += count
+            ids.append(mine.masked_fill(bad, 0) if count else mine)
+            lengths.append(batch.lengths[key * batch.batch_size:(key + 1) * batch.batch_size])
+            if batch.weights is not None:
+                weights.append(batch.weights[bounds[key]:bounds[key + 1]])
+        return Lookup(torch.cat(ids), torch.cat(lengths), torch.arange(len(keys)),
+                      batch.batch_size, torch.cat(weights) if weights else None, batch.pooled)

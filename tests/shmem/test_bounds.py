@@ -1,0 +1,127 @@
+"""Ids outside their tables: refused, or row 0 with or without a warning, as FBGEMM does."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+import oper
+from oper.errors import InvalidInputError
+from oper.shmem.batch import Lookup
+from oper.shmem.by_feature import BoundsCheck
+from oper.tables import TableSpec
+from tests.optimizer_support import EVERY
+from tests.runtime_support import (
+    Case,
+    assert_bitwise,
+    make_batch,
+    mixed_plan,
+    open_tables,
+    rich_plan,
+    run_ranks,
+)
+
+CASE = Case((TableSpec("a", 40, 8, ("f", "g"), "sum"), TableSpec("b", 50, 4, ("f",), "mean")),
+            ("g", "zz", "f"), True, max_length=5)
+
+
+def spoiled(seed: int) -> tuple[Lookup, list[torch.Tensor]]:
+    """A batch with ids that fit no table or only b, and what FBGEMM makes of each feature's ids."""
+    batch = make_batch(CASE, seed, 12).lookup(CASE)
+    ids = batch.ids.clone()
+    at = torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(seed))[:12]
+    ids[at] = torch.tensor([40, 45, 49, 50, 1 << 40, -2, -7, 44, 41, -(1 << 50), 48, 47])
+    pieces = torch.split(ids, batch.lengths.view(3, 12).sum(1).tolist())
+    expected = []
+    for (_, table), key in zip(CASE.features, batch.key_of.tolist(), strict=True):
+        pytest.importorskip("fbgemm_gpu")
+        mine, lengths = pieces[key].clone(), batch.lengths.view(3, 12)[key]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        torch.ops.fbgemm.bounds_check_indices(
+            torch.tensor([CASE.table(table).num_rows]), mine, offsets, 2,
+            torch.zeros(1, dtype=torch.int64))
+        expected.append(mine)
+    return replace(batch, ids=ids), expected
+
+
+def train(group, plan, mode: str, repaired_by_hand: bool, dtype: torch.dtype = torch.int64
+          ) -> list[torch.Tensor]:
+    tables = open_tables(CASE, plan, group, EVERY["rowwise_adagrad"])
+    tables.bounds = BoundsCheck(mode, tables.features, tables.specs)
+    found = []
+    for step in range(2):
+        batch, expected = spoiled(10 * step + group.rank)
+        if dtype == torch.int32:
+            batch = replace(batch, ids=batch.ids.clamp(-(2**31), 2**31 - 1).int(),
+                            lengths=batch.lengths.int())
+        weights = batch.weights.clone().requires_grad_()
+        if repaired_by_hand:
+            lengths = batch.lengths.view(3, 12)[batch.key_of].reshape(-1)
+            parts = torch.split(weights, batch.lengths.view(3, 12).sum(1).tolist())
+            out = tables.lookup(Lookup(
+                torch.cat(expected).to(batch.ids.dtype), lengths, torch.arange(3), 12,
+                torch.cat([parts[k] for k in batch.key_of.tolist()])))
+        else:
+            out = tables.lookup(replace(batch, weights=weights))
+        out.pow(2).sum().backward()
+        found += [out.detach(), weights.grad]
+    tables.barrier()
+    return [*found, tables.read("a"), tables.read("b")]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ignored_as_fbgemm_does(world_size: int, dtype: torch.dtype) -> None:
+    """Outputs, rows and weight gradients are those of FBGEMM's replaced ids, under any plan."""
+    for plan in (mixed_plan(CASE.tables, world_size, 1),
+                 rich_plan(CASE.tables, world_size, 1, True)):
+        got, want = (run_ranks(world_size, lambda g, hand=hand, plan=plan: train(
+            g, plan, "ignore", hand, dtype)) for hand in (False, True))
+        assert_bitwise(got, want, "ignored ids and row 0")
+
+
+def test_one_warning_and_a_count() -> None:
+    def body(group) -> int:
+        tables = open_tables(CASE, mixed_plan(CASE.tables, 1, 1), group, None)
+        tables.bounds = BoundsCheck("warning", tables.features, tables.specs)
+        batch, _ = spoiled(3)
+        good = make_batch(CASE, 5, 12).lookup(CASE)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tables.lookup(good)
+            assert not caught and not tables.bounds.num_bad_ids
+            for _ in range(3):
+                tables.lookup(batch)
+        assert len(caught) == 1 and "row 0" in str(caught[0].message)
+        return tables.bounds.num_bad_ids
+
+    (count,) = run_ranks(1, body)
+    batch, expected = spoiled(3)
+    pieces = torch.split(batch.ids, batch.lengths.view(3, 12).sum(1).tolist())
+    changed = sum(int((pieces[k] != e).sum())
+                  for k, e in zip(batch.key_of.tolist(), expected, strict=True))
+    assert count == 3 * changed > 0
+
+
+def test_fatal_is_the_default_and_lengths_are_always_checked() -> None:
+    for mode, word in (("fatal", "id="), ("ignore", "lengths")):
+        bag = oper.shard(torch.nn.EmbeddingBag(10, 4, mode="sum"), optimizer=oper.SGD(),
+                         **({} if mode == "fatal" else {"bounds_check": mode}))
+        with pytest.raises(InvalidInputError, match=word):
+            bag(torch.tensor([1, 10]), torch.tensor([0, 1 if mode == "fatal" else 5]))
+    assert torch.equal(bag(torch.tensor([[10, -3]])), 2 * bag(torch.tensor([[0]])))
+
+
+def test_modes_of_fbgemm() -> None:
+    common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    modes = common.BoundsCheckMode
+    bag = torch.nn.EmbeddingBag(10, 4, mode="sum")
+    for mode in modes:
+        want = {"NONE": "fatal"}.get(mode.name, mode.name.removeprefix("V2_").lower())
+        assert oper.shard(torch.nn.EmbeddingBag(10, 4, mode="sum"), optimizer=oper.SGD(),
+                          bounds_check=mode).tables.bounds.mode == want
+    with pytest.raises(InvalidInputError, match=r"bounds check.*loud"):
+        oper.shard(bag, optimizer=oper.SGD(), bounds_check="loud")

@@ -1,0 +1,202 @@
+"""Gradient clipping: by element as FBGEMM, by the norm of a row's gradient as torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import oper
+from oper.errors import InvalidInputError
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group import SingleGroup
+from oper.shmem.optimizers import SGD, STATE_PARTS, Adam, Clipping, Optimizer, RowWiseAdagrad
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from tests.optimizer_support import (
+    Trained,
+    assert_close,
+    looked_up,
+    train_sharded,
+    update_rows,
+    with_optimizers,
+)
+from tests.runtime_support import (
+    Batch,
+    Case,
+    assert_bitwise,
+    initial_weights,
+    make_steps,
+    mixed_plan,
+    rank_loss,
+    reference_forward,
+    rich_plan,
+)
+
+ELEMENT, NORM = 0.02, 0.05
+
+
+def case_of(optimizer: Optimizer, weighted: bool = False) -> tuple[Case, dict[str, Optimizer]]:
+    shapes = [("narrow", 40, 1, ("n",), "mean"), ("two", 100, 16, ("a", "b"), "sum"),
+              ("left", 60, 64, ("shared",), "mean"), ("right", 70, 37, ("shared",), "sum")]
+    case = Case(tuple(TableSpec(n, r, d, f, p) for n, r, d, f, p in shapes),
+                ("b", "unused", "shared", "n", "a"), weighted)
+    optimizers = {t.name: optimizer for t in case.tables}
+    return with_optimizers(case, optimizers), optimizers
+
+
+def reference(case: Case, steps: list[list[Batch]], optimizer: Optimizer,
+              clip: Clipping) -> Trained:
+    """Float64. Elements: a hook on every output. Rows: torch's own clip_grad_norm_, row by row."""
+    weights = {n: w.double() for n, w in initial_weights(case).items()}
+    states = {t.name: {p: torch.zeros((t.num_rows,) if by_row else (t.num_rows, t.dim)).double()
+                       for p, by_row in STATE_PARTS[t.optimizer]} for t in case.tables}
+    outputs = []
+    for number, batches in enumerate(steps, 1):
+        leaves = {n: w.clone().requires_grad_() for n, w in weights.items()}
+        outs = [reference_forward(case, leaves, b) for b in batches]
+        losses = []
+        for out, batch in zip(outs, batches, strict=True):
+            if clip.max_gradient is not None and out.requires_grad:
+                limit = clip.max_gradient
+                out.register_hook(lambda g, limit=limit: g.clamp(-limit, limit))
+            losses.append(rank_loss(out, batch.target))
+        (torch.stack(losses).sum() / len(losses)).backward()
+        outputs.append(torch.cat([o.detach() for o in outs]))
+        seen = [looked_up(case, b) for b in batches]
+        for name, w in weights.items():
+            rows = torch.cat([s[name] for s in seen]).unique()
+            g = leaves[name].grad[rows]
+            if clip.max_row_norm is not None:
+                for k in range(len(rows)):
+                    row = torch.nn.Parameter(w[rows[k]].clone())
+                    row.grad = g[k].clone()
+                    torch.nn.utils.clip_grad_norm_([row], clip.max_row_norm)
+                    g[k] = row.grad
+            some, part = w[rows], {k: s[rows] for k, s in states[name].items()}
+            update_rows(optimizer, some, part, g, optimizer.lr, number)
+            w[rows] = some
+            for k, s in part.items():
+                states[name][k][rows] = s
+    parts = {f"{n}/rows": w for n, w in weights.items()}
+    parts |= {f"{n}/{k}": s for n, state in states.items() for k, s in state.items()}
+    return Trained(outputs, parts)
+
+
+BASES = {"sgd": SGD(lr=0.3), "rowwise": RowWiseAdagrad(lr=0.05, eps=1e-8),
+         "rowwise l2": RowWiseAdagrad(lr=0.05, eps=1e-8, weight_decay=0.2), "adam": Adam(lr=0.02)}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("limits", [(ELEMENT, None), (None, NORM), (ELEMENT, NORM)],
+                         ids=["elements", "rows", "both"])
+@pytest.mark.parametrize("base", BASES)
+def test_clipping_equals_its_definition(base: str, limits: tuple, world_size: int) -> None:
+    """Over duplicates, ranks, push tiers and column splits; the limits bite but not everywhere."""
+    optimizer = replace(BASES[base], max_gradient=limits[0], max_row_norm=limits[1])
+    case, optimizers = case_of(optimizer, weighted=base == "sgd")
+    steps = make_steps(case, world_size, 3)
+    want = reference(case, steps, optimizer, optimizer)
+    for plan in (mixed_plan(case.tables, world_size, 1),
+                 rich_plan(case.tables, world_size, 2, True),
+                 split_plan(case, world_size)):
+        assert_close(train_sharded(case, plan, steps, optimizers, (1.0,) * 3), want, 2e-5)
+    free = reference(case, steps, optimizer, Clipping())
+    assert (free.parts["two/rows"] - want.parts["two/rows"]).abs().max() > 1e-3
+
+
+def split_plan(case: Case, world_size: int) -> Plan:
+    """All tables of more than four columns in two pieces on different ranks."""
+    entries = []
+    for t in case.tables:
+        cut = [0, t.dim // 2 // 4 * 4 + 4, t.dim] if t.dim > 4 else [0, t.dim]
+        entries.append(TablePlan(t, tuple(
+            Piece(a, b, (Tier(0, t.num_rows, "owned", (k % world_size,)),))
+            for k, (a, b) in enumerate(itertools.pairwise(cut)))))
+    return Plan(world_size, tuple(entries))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_plans_are_bitwise_equal(base: str) -> None:
+    optimizer = replace(BASES[base], max_gradient=ELEMENT, max_row_norm=NORM)
+    case, optimizers = case_of(optimizer)
+    steps = make_steps(case, 2, 3)
+    runs = [train_sharded(case, plan, steps, optimizers, (1.0,) * 3) for plan in (
+        uniform_plan(case.tables, 2, "striped"), uniform_plan(case.tables, 2, "replicated"),
+        mixed_plan(case.tables, 2, 3))]
+    for run in runs[1:]:
+        assert_bitwise(run.parts, runs[0].parts, "plans")
+
+
+def test_some_tables_clip_and_some_do_not() -> None:
+    """Pooled and unpooled, each table by its own limit."""
+    tables = (TableSpec("a", 9, 4, ("f", "g"), "sum", optimizer="sgd"),
+              TableSpec("b", 9, 4, ("f",), "sum", optimizer="sgd"))
+    for pooled in (True, False):
+        opened = ShardedTables(
+            uniform_plan(tables, 1), [("f", "a"), ("g", "a"), ("f", "b")], SingleGroup(),
+            {"a": SGD(1.0, max_gradient=0.25), "b": SGD(1.0)}, 1.0)
+        batch = Lookup(torch.tensor([1, 2, 3]), torch.tensor([1, 0, 1, 1]), torch.tensor([0, 1, 0]),
+                       2, None, pooled)
+        out = opened.lookup(batch)
+        out.backward(torch.full_like(out, -7.0))
+        assert opened.read("a")[:, 0].tolist() == [0, .25, .25, .25, 0, 0, 0, 0, 0], pooled
+        assert opened.read("b")[:, 0].tolist() == [0, 7, 0, 0, 0, 0, 0, 0, 0], pooled
+        empty = Lookup(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64),
+                       torch.tensor([0, 1, 0]), 0, None, pooled)
+        opened.lookup(empty).sum().backward()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_equals_fbgemm(mean: bool) -> None:
+    """FBGEMM's own operator with gradient_clipping, weights' gradient included."""
+    ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    kinds = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
+    torch.manual_seed(0)
+    theirs = ops.SplitTableBatchedEmbeddingBagsCodegen(
+        [(50, 8, common.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)],
+        optimizer=kinds.EmbOptimType.EXACT_SGD, learning_rate=0.5, gradient_clipping=True,
+        max_gradient=0.3,
+        pooling_mode=common.PoolingMode.MEAN if mean else common.PoolingMode.SUM)
+    start = torch.randn(50, 8)
+    theirs.split_embedding_weights()[0].copy_(start)
+    bag = torch.nn.EmbeddingBag(50, 8, mode="mean" if mean else "sum")
+    bag.weight.data.copy_(start)
+    ours = oper.shard(bag, optimizer=oper.SGD(lr=0.5, max_gradient=0.3))
+    ids, offsets = torch.randint(0, 50, (60,)), torch.arange(0, 61, 3)
+    scales = [None, None] if mean else [torch.rand(60).requires_grad_()] * 2
+    scales = [None if s is None else s.detach().clone().requires_grad_() for s in scales]
+    grad = torch.randn(20, 8)
+    theirs(ids, offsets, scales[0]).backward(grad)
+    ours(ids, offsets[:-1], scales[1]).backward(grad)
+    assert torch.allclose(ours.state_dict()["weight"], theirs.split_embedding_weights()[0],
+                          rtol=1e-5, atol=1e-6)
+    if not mean:
+        assert torch.allclose(scales[1].grad, scales[0].grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("limits", [{"max_gradient": 0.0}, {"max_row_norm": -1.0},
+                                    {"max_gradient": math.nan}])
+def test_limits_that_are_none(limits: dict[str, float]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(limits))):
+        SGD(**limits)
+
+
+def test_tags_of_fbgemm() -> None:
+    pytest.importorskip("torchrec")
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    from oper.integration.torchrec_modules import tagged_optimizer
+
+    for kwargs, limit in (({"gradient_clipping": True, "max_gradient": 0.5}, 0.5),
+                          ({"gradient_clipping": False, "max_gradient": 0.5}, None),
+                          ({"max_gradient": 0.5}, None), ({}, None)):
+        bag = torch.nn.EmbeddingBag(4, 4)
+        apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": 1.0})
+        bag.weight._optimizer_kwargs = [{"lr": 1.0, **kwargs}]
+        assert tagged_optimizer(bag.weight) == SGD(1.0, max_gradient=limit)
