@@ -22,6 +22,7 @@ from oper.errors import OperError, PlanInfeasibleError
 VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
     "analyze": ("oper.data.verbs", "count what the data looks up: access statistics"),
+    "generate": ("oper.data.verbs", "synthetic lookups and their statistics, for a workload"),
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),
     "explain": ("oper.report.verbs", "say in words and figures what a plan does and why"),
     "simulate": ("oper.report.simulation", "replay real batches through a plan: bytes and events"),

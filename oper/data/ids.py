@@ -21,6 +21,27 @@ def uniform64(values: np.ndarray) -> np.ndarray:
     return (mix64(shifted) >> np.uint64(11)) * 2.0**-53
 
 
+_HOT_RANKS = 10_000  # only the popularity of so many ranks is passed on
+
+
+def holders(num_rows: int, key: int, drift: float, num_days: int) -> np.ndarray:
+    """The row that holds each hot rank on each day, int64 [num_days, min(num_rows, 10000)].
+
+    Every night a hot rank passes, with probability `drift`, to a row picked at random. `key` tells
+    tables apart.
+    """
+    hot = np.arange(min(num_rows, _HOT_RANKS), dtype=np.uint64)
+    holder = hot.astype(np.int64)
+    found = [holder]
+    for day in range(1, num_days):
+        day_key = np.uint64(key) ^ np.uint64(day << 40)
+        passes = uniform64(hot ^ day_key) < drift
+        newcomers = (uniform64(hot ^ day_key ^ np.uint64(1 << 50)) * num_rows).astype(np.int64)
+        holder = np.where(passes, newcomers, holder)
+        found.append(holder)
+    return np.stack(found)
+
+
 def scatter_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:
     """A fixed permutation of `0..num_rows-1` that leaves no order among neighbours.
 

@@ -20,7 +20,7 @@ from typing import IO
 import numpy as np
 from tqdm import tqdm
 
-from oper.data.ids import mix64, power_law_ids, uniform64
+from oper.data.ids import holders, mix64, power_law_ids, uniform64
 from oper.data.manifest import ABOUT_SUFFIX
 from oper.errors import InvalidInputError, fail
 from oper.files import atomic_write, write_text
@@ -36,7 +36,6 @@ _MISSING = {"I1": (0, 0.45), "I10": (0, 0.45), "I12": (1, 0.77), "I3": (2, 0.21)
             "C4": (6, 0.03), "C12": (6, 0.03), "C16": (6, 0.03), "C21": (6, 0.03),
             "C24": (6, 0.03), "C6": (7, 0.12)}
 _MIN_DRIFT_ROWS = 100  # columns of fewer values do not drift
-_HOT_RANKS = 10_000    # only the popularity of so many ranks is passed on
 _LINES = 1 << 15       # rows that are drawn and formatted at once
 
 
@@ -187,17 +186,9 @@ class _Model:
         """
         if num_rows < _MIN_DRIFT_ROWS:
             return ranks
-        hot = np.arange(min(num_rows, _HOT_RANKS), dtype=np.uint64)
-        holder = hot.astype(np.int64)
-        holders = [holder]
-        for day in range(1, NUM_DAYS):
-            key = np.uint64(self._keys[column]) ^ np.uint64(day << 40)
-            passes = uniform64(hot ^ key) < self._log.drift
-            newcomers = (uniform64(hot ^ key ^ np.uint64(1 << 50)) * num_rows).astype(np.int64)
-            holder = np.where(passes, newcomers, holder)
-            holders.append(holder)
-        table = np.stack(holders)
-        return np.where(ranks < hot.size, table[days, np.minimum(ranks, hot.size - 1)], ranks)
+        table = holders(num_rows, self._keys[column], self._log.drift, NUM_DAYS)
+        hot = table.shape[1]
+        return np.where(ranks < hot, table[days, np.minimum(ranks, hot - 1)], ranks)
 
     def _log_odds(self, ids: np.ndarray, dense: np.ndarray) -> np.ndarray:
         """Log-odds of a click without the intercept, float64 [n]."""

@@ -1,4 +1,4 @@
-"""The verbs ``oper preprocess`` and ``oper analyze``."""
+"""The verbs ``oper preprocess``, ``oper analyze`` and ``oper generate``."""
 
 from __future__ import annotations
 
@@ -207,3 +207,35 @@ def _print_summary(summary: dict[str, Any]) -> None:
         first = line[0].ljust(widths[0])
         print("  ".join([first, *(w.rjust(n) for w, n in zip(line[1:], widths[1:], strict=True))]))
     print(f"written: {summary['output']}")
+
+
+def configure_generate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper generate``."""
+    parser.add_argument("workload", help="criteo-1tb, mlperf-dlrm-v2, meta-2021, deeprecsys-rm1, "
+                                         "-rm2 or -rm3, a specification (.toml) or a statistics "
+                                         "file")
+    parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
+                        help="file for the statistics of the lookups")
+    parser.add_argument("--samples", type=int, default=100_000, metavar="N",
+                        help="samples to draw (default 100000)")
+    parser.add_argument("--lookups", metavar="DIR",
+                        help="also write the lookups, as Parquet with one list column per table")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Run ``oper generate``; raises OperError."""
+    from oper.analysis import describe
+    from oper.data.generator import load_workload
+    from oper.data.lookups import count_workload
+
+    workload = load_workload(args.workload, args.seed)
+    stats = count_workload(workload, args.samples, args.lookups, sys.stderr.isatty())
+    stats.save(args.output)
+    summary = {**describe(stats), "output": args.output}
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        _print_summary(summary)
+    return 0

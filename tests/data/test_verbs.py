@@ -74,3 +74,20 @@ def test_statistics_of_counts_and_of_parts(
                         ([str(counts), "-o", stats, "--counts", "--rows", "site"], "--rows")):
         with pytest.raises(InvalidInputError, match=name):
             run("analyze", *words)
+
+
+def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import pyarrow.parquet as pq
+
+    spec = tmp_path / "w.toml"
+    spec.write_text('name = "two"\ndays = 2\n[[table]]\nname = "t"\nrows = 50\nlength = 3\n')
+    stats = str(tmp_path / "w.stats")
+    assert run("generate", str(spec), "-o", stats, "--samples", "100", "--lookups",
+               str(tmp_path / "out")) == 0
+    assert "synthetic, two" in capsys.readouterr().out
+    found = AccessStats.load(stats)
+    assert found.tables["t"].num_accesses == 300 and len(found.tables["t"].buckets) == 2
+    table = pq.read_table(tmp_path / "out" / "lookups.parquet")
+    assert table.num_rows == 100 and table.schema.metadata[b"synthetic"] == b"true"
+    with pytest.raises(InvalidInputError, match="lookups"):
+        run("generate", str(spec), "-o", stats, "--lookups", str(tmp_path / "out"))

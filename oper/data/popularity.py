@@ -1,0 +1,238 @@
+"""How popular the rows of a synthetic table are: levels of equally popular rows, and their fits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+from oper.stats import TableStats
+
+_EXPLICIT = 512      # hottest ranks of a power law, each a level of its own
+_RATIO = 1.01        # further levels span ranks of this ratio
+_EDGES = (0, *(1 << k for k in range(16)))  # counts between the bins of published locality
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Popularity:
+    """Rows by rank, hottest first, in levels of equal probability.
+
+    Attributes:
+        rows: int64 [K], rows of each level, all >= 1.
+        mass: float64 [K], share of the accesses that a level takes; they sum to 1.
+    """
+
+    rows: np.ndarray
+    mass: np.ndarray
+
+    @staticmethod
+    def of(rows: np.ndarray, weight: np.ndarray) -> Popularity:
+        """Levels of `rows` [K] with `weight` [K] per row, in any order and scale."""
+        rows, weight = np.asarray(rows, np.int64), np.asarray(weight, np.float64)
+        order = np.argsort(-weight, kind="stable")
+        rows, weight = rows[order], weight[order]
+        keep = rows > 0
+        total = float(rows @ weight)
+        if not keep.any() or not np.isfinite(total) or total <= 0 or weight.min() < 0:
+            raise InvalidInputError(
+                fail("invalid popularity", "weights", weight[:5].tolist(),
+                     "finite, none negative, one above 0", "correct the specification"))
+        return Popularity(rows[keep], (rows * weight)[keep] / total)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return int(self.rows.sum())
+
+    def draw(self, size: int, rng: np.random.Generator) -> np.ndarray:
+        """Ranks int64 [size], 0 = hottest."""
+        ends = np.cumsum(self.mass)
+        level = np.minimum(np.searchsorted(ends, rng.random(size) * ends[-1], side="right"),
+                           self.rows.size - 1)
+        starts = np.concatenate([[0], np.cumsum(self.rows)[:-1]])
+        return starts[level] + (rng.random(size) * self.rows[level]).astype(np.int64)
+
+    def expected(self, num_accesses: int, at_least: int = 1) -> float:
+        """Rows that `num_accesses` independent accesses touch at least so often (Poisson)."""
+        rate = num_accesses * self.mass / self.rows
+        term = np.exp(-rate)
+        below = term.copy()
+        for k in range(1, at_least):
+            term = term * rate / k
+            below += term
+        return float(self.rows @ (1.0 - below))
+
+
+def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequence[float] = ()
+              ) -> Popularity:
+    """Popularity (k + shift)^-exponent of ranks k = 1, 2, ... below `heavy` rows of given shares.
+
+    Heavy hitters over a shifted power law are how FBGEMM's table benchmark describes an index
+    stream. Ranks beyond the 512th go in levels whose ranks differ by 1 %.
+    """
+    num_tail = num_rows - len(heavy)
+    checks: tuple[tuple[str, object, bool, str], ...] = (
+        ("num_rows", num_rows, num_rows >= 1 and num_tail >= 0, "at least the heavy rows"),
+        ("exponent", exponent, 0 <= exponent <= 10, "0..10"),
+        ("shift", shift, 0 <= shift < 1e12, ">= 0"),
+        ("heavy", list(heavy), all(h > 0 for h in heavy) and sum(heavy) <= 1 + 1e-9,
+         "shares that sum to at most 1"))
+    for name, value, ok, expected in checks:
+        if not ok:
+            raise InvalidInputError(fail("invalid popularity", name, value, expected, "correct it"))
+    rows = [np.ones(len(heavy), np.int64)]
+    weight = [np.asarray(heavy, np.float64)]
+    if num_tail:
+        edges = np.unique(np.concatenate([
+            np.arange(1, min(_EXPLICIT, num_tail) + 1),
+            np.floor(_EXPLICIT * _RATIO ** np.arange(
+                max(0, int(np.log(max(1.0, num_tail / _EXPLICIT)) / np.log(_RATIO)) + 1))),
+            [num_tail + 1]]).astype(np.int64))
+        edges = edges[edges <= num_tail + 1]
+        rows.append(np.diff(edges))
+        single = rows[1] == 1
+        tail = np.where(single, (edges[:-1] + shift) ** -exponent, _integral(
+            edges[1:] - 0.5 + shift, edges[:-1] - 0.5 + shift, exponent))
+        weight.append(tail / tail.sum() * (1.0 - sum(heavy)) / rows[1])
+    return Popularity.of(np.concatenate(rows), np.concatenate(weight))
+
+
+def _integral(high: np.ndarray, low: np.ndarray, exponent: float) -> np.ndarray:
+    if abs(exponent - 1) < 1e-9:
+        return np.log(high / low)
+    power = 1.0 - exponent
+    return (high**power - low**power) / power
+
+
+def from_stats(table: TableStats) -> Popularity:
+    """The popularity that a table was measured to have.
+
+    Untouched rows share the Good-Turing estimate of what has not been seen.
+    """
+    values, rows = table.count_histogram()
+    weight = values.astype(np.float64)
+    if values.size and values[-1] == 0 and 0 < table.unseen_mass < 1:
+        unseen = table.unseen_mass
+        weight[:-1] *= (1 - unseen) / max(1.0, float(weight @ rows))
+        weight[-1] = min(unseen / rows[-1], weight[-2])
+    return Popularity.of(rows, weight if weight.any() else np.ones(rows.size))
+
+
+def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_least: int
+                    ) -> Popularity:
+    """The power law under which a log has published numbers of distinct values.
+
+    Args:
+        num_accesses: rows of the log.
+        num_distinct: distinct values seen.
+        num_frequent: of these the ones seen at least `at_least` times.
+        at_least: see above.
+    """
+    def rows_for(exponent: float) -> Popularity:
+        if power_law(num_distinct, exponent).expected(num_accesses) >= num_distinct - 0.5:
+            return power_law(num_distinct, exponent)
+        low, high = num_distinct, num_distinct * 4096
+        while high - low > max(1, low // 10_000):
+            middle = (low + high) // 2
+            few = power_law(middle, exponent).expected(num_accesses) < num_distinct
+            low, high = (middle, high) if few else (low, middle)
+        return power_law(high, exponent)
+
+    def frequent(exponent: float) -> float:
+        found = rows_for(exponent)
+        return found.expected(num_accesses, at_least) / found.expected(num_accesses)
+
+    exponent = _bisect(lambda e: frequent(e) - num_frequent / num_distinct, 0.3, 2.0)
+    return rows_for(exponent)
+
+
+def _bisect(falling: Callable[[float], float], low: float, high: float) -> float:
+    """Where a falling function changes its sign, or the nearer end."""
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+    return (low + high) / 2
+
+
+def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float, num_touched: int
+                 ) -> tuple[Popularity, int]:
+    """A popularity whose accesses repeat rows as in a published histogram.
+
+    A trace is described by how often its touched rows occur: shares of these rows and of the
+    accesses with counts in (0, 1], (1, 2], (2, 4], ..., (2^14, 2^15], above. Rates of a Poisson
+    mixture on a grid are fitted to all shares by non-negative least squares (the multiplicative
+    updates of Lee and Seung, 2001).
+
+    Args:
+        row_shares, access_shares: float64 [17].
+        reuse: accesses per touched row.
+        num_touched: rows that the trace touches.
+
+    Returns:
+        The popularity, and the accesses of a trace of this kind.
+    """
+    rates = np.exp(np.linspace(np.log(0.02), np.log(400_000.0), 160))
+    row_part, access_part = _poisson_bins(rates)
+    # Shares of rows that were rounded to nothing are known better from the accesses.
+    weights = np.concatenate([np.full(17, 1.0), np.full(17, 3.0)])[:, None]
+    matrix = np.concatenate([row_part, access_part / reuse]) * weights
+    wanted = np.concatenate([row_shares / row_shares.sum(),
+                             access_shares / access_shares.sum()])[:, None] * weights
+    mixture = np.full((rates.size, 1), 1.0 / rates.size)
+    square, linear = matrix.T @ matrix, matrix.T @ wanted
+    for _ in range(20_000):
+        mixture *= linear / np.maximum(square @ mixture, 1e-300)
+    whole, rate = _whole_levels(mixture[::-1, 0] * num_touched, rates[::-1])
+    return Popularity.of(whole, rate), round(float(whole @ rate))
+
+
+def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Levels of whole rows, hottest first; parts of rows go on to the next level.
+
+    Their accesses go with them.
+    """
+    whole, found = [], []
+    left_rows = left_mass = 0.0
+    for count, rate in zip(rows.tolist(), rates.tolist(), strict=True):
+        left_rows += count
+        left_mass += count * rate
+        if left_rows >= 1:
+            mean = left_mass / left_rows
+            whole.append(int(left_rows))
+            found.append(mean)
+            left_rows -= whole[-1]
+            left_mass -= whole[-1] * mean
+    return np.array(whole, np.int64), np.array(found)
+
+
+def _poisson_bins(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Probability of a count in each bin, and expected accesses from it, float64 [17, K] each."""
+    top = _EDGES[-1]
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, top + 1)))])
+    counts = np.arange(top + 1)
+    row_part = np.zeros((len(_EDGES), rates.size))
+    access_part = np.zeros_like(row_part)
+    for k, rate in enumerate(rates):
+        pmf = np.exp(counts * np.log(rate) - rate - log_factorial)
+        for b, (low, high) in enumerate(itertools.pairwise(_EDGES)):
+            part = pmf[low + 1:high + 1]
+            row_part[b, k] = part.sum()
+            access_part[b, k] = part @ counts[low + 1:high + 1]
+        row_part[-1, k] = max(0.0, 1.0 - pmf.sum())
+        access_part[-1, k] = max(0.0, rate - float(pmf @ counts))
+    return row_part, access_part
+
+
+def locality(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of rows and of accesses by count, as `fit_locality` takes them.
+
+    Args:
+        counts: int64 [R], occurrences of each touched row.
+    """
+    bins = np.searchsorted(np.array(_EDGES[1:]), counts)
+    rows = np.bincount(bins, minlength=17).astype(np.float64)
+    accesses = np.bincount(bins, counts, minlength=17)
+    return rows / rows.sum(), accesses / accesses.sum()
