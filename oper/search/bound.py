@@ -17,6 +17,7 @@ import numpy as np
 
 from oper.errors import MissingDependencyError, OperError, fail
 from oper.search.cost import CostModel
+from oper.search.pieces import Box
 from oper.search.problem import Problem
 from oper.search.relax import Columns, Relaxation
 
@@ -30,29 +31,49 @@ class Pool:
     Attributes:
         table: int64 [N], table of each column.
         choice: option of each block of that table, one array per column.
+        kind: type of its pushed pieces, see `Columns`.
         resources: float64 [N, R].
         weight: float64 [N], share of each column in the relaxed solution.
     """
 
     table: list[int] = field(default_factory=list)
     choice: list[np.ndarray] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
     resources: list[np.ndarray] = field(default_factory=list)
     weight: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    known: set[tuple[int, bytes]] = field(default_factory=set)
+    known: set[tuple[int, int, bytes]] = field(default_factory=set)
 
     def add(self, columns: Columns, starts: np.ndarray, wanted: np.ndarray) -> list[int]:
         """Add the configurations of the tables `wanted` that are new; returns their indices."""
         new = []
         for t in wanted.tolist():
             choice = columns.choice[starts[t]:starts[t + 1]]
-            key = (t, choice.tobytes())
+            key = (t, int(columns.kind[t]), choice.tobytes())
             if key not in self.known:
                 self.known.add(key)
                 new.append(len(self.table))
                 self.table.append(t)
                 self.choice.append(choice.copy())
+                self.kind.append(int(columns.kind[t]))
                 self.resources.append(columns.resources[t])
         return new
+
+    def under(self, relaxation: Relaxation) -> Pool:
+        """The configurations that fit the relaxation's present limit, with what they then ask."""
+        out = Pool()
+        if not self.table:
+            return out
+        tables, kinds = np.array(self.table), np.array(self.kind)
+        amount = np.stack([relaxation.amount(t, c)
+                           for t, c in zip(self.table, self.choice, strict=True)])
+        rows = relaxation.resources_at(amount, tables, kinds)
+        for n in np.flatnonzero(relaxation.fitting(amount, tables, kinds)).tolist():
+            out.known.add((self.table[n], self.kind[n], self.choice[n].tobytes()))
+            out.table.append(self.table[n])
+            out.choice.append(self.choice[n])
+            out.kind.append(self.kind[n])
+            out.resources.append(rows[n])
+        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +88,7 @@ class Bound:
         pool: configurations and their weights in the relaxed solution.
         overflow: least excess of the relaxed solution over the memory (0 = it fits).
         num_rounds: rounds of column generation.
+        box: the plans that it bounds.
     """
 
     lower_bound_us: float
@@ -76,10 +98,23 @@ class Bound:
     pool: Pool
     overflow: float
     num_rounds: int
+    box: Box
+
+    def phase_us(self, phase: int) -> float:
+        """What the relaxed solution puts on a phase."""
+        total = self.total()
+        return max(0.0, float(total[self.relaxation.phase_of == phase].max()))
+
+    def total(self) -> np.ndarray:
+        """What the relaxed solution asks of the resource rows, base included; float64 [R]."""
+        if not self.pool.resources:
+            return self.relaxation.base
+        return self.relaxation.base + self.pool.weight @ np.array(self.pool.resources)
 
     def recompute(self) -> float:
         """The bound once more from the certificate alone (microseconds)."""
         prices = self.relaxation.normalised(self.prices)
+        self.relaxation.set_box(self.box)
         if not self.relaxation.tables:
             return self.relaxation.bound_at(prices, np.zeros(0))
         return self.relaxation.bound_at(prices, self.relaxation.cheapest(prices).value)
@@ -102,14 +137,20 @@ def lower_bound(problem: Problem, *, tolerance: float = 1e-4, max_rounds: int = 
 
 
 def solve_relaxation(relaxation: Relaxation, tolerance: float = 1e-4, max_rounds: int = 200,
-                     deadline: float | None = None) -> Bound:
-    """Column generation on a relaxation; see `lower_bound`."""
-    pool = Pool()
+                     deadline: float | None = None, pool: Pool | None = None) -> Bound:
+    """Column generation on a relaxation, for the plans of its pieces' box.
+
+    Args:
+        relaxation: the relaxation.
+        tolerance, max_rounds, deadline: see `lower_bound`.
+        pool: configurations to start from.
+    """
+    pool, box = Pool() if pool is None else pool, relaxation.pieces.box
     if not relaxation.tables:
-        over = max(0.0, float(relaxation.base[relaxation.phase_of < 0].max()) - 1.0)
+        over = max(0.0, float(relaxation.base[relaxation.phase_of == -1].max()) - 1.0)
         step = relaxation.step_us(relaxation.base)
         prices = _peaks(relaxation, relaxation.base)
-        return Bound(step, step, prices, relaxation, pool, over, 0)
+        return Bound(step, step, prices, relaxation, pool, over, 0, box)
     everything = np.arange(len(relaxation.tables))
     for prices in _starting_prices(relaxation):
         pool.add(relaxation.cheapest(prices), relaxation.starts, everything)
@@ -135,7 +176,7 @@ def solve_relaxation(relaxation: Relaxation, tolerance: float = 1e-4, max_rounds
         master.add(new)
     master.store_weights()
     # Rounding of a few thousand additions stays far below this margin.
-    return Bound(best * (1 - 1e-9), relaxed, best_prices, relaxation, pool, over, rounds)
+    return Bound(best * (1 - 1e-9), relaxed, best_prices, relaxation, pool, over, rounds, box)
 
 
 def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
@@ -150,13 +191,14 @@ def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
 def _starting_prices(relaxation: Relaxation) -> list[np.ndarray]:
     """Prices whose answers give the first columns: each group of terms, all alike, and memory."""
     out = []
-    memory = relaxation.phase_of < 0
+    memory = relaxation.phase_of == -1
     even = np.zeros(relaxation.num_rows)
     even[~memory] = 1.0
     out.append(relaxation.normalised(even))
     out.append(np.where(memory, 1e6, 1e-6))
     for group in sorted({name[1] for name in relaxation.row_names}):
-        one = np.array([name[1] == group for name in relaxation.row_names] + [False] * memory.sum())
+        one = np.zeros(relaxation.num_rows)
+        one[:len(relaxation.row_names)] = [name[1] == group for name in relaxation.row_names]
         out.append(relaxation.normalised(one + 1e-6 * ~memory))
     return out
 
@@ -181,16 +223,17 @@ class _Master:
         self.optimal = highspy.HighsModelStatus.kOptimal
         inf = highspy.kHighsInf
         phases = int(relaxation.phase_of.max()) + 1
-        memory = np.flatnonzero(relaxation.phase_of < 0)
+        memory = np.flatnonzero(relaxation.phase_of == -1)
         self.num_fixed = phases + 1  # phase times and the elastic column
-        upper = np.where(relaxation.phase_of < 0, 1.0, 0.0) - relaxation.base
+        upper = np.where(relaxation.phase_of == -1, 1.0, 0.0) - relaxation.base
         for value in upper:
             self.highs.addRow(-inf, float(value), 0, np.zeros(0, np.int32), np.zeros(0))
         for _ in relaxation.tables:
             self.highs.addRow(1.0, 1.0, 0, np.zeros(0, np.int32), np.zeros(0))
         for phase in range(phases):
-            rows = np.flatnonzero(relaxation.phase_of == phase).astype(np.int32)
-            self.highs.addCol(1.0, 0.0, inf, rows.size, rows, -np.ones(rows.size))
+            weight = relaxation.phase_weight[:, phase]
+            rows = np.flatnonzero(weight).astype(np.int32)
+            self.highs.addCol(1.0, 0.0, inf, rows.size, rows, -weight[rows])
         first = relaxation.base + np.sum([pool.resources[0]], axis=0)
         scale = max(1.0, float(first[relaxation.phase_of >= 0].sum()) * len(relaxation.tables))
         self.highs.addCol(_ELASTIC * scale, 0.0, inf, memory.size, memory.astype(np.int32),

@@ -15,6 +15,7 @@ import numpy as np
 
 from oper.search.bound import Bound
 from oper.search.moves import Moves
+from oper.search.packing import pack
 from oper.search.placing import Placer
 from oper.search.recipes import RecipeBook
 from oper.search.relax import PUSH
@@ -26,14 +27,18 @@ class Effort:
     """How long to search.
 
     Attributes:
+        max_rounds: neighbourhoods of the packing, for a hundred ranks; fewer ranks get more.
         max_trials: placements tried by the local search.
         max_kicks: times it may pass through worse plans.
-        deadline: `time.monotonic()` value at which it ends; None = trials alone decide, so that
+        max_boxes: relaxations solved to raise the bound.
+        deadline: `time.monotonic()` value at which it ends; None = the counts decide, so that
             equal seeds give equal plans.
     """
 
+    max_rounds: int
     max_trials: int
     max_kicks: int
+    max_boxes: int
     deadline: float | None = None
 
     def over(self) -> bool:
@@ -41,8 +46,7 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-_FINENESS = (0.3, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0)
-EFFORTS = {"fast": Effort(4000, 6), "thorough": Effort(60000, 80)}
+EFFORTS = {"fast": Effort(300, 1200, 4, 40), "thorough": Effort(6000, 20000, 40, 300)}
 
 
 def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, seed: int) -> State:
@@ -50,7 +54,7 @@ def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, see
 
     Args:
         bound: the solved relaxation.
-        effort: trials, kicks, deadline.
+        effort: rounds, trials, kicks, deadline.
         lower_us: lower bound of the whole problem, of which this relaxation may be a branch.
         target_gap: stop when step / lower_us - 1 is at most this.
         seed: equal seeds give equal placements unless a deadline cuts the search short.
@@ -59,24 +63,21 @@ def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, see
     relaxation = bound.relaxation
     book = RecipeBook(bound)
     near = bound.lower_bound_us * (1.0 + 0.1 * target_gap)
+    goal = lower_us * (1.0 + target_gap)
+    recipes, layout = book.chosen(), {}
     if relaxation.tables:
         book.descend(rng, near)
         book.refine(rng, near)
         book.simplify(near)
-    state = _placed(book)
+        recipes = book.chosen()
+        if any(relaxation.options[o].kind == PUSH for r in recipes for o in r.options):
+            packed = pack(book, bound, effort.max_rounds, goal, rng, effort.over)
+            recipes, layout = packed.recipe, packed.layout()
+    pieces = Placer(relaxation, book.total).lay(recipes, layout)
+    state = State(relaxation.model, relaxation.tables, relaxation.base_tally, pieces)
     improver = _Improver(state, book, rng)
-    improver.run(effort, lower_us * (1.0 + target_gap))
+    improver.run(effort, goal)
     return improver.best
-
-
-def _placed(book: RecipeBook) -> State:
-    """The best of several placements that cut pushed tiers more or less finely."""
-    relaxation = book.relaxation
-    pushes = any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options)
-    states = [State(relaxation.model, relaxation.tables, relaxation.base_tally,
-                    Placer(relaxation, book.total).place(book.chosen(), fineness))
-              for fineness in (_FINENESS if pushes else (1.0,))]
-    return min(states, key=lambda s: s.score)
 
 
 class _Improver:

@@ -24,11 +24,11 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
     relaxation = bound.relaxation
     machine = problem.machine
     of_domain = relaxation.classes.of_domain
-    share = relaxation.base[relaxation.phase_of < 0].copy()
+    share = relaxation.base[relaxation.phase_of == -1].copy()
     if relaxation.tables:
         # With memory alone priced, every table takes the configuration that needs least of it.
-        cheapest = relaxation.cheapest(np.where(relaxation.phase_of < 0, 1.0, 0.0))
-        share += cheapest.resources[:, relaxation.phase_of < 0].sum(axis=0)
+        cheapest = relaxation.cheapest(np.where(relaxation.phase_of == -1, 1.0, 0.0))
+        share += cheapest.resources[:, relaxation.phase_of == -1].sum(axis=0)
     need = share[of_domain] * machine.capacity_bytes
     factor = 1.0 + bound.overflow
     return _error(problem, need, f"{_blamed(problem)}memory per domain times {_up(factor)}, or the "

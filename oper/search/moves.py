@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 
 from oper.plan import Piece, Tier
-from oper.search.placing import MIN_COLUMNS, Placement, Placer, tier_rows
+from oper.search.pieces import MIN_COLUMNS
+from oper.search.placing import Placement, Placer, tier_rows
 from oper.search.problem import TableProblem
 from oper.search.recipes import MAX_TIERS, RecipeBook
 from oper.search.relax import PUSH

@@ -19,12 +19,13 @@ from oper.search.cost import (
     row_bytes,
 )
 from oper.search.machine import COMPUTE, GROUPS, MEMORY
+from oper.search.pieces import MIN_COLUMNS
 from oper.search.problem import IDS, TableProblem
 from oper.search.recipes import Recipe
 from oper.search.relax import PUSH, REPLICATED, Relaxation
 
-MIN_COLUMNS = 16  # narrower pieces waste whole memory sectors on short rows
 Placement = tuple[Piece, ...]
+Shard = tuple[int, tuple[int, ...]]  # columns, owners
 _POWER = 6.0  # how strongly the fullest resource counts when a tier looks for its owner
 
 
@@ -80,22 +81,41 @@ class Placer:
         return self._assign([self._columns(k, r) for k, r in enumerate(recipes)],
                             list(enumerate(recipes)))
 
+    def lay(self, recipes: list[Recipe], layout: dict[int, list[Shard]]) -> list[Placement]:
+        """Pieces and tiers of every table whose pushed columns are already on ranks.
+
+        Args:
+            recipes: one per table.
+            layout: by table that pushes, its pieces: columns, and the ranks that own them.
+        """
+        columns = []
+        for k in range(len(recipes)):
+            widths = [w for w, _ in layout.get(k, [])] or [self.relaxation.tables[k].spec.dim]
+            columns.append([0, *np.cumsum(widths).tolist()])
+        return self._assign(columns, list(enumerate(recipes)), layout)
+
     def place_one(self, k: int, recipe: Recipe, parts: int = 1) -> Placement:
         """Pieces and tiers of table `k` beside what is already placed, in `parts` column pieces."""
         return self._assign([_even_columns(self.relaxation.tables[k].spec.dim, parts)],
                             [(k, recipe)])[0]
 
-    def _assign(self, columns: list[list[int]], recipes: list[tuple[int, Recipe]]
-                ) -> list[Placement]:
+    def _assign(self, columns: list[list[int]], recipes: list[tuple[int, Recipe]],
+                layout: dict[int, list[Shard]] | None = None) -> list[Placement]:
         jobs: list[_Job] = []
+        placed: dict[tuple[int, int, int], Tier] = {}
         for row, (k, recipe) in enumerate(recipes):
             for piece, (a, b) in enumerate(pairwise(columns[row])):
                 start = 0
                 for n, (stop, option) in enumerate(zip(recipe.stops, recipe.options, strict=True)):
+                    if layout and k in layout and self.relaxation.options[option].kind == PUSH:
+                        tier = self._pushed(k, start, stop, layout[k][piece][1])
+                        placed[row, piece, n] = tier
+                        self._book(k, tier, b - a)
+                        start = stop
+                        continue
                     tier = self._template(k, start, stop, option, b - a)
                     jobs.append(self._job(k, tier, b - a, (row, piece, n), len(recipe.stops) > 1))
                     start = stop
-        placed: dict[tuple[int, int, int], Tier] = {}
         # Indivisible work first, then lumpy stripes; even stripes fill what remains anyway.
         for job in sorted(jobs, key=lambda job: (-job.lump, job.place)):
             placed[job.place] = self._settle(recipes[job.place[0]][0], job)
@@ -204,6 +224,19 @@ class Placer:
         rows = tier_rows(self.model, t, placed, owner, job.width)
         self.held += machine.per_domain(rows[HELD])
         return placed
+
+    def _pushed(self, k: int, start: int, stop: int, ranks: tuple[int, ...]) -> Tier:
+        placements = self.model.problem.placements_of(self.relaxation.tables[k].spec.name)
+        owned = len(ranks) == 1 and "owned" in placements
+        return Tier(start, stop, "owned" if owned else "striped", ranks, mode="push")
+
+    def _book(self, k: int, tier: Tier, width: int) -> None:
+        """Book the load and memory of a tier whose ranks are settled."""
+        t = self.relaxation.tables[k]
+        rows = tier_rows(self.model, t, tier, owned_features(t, tier, self.world, True), width)
+        self.load += (rows * self.prices.price).sum(axis=0)
+        self.filled += np.einsum("qw,qdw->dw", rows, self.prices.shares)
+        self.held += self.model.machine.per_domain(rows[HELD])
 
 
 def _mode(kind: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from oper.errors import InvalidInputError, PlanInfeasibleError, fail
 from oper.plan import Piece, Plan
 from oper.search.bound import Bound, solve_relaxation
+from oper.search.branching import Branching
 from oper.search.constraints import Constraints, check_constraints
 from oper.search.cost import CostModel, evaluate
 from oper.search.groups import plan_with_groups
@@ -108,24 +111,16 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:
     """The search, without the constraints that bind several tables."""
     fitting = _bounds(problem, budget.deadline)
-    lower_us = fitting[0].lower_bound_us
-    best: tuple[_Branch, State] | None = None
-    for branch in fitting:
-        # A branch whose own bound is above what is already found cannot hold a better plan.
-        if best is not None and (best[1].evaluation.step_us <= max(
-                branch.lower_bound_us, lower_us * (1 + target_gap))):
-            continue
-        state = search(branch.bound, budget, lower_us, target_gap, seed)
-        if best is None or state.score < best[1].score:
-            best = branch, state
-    assert best is not None
+    best = _search_branches(fitting, budget, target_gap, seed)
     if not best[1].evaluation.fits:
         raise explain_plan(problem, best[1].evaluation)
+    lower_us = min(x.lower_bound_us for x in fitting)
     plan = _assemble(problem, best[0].bound, best[1])
     step_us = evaluate(plan, problem).step_us
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
-             "bound_rounds": sum(x.bound.num_rounds for x in fitting)}
+             "gap_kind": "branching" if any(x.boxes.solved for x in fitting) else "relaxation",
+             "bound_boxes": sum(x.boxes.solved for x in fitting)}
     return replace(plan, step_us=step_us, lower_bound_us=min(lower_us, step_us), notes=notes)
 
 
@@ -142,7 +137,7 @@ def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int) -> 
 
 def _bounds(problem: Problem, deadline: float | None) -> list[_Branch]:
     """The branches that fit, by bound; raises PlanInfeasibleError where there is none."""
-    branches = sorted((_Branch.of(p, deadline) for p in _branches(problem)),
+    branches = sorted((_Branch(p, deadline) for p in _branches(problem)),
                       key=lambda x: x.lower_bound_us)
     fitting = [x for x in branches if x.bound.overflow <= 1e-6]
     if not fitting:
@@ -150,24 +145,74 @@ def _bounds(problem: Problem, deadline: float | None) -> list[_Branch]:
     return fitting
 
 
-@dataclass(frozen=True, slots=True)
 class _Branch:
-    """A part of the space with its bound; every plan lies in some branch."""
+    """A part of the space with its bound; every plan lies in some branch.
 
-    bound: Bound
-    lower_bound_us: float
+    Attributes:
+        boxes: what the bound comes from.
+        extra_us: barriers that every plan of the branch pays and the relaxation does not see.
+    """
 
-    @staticmethod
-    def of(problem: Problem, deadline: float | None) -> _Branch:
-        """Bound one branch; pushing anything at all costs one barrier, which the LP cannot see."""
+    def __init__(self, problem: Problem, deadline: float | None) -> None:
         bound = solve_relaxation(Relaxation(CostModel(problem)), deadline=deadline)
-        pays = "push" in problem.allow and not bound.relaxation.base_tally.num_pushed
-        barrier = problem.topology.costs.phase_us if pays else 0.0
-        return _Branch(bound, bound.lower_bound_us + barrier)
+        self.boxes = Branching(bound)
+        base = bound.relaxation.base_tally
+        barriers = ("push" in problem.allow and not base.num_pushed) + (
+            {"push", "columns"} <= problem.allow and not base.num_split and _splits_pay(problem))
+        self.extra_us = problem.topology.costs.phase_us * barriers
+
+    @property
+    def bound(self) -> Bound:
+        """The bound of the branch's relaxation."""
+        return self.boxes.bound
+
+    @property
+    def lower_bound_us(self) -> float:
+        """No plan of the branch is faster."""
+        return self.bound.lower_bound_us + self.extra_us
+
+    def tighten(self, max_boxes: int, step_us: float, goal_us: float,
+                deadline: float | None) -> None:
+        """Raise the bound; only plans faster than `step_us` count."""
+        self.boxes.run(max_boxes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
+                       deadline=deadline)
+
+
+def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float, seed: int
+                     ) -> tuple[_Branch, State]:
+    """The best placement of all branches, and bounds tightened around it."""
+    best: tuple[_Branch, State] | None = None
+    for turn in range(2):
+        for branch in sorted(branches, key=lambda x: x.lower_bound_us):
+            known = np.inf if best is None else best[1].evaluation.step_us
+            lower_us = min(x.lower_bound_us for x in branches)
+            # A branch whose own bound is above what is already found cannot hold a better plan.
+            if best is not None and known <= max(branch.lower_bound_us,
+                                                 lower_us * (1 + target_gap)):
+                continue
+            branch.tighten(budget.max_boxes // 2, known, known, budget.deadline)
+            if known <= branch.lower_bound_us:
+                continue
+            state = search(branch.bound, budget, lower_us, target_gap, seed + turn)
+            if best is None or state.score < best[1].score:
+                best = branch, state
+    assert best is not None
+    known = best[1].evaluation.step_us
+    for branch in branches:
+        branch.tighten(budget.max_boxes // 2, known, known / (1 + target_gap), budget.deadline)
+    return best
+
+
+def _splits_pay(problem: Problem) -> bool:
+    """Whether every column split costs a barrier."""
+    pinned = problem.constraints.tables
+    return problem.training and all(
+        t.spec.optimizer == "rowwise_adagrad" for t in problem.tables
+        if t.spec.name not in pinned or pinned[t.spec.name].tiers is None)
 
 
 def _branches(problem: Problem) -> list[Problem]:
-    """Plans that push something, and plans that push nothing."""
+    """Plans that push nothing, that push whole rows, and that push columns."""
     if "push" not in problem.allow:
         return [problem]
     pinned = problem.constraints.tables
@@ -175,12 +220,15 @@ def _branches(problem: Problem) -> list[Problem]:
             if t.spec.name not in pinned or pinned[t.spec.name].tiers is None]
     if not free or any("pull" not in problem.modes_of(name) for name in free):
         return [problem]
-    return [replace(problem, allow=problem.allow - {"push"}), problem]
+    whole = [replace(problem, allow=problem.allow - {"push", "columns"})]
+    if "columns" in problem.allow and _splits_pay(problem):
+        whole.append(replace(problem, allow=problem.allow - {"columns"}))
+    return [*whole, problem]
 
 
 def space_bound(problem: Problem) -> float:
     """Certified lower bound (us) over all plans of the space; 0 where memory fits none."""
-    found = [b.lower_bound_us for b in (_Branch.of(p, None) for p in _branches(problem))
+    found = [b.lower_bound_us for b in (_Branch(p, None) for p in _branches(problem))
              if b.bound.overflow <= 1e-6]
     return min(found, default=0.0)
 

@@ -70,12 +70,13 @@ class RecipeBook:
     """
 
     def __init__(self, bound: Bound) -> None:
-        self.relaxation = bound.relaxation
+        self.relaxation, self.prices = bound.relaxation, bound.prices
         num_tables = len(self.relaxation.tables)
         self.recipes: list[list[Recipe]] = [[] for _ in range(num_tables)]
         self.resources: list[np.ndarray] = [np.zeros((0, self.relaxation.num_rows))] * num_tables
         self.pick = np.zeros(num_tables, np.int64)
-        self._phase_starts = np.flatnonzero(np.diff(self.relaxation.phase_of, prepend=-9) != 0)
+        self._phases = [np.flatnonzero(self.relaxation.phase_of == p)
+                        for p in range(int(self.relaxation.phase_of.max()) + 1)]
         self._from_pool(bound)
         self.total = self.relaxation.base + sum(
             (r[p] for r, p in zip(self.resources, self.pick, strict=True)),
@@ -110,7 +111,8 @@ class RecipeBook:
         if new:
             self.recipes[k] = self.recipes[k] + new
             amount = np.stack([self.amount(t, r) for r in new])
-            rows = self.relaxation.resources_of(amount, np.full(len(new), k))
+            rows = self.relaxation.resources_at(amount, np.full(len(new), k),
+                                                self.relaxation.kinds(amount, k, self.prices))
             self.resources[k] = np.concatenate([self.resources[k], rows])
 
     def amount(self, t: TableProblem, recipe: Recipe) -> np.ndarray:
@@ -122,9 +124,9 @@ class RecipeBook:
 
     def scores(self, totals: np.ndarray) -> np.ndarray:
         """Step (us) at resource totals (float64 [N, R]), dearer when memory overflows."""
-        peaks = np.maximum.reduceat(totals, self._phase_starts, axis=1)
-        step = np.maximum(peaks[:, :-1], 0.0).sum(axis=1) + self.relaxation.fixed_us
-        over = np.maximum(totals[:, self.relaxation.phase_of < 0] - 1.0, 0.0).sum(axis=1)
+        step = self.relaxation.fixed_us + sum(np.maximum(totals[:, p].max(axis=1), 0.0)
+                                              for p in self._phases)
+        over = np.maximum(totals[:, self.relaxation.phase_of == -1] - 1.0, 0.0).sum(axis=1)
         # The mean of the rows breaks ties among plans of equal peaks.
         return step * (1.0 + _OVERFLOW * over) + 1e-7 * totals.mean(axis=1)
 

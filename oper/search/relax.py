@@ -15,6 +15,7 @@ linear in the block's features, so that a block costs `features @ coefficients[t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from oper.plan import Piece
 from oper.search.cost import HELD, NUM_ROWS, PARTIALS, CostModel, Tally
 from oper.search.machine import COMPUTE, GROUPS, MEMORY, rank_classes
+from oper.search.pieces import Box, Pieces, PieceTypes
 from oper.search.problem import IDS, NUM_FEATURES, TableProblem
 
 _MAX_HIDDEN_SETS = 4
@@ -42,12 +44,14 @@ class Columns:
 
     Attributes:
         choice: int64 [num_blocks], option of each block.
+        kind: int64 [T], type of each table's pushed pieces, an index of `Pieces.types`.
         resources: float64 [T, R], what each table then asks of the resource rows.
         value: float64 [T], a lower bound of each table's cost over all configurations at the prices
             that produced these.
     """
 
     choice: np.ndarray
+    kind: np.ndarray
     resources: np.ndarray
     value: np.ndarray
 
@@ -69,9 +73,12 @@ class Relaxation:
         options: the options.
         allowed: bool [T, O].
         features: float64 [num_blocks, 4]; `table_of` int64 [num_blocks]; `starts` int64 [T + 1].
-        coefficients: float64 [T, O, 4, R].
+        coefficients: float64 [T, O, 4, R], for tables whose pushed rows are one piece.
+        per_stream: float64 [T, O, 4, R], what every further id stream adds.
+        pieces: which pushed pieces may be used.
         base: float64 [R], what every plan asks.
-        phase_of: int64 [R], phase of each row, -1 for memory.
+        phase_of: int64 [R], phase of each row, -1 for memory, -2 for rows of several phases.
+        phase_weight: float64 [R, P], a row is at most the weighted sum of the phases' times.
         fixed_us: fixed cost of a step.
     """
 
@@ -89,6 +96,8 @@ class Relaxation:
         self._build_rows()
         self._build_base()
         self._build_coefficients()
+        self.pieces = Pieces(model, self.tables, self.classes, self.base_tally.rows)
+        self._build_owner_rows()
         sizes = [t.blocks.shape[0] for t in self.tables]
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.table_of = np.repeat(np.arange(len(self.tables)), sizes)
@@ -197,18 +206,142 @@ class Relaxation:
     def _build_coefficients(self) -> None:
         model, world = self.model, self.model.machine.world_size
         shape = (len(self.tables), len(self.options), NUM_FEATURES, self.phase_of.size)
-        self.coefficients = np.zeros(shape)
+        self.coefficients, self.per_stream = np.zeros(shape), np.zeros(shape)
         make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows}
         for o, option in enumerate(self.options):
             spread = (np.full(world, 1 / world) if option.rank_class < 0
                       else self._spread(option.rank_class))
             owner = np.eye(NUM_FEATURES)[:, :, None] * spread  # one unit of one feature at a time
             for k, t in enumerate(self.tables):
-                rows = make[option.kind](t, t.spec.dim, owner)
-                # Owners are symmetric within a class by construction, readers by definition.
-                by_class = np.stack([rows[..., r].sum(axis=-1) for r in self.classes.ranks],
-                                    axis=-1)
-                self.coefficients[k, o] = np.einsum("fqc,cqr->fr", by_class, self.unit)
+                self.coefficients[k, o] = self._mean(make[option.kind](t, t.spec.dim, owner))
+                if option.kind == PUSH:
+                    # What a piece pays whatever its width is.
+                    twice = self._mean(model.push_rows(t, 2 * t.spec.dim, owner))
+                    self.per_stream[k, o] = 2 * self.coefficients[k, o] - twice
+
+    def _mean(self, rows: np.ndarray) -> np.ndarray:
+        """Tally rows (float64 [4, 12, W]) on the resource rows; float64 [4, R]."""
+        # Owners are symmetric within a class by construction, readers by definition.
+        by_class = np.stack([rows[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
+        return np.asarray(np.einsum("fqc,cqr->fr", by_class, self.unit))
+
+    def _build_owner_rows(self) -> None:
+        """Rows for the owner of a large pushed piece, where all ranks are alike.
+
+        Let y be the largest load that a piece puts on its owner, in some phase and group. The phase
+        takes at least y, and at least y beside what the owner does as a reader. Over links, that
+        spares what its own host owns (itself, on a single host of n = 1): of W ranks, the n of a
+        host own at most what they can send in the phase T, so that with d the mean over ranks of
+        what is read, `T (1 + n / (W - n)) >= y + d W / (W - n)`. What is read in the forward phase
+        comes back in the backward (pushed) and the update phase (pulled), which limits what a host
+        owns as well: `T_f + n / (W - n) (T_b + s T_u) >= y + d W / (W - n)`, s being the largest
+        ratio of a row's bytes to its gradient's.
+        """
+        self.owner_rows: list[tuple[int, int, int]] = []
+        num_phases, world = len(self.model.phases), self.model.machine.world_size
+        self.phase_weight = np.zeros((self.phase_of.size, num_phases))
+        timed = np.flatnonzero(self.phase_of >= 0)
+        self.phase_weight[timed, self.phase_of[timed]] = 1.0
+        if (len(self.classes.ranks) > 1 or world < 2 or not self._pushes
+                or not self.problem.training):
+            return
+        names: list[tuple[int, int]] = []
+        weights: list[np.ndarray] = []
+        scales: list[float] = []
+        first = self.model.phases.index("forward")
+        for phase in (first, first + 1):
+            for group, name in enumerate(GROUPS):
+                if not self.pieces.unit[..., phase, group].any():
+                    continue
+                for weight, scale in self._owner_limits(phase, name):
+                    names.append((phase, group))
+                    weights.append(weight)
+                    scales.append(scale)
+        at = tuple(np.array(names, np.int64).reshape(-1, 2).T)
+        scale = np.array(scales)
+        start = timed.size
+        where, span = np.full(len(names), start), slice(start, start + len(names))
+        plain = [w.sum() == 1.0 and w[p] == 1.0 for w, (p, _) in zip(weights, names, strict=True)]
+        self.phase_of = np.insert(self.phase_of, where, [
+            p if simple else -2 for (p, _), simple in zip(names, plain, strict=True)])
+        self.phase_weight = np.insert(self.phase_weight, where, np.array(weights), axis=0)
+        reader, every = self._reader_units()
+        self.unit = np.insert(self.unit, where, scale * reader[:, at[0], at[1]][None], axis=2)
+        # Loads exceed the phases by the dense compute that hides them, at most.
+        over = np.array(weights) @ self.pieces.hidden[0, :, 0]
+        self._plain_base = np.insert(self.base, where, scale * self.pieces.floor[0][at] - over)
+        self.base = self._plain_base.copy()
+        self.coefficients, self.per_stream = (
+            np.insert(x, where, 0.0, axis=3) for x in (self.coefficients, self.per_stream))
+        for o, option in enumerate(self.options):
+            for k, t in enumerate(self.tables):
+                once = scale * self._reader(t, option.kind, t.spec.dim, reader, every)[:, at[0],
+                                                                                       at[1]]
+                self.coefficients[k, o, :, span] = once
+                if option.kind == PUSH:
+                    twice = self._reader(t, PUSH, 2 * t.spec.dim, reader, every)[:, at[0], at[1]]
+                    self.per_stream[k, o, :, span] = 2 * once - scale * twice
+        self.owner_rows = [(start + n, p, g) for n, (p, g) in enumerate(names)]
+
+    def _owner_limits(self, phase: int, group: str) -> list[tuple[np.ndarray, float]]:
+        """Weights of the phases (float64 [P]) and of the reader's part, by row."""
+        num_phases, world = len(self.model.phases), float(self.model.machine.world_size)
+        one = np.eye(num_phases)[phase]
+        if group == "local":
+            return [(one, 1.0)]
+        near = float(self.model.machine.num_host[0])
+        if group.startswith("link"):
+            near = 1.0 if near == world else world
+        if near == world:
+            return [(one, 0.0)]
+        ratio, scale = near / (world - near), world / (world - near)
+        out = [(one, 0.0), (one * (1.0 + ratio), scale)]
+        if self.model.phases[phase] == "forward" and group.endswith("in"):
+            most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
+            back = np.eye(num_phases)[phase + 1] + most * np.eye(num_phases)[phase + 2]
+            out.append((one + ratio * back, scale))
+        return out
+
+    def _reader_units(self) -> tuple[np.ndarray, np.ndarray]:
+        """What a unit of each tally row costs a rank that owns nothing; float64 [15, P, 5] when
+        one other rank has it (over links: the mean over all ranks), and when all ranks have it."""
+        world = self.model.machine.world_size
+        one = np.zeros((NUM_ROWS, NUM_ROWS, world))
+        one[np.arange(NUM_ROWS), np.arange(NUM_ROWS), 0] = 1.0
+        alone = self._by_group(one)  # [12, P, 5, W]
+        reader = alone[..., 1:].sum(axis=-1) / world
+        reader[..., 0] = alone[:, :, 0, 1:].min(axis=-1)
+        return reader, self._by_group(np.broadcast_to(
+            np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world)))[..., 0]
+
+    @property
+    def _pushes(self) -> bool:
+        return any(o.kind == PUSH for o in self.options)
+
+    def _reader(self, t: TableProblem, kind: str, width: int, reader: np.ndarray,
+                every: np.ndarray) -> np.ndarray:
+        """Load of a rank that owns nothing, of a unit of each feature; float64 [4, P, 5]."""
+        make = {REPLICATED: self.model.replica_rows, SHARD: self.model.shard_rows,
+                PUSH: self.model.push_rows}
+        owner = np.zeros((NUM_FEATURES, NUM_FEATURES, self.model.machine.world_size))
+        owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), 0] = 1.0
+        rows = make[kind](t, width, owner)
+        return np.asarray(np.einsum("fq,qpg->fpg", rows[..., 1], every)
+                          + np.einsum("fq,qpg->fpg", rows[..., 0] - rows[..., 1], reader))
+
+    def _by_group(self, tally_rows: np.ndarray) -> np.ndarray:
+        """Microseconds of tally rows by phase and group; float64 [..., P, 5, W]."""
+        loads = self.model.loads(tally_rows) * self.model.machine.seconds_per_unit * 1e6
+        local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
+        return np.concatenate([local, loads[..., 2:, :]], axis=-2)
+
+    def set_box(self, box: Box) -> None:
+        """Bound the plans of `box` only."""
+        self.pieces.set_box(box)
+        if self.owner_rows:
+            self.base = self._plain_base.copy()
+            for row, phase, group in self.owner_rows:
+                self.base[row] += box.least[phase, group]
 
     # -- using ------------------------------------------------------------------------------------
 
@@ -221,67 +354,121 @@ class Relaxation:
         """Each table's cheapest configuration at `prices` (float64 [R], per row, >= 0).
 
         Blocks choose for themselves, except that the partial sums of a table's pushed blocks are
-        concave in their mass: the best set of pushed blocks is then a prefix of the blocks ordered
-        by what pushing costs per unit of mass (each tangent of a concave function separates over
-        blocks, and its minimum over fractional sets lies at a vertex), so all prefixes are tried.
+        concave in their mass as long as one owner may hold them, and linear above. For every type
+        of pieces the best set of pushed blocks is then a prefix of the blocks ordered by what
+        pushing costs per unit of mass (each tangent of a concave function separates over blocks,
+        and its minimum over fractional sets lies at a vertex), so all prefixes of all types are
+        tried, and the mass at which an owner is full.
         """
         value = self.coefficients @ prices  # [T, O, 4]
         cost = np.einsum("bf,bof->bo", self.features, value[self.table_of])
         cost = np.where(self.allowed[self.table_of], cost, np.inf)
         push = np.array([o.kind == PUSH for o in self.options], bool)
         choice = cost.argmin(axis=1)
+        kind = np.zeros(len(self.tables), np.int64)
         if push.any():
-            choice, best = self._choose_pushed(cost, push, prices)
+            best = self._choose_pushed(cost, push, prices, choice, kind)
         else:
             best = np.add.reduceat(cost.min(axis=1), self.starts[:-1])
-        return Columns(choice, self.resources(choice), best)
+        return Columns(choice, kind, self.resources(choice, kind), best)
 
-    def _choose_pushed(self, cost: np.ndarray, push: np.ndarray,
-                       prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        choice = np.empty(cost.shape[0], np.int64)
+    def _choose_pushed(self, cost: np.ndarray, push: np.ndarray, prices: np.ndarray,
+                       choice: np.ndarray, kind: np.ndarray) -> np.ndarray:
+        """Fill in `choice` and `kind`; returns each table's least cost, float64 [T]."""
         best = np.empty(len(self.tables))
         partial = self.unit[:, PARTIALS] @ prices  # [C], per byte of partial sums at each class
+        stream = self.per_stream @ prices  # [T, O, 4]
         other = np.where(push, np.inf, cost)
-        pushed = np.where(push, cost, np.inf)
-        for k, t in enumerate(self.tables):
+        for k in range(len(self.tables)):
             at = slice(self.starts[k], self.starts[k + 1])
-            stay, go = other[at].min(axis=1), pushed[at].min(axis=1)
-            may = np.flatnonzero(self.allowed[k] & push)
-            ids = self.features[at, IDS]
-            count, best[k] = self._prefix(t, stay, go, ids, min(
-                (partial[self.options[o].rank_class] for o in may), default=0.0))
+            stay = other[at].min(axis=1)
             choice[at] = other[at].argmin(axis=1)
+            may = [o for o in np.flatnonzero(self.allowed[k] & push).tolist()
+                   if self.pieces.types[k][self.options[o].rank_class].mass.any()]
+            if not may:
+                best[k] = stay.sum()
+                continue
+            more = self.features[at] @ stream[k, may].T  # [K, may]
+            chosen, kind[k], best[k] = self._prefix(k, stay, cost[at][:, may], more, [
+                (self.options[o].rank_class, float(partial[self.options[o].rank_class]))
+                for o in may])
             # One class owns all that a table pushes; which one is decided by the whole table.
-            total = [pushed[at, o].sum() + partial[self.options[o].rank_class] for o in may]
-            if count.any():
-                choice[at][count] = may[int(np.argmin(total))]
-        return choice, best
+            if chosen.any():
+                total = [cost[at, o].sum() + partial[self.options[o].rank_class] for o in may]
+                choice[at][chosen] = may[int(np.argmin(total))]
+        return best
 
-    def _prefix(self, t: TableProblem, stay: np.ndarray, go: np.ndarray, ids: np.ndarray,
-                price: float) -> tuple[np.ndarray, float]:
-        """The best set of pushed blocks (bool [K]) and its cost."""
-        if not np.isfinite(go).any():
-            return np.zeros(stay.size, bool), float(stay.sum())
+    def _prefix(self, k: int, stay: np.ndarray, go: np.ndarray, more: np.ndarray,
+                price: list[tuple[int, float]]) -> tuple[np.ndarray, int, float]:
+        """The best set of pushed blocks (bool [K]), the type of their pieces, and the cost.
+
+        Args:
+            k: the table.
+            stay: float64 [K], cost of each block when it is not pushed.
+            go: float64 [K, M], cost in each pushed option, by one id stream.
+            more: float64 [K, M], cost of every further id stream.
+            price: by pushed option, its class and what a byte of partial sums costs there.
+        """
+        t, types = self.tables[k], [self.pieces.types[k][c] for c, _ in price]
+        ids = self.features[self.starts[k]:self.starts[k + 1], IDS]
+        num_types = max(x.mass.size for x in types)
+        every = np.full((num_types, ids.size), np.inf)
+        for m, x in enumerate(types):
+            cost = go[:, m] + (x.streams[:, None] - 1.0) * more[:, m]
+            every[:x.mass.size] = np.minimum(every[:x.mass.size],
+                                             np.where(x.mass[:, None] > 0, cost, np.inf))
+        sums = self._least_sums(t, types, [p for _, p in price], num_types)
         if not np.isfinite(stay).all():  # nothing but push is allowed
-            every = self.model.partial_bytes(t, t.spec.dim, ids.sum())
-            return np.ones(stay.size, bool), float(go.sum() + price * every)
-        gain = go - stay
+            total = every.sum(axis=1) + sums(np.full((num_types, 1), ids.sum()))[:, 0]
+            return np.ones(stay.size, bool), int(total.argmin()), float(total.min())
+        gain = np.where(np.isfinite(every), every - stay, 1e30)
         slope = np.where(ids > 0, gain / np.maximum(ids, 1e-300),
                          np.where(gain < 0, -np.inf, np.inf))
-        order = np.argsort(slope, kind="stable")
-        mass = np.concatenate([[0.0], np.cumsum(ids[order])])
-        total = np.concatenate([[0.0], np.cumsum(gain[order])])
-        total += price * self.model.partial_bytes(t, t.spec.dim, mass)
-        k = int(total.argmin())
+        order = np.argsort(slope, axis=1, kind="stable")
+        mass, total = np.zeros((2, num_types, ids.size + 1))
+        np.cumsum(ids[order], axis=1, out=mass[:, 1:])
+        np.cumsum(np.take_along_axis(gain, order, axis=1), axis=1, out=total[:, 1:])
+        whole = total + sums(mass)
+        j, count = np.unravel_index(int(whole.argmin()), whole.shape)
         chosen = np.zeros(stay.size, bool)
-        chosen[order[:k]] = True
-        return chosen, float(stay.sum() + total[k])
+        chosen[order[j, :count]] = True
+        least = float(whole[j, count])
+        for x in types:  # where an owner is full, the cost has a kink
+            full = np.flatnonzero((x.mass > 0) & (x.mass < 1))
+            at = x.mass[full] * ids.sum()
+            if full.size:
+                kinks = np.array([np.interp(m, mass[n], total[n])
+                                  for n, m in zip(full, at, strict=True)])
+                where = np.full((num_types, 1), 1.0)
+                where[full, 0] = at
+                least = min(least, float((kinks + sums(where)[full, 0]).min()))
+        return chosen, int(j), float(stay.sum() + least)
 
-    def resources(self, choice: np.ndarray) -> np.ndarray:
+    def _least_sums(self, t: TableProblem, types: list[PieceTypes], price: list[float],
+                    num_types: int) -> Callable[[np.ndarray], np.ndarray]:
+        """Cost of partial sums by type (float64 [J, N]) of ids (float64 [J, N]), from below."""
+        def cost(ids: np.ndarray) -> np.ndarray:
+            out = np.full(ids.shape, np.inf)
+            for x, p in zip(types, price, strict=True):
+                j = x.mass.size
+                amount = self.partial_bytes(t, ids[:j], x.mass[:, None] * t.total[IDS])
+                out[:j] = np.minimum(out[:j], np.where(x.mass[:, None] > 0, p * amount, np.inf))
+            return out
+        return cost
+
+    def partial_bytes(self, t: TableProblem, ids: np.ndarray, owner: np.ndarray) -> np.ndarray:
+        """Bytes of partial sums that each reader gets of pushed `ids`, at most `owner` ids on one
+        owner (float64 [...], full width)."""
+        most = np.minimum(ids, owner)
+        whole = self.model.partial_bytes(t, t.spec.dim, most)
+        return np.where(most > 0, whole * (ids / np.maximum(most, 1e-300)), 0.0)
+
+    def resources(self, choice: np.ndarray, kind: np.ndarray) -> np.ndarray:
         """What whole-table configurations ask of the resource rows.
 
         Args:
             choice: int64 [num_blocks], option of each block.
+            kind: int64 [T], type of the pushed pieces.
 
         Returns:
             float64 [T, R].
@@ -289,15 +476,70 @@ class Relaxation:
         num_options = len(self.options)
         amount = np.zeros((len(self.tables) * num_options, NUM_FEATURES))
         np.add.at(amount, self.table_of * num_options + choice, self.features)
-        return self.resources_of(amount.reshape(len(self.tables), num_options, NUM_FEATURES),
-                                 np.arange(len(self.tables)))
+        amount = amount.reshape(len(self.tables), num_options, NUM_FEATURES)
+        return self.resources_at(amount, np.arange(len(self.tables)), kind)
 
-    def resources_of(self, amount: np.ndarray, tables: np.ndarray) -> np.ndarray:
+    def amount(self, k: int, choice: np.ndarray) -> np.ndarray:
+        """Features by option of one table's configuration (int64 [K]); float64 [O, 4]."""
+        out = np.zeros((len(self.options), NUM_FEATURES))
+        np.add.at(out, choice, self.features[self.starts[k]:self.starts[k + 1]])
+        return out
+
+    def fitting(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
+        """Whether the pieces of configurations (see `resources_at`) fit the limit; bool [N]."""
+        out = np.ones(len(tables), bool)
+        for o, option in enumerate(self.options):
+            if option.kind == PUSH:
+                for n in np.flatnonzero(amount[:, o, IDS] > 0):
+                    x = self.pieces.types[tables[n]][option.rank_class]
+                    out[n] &= x.mass[min(int(kind[n]), x.mass.size - 1)] > 0
+        return out
+
+    def kinds(self, amount: np.ndarray, k: int, prices: np.ndarray) -> np.ndarray:
+        """The type of pieces that is cheapest for each placement of table `k`.
+
+        Args:
+            amount: float64 [N, O, 4].
+            k: the table.
+            prices: float64 [R].
+
+        Returns:
+            int64 [N].
+        """
+        t, out = self.tables[k], np.zeros(len(amount), np.int64)
+        if self.pieces.is_whole(k):
+            return out
+        for o, option in enumerate(self.options):
+            x = self.pieces.types[k][option.rank_class]
+            for n in np.flatnonzero(amount[:, o, IDS] > 0) if option.kind == PUSH else ():
+                sums = self.partial_bytes(t, amount[n, o, IDS], x.mass * t.total[IDS])
+                cost = sums * (self.unit[option.rank_class, PARTIALS] @ prices) + (
+                    x.streams - 1.0) * (amount[n, o] @ (self.per_stream[k, o] @ prices))
+                out[n] = int(np.where(x.mass > 0, cost, np.inf).argmin())
+        return out
+
+    def resources_at(self, amount: np.ndarray, tables: np.ndarray,
+                     kind: np.ndarray) -> np.ndarray:
+        """As `resources_of`, pieces of the types `kind` (int64 [N]), full owners."""
+        streams, owner = np.ones(len(tables)), np.ones(len(tables))
+        for n, k in enumerate(tables.tolist()):
+            if not self.pieces.is_whole(k):
+                for o, option in enumerate(self.options):
+                    if option.kind == PUSH and amount[n, o, IDS] > 0:
+                        x = self.pieces.types[k][option.rank_class]
+                        j = min(int(kind[n]), x.mass.size - 1)
+                        streams[n], owner[n] = x.streams[j], max(x.mass[j], 1e-9)
+        return self.resources_of(amount, tables, streams, owner)
+
+    def resources_of(self, amount: np.ndarray, tables: np.ndarray, streams: np.ndarray,
+                     owner: np.ndarray) -> np.ndarray:
         """What features placed by option ask of the resource rows.
 
         Args:
             amount: float64 [N, O, 4].
             tables: int64 [N], the table of each entry.
+            streams: float64 [N], id streams of its pushed rows (column pieces).
+            owner: float64 [N], mass that one owner holds at most, of the table's mass 1.
 
         Returns:
             float64 [N, R].
@@ -307,25 +549,27 @@ class Relaxation:
             if option.kind == PUSH:
                 for n in np.flatnonzero(amount[:, o, IDS] > 0):
                     t = self.tables[tables[n]]
-                    size = self.model.partial_bytes(t, t.spec.dim, amount[n, o, IDS])
+                    size = self.partial_bytes(t, amount[n, o, IDS], owner[n] * t.total[IDS])
                     out[n] += size * self.unit[option.rank_class, PARTIALS]
+                    if streams[n] > 1.0:
+                        out[n] += (streams[n] - 1.0) * (amount[n, o] @ self.per_stream[tables[n], o])
         return out
 
     def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:
         """The lower bound (microseconds) that prices and each table's least cost at them certify.
 
-        Any prices >= 0 whose sum over the rows of a phase is at most 1 are a certificate: the step
-        is at least the priced sum of its rows, and no configuration costs less than `value`.
+        Any prices >= 0 whose weighted sum over the rows of a phase is at most 1 are a certificate
+        for the plans of the pieces' box: the step is at least the priced sum of its rows, and no
+        configuration costs less than `value`.
         """
-        total = value.sum() + float(prices @ self.base) - float(prices[self.phase_of < 0].sum())
+        total = value.sum() + float(prices @ self.base) - float(prices[self.phase_of == -1].sum())
         return float(total) + self.fixed_us
 
     def normalised(self, prices: np.ndarray) -> np.ndarray:
-        """`prices` made a certificate: non-negative, at most 1 in sum over each phase."""
+        """`prices` made a certificate: non-negative, at most 1 in weighted sum by phase."""
         out = np.maximum(prices, 0.0)
-        for phase in range(int(self.phase_of.max(initial=-1)) + 1):
-            at = self.phase_of == phase
-            out[at] /= max(1.0, out[at].sum())
+        for weight in self.phase_weight.T:
+            out[weight > 0] /= max(1.0, float(out @ weight))
         return out
 
     def step_us(self, total: np.ndarray) -> float:

@@ -1,0 +1,112 @@
+"""Branching on how large the largest piece is, which limits what else a plan may have.
+
+A box of plans is bounded by the relaxation with pieces that fit the box. In short phases pieces are
+small and pay many id streams and partial sums; in long ones the phase itself is dear. The box with
+the least bound is cut in two until it is narrow, or the plan that is already known is close enough.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+
+from oper.search.bound import Bound, solve_relaxation
+from oper.search.pieces import Box
+from oper.search.problem import IDS
+from oper.search.relax import PUSH
+
+_NARROW = 0.002  # what pieces may exceed their phase by, as a share of the step
+
+
+class Branching:
+    """Boxes of plans, the one with the least bound first.
+
+    Attributes:
+        bound: of all plans, from the box that holds the bound down.
+        solved: relaxations solved so far.
+    """
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound, self.solved = bound, 0
+        self._order = count()
+        self._heap: list[tuple[float, int, Bound]] = []
+        relaxation = bound.relaxation
+        if relaxation.tables and relaxation.owner_rows and bound.overflow <= 1e-6:
+            self._heap = [(bound.lower_bound_us, next(self._order), bound)]
+
+    def run(self, max_boxes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
+            deadline: float | None = None) -> Bound:
+        """Cut boxes until the bound is good enough; returns it.
+
+        Args:
+            max_boxes: relaxations to solve.
+            step_us: a step that is already known; only faster plans are bounded.
+            goal_us: stop when the bound has reached this.
+            deadline: `time.monotonic()` value at which to stop.
+        """
+        relaxation = self.bound.relaxation
+        limit = step_us - relaxation.fixed_us
+        end = self.solved + max_boxes
+        while self._heap and self.solved < end and self._heap[0][0] < min(goal_us, step_us):
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            parts = _cut(self._heap[0][2])
+            if not parts:
+                break
+            _, _, node = heapq.heappop(self._heap)
+            for box in parts:
+                self.solved += 1
+                relaxation.set_box(replace(box, step=limit))
+                found = solve_relaxation(relaxation, pool=node.pool.under(relaxation))
+                value = max(found.lower_bound_us, node.lower_bound_us)
+                heapq.heappush(self._heap, (value, next(self._order),
+                                            replace(found, lower_bound_us=value)))
+        if self._heap:
+            self.bound = self._heap[0][2]
+            relaxation.set_box(self.bound.box)
+        return self.bound
+
+
+def _cut(node: Bound) -> list[Box]:
+    """The two halves of a box, at the load which the relaxed solution overlooks most; or none."""
+    relaxation = node.relaxation
+    relaxation.set_box(node.box)
+    largest = _largest(node)
+    total = node.total()
+    times = np.array([max(0.0, total[relaxation.phase_of == p].max())
+                      for p in range(largest.shape[0])])
+    rooms = np.full(largest.shape, np.inf)
+    for row, phase, group in relaxation.owner_rows:
+        # The largest piece for which the row leaves room in the phases that the solution found.
+        room = (relaxation.phase_weight[row] @ times - total[row] + node.box.least[phase, group])
+        rooms[phase, group] = min(rooms[phase, group], room)
+    excess = np.where(np.isfinite(rooms), largest - rooms, 0.0) / max(1e-9, node.lower_bound_us)
+    phase, group = np.unravel_index(int(excess.argmax()), excess.shape)
+    if excess[phase, group] <= _NARROW:
+        return []
+    room = float(rooms[phase, group])
+    low, high = float(node.box.least[phase, group]), float(largest[phase, group])
+    at = float(np.clip(room + 0.5 * (high - room), low + 0.1 * (high - low), high * 0.98))
+    most, least = node.box.most.copy(), node.box.least.copy()
+    most[phase, group] = least[phase, group] = at
+    return [replace(node.box, most=most), replace(node.box, least=least)]
+
+
+def _largest(node: Bound) -> np.ndarray:
+    """Largest own load of the pieces that the relaxed solution uses; float64 [num_phases, 5]."""
+    relaxation, pool = node.relaxation, node.pool
+    out = np.zeros(relaxation.pieces.floor.shape[1:])
+    for n in np.flatnonzero(pool.weight > 1e-6).tolist():
+        k = pool.table[n]
+        amount = relaxation.amount(k, pool.choice[n])
+        for o, option in enumerate(relaxation.options):
+            if option.kind == PUSH and amount[o, IDS] > 0:
+                types = relaxation.pieces.types[k][option.rank_class]
+                j = min(pool.kind[n], types.mass.size - 1)
+                mass = min(float(types.mass[j]), amount[o, IDS] / relaxation.tables[k].total[IDS])
+                out = np.maximum(out, relaxation.pieces.load(k, option.rank_class, j, mass))
+    return out
