@@ -15,9 +15,9 @@ from itertools import count
 import numpy as np
 
 from oper.search.bound import Bound, solve_relaxation
+from oper.search.owner_rows import PUSH
 from oper.search.pieces import Box
 from oper.search.problem import IDS
-from oper.search.relax import PUSH
 
 _NARROW = 0.002  # what pieces may exceed their phase by, as a share of the step
 
@@ -85,7 +85,7 @@ def _cut(node: Bound) -> list[Box]:
         room = (relaxation.phase_weight[row] @ times - total[row] + node.box.least[phase, group])
         rooms[phase, group] = min(rooms[phase, group], room)
     excess = np.where(np.isfinite(rooms), largest - rooms, 0.0) / max(1e-9, node.lower_bound_us)
-    phase, group = np.unravel_index(int(excess.argmax()), excess.shape)
+    phase, group = (int(i) for i in np.unravel_index(int(excess.argmax()), excess.shape))
     if excess[phase, group] <= _NARROW:
         return []
     room = float(rooms[phase, group])

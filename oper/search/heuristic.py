@@ -15,10 +15,10 @@ import numpy as np
 
 from oper.search.bound import Bound
 from oper.search.moves import Moves
+from oper.search.owner_rows import PUSH
 from oper.search.packing import pack
 from oper.search.placing import Placer
 from oper.search.recipes import RecipeBook
-from oper.search.relax import PUSH
 from oper.search.state import Attempt, Change, State
 
 
@@ -27,10 +27,10 @@ class Effort:
     """How long to search.
 
     Attributes:
-        max_rounds: neighbourhoods of the packing, for a hundred ranks; fewer ranks get more.
+        max_rounds: neighbourhoods of the packing.
         max_trials: placements tried by the local search.
         max_kicks: times it may pass through worse plans.
-        max_boxes: relaxations solved to raise the bound.
+        max_boxes: relaxations solved to raise the bound, for a hundred tables.
         deadline: `time.monotonic()` value at which it ends; None = the counts decide, so that
             equal seeds give equal plans.
     """
@@ -46,7 +46,8 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(300, 1200, 4, 40), "thorough": Effort(6000, 20000, 40, 300)}
+EFFORTS = {"fast": Effort(160, 600, 3, 14), "thorough": Effort(6000, 20000, 40, 300)}
+_FINENESS = (1.0, 2.0, 0.7, 1.4, 3.0)
 
 
 def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, seed: int) -> State:
@@ -64,18 +65,20 @@ def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, see
     book = RecipeBook(bound)
     near = bound.lower_bound_us * (1.0 + 0.1 * target_gap)
     goal = lower_us * (1.0 + target_gap)
-    recipes, layout = book.chosen(), {}
+    placements = []
     if relaxation.tables:
         book.descend(rng, near)
         book.refine(rng, near)
         book.simplify(near)
-        recipes = book.chosen()
-        if any(relaxation.options[o].kind == PUSH for r in recipes for o in r.options):
+        if any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options):
             packed = pack(book, bound, effort.max_rounds, goal, rng, effort.over)
-            recipes, layout = packed.recipe, packed.layout()
-    pieces = Placer(relaxation, book.total).lay(recipes, layout)
-    state = State(relaxation.model, relaxation.tables, relaxation.base_tally, pieces)
-    improver = _Improver(state, book, rng)
+            placements.append(Placer(relaxation, book.total).lay(packed.recipe, packed.layout()))
+    # Beside the packing, whole recipes by vector packing, pushed tiers cut more or less finely.
+    few = 1 + len(_FINENESS[1:]) * (len(relaxation.tables) <= 200) * bool(placements)
+    placements += [Placer(relaxation, book.total).place(book.chosen(), f) for f in _FINENESS[:few]]
+    states = [State(relaxation.model, relaxation.tables, relaxation.base_tally, p)
+              for p in placements]
+    improver = _Improver(min(states, key=lambda s: s.score), book, rng)
     improver.run(effort, goal)
     return improver.best
 

@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 
 from oper.plan import Piece, Tier
+from oper.search.owner_rows import PUSH
 from oper.search.pieces import MIN_COLUMNS
 from oper.search.placing import Placement, Placer, tier_rows
 from oper.search.problem import TableProblem
 from oper.search.recipes import MAX_TIERS, RecipeBook
-from oper.search.relax import PUSH
 from oper.search.state import Change, State
 
 _MOVES = 120  # moves looked at before the best of them is taken

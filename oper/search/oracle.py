@@ -10,9 +10,10 @@ from oper.errors import InvalidInputError, MissingDependencyError, OperError, fa
 from oper.plan import Piece, Tier
 from oper.search.cost import HELD, PARTIALS, CostModel, Tally
 from oper.search.machine import GROUPS
+from oper.search.owner_rows import PUSH
 from oper.search.placing import table_tally
 from oper.search.problem import IDS, TableProblem
-from oper.search.relax import PUSH, Relaxation
+from oper.search.relax import Relaxation
 
 
 def relaxed_by_cvxpy(relaxation: Relaxation) -> float:

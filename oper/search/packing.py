@@ -1,8 +1,8 @@
 """Which rank owns which columns of pushed tables: fill, local search, and large neighbourhoods.
 
-Packing whole tables evenly is NP-hard, but pieces may be cut: shards are first poured into the ranks
-like water (McNaughton's wrap-around rule, with a price for every cut), then moved, swapped, shifted
-column by column between owners of one table, or split while that relieves the fullest rank. When
+Packing whole tables evenly is NP-hard, but pieces may be cut: pieces of the widths that the
+relaxation suggests are placed the heaviest first, then moved, swapped, shifted column by column
+between owners of one table, or split while that relieves the fullest rank. When
 nothing does, a few tables are taken out, cut and tiered differently, and poured in again; a state a
 little worse than the best is accepted on the way (Dueck's record-to-record travel).
 """
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.search.bound import Bound
+from oper.search.owner_rows import PUSH
 from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem import IDS
 from oper.search.recipes import Recipe, RecipeBook
-from oper.search.relax import PUSH
 from oper.search.shards import _OVERFLOW, _POWER, _SPREAD, MAX_PARTS, Loads, Shards
 
-_TARGETS = 12  # ranks that may take over
-_SWAPS = 64  # shards looked at in exchange
+_TARGETS = 8  # ranks that may take over
+_SWAPS = 32  # shards looked at in exchange
 _HARM = 6.0  # how strongly the fullest phase counts when a piece looks for its owner
 _RECIPES = 16  # looked at when a table is tiered anew
 _WORSE = 0.004  # how much worse than the best a state may be
@@ -87,7 +87,7 @@ class Packer:
             widths: columns of each one's pieces.
             level: float64 [P], how busy ranks should be by phase.
         """
-        state = self.state
+        state, level = self.state, np.maximum(level, 1e-9)
         wanted = []
         for k, m, width in zip(tables, parts, widths, strict=True):
             state.set_parts(k, m)
@@ -188,8 +188,9 @@ class Packer:
         most = np.maximum(busy.max(axis=0), 1e-30)
         after = loads.busy(peak)
         power = (busy / most) ** _POWER
-        spread = (power.sum(axis=0) - power[rank] - power[x.other]
-                  + (loads.busy(one) / most) ** _POWER + (loads.busy(two) / most) ** _POWER)
+        spread = power.sum(axis=0) - power[rank] - power[x.other]
+        for load in (one, two):
+            spread = spread + np.minimum(loads.busy(load) / most, 10.0) ** _POWER
         over = np.maximum(peak[:, -1] - 1.0, 0.0)
         return np.asarray(after.sum(axis=1) * (1.0 + _OVERFLOW * over)
                           + _SPREAD * (spread / self.world * most).sum(axis=1))
@@ -368,22 +369,20 @@ class Packer:
 
     def run(self, max_rounds: int, goal_us: float) -> None:
         """Improve the state until its step is `goal_us` or the rounds are spent."""
-        self.improve(2000)
+        self.improve(400)
         best = self.state.copy()
-        best_score = score = self.state.score()
+        best_score = self.state.score()
         for n in range(max_rounds):
             self.rounds = n
             if best.step_us <= goal_us or self.over():
                 break
             kept = self.state.copy()
             self._ruin()
-            self.improve(60)
+            self.improve(25)
             found = self.state.score()
             if found < best_score * (1 - 1e-7):
                 best, best_score = self.state.copy(), found
-            if found <= best_score * (1 + _WORSE * self.rng.random()):
-                score = found
-            else:
+            if found > best_score * (1 + _WORSE * self.rng.random()):
                 self.state = kept
         self.state = best
 
@@ -440,7 +439,7 @@ def pack(book: RecipeBook, bound: Bound, max_rounds: int, goal_us: float,
     Args:
         book: its chosen recipes are where the search begins.
         bound: says how wide pieces are and among how many owners they are dealt.
-        max_rounds: neighbourhoods, for a hundred ranks; fewer ranks get more.
+        max_rounds: neighbourhoods.
         goal_us: stop at this step.
         rng: decides among equals.
         over: whether the time is up.
@@ -452,9 +451,8 @@ def pack(book: RecipeBook, bound: Bound, max_rounds: int, goal_us: float,
     tables = [k for k in range(len(state.recipe)) if state.work(k).pushes]
     cuts = [_first_cut(book, bound, k, state.recipe[k]) for k in tables]
     level = np.array([bound.phase_us(p) for p in range(loads.num_phases)])
-    packer.pour(tables, [c[0] for c in cuts], [c[1] for c in cuts], np.maximum(level, 1e-9))
-    rounds = int(max_rounds * np.clip(100.0 / packer.world, 1.0, 4.0))
-    packer.run(rounds, goal_us - relaxation.fixed_us)
+    packer.pour(tables, [c[0] for c in cuts], [c[1] for c in cuts], level)
+    packer.run(max_rounds, goal_us - relaxation.fixed_us)
     return packer.state
 
 

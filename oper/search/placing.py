@@ -19,10 +19,11 @@ from oper.search.cost import (
     row_bytes,
 )
 from oper.search.machine import COMPUTE, GROUPS, MEMORY
+from oper.search.owner_rows import PUSH, REPLICATED
 from oper.search.pieces import MIN_COLUMNS
 from oper.search.problem import IDS, TableProblem
 from oper.search.recipes import Recipe
-from oper.search.relax import PUSH, REPLICATED, Relaxation
+from oper.search.relax import Relaxation
 
 Placement = tuple[Piece, ...]
 Shard = tuple[int, tuple[int, ...]]  # columns, owners

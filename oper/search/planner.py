@@ -182,6 +182,9 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                      ) -> tuple[_Branch, State]:
     """The best placement of all branches, and bounds tightened around it."""
     best: tuple[_Branch, State] | None = None
+    num_tables = len(branches[0].bound.relaxation.tables)
+    boxes = max(2, round(budget.max_boxes * 100 / max(25, num_tables)))
+    rounds = budget.max_rounds
     for turn in range(2):
         for branch in sorted(branches, key=lambda x: x.lower_bound_us):
             known = np.inf if best is None else best[1].evaluation.step_us
@@ -190,16 +193,18 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
             if best is not None and known <= max(branch.lower_bound_us,
                                                  lower_us * (1 + target_gap)):
                 continue
-            branch.tighten(budget.max_boxes // 2, known, known, budget.deadline)
+            branch.tighten(boxes // 2, known, known, budget.deadline)
             if known <= branch.lower_bound_us:
                 continue
-            state = search(branch.bound, budget, lower_us, target_gap, seed + turn)
+            state = search(branch.bound, replace(budget, max_rounds=rounds), lower_us, target_gap,
+                           seed + turn)
             if best is None or state.score < best[1].score:
                 best = branch, state
+            rounds = max(1, rounds // 2)  # the likeliest branch gets most of the time
     assert best is not None
     known = best[1].evaluation.step_us
     for branch in branches:
-        branch.tighten(budget.max_boxes // 2, known, known / (1 + target_gap), budget.deadline)
+        branch.tighten(boxes // 2, known, known / (1 + target_gap), budget.deadline)
     return best
 
 

@@ -23,11 +23,11 @@ import numpy as np
 from oper.plan import Piece
 from oper.search.cost import HELD, NUM_ROWS, PARTIALS, CostModel, Tally
 from oper.search.machine import COMPUTE, GROUPS, MEMORY, rank_classes
+from oper.search.owner_rows import PUSH, REPLICATED, SHARD, add_owner_rows
 from oper.search.pieces import Box, Pieces, PieceTypes
 from oper.search.problem import IDS, NUM_FEATURES, TableProblem
 
 _MAX_HIDDEN_SETS = 4
-REPLICATED, SHARD, PUSH = "replicated", "shard", "push"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class Relaxation:
         coefficients: float64 [T, O, 4, R], for tables whose pushed rows are one piece.
         per_stream: float64 [T, O, 4, R], what every further id stream adds.
         pieces: which pushed pieces may be used.
+        owner_rows: row, phase and group of the rows about the owner of a large piece.
         base: float64 [R], what every plan asks.
         phase_of: int64 [R], phase of each row, -1 for memory, -2 for rows of several phases.
         phase_weight: float64 [R, P], a row is at most the weighted sum of the phases' times.
@@ -97,7 +98,9 @@ class Relaxation:
         self._build_base()
         self._build_coefficients()
         self.pieces = Pieces(model, self.tables, self.classes, self.base_tally.rows)
-        self._build_owner_rows()
+        self.phase_weight = self._phase_weights()
+        self.owner_rows = add_owner_rows(self)
+        self._plain_base = self.base.copy()
         sizes = [t.blocks.shape[0] for t in self.tables]
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.table_of = np.repeat(np.arange(len(self.tables)), sizes)
@@ -225,123 +228,18 @@ class Relaxation:
         by_class = np.stack([rows[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
         return np.asarray(np.einsum("fqc,cqr->fr", by_class, self.unit))
 
-    def _build_owner_rows(self) -> None:
-        """Rows for the owner of a large pushed piece, where all ranks are alike.
-
-        Let y be the largest load that a piece puts on its owner, in some phase and group. The phase
-        takes at least y, and at least y beside what the owner does as a reader. Over links, that
-        spares what its own host owns (itself, on a single host of n = 1): of W ranks, the n of a
-        host own at most what they can send in the phase T, so that with d the mean over ranks of
-        what is read, `T (1 + n / (W - n)) >= y + d W / (W - n)`. What is read in the forward phase
-        comes back in the backward (pushed) and the update phase (pulled), which limits what a host
-        owns as well: `T_f + n / (W - n) (T_b + s T_u) >= y + d W / (W - n)`, s being the largest
-        ratio of a row's bytes to its gradient's.
-        """
-        self.owner_rows: list[tuple[int, int, int]] = []
-        num_phases, world = len(self.model.phases), self.model.machine.world_size
-        self.phase_weight = np.zeros((self.phase_of.size, num_phases))
+    def _phase_weights(self) -> np.ndarray:
+        out = np.zeros((self.phase_of.size, len(self.model.phases)))
         timed = np.flatnonzero(self.phase_of >= 0)
-        self.phase_weight[timed, self.phase_of[timed]] = 1.0
-        if (len(self.classes.ranks) > 1 or world < 2 or not self._pushes
-                or not self.problem.training):
-            return
-        names: list[tuple[int, int]] = []
-        weights: list[np.ndarray] = []
-        scales: list[float] = []
-        first = self.model.phases.index("forward")
-        for phase in (first, first + 1):
-            for group, name in enumerate(GROUPS):
-                if not self.pieces.unit[..., phase, group].any():
-                    continue
-                for weight, scale in self._owner_limits(phase, name):
-                    names.append((phase, group))
-                    weights.append(weight)
-                    scales.append(scale)
-        at = tuple(np.array(names, np.int64).reshape(-1, 2).T)
-        scale = np.array(scales)
-        start = timed.size
-        where, span = np.full(len(names), start), slice(start, start + len(names))
-        plain = [w.sum() == 1.0 and w[p] == 1.0 for w, (p, _) in zip(weights, names, strict=True)]
-        self.phase_of = np.insert(self.phase_of, where, [
-            p if simple else -2 for (p, _), simple in zip(names, plain, strict=True)])
-        self.phase_weight = np.insert(self.phase_weight, where, np.array(weights), axis=0)
-        reader, every = self._reader_units()
-        self.unit = np.insert(self.unit, where, scale * reader[:, at[0], at[1]][None], axis=2)
-        # Loads exceed the phases by the dense compute that hides them, at most.
-        over = np.array(weights) @ self.pieces.hidden[0, :, 0]
-        self._plain_base = np.insert(self.base, where, scale * self.pieces.floor[0][at] - over)
-        self.base = self._plain_base.copy()
-        self.coefficients, self.per_stream = (
-            np.insert(x, where, 0.0, axis=3) for x in (self.coefficients, self.per_stream))
-        for o, option in enumerate(self.options):
-            for k, t in enumerate(self.tables):
-                once = scale * self._reader(t, option.kind, t.spec.dim, reader, every)[:, at[0],
-                                                                                       at[1]]
-                self.coefficients[k, o, :, span] = once
-                if option.kind == PUSH:
-                    twice = self._reader(t, PUSH, 2 * t.spec.dim, reader, every)[:, at[0], at[1]]
-                    self.per_stream[k, o, :, span] = 2 * once - scale * twice
-        self.owner_rows = [(start + n, p, g) for n, (p, g) in enumerate(names)]
-
-    def _owner_limits(self, phase: int, group: str) -> list[tuple[np.ndarray, float]]:
-        """Weights of the phases (float64 [P]) and of the reader's part, by row."""
-        num_phases, world = len(self.model.phases), float(self.model.machine.world_size)
-        one = np.eye(num_phases)[phase]
-        if group == "local":
-            return [(one, 1.0)]
-        near = float(self.model.machine.num_host[0])
-        if group.startswith("link"):
-            near = 1.0 if near == world else world
-        if near == world:
-            return [(one, 0.0)]
-        ratio, scale = near / (world - near), world / (world - near)
-        out = [(one, 0.0), (one * (1.0 + ratio), scale)]
-        if self.model.phases[phase] == "forward" and group.endswith("in"):
-            most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
-            back = np.eye(num_phases)[phase + 1] + most * np.eye(num_phases)[phase + 2]
-            out.append((one + ratio * back, scale))
+        out[timed, self.phase_of[timed]] = 1.0
         return out
-
-    def _reader_units(self) -> tuple[np.ndarray, np.ndarray]:
-        """What a unit of each tally row costs a rank that owns nothing; float64 [15, P, 5] when
-        one other rank has it (over links: the mean over all ranks), and when all ranks have it."""
-        world = self.model.machine.world_size
-        one = np.zeros((NUM_ROWS, NUM_ROWS, world))
-        one[np.arange(NUM_ROWS), np.arange(NUM_ROWS), 0] = 1.0
-        alone = self._by_group(one)  # [12, P, 5, W]
-        reader = alone[..., 1:].sum(axis=-1) / world
-        reader[..., 0] = alone[:, :, 0, 1:].min(axis=-1)
-        return reader, self._by_group(np.broadcast_to(
-            np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world)))[..., 0]
-
-    @property
-    def _pushes(self) -> bool:
-        return any(o.kind == PUSH for o in self.options)
-
-    def _reader(self, t: TableProblem, kind: str, width: int, reader: np.ndarray,
-                every: np.ndarray) -> np.ndarray:
-        """Load of a rank that owns nothing, of a unit of each feature; float64 [4, P, 5]."""
-        make = {REPLICATED: self.model.replica_rows, SHARD: self.model.shard_rows,
-                PUSH: self.model.push_rows}
-        owner = np.zeros((NUM_FEATURES, NUM_FEATURES, self.model.machine.world_size))
-        owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), 0] = 1.0
-        rows = make[kind](t, width, owner)
-        return np.asarray(np.einsum("fq,qpg->fpg", rows[..., 1], every)
-                          + np.einsum("fq,qpg->fpg", rows[..., 0] - rows[..., 1], reader))
-
-    def _by_group(self, tally_rows: np.ndarray) -> np.ndarray:
-        """Microseconds of tally rows by phase and group; float64 [..., P, 5, W]."""
-        loads = self.model.loads(tally_rows) * self.model.machine.seconds_per_unit * 1e6
-        local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
-        return np.concatenate([local, loads[..., 2:, :]], axis=-2)
 
     def set_box(self, box: Box) -> None:
         """Bound the plans of `box` only."""
         self.pieces.set_box(box)
-        if self.owner_rows:
-            self.base = self._plain_base.copy()
-            for row, phase, group in self.owner_rows:
-                self.base[row] += box.least[phase, group]
+        self.base = self._plain_base.copy()
+        for row, phase, group in self.owner_rows:
+            self.base[row] += box.least[phase, group]
 
     # -- using ------------------------------------------------------------------------------------
 
@@ -476,8 +374,8 @@ class Relaxation:
         num_options = len(self.options)
         amount = np.zeros((len(self.tables) * num_options, NUM_FEATURES))
         np.add.at(amount, self.table_of * num_options + choice, self.features)
-        amount = amount.reshape(len(self.tables), num_options, NUM_FEATURES)
-        return self.resources_at(amount, np.arange(len(self.tables)), kind)
+        return self.resources_at(amount.reshape(len(self.tables), num_options, NUM_FEATURES),
+                                 np.arange(len(self.tables)), kind)
 
     def amount(self, k: int, choice: np.ndarray) -> np.ndarray:
         """Features by option of one table's configuration (int64 [K]); float64 [O, 4]."""
@@ -552,7 +450,8 @@ class Relaxation:
                     size = self.partial_bytes(t, amount[n, o, IDS], owner[n] * t.total[IDS])
                     out[n] += size * self.unit[option.rank_class, PARTIALS]
                     if streams[n] > 1.0:
-                        out[n] += (streams[n] - 1.0) * (amount[n, o] @ self.per_stream[tables[n], o])
+                        more = amount[n, o] @ self.per_stream[tables[n], o]
+                        out[n] += (streams[n] - 1.0) * more
         return out
 
     def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:

@@ -15,10 +15,10 @@ import numpy as np
 
 from oper.search.cost import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.machine import GROUPS
+from oper.search.owner_rows import PUSH
 from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, own_load
 from oper.search.problem import IDS
 from oper.search.recipes import Recipe, RecipeBook
-from oper.search.relax import PUSH
 
 MAX_PARTS = 8  # owners among which a pushed piece is dealt by rows, at most
 _POWER = 12  # of the spread that breaks ties

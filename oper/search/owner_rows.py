@@ -1,0 +1,130 @@
+"""Rows of the relaxation about the owner of the largest pushed piece.
+
+Let y be the largest load that a piece puts on its owner, in some phase and group. The phase takes
+at least y, and at least y beside what the owner does as a reader. Over links, that spares what its
+own host owns (itself, on a single host of n = 1): of W ranks, the n of a host own at most what they
+can send in the phase T, so that with d the mean over ranks of what is read,
+`T (1 + n / (W - n)) >= y + d W / (W - n)`. What is read in the forward phase comes back in the
+backward (pushed) and the update phase (pulled), which limits what a host owns as well:
+`T_f + n / (W - n) (T_b + s T_u) >= y + d W / (W - n)`, s being the largest ratio of a row's bytes
+to its gradient's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from oper.search.cost import NUM_ROWS
+from oper.search.machine import COMPUTE, GROUPS, MEMORY
+from oper.search.problem import NUM_FEATURES, TableProblem
+
+if TYPE_CHECKING:
+    from oper.search.relax import Relaxation
+
+REPLICATED, SHARD, PUSH = "replicated", "shard", "push"
+_Limit = tuple[np.ndarray, float]  # weights of the phases' times, weight of the reader's part
+
+
+def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
+    """Insert the rows behind the timed ones where all ranks are alike; row, phase, group of each.
+
+    Rows that bound several phases together get the phase -2.
+    """
+    model, pieces = relaxation.model, relaxation.pieces
+    pushes = any(o.kind == PUSH for o in relaxation.options)
+    if (len(relaxation.classes.ranks) > 1 or model.machine.world_size < 2 or not pushes
+            or not model.training):
+        return []
+    names: list[tuple[int, int]] = []
+    limits: list[_Limit] = []
+    first = model.phases.index("forward")
+    for phase in (first, first + 1):
+        for group in np.flatnonzero(pieces.unit[0, :, phase].any(axis=0)).tolist():
+            found = _limits(relaxation, phase, GROUPS[group])
+            names += [(phase, group)] * len(found)
+            limits += found
+    weights, scale = np.array([x[0] for x in limits]), np.array([x[1] for x in limits])
+    at = tuple(np.array(names, np.int64).T)
+    start = int((relaxation.phase_of >= 0).sum())
+    where = np.full(len(names), start)
+    plain = (weights.sum(axis=1) == 1.0) & (weights[np.arange(len(names)), at[0]] == 1.0)
+    relaxation.phase_of = np.insert(relaxation.phase_of, where, np.where(plain, at[0], -2))
+    relaxation.phase_weight = np.insert(relaxation.phase_weight, where, weights, axis=0)
+    reader, every = _reader_units(relaxation)
+    relaxation.unit = np.insert(relaxation.unit, where,
+                                scale * reader[:, at[0], at[1]][None], axis=2)
+    # Loads exceed the phases by the dense compute that hides them, at most.
+    base = scale * pieces.floor[0][at] - weights @ pieces.hidden[0, :, 0]
+    relaxation.base = np.insert(relaxation.base, where, base)
+    once = np.zeros((len(relaxation.tables), len(relaxation.options), NUM_FEATURES, len(names)))
+    more = np.zeros_like(once)
+    for o, option in enumerate(relaxation.options):
+        for k, t in enumerate(relaxation.tables):
+            dim = t.spec.dim
+            load = _reader(relaxation, t, option.kind, dim, (reader, every))
+            once[k, o] = scale * load[:, at[0], at[1]]
+            if option.kind == PUSH:
+                twice = _reader(relaxation, t, PUSH, 2 * dim, (reader, every))
+                more[k, o] = scale * (2 * load - twice)[:, at[0], at[1]]
+    relaxation.coefficients = _inserted(relaxation.coefficients, start, once)
+    relaxation.per_stream = _inserted(relaxation.per_stream, start, more)
+    return [(start + n, p, g) for n, (p, g) in enumerate(names)]
+
+
+def _inserted(wide: np.ndarray, start: int, new: np.ndarray) -> np.ndarray:
+    return np.concatenate([wide[..., :start], new, wide[..., start:]], axis=-1)
+
+
+def _limits(relaxation: Relaxation, phase: int, group: str) -> list[_Limit]:
+    """The rows of one phase and group."""
+    machine, num_phases = relaxation.model.machine, len(relaxation.model.phases)
+    world, near = float(machine.world_size), float(machine.num_host[0])
+    one = np.eye(num_phases)[phase]
+    if group == "local":
+        return [(one, 1.0)]
+    if group.startswith("link"):
+        near = 1.0 if near == world else world
+    if near == world:
+        return [(one, 0.0)]
+    ratio, scale = near / (world - near), world / (world - near)
+    out = [(one, 0.0), (one * (1.0 + ratio), scale)]
+    if relaxation.model.phases[phase] == "forward" and group.endswith("in"):
+        most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in relaxation.tables), default=1.0)
+        back = np.eye(num_phases)[phase + 1] + most * np.eye(num_phases)[phase + 2]
+        out.append((one + ratio * back, scale))
+    return out
+
+
+def _reader_units(relaxation: Relaxation) -> tuple[np.ndarray, np.ndarray]:
+    """What a unit of each tally row costs a rank that owns nothing; float64 [15, P, 5] when one
+    other rank has it (over links: the mean over all ranks), and when all ranks have it."""
+    world = relaxation.model.machine.world_size
+    one = np.zeros((NUM_ROWS, NUM_ROWS, world))
+    one[np.arange(NUM_ROWS), np.arange(NUM_ROWS), 0] = 1.0
+    alone = _by_group(relaxation, one)  # [15, P, 5, W]
+    reader = alone[..., 1:].sum(axis=-1) / world
+    reader[..., 0] = alone[:, :, 0, 1:].min(axis=-1)
+    every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world))
+    return reader, _by_group(relaxation, every)[..., 0]
+
+
+def _reader(relaxation: Relaxation, t: TableProblem, kind: str, width: int,
+            units: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Load of a rank that owns nothing, of a unit of each feature; float64 [4, P, 5]."""
+    model, (reader, every) = relaxation.model, units
+    make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows}
+    owner = np.zeros((NUM_FEATURES, NUM_FEATURES, model.machine.world_size))
+    owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), 0] = 1.0
+    rows = make[kind](t, width, owner)
+    return np.asarray(np.einsum("fq,qpg->fpg", rows[..., 1], every)
+                      + np.einsum("fq,qpg->fpg", rows[..., 0] - rows[..., 1], reader))
+
+
+def _by_group(relaxation: Relaxation, tally_rows: np.ndarray) -> np.ndarray:
+    """Microseconds of tally rows by phase and group; float64 [..., P, 5, W]."""
+    model = relaxation.model
+    loads = model.loads(tally_rows) * model.machine.seconds_per_unit * 1e6
+    local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
+    return np.concatenate([local, loads[..., 2:, :]], axis=-2)
