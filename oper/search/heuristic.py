@@ -28,7 +28,8 @@ class Effort:
 
     Attributes:
         max_rounds: neighbourhoods of the packing.
-        max_trials: placements tried by the local search.
+        max_trials: placements tried by the Markov chain.
+        max_moves: placements tried by the local search.
         max_kicks: times it may pass through worse plans.
         max_boxes: relaxations solved to raise the bound, for a hundred tables.
         deadline: `time.monotonic()` value at which it ends; None = the counts decide, so that
@@ -37,6 +38,7 @@ class Effort:
 
     max_rounds: int
     max_trials: int
+    max_moves: int
     max_kicks: int
     max_boxes: int
     deadline: float | None = None
@@ -46,7 +48,8 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(160, 600, 3, 14), "thorough": Effort(6000, 20000, 40, 300)}
+EFFORTS = {"fast": Effort(160, 4000, 600, 3, 14),
+           "thorough": Effort(6000, 60000, 20000, 40, 300)}
 _FINENESS = (1.0, 2.0, 0.7, 1.4, 3.0)
 
 
@@ -95,7 +98,7 @@ class _Improver:
     def run(self, effort: Effort, goal: float) -> None:
         """Improve until `goal` (us) is reached and memory holds, or the effort is spent."""
         kicks = 0
-        while self.trials < effort.max_trials and not effort.over():
+        while self.trials < effort.max_moves and not effort.over():
             if self.state.evaluation.fits and self.state.evaluation.step_us <= goal:
                 break
             if self._step(effort):
@@ -115,7 +118,7 @@ class _Improver:
         found: tuple[Attempt, Change] | None = None
         score = self.state.score * (1 - 1e-7)
         for change in self._moves():
-            if self.trials >= effort.max_trials or effort.over():
+            if self.trials >= effort.max_moves or effort.over():
                 break
             self.trials += 1
             result = self.state.attempt(change)

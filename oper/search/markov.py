@@ -17,7 +17,8 @@ import numpy as np
 from oper.errors import fail
 from oper.plan import Piece, Plan, Tier
 from oper.search.cost import CostModel, Tally
-from oper.search.placing import MIN_COLUMNS, Placement, table_plan
+from oper.search.pieces import MIN_COLUMNS
+from oper.search.placing import Placement, table_plan
 from oper.search.problem import Problem, TableProblem
 from oper.search.state import State
 

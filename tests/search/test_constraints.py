@@ -88,8 +88,7 @@ def test_together_means_the_same_ranks_and_apart_means_none_in_common():
         # The bound is that of all plans, groups or not.
         whole = make_problem(specs, stats, gpus(4), batch_size=128, allow=allow)
         assert plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
-        assert plan.lower_bound_us == pytest.approx(
-            min(space_bound(whole), plan.step_us), rel=1e-6)
+        assert plan.lower_bound_us >= min(space_bound(whole), plan.step_us) * (1 - 1e-6)
 
 
 def test_groups_respect_pins_and_say_when_they_cannot():

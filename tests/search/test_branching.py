@@ -1,0 +1,124 @@
+"""Bounds by the size of pushed pieces: below every plan, also close to the best ones."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from search_cases import gpus, host, random_tier, tables_and_stats
+
+from oper.bench import plan_workloads
+from oper.plan import Piece, Plan, TablePlan
+from oper.search.bound import solve_relaxation
+from oper.search.branching import Branching
+from oper.search.cost import CostModel, evaluate
+from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, Box, column_widths
+from oper.search.planner import plan_problem
+from oper.search.problem import Problem, make_problem
+from oper.search.relax import Relaxation
+from oper.search.space import EVERYTHING
+
+TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
+              "many": gpus(12, per_host=4)}
+
+
+def stated(seed: int, name: str, num_tables: int = 4, **more: object) -> Problem:
+    """Long bags and large batches, so that pushing pays and whole tables are too large."""
+    specs, stats = tables_and_stats(num_tables, seed, lengths=(4, 20, 50))
+    return make_problem(specs, stats, TOPOLOGIES[name], batch_size=4096, allow=EVERYTHING,
+                        **more)  # type: ignore[arg-type]
+
+
+def branched(problem: Problem, max_boxes: int = 24) -> Branching:
+    boxes = Branching(solve_relaxation(Relaxation(CostModel(problem))))
+    boxes.run(max_boxes)
+    return boxes
+
+
+def pushing_plan(problem: Problem, rng: np.random.Generator) -> Plan:
+    """Columns in pieces of the space, each with a pulled head and a pushed tail, or the like."""
+    world, entries = problem.machine.world_size, []
+    for t in problem.tables:
+        dim = t.spec.dim
+        parts = int(rng.integers(1, max(2, dim // MIN_COLUMNS + 1)))
+        inner = rng.choice(np.arange(MIN_COLUMNS, dim - MIN_COLUMNS + 1, COLUMN_STEP), parts - 1,
+                           replace=False) if parts > 1 else []
+        edges = [0]
+        for x in sorted({int(x) for x in inner}):
+            if x - edges[-1] >= MIN_COLUMNS:
+                edges.append(x)
+        pieces = []
+        for a, b in pairwise([*edges, dim]):
+            cuts = sorted({0, t.spec.num_rows, int(rng.integers(1, t.spec.num_rows))})
+            kinds = rng.choice(["replicated", "striped", "owned-push", "striped-push"],
+                               len(cuts) - 1)
+            pieces.append(Piece(a, b, tuple(
+                random_tier(x, y, str(k), world, rng)
+                for (x, y), k in zip(pairwise(cuts), kinds, strict=True))))
+        entries.append(TablePlan(t.spec, tuple(pieces)))
+    return Plan(world, tuple(entries), problem.objective, problem.batch_size)
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_is_below_the_branched_bound(name, seed):
+    problem = stated(seed, name)
+    bound = branched(problem).bound.lower_bound_us
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        assert bound <= evaluate(pushing_plan(problem, rng), problem).step_us * (1 + 1e-9)
+    # A plan that was searched for is a far sharper witness than a random one.
+    assert bound <= plan_problem(problem, target_gap=0.0).step_us * (1 + 1e-9)
+
+
+def test_branching_raises_the_bound_and_certifies_itself():
+    work = plan_workloads.few_tables(0)
+    problem = make_problem(work.tables, work.stats, plan_workloads.machine(16),
+                           batch_size=work.batch_size, allow=EVERYTHING)
+    first = solve_relaxation(Relaxation(CostModel(problem))).lower_bound_us
+    boxes = branched(problem)
+    assert boxes.solved > 0
+    assert boxes.bound.lower_bound_us > first * 1.2
+    assert boxes.bound.recompute() >= boxes.bound.lower_bound_us * (1 - 1e-9)
+
+
+def test_a_smaller_box_admits_less_and_bounds_higher():
+    problem = stated(3, "hosts")
+    relaxation = Relaxation(CostModel(problem))
+    shape = relaxation.pieces.floor.shape[1:]
+    before, masses = 0.0, []
+    for limit in (1e9, 300.0, 100.0, 30.0):
+        relaxation.set_box(Box(np.zeros(shape), np.full(shape, limit)))
+        found = solve_relaxation(relaxation).lower_bound_us
+        assert found >= before * (1 - 1e-9)
+        before = found
+        masses.append(sum(float(x.mass[0]) for x in (y[0] for y in relaxation.pieces.types)))
+    assert (np.diff(masses) <= 0).all() and masses[-1] < masses[0]
+
+
+def test_pieces_admitted_are_those_that_fit():
+    """The largest mass by type is where the own load meets the box."""
+    problem = stated(2, "gpus")
+    relaxation = Relaxation(CostModel(problem))
+    pieces, shape = relaxation.pieces, relaxation.pieces.floor.shape[1:]
+    relaxation.set_box(Box(np.zeros(shape), np.full(shape, 2.0)))
+    seen = 0
+    for k, types in enumerate(pieces.types):
+        for j, mass in enumerate(types[0].mass.tolist()):
+            if 0 < mass < 1:
+                seen += 1
+                assert pieces.load(k, 0, j, mass * 0.99).max() <= 2.0
+                assert pieces.load(k, 0, j, min(1.0, mass * 1.1)).max() > 2.0
+    assert seen > 5
+
+
+def test_widths_cover_the_space():
+    problem = stated(0, "gpus", 6)
+    for t in problem.tables:
+        dim = t.spec.dim
+        intervals = column_widths(t, True)
+        for width in range(MIN_COLUMNS, dim, COLUMN_STEP):
+            assert any(a <= width <= b for a, b in intervals)
+        assert intervals[0] == (dim, dim)
+        assert column_widths(t, False) == [(dim, dim)]
