@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "host/context.h"
+#include "host/exchange.h"
 #include "host/kernels.h"
 #include "host/memory.h"
 
@@ -250,12 +251,50 @@ int64_t context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor o
   return next_handle++;
 }
 
-void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> pidfds,
-                         int64_t deadline_ms) {
+// `domain`: the ranks that share memory with this one, itself included, ascending; `pidfds` likewise.
+void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> domain,
+                         std::vector<int64_t> pidfds, int64_t deadline_ms) {
   Context& context = context_of(handle);
+  context.domain.assign(domain.begin(), domain.end());
+  const auto mine = std::find(domain.begin(), domain.end(), context.rank) - domain.begin();
   context.barrier = std::make_unique<Barrier>(
-      reinterpret_cast<BarrierLine*>(lines), context.rank, context.world_size,
-      std::vector<int>(pidfds.begin(), pidfds.end()), deadline_ms);
+      reinterpret_cast<BarrierLine*>(lines), static_cast<int32_t>(mine),
+      static_cast<int32_t>(domain.size()), std::vector<int>(pidfds.begin(), pidfds.end()),
+      deadline_ms);
+}
+
+// `targets`: int64 [K, 4], see ReplicaTarget. `transport`: address of a function, see Transport.
+void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
+                          bool refreshes, bool shares_replicas, int64_t wire, int64_t transport) {
+  Context& context = context_of(handle);
+  ExchangeSetup setup;
+  setup.near.assign(static_cast<size_t>(context.world_size), false);
+  for (int64_t r : domain) setup.near[static_cast<size_t>(r)] = true;
+  const int64_t* data = int64_data(targets);
+  for (int64_t k = 0; k < targets.size(0); ++k)
+    setup.targets.push_back({static_cast<int32_t>(data[4 * k]),
+                             static_cast<int32_t>(data[4 * k + 1]), data[4 * k + 2],
+                             data[4 * k + 3]});
+  setup.gathers = gathers;
+  setup.refreshes = refreshes;
+  setup.shares_replicas = shares_replicas;
+  setup.wire = static_cast<RowType>(wire);
+  setup.transport = reinterpret_cast<Transport>(transport);
+  context.exchange = std::make_shared<Exchange>(context, std::move(setup));
+}
+
+// Number of exchanges, then bytes sent [kinds][W], see enum Sent.
+std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
+  Context& context = context_of(handle);
+  if (!context.exchange) return {};
+  Exchange& exchange = *context.exchange;
+  std::vector<int64_t> result = exchange.sent_bytes;
+  result.insert(result.begin(), exchange.num_exchanges);
+  if (reset) {
+    std::fill(exchange.sent_bytes.begin(), exchange.sent_bytes.end(), 0);
+    exchange.num_exchanges = 0;
+  }
+  return result;
 }
 
 std::tuple<int64_t, int64_t> context_barrier(int64_t handle) {
@@ -263,7 +302,7 @@ std::tuple<int64_t, int64_t> context_barrier(int64_t handle) {
   if (!context.barrier) return {0, -1};
   int32_t culprit = -1;
   const auto result = context.barrier->arrive(&culprit);
-  return {static_cast<int64_t>(result), culprit};
+  return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
 }
 
 // Nanoseconds of the last batch: forward, reduce, wait, update, wait, refresh.
@@ -442,16 +481,18 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   return {out, offsets, status.code, status.detail};
 }
 
-Tensor lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids, Tensor offsets,
-                              Tensor weights, Tensor key_of, int64_t batch_size) {
+std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids,
+                                                            Tensor offsets, Tensor weights,
+                                                            Tensor key_of, int64_t batch_size) {
   Context& context = context_of(handle);
   int64_t rows = 0;
   const Batch batch =
       make_batch(context, {ids, offsets, key_of, weights, batch_size, true}, &rows);
   Tensor out = torch::stable::new_zeros(weights, {ids.numel()});
-  weight_gradient(context, batch, static_cast<const float*>(grad.data_ptr()),
-                  static_cast<float*>(out.data_ptr()), parallel_over_tasks);
-  return out;
+  const Status status =
+      weight_gradient(context, batch, static_cast<const float*>(grad.data_ptr()),
+                      static_cast<float*>(out.data_ptr()), parallel_over_tasks);
+  return {out, status.code, status.detail};
 }
 
 std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
@@ -543,7 +584,13 @@ STABLE_TORCH_LIBRARY(oper, m) {
       "context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, Tensor tiers, "
       "Tensor maps, Tensor features, Tensor refreshes, Tensor touched, Tensor squares, "
       "Tensor outboxes, int outbox_bytes, Tensor[] heads) -> int");
-  m.def("context_set_barrier(int handle, int lines, int[] pidfds, int deadline_ms) -> ()");
+  m.def(
+      "context_set_barrier(int handle, int lines, int[] domain, int[] pidfds, int deadline_ms) -> "
+      "()");
+  m.def(
+      "context_set_exchange(int handle, int[] domain, Tensor targets, bool gathers, "
+      "bool refreshes, bool shares_replicas, int wire, int transport) -> ()");
+  m.def("context_sent_bytes(int handle, bool reset) -> int[]");
   m.def("context_barrier(int handle) -> (int, int)");
   m.def("context_phases(int handle) -> int[]");
   m.def("context_traffic(int handle, bool reset) -> int[]");
@@ -557,7 +604,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
       "int batch_size, bool pooled, bool with_order) -> (Tensor, Tensor, Tensor, int, int)");
   m.def(
       "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
-      "Tensor key_of, int batch_size) -> Tensor");
+      "Tensor key_of, int batch_size) -> (Tensor, int, int)");
   m.def(
       "lookup_backward(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
       "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale, "
@@ -573,6 +620,8 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("kernel_name", TORCH_BOX(&oper::host::kernel_name));
   m.impl("context_create", TORCH_BOX(&oper::host::context_create));
   m.impl("context_set_barrier", TORCH_BOX(&oper::host::context_set_barrier));
+  m.impl("context_set_exchange", TORCH_BOX(&oper::host::context_set_exchange));
+  m.impl("context_sent_bytes", TORCH_BOX(&oper::host::context_sent_bytes));
   m.impl("context_barrier", TORCH_BOX(&oper::host::context_barrier));
   m.impl("context_phases", TORCH_BOX(&oper::host::context_phases));
   m.impl("context_traffic", TORCH_BOX(&oper::host::context_traffic));

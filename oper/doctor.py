@@ -26,6 +26,8 @@ ENVIRONMENT = {
     "OPER_DEBUG": "1 = show where an error comes from",
     "OPER_OUTBOX_BYTES": "size of a rank's gradient outbox",
     "OPER_DEADLINE_S": "how long a rank waits for its peers",
+    "OPER_DOMAIN": "ranks with different values act as if they shared no memory",
+    "OPER_WIRE": "exact (default), fp16 or bf16 rows and gradients between memory domains",
     "OPER_CPU_KERNELS": "generic, avx2 or avx512 instead of the best the processor has",
     "OPER_CUDA": "build: auto, 0 or 1",
     "OPER_CUDA_ARCHS": "build: compute capabilities, e.g. 80;90",

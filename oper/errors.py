@@ -33,9 +33,13 @@ class MissingDependencyError(OperError, ImportError):
 class PeerLostError(OperError, RuntimeError):
     """A peer process died while this rank needed it; names the rank."""
 
+    rank: int | None = None
+
 
 class DeadlineError(OperError, TimeoutError):
     """A peer did not arrive at a collective phase in time; names the rank and the phase."""
+
+    rank: int | None = None
 
 
 def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:

@@ -322,7 +322,7 @@ def train_reference(case: Case, steps: list[list[Batch]], optimizer: Optimizer,
 
 
 def run_ranks(world_size: int, body: Callable[[ThreadGroup], Any], num_threads: int = 1,
-              timeout_s: float = 120.0) -> list[Any]:
+              timeout_s: float = 120.0, domains: Sequence[int] | None = None) -> list[Any]:
     """Run `body(group)` on one thread per virtual rank; results by rank, or the first error."""
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
@@ -337,7 +337,7 @@ def run_ranks(world_size: int, body: Callable[[ThreadGroup], Any], num_threads: 
             group.abort()
 
     threads = [threading.Thread(target=work, args=(g,), daemon=True)
-               for g in ThreadGroup.create(world_size)]
+               for g in ThreadGroup.create(world_size, domains=domains)]
     for t in threads:
         t.start()
     for t in threads:
@@ -383,8 +383,10 @@ def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Opti
     weights = {t.name: tables.read(t.name) for t in case.tables}
     states = {f"{t.name} {part}": tables.read(t.name, part=part)
               for t in case.tables for part, _ in STATE_PARTS[optimizer.name]}
-    replicas = {(t.name, r): tables.replica(t.name, r).clone()
-                for t in case.tables for r in range(group.world_size)}
+    # Those of other memory domains are told by their holders.
+    own = {t.name: tables.replica(t.name, group.rank).clone() for t in case.tables}
+    replicas = {(name, r): rows for r, held in enumerate(group.all_gather(own))
+                for name, rows in held.items()}
     tables.barrier()
     tables.close()
     return Result(outputs, weights, states, replicas)
@@ -403,12 +405,13 @@ def merge_ranks(ranks: list[Result]) -> Result:
 
 def train_virtual(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer,
                   num_threads: int = 1,
-                  between: Callable[[ShardedTables, int], None] | None = None) -> Result:
+                  between: Callable[[ShardedTables, int], None] | None = None,
+                  domains: Sequence[int] | None = None) -> Result:
     """Train on virtual ranks of this process."""
     def body(group: ThreadGroup) -> Result:
         return train_rank(case, plan, steps, optimizer, group, between)
 
-    return merge_ranks(run_ranks(plan.world_size, body, num_threads))
+    return merge_ranks(run_ranks(plan.world_size, body, num_threads, domains=domains))
 
 
 # ---- comparisons ---------------------------------------------------------------------------------

@@ -7,8 +7,10 @@
 #include <cstring>
 #include <new>
 
+#include "host/exchange.h"
 #include "host/kernels.h"
 #include "host/memory.h"
+#include "host/tasks.h"
 
 namespace oper::host {
 
@@ -149,39 +151,6 @@ const Kernels& kernels() {
 
 namespace {
 
-// Runs `task(index, scratch)` for index in [0, count), largest tasks first when the caller orders
-// them so; each thread takes the next one. Results do not depend on who takes what. `small`: not
-// worth waking other threads.
-template <class Task>
-void run_tasks(Context& context, int64_t count, bool small, ParallelFor parallel,
-               const Task& task) {
-  struct Shared {
-    Context& context;
-    const Task& task;
-    std::atomic<int64_t> next{0};
-    int64_t count;
-  } shared{context, task, {}, count};
-  shared.count = count;
-  const auto body = [](int64_t, int64_t, void* argument) {
-    Shared& s = *static_cast<Shared*>(argument);
-    Scratch* scratch = s.context.take_scratch();
-    for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.task(i, *scratch);
-    s.context.give_scratch(scratch);
-  };
-  if (small) {
-    body(0, count, &shared);
-  } else {
-    parallel(count, body, &shared);
-  }
-}
-
-void note_bad(std::atomic<int64_t>& bad, int64_t found) {
-  if (found < 0) return;
-  int64_t seen = bad.load();
-  while ((seen < 0 || found < seen) && !bad.compare_exchange_weak(seen, found)) {
-  }
-}
-
 int64_t num_ids(const Table& table, const Batch& batch) {
   int64_t n = 0;
   for (int32_t f : table.features) {
@@ -246,14 +215,16 @@ void refresh_replicas(const Context& context) {
     const Table& table = context.tables[part.table];
     const size_t bytes = static_cast<size_t>(table.row_bytes());
     const uint32_t* touched = table.touched[part.owner];
+    const char* packed = table.packed_masters.empty() ? nullptr : table.packed_masters[part.owner];
     const uint32_t* end = touched + 1 + touched[0];
     const uint32_t* slot =
         std::lower_bound(touched + 1, end, static_cast<uint32_t>(part.slot_begin));
     const uint32_t* first = slot;
     for (; slot != end && *slot < part.slot_end; ++slot) {
       const int64_t row = part.first + (*slot - part.slot_begin) * part.stride;
-      std::memcpy(part.replicas + row * static_cast<int64_t>(bytes),
-                  part.masters + *slot * static_cast<int64_t>(bytes), bytes);
+      const char* master = packed ? packed + (slot - touched - 1) * static_cast<int64_t>(bytes)
+                                  : part.masters + *slot * static_cast<int64_t>(bytes);
+      std::memcpy(part.replicas + row * static_cast<int64_t>(bytes), master, bytes);
     }
     table.counters.add(kRefreshedRows, part.owner, slot - first);
   }
@@ -275,22 +246,25 @@ class PhaseClock {
   Clock::time_point last_;
 };
 
-// An error of this rank alone before an exchange: the others need not wait for it.
-Status give_up(Context& context, int64_t code, int64_t detail) {
-  if (context.barrier) context.barrier->give_up();
-  return {code, detail};
-}
-
-Status barrier(Context& context) {
-  if (!context.barrier) return {};
+Status wait_for_domain(Context& context) {
   int32_t culprit = -1;
   const Barrier::Result result = context.barrier->arrive(&culprit);
-  return {static_cast<int64_t>(result), culprit};
+  return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
 }
 
-}  // namespace
-
-namespace {
+// Waits until all ranks have come this far and, across memory domains, exchanges what they have left
+// for each other. `mine` is an error of this rank alone: the others need not wait for it.
+Status meet(Context& context, Meeting what, const Batch& batch, ParallelFor parallel,
+            Status mine = {}) {
+  if (context.barrier) {
+    if (mine.code != 0) {
+      context.barrier->give_up();
+    } else {
+      mine = wait_for_domain(context);
+    }
+  }
+  return context.exchange ? context.exchange->meet(what, batch, parallel, mine) : mine;
+}
 
 // Features of tables that are read directly.
 Status pool_direct(Context& context, const Batch& batch, float* out, bool all,
@@ -354,17 +328,17 @@ Status forward_with_push(Context& context, const Batch& batch, float* out, Paral
     if (result == kReduceFull) full.store(true);
     note_bad(bad, result);
   });
-  if (bad.load() >= 0) return give_up(context, 4, bad.load());
-  if (full.load()) return give_up(context, 3, -1);
-  status = barrier(context);
+  if (bad.load() >= 0) return meet(context, Meeting::kRequests, batch, parallel, {4, bad.load()});
+  if (full.load()) return meet(context, Meeting::kRequests, batch, parallel, {3, -1});
+  status = meet(context, Meeting::kRequests, batch, parallel);
   if (status.code != 0) return status;
   count_requests(context, tables, true);
   run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch&) {
     const int32_t reader = static_cast<int32_t>((context.rank + k / n) % context.world_size);
     if (!kernels().pool_for(context, tables[k % n], reader)) full.store(true);
   });
-  if (full.load()) return give_up(context, 3, -1);
-  status = barrier(context);
+  if (full.load()) return meet(context, Meeting::kPartials, batch, parallel, {3, -1});
+  status = meet(context, Meeting::kPartials, batch, parallel);
   if (status.code != 0) return status;
   run_tasks(context, n, false, parallel, [&](int64_t k, Scratch& scratch) {
     kernels().pool_pushed(context, tables[k], batch, out, scratch);
@@ -381,9 +355,14 @@ Status forward_with_push(Context& context, const Batch& batch, float* out, Paral
 Status forward(Context& context, const Batch& batch, float* out, bool collective,
                ParallelFor parallel) {
   PhaseClock clock(context);
+  Batch found = batch;
+  if (context.exchange && context.exchange->gathers()) {
+    const Status status = context.exchange->gather(found, kRows, collective, parallel);
+    if (status.code != 0) return status;
+  }
   const Status status = collective && context.has_push
-                            ? forward_with_push(context, batch, out, parallel)
-                            : pool_direct(context, batch, out, true, parallel);
+                            ? forward_with_push(context, found, out, parallel)
+                            : pool_direct(context, found, out, true, parallel);
   ++context.num_passes[0];
   clock.end(kForward);
   return status;
@@ -423,8 +402,13 @@ Status resolve(Context& context, const Batch& batch, int64_t* addresses, const R
   return {};
 }
 
-void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
-                     ParallelFor parallel) {
+Status weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
+                       ParallelFor parallel) {
+  Batch found = batch;
+  if (context.exchange && context.exchange->gathers()) {
+    const Status status = context.exchange->gather(found, kWeightRows, false, parallel);
+    if (status.code != 0) return status;
+  }
   // The pieces of a split table, and several features of one key, add to the same numbers: in order,
   // on one thread.
   std::vector<const int64_t*> bounds;
@@ -435,7 +419,8 @@ void weight_gradient(Context& context, const Batch& batch, const float* grad, fl
     const Table& table = context.tables[context.features[f].table];
     kernels().weight_gradient(table, range, grad, out, scratch);
   };
-  run_bag_tasks(context, batch, in_order, parallel, task);
+  run_bag_tasks(context, found, in_order, parallel, task);
+  return {};
 }
 
 Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
@@ -458,11 +443,11 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
     if (result == kReduceFull) full.store(true);
     note_bad(bad, result);
   });
-  if (bad.load() >= 0) return give_up(context, 4, bad.load());
-  if (full.load()) return give_up(context, 3, -1);
+  if (bad.load() >= 0) return meet(context, Meeting::kGradients, batch, parallel, {4, bad.load()});
+  if (full.load()) return meet(context, Meeting::kGradients, batch, parallel, {3, -1});
   context.collapse_outbox(context.rank);
   clock.end(kReduce);
-  Status status = barrier(context);
+  Status status = meet(context, Meeting::kGradients, batch, parallel);
   if (status.code != 0) return status;
   for (int32_t r = 0; r < context.world_size; ++r)
     if (r != context.rank) context.collapse_outbox(r);
@@ -483,20 +468,23 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
       if (round < context.tables[order[task]].rounds_of_squares())
         kernels().squares(context, order[task], gradient_scale, round);
     });
-    status = barrier(context);
+    status = meet(context, Meeting::kSquares, batch, parallel);
     if (status.code != 0) return status;
   }
   run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
     kernels().update(context, order[task], gradient_scale);
   });
   clock.end(kUpdate);
-  status = barrier(context);
+  status = meet(context, Meeting::kRefreshes, batch, parallel);
   if (status.code != 0) return status;
   clock.end(kWaitForUpdates);
   refresh_replicas(context);
+  // Neighbours read them too.
+  if (context.exchange && context.exchange->shares_replicas() && context.barrier)
+    status = wait_for_domain(context);
   ++context.num_passes[1];
   clock.end(kRefresh);
-  return {};
+  return status;
 }
 
 }  // namespace oper::host

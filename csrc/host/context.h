@@ -100,12 +100,31 @@ struct Table {
   int32_t index;  // in the context
   TableCounters counters;
   const Arenas* arenas;
+  // Across memory domains: per rank, the rows of the slots in `touched`, side by side; null where
+  // the masters can be read in place. Empty in a single domain.
+  std::vector<const char*> packed_masters;
   int64_t row_bytes() const { return dim * element_bytes(row_type); }
   // Gradients, pooled rows and partial sums are fp32 whatever the rows are.
   int64_t gradient_bytes() const { return static_cast<int64_t>(dim) * 4; }
   template <class E>
   E* row(int64_t slot) const {
     return reinterpret_cast<E*>(rows) + slot * dim;
+  }
+  // Rank that home key `key` belongs to.
+  int32_t owner_of(int64_t key) const {
+    int32_t owner = 0;
+    while (key >= owner_begin[owner + 1]) ++owner;
+    return owner;
+  }
+  // Position of the row in a slot of this rank.
+  int64_t position_at(int64_t slot) const {
+    for (const HomeTier& tier : home_tiers) {
+      if (slot < tier.slot_begin || slot >= tier.slot_end) continue;
+      const int64_t n = static_cast<int64_t>(tier.offsets.size());
+      const int64_t k = slot - tier.slot_begin;
+      return tier.start + k / n * tier.period + tier.offsets[k % n];
+    }
+    return -1;
   }
   // How often owners of pieces of one row must add up squares before the update: of the gradient that
   // is to be clipped, and of the one that a row-wise optimizer takes.
@@ -178,6 +197,8 @@ struct PartialTable {
   int64_t bags_offset, rows_offset;  // uint32 [count], float [count, dim]
 };
 
+class Exchange;
+
 struct Context {
   int32_t rank = 0;
   int32_t world_size = 1;
@@ -187,7 +208,9 @@ struct Context {
   int64_t output_columns = 0;
   std::vector<char*> outbox;  // [W]
   int64_t outbox_bytes = 0;
-  std::unique_ptr<Barrier> barrier;  // null: single rank
+  std::unique_ptr<Barrier> barrier;  // of this memory domain; null: single rank
+  std::vector<int32_t> domain;       // ranks of the barrier
+  std::shared_ptr<Exchange> exchange;  // with ranks of other memory domains; null: there are none
   // Wall time of the last batch by phase, see enum Phase.
   int64_t phase_ns[kNumPhases] = {};
   // Units read since the start or the last reset, [kNumMoved][T][W] by kind, table and rank that is
@@ -279,6 +302,8 @@ struct FeatureBags {
   const int64_t* bounds;  // [num_bags + 1]
   int64_t num_bags;
   int64_t out_begin;  // floats
+  // Addresses of the rows of the ids from bounds[0] on, where they are known already, or null.
+  const int64_t* rows = nullptr;
 };
 
 // One table's ids of a batch in the order of their home keys, as the backward pass takes them.
@@ -321,14 +346,25 @@ struct Batch {
   const Resolved* resolved = nullptr;  // or null: ids are resolved on the way
 };
 
+// Rows of one table in a batch that this rank cannot address.
+struct FarRows {
+  int64_t* places;    // by id through the table's features: address, or -1 - index in keys
+  uint32_t* keys;     // distinct home keys, ascending
+  int64_t num_keys;
+};
+
 struct Status {
-  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings)
+  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings),
+  // 7 the transport failed, 8 ranks are in different phases
   int64_t code = 0;
   int64_t detail = -1;
 };
 
 // Runs body(begin, end) over [0, count); provided by the binding (torch's thread pool).
 using ParallelFor = void (*)(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
+
+// The points of a batch where ranks wait for each other.
+enum class Meeting { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
 
 // `collective`: pushed tiers are pooled by their owners (all ranks must take part); otherwise every
 // row is read directly.
@@ -343,8 +379,8 @@ Status resolve(Context& context, const Batch& batch, int64_t* addresses, const R
 
 // Gradient of the per-sample weights: for every id the dot product of its row with the gradient of
 // its bag. `grad` is laid out as the output of `forward`.
-void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
-                     ParallelFor parallel);
+Status weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
+                       ParallelFor parallel);
 
 // Segment-reduce gradients into the outbox, exchange, update. Collective over the ranks. `grad` is
 // laid out as the output of `forward`, scaled by `gradient_scale` after the exchange.

@@ -47,6 +47,10 @@ struct Kernels {
                       Scratch& scratch);
   bool (*stage)(Context& context, int32_t table, const Batch& batch, const float* grad);
   void (*reduce_pushed)(Context& context, int32_t table, int32_t reader, Scratch& scratch);
+  // Which rows of other memory domains a batch needs. Returns the first bad id's index, or -1.
+  // They are counted as `kind`.
+  int64_t (*far_rows)(const Table& table, const Batch& batch, Moved kind, bool skip_pushed,
+                      FarRows& out, Scratch& scratch);
 };
 
 extern const Kernels kKernelsGeneric;

@@ -25,6 +25,7 @@ static_assert(kPrefetch <= kAddressesAhead);
 #include "host/reduce.inl"
 #include "host/update.inl"
 #include "host/push.inl"
+#include "host/exchange.inl"
 
 }  // namespace OPER_KERNELS
 
@@ -34,6 +35,6 @@ const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::pool,
                                     OPER_KERNELS::squares, OPER_KERNELS::update,
                                     OPER_KERNELS::request, OPER_KERNELS::pool_for,
                                     OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
-                                    OPER_KERNELS::reduce_pushed};
+                                    OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows};
 
 }  // namespace oper::host

@@ -72,7 +72,7 @@ void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, B
 // `kPrefetch` ahead of the bags in hand: while that happens, memory is busy with rows on their way.
 template <Moved kKind, class Id, class Body>
 int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
-  if (range.batch.resolved != nullptr) {
+  if (range.batch.resolved != nullptr && range.bags.rows == nullptr) {
     for_resolved<kKind>(table, range, scratch, body);
     return -1;
   }
@@ -100,9 +100,13 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
         kept = begin;
       }
       int64_t* to = addresses + (resolved - kept);
-      const int64_t bad = resolve(table.read, ids + resolved, n, total - resolved, to);
-      if (bad >= 0) return first + resolved + bad;
-      count_rows(table, to, n, kKind, scratch);
+      if (range.bags.rows != nullptr) {  // found, and counted, by an exchange
+        std::copy_n(range.bags.rows + (first - bounds[0]) + resolved, n, to);
+      } else {
+        const int64_t bad = resolve(table.read, ids + resolved, n, total - resolved, to);
+        if (bad >= 0) return first + resolved + bad;
+        count_rows(table, to, n, kKind, scratch);
+      }
       if (resolved == 0)
         for (int64_t i = 0; i < std::min(n, kPrefetch); ++i)
           prefetch_row(reinterpret_cast<const void*>(to[i]), table.row_bytes());

@@ -31,12 +31,6 @@ int64_t for_pushed(const Table& table, const Batch& batch, Body body) {
   return -1;
 }
 
-int32_t owner_of(const Table& table, int64_t key) {
-  int32_t owner = 0;
-  while (key >= table.owner_begin[owner + 1]) ++owner;
-  return owner;
-}
-
 template <class Id>
 int64_t request_ids(Context& context, int32_t index, const Batch& batch) {
   const Table& table = context.tables[index];
@@ -45,7 +39,7 @@ int64_t request_ids(Context& context, int32_t index, const Batch& batch) {
   int64_t* begin = Context::request_begin(entry);
   std::vector<int64_t> at(static_cast<size_t>(W) + 1, 0);
   const int64_t bad = for_pushed<Id>(table, batch, [&](int64_t, uint32_t, int64_t key) {
-    ++at[owner_of(table, key) + 1];
+    ++at[table.owner_of(key) + 1];
   });
   if (bad >= 0) return bad;
   for (int32_t r = 0; r < W; ++r) at[r + 1] += at[r];
@@ -61,7 +55,7 @@ int64_t request_ids(Context& context, int32_t index, const Batch& batch) {
   uint32_t* bags = reinterpret_cast<uint32_t*>(base + entry->bags_offset);
   float* weights = reinterpret_cast<float*>(base + entry->weights_offset);
   for_pushed<Id>(table, batch, [&](int64_t i, uint32_t bag, int64_t key) {
-    const int32_t owner = owner_of(table, key);
+    const int32_t owner = table.owner_of(key);
     const int64_t to = at[owner]++;
     slots[to] = static_cast<uint32_t>(key - table.owner_begin[owner]);
     bags[to] = bag;
@@ -159,14 +153,20 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
     const FeatureBags& bags = batch.features[f];
     for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {
       const int64_t first = bags.bounds[b], n = bags.bounds[b + 1] - first;
-      int64_t* rows = scratch.get<int64_t>(0, n);
-      resolve(table.read, ids + first, n, n, rows);
+      const int64_t* rows = nullptr;
+      if (bags.rows != nullptr) {
+        rows = bags.rows + (first - bags.bounds[0]);
+      } else {
+        int64_t* found = scratch.get<int64_t>(0, n);
+        resolve(table.read, ids + first, n, n, found);
+        rows = found;
+      }
       Row<N> sum;
       sum.zero(dim);
       for (int64_t i = 0; i < n; ++i) {
         if (is_pushed(table, static_cast<int64_t>(ids[first + i]))) continue;
         const E* row = reinterpret_cast<const E*>(rows[i]);
-        count_rows(table, rows + i, 1, kRows, scratch);
+        if (bags.rows == nullptr) count_rows(table, rows + i, 1, kRows, scratch);
         if (batch.weights) {
           sum.add_scaled(row, batch.weights[first + i], dim);
         } else {

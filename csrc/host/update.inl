@@ -143,16 +143,6 @@ void merge_all(const Context& context, int32_t index, float gradient_scale, Body
   merge_rows<N>(context, table, in, gradient_scale, body);
 }
 
-int64_t position_at(const Table& table, int64_t slot) {
-  for (const HomeTier& tier : table.home_tiers) {
-    if (slot < tier.slot_begin || slot >= tier.slot_end) continue;
-    const int64_t n = static_cast<int64_t>(tier.offsets.size());
-    const int64_t k = slot - tier.slot_begin;
-    return tier.start + k / n * tier.period + tier.offsets[k % n];
-  }
-  return -1;
-}
-
 // Ids of positions, which come in ascending order within a tier: cold ids are found from the last.
 class IdsOfPositions {
  public:
@@ -192,7 +182,7 @@ class RoundingNumbers {
  public:
   explicit RoundingNumbers(const Table& table) : table_(table), ids_(table.head_ids) {}
   const uint16_t* of(int64_t slot) {
-    const uint32_t row = static_cast<uint32_t>(ids_.at(position_at(table_, slot)));
+    const uint32_t row = static_cast<uint32_t>(ids_.at(table_.position_at(slot)));
     const RoundingKey key = table_.rounding;
     const uint32_t first = static_cast<uint32_t>(table_.first_column) / 8;
     const uint32_t last = static_cast<uint32_t>(table_.first_column + table_.dim - 1) / 8;
@@ -212,14 +202,13 @@ class RoundingNumbers {
 // Sum over all pieces of a row, in column order: the same number at every piece's owner. `round`: see
 // Table::rounds_of_squares.
 float squares_of_row(const Context& context, const Table& table, int64_t slot, int32_t round) {
-  const int64_t position = position_at(table, slot);
+  const int64_t position = table.position_at(slot);
   float sum = 0.0f;
   for (int32_t p : table.pieces) {
     const Table& piece = context.tables[p];
     const int64_t key =
         locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
-    int32_t owner = 0;
-    while (key >= piece.owner_begin[owner + 1]) ++owner;
+    const int32_t owner = piece.owner_of(key);
     table.counters.add(kSquares, owner, 1);
     const int64_t first = piece.owner_begin[owner], end = piece.owner_begin[owner + 1];
     sum += piece.squares[owner][round * (end - first) + key - first];

@@ -43,7 +43,7 @@ class TableRows:
         self.part = part
         self.source: Any = None
         self.shape = torch.Size(tables.shape(name, part))
-        self.dtype = tables.read(name, 0, 0, part).dtype
+        self.dtype = tables.dtype(name, part)
         row_bytes = self.dtype.itemsize * self.shape[1:].numel()
         self.chunk_rows = max(1, chunk_bytes // row_bytes)
 

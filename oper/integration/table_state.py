@@ -29,10 +29,11 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
         One rank: a copy of the global shape, in the table's dtype. Several ranks: a ``DTensor`` of
         that shape, of which each rank holds one contiguous row range (``Shard(0)``), so that
         ``torch.distributed.checkpoint`` saves and reshards it. Inside `rows_on_demand`:
-        `TableRows`, which hold nothing.
+        `TableRows`, which hold nothing, where all ranks share memory: elsewhere each rank reads its
+        range now, since reading is collective.
     """
     chunk_bytes = chunk_bytes_on_demand()
-    if chunk_bytes is not None:
+    if chunk_bytes is not None and tables.is_one_domain:
         return TableRows(tables, name, part, chunk_bytes)
     shape = torch.Size(tables.shape(name, part))
     num_rows = shape[0]

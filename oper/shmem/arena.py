@@ -155,7 +155,10 @@ class KernelMaps:
     @staticmethod
     def build(directories: Sequence[TableDirectory], layout: ArenaLayout, addresses: list[int],
               rank: int) -> KernelMaps:
-        """The maps of `rank`, which sees arena r at `addresses[r]`."""
+        """The maps of `rank`, which sees arena r at `addresses[r]`; 0 = in another memory domain.
+
+        The read map of a row that it cannot see gives -1 - the row's home key.
+        """
         bases: list[np.ndarray] = []
         steps: list[np.ndarray] = []
         tables: list[list[int]] = []
@@ -182,12 +185,16 @@ class KernelMaps:
             for x in d.tiers:
                 slot = x.slot_base[x.pattern] + x.within
                 home = add_map(d.owner_begin[x.pattern] + slot, x.weight[x.pattern])
-                if x.replica_base[rank] >= 0:
-                    copy = replica_address[rank] + x.replica_base[rank] * row_bytes
+                copy_at = nearest_replica(x, rank, where != 0)
+                if copy_at >= 0:
+                    copy = replica_address[copy_at] + x.replica_base[copy_at] * row_bytes
                     read = add_map(np.array([copy]), np.array([row_bytes]))
                 else:
-                    read = add_map(row_address[x.pattern] + slot * row_bytes,
-                                   x.weight[x.pattern] * row_bytes)
+                    near = where[x.pattern] != 0
+                    key = d.owner_begin[x.pattern] + slot
+                    read = add_map(
+                        np.where(near, row_address[x.pattern] + slot * row_bytes, -1 - key),
+                        np.where(near, row_bytes, -1) * x.weight[x.pattern])
                 tiers.append([x.tier.start, *read, *home, int(x.tier.mode == "push")])
                 if x.tier.placement == "replicated":
                     refreshes += _refreshes(t, x, row_address, replica_address[rank], rank,
@@ -210,6 +217,21 @@ class KernelMaps:
             np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),
             np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched,
             where[None, :] + layout.squares, heads)
+
+
+def nearest_replica(x: TierLayout, rank: int, near: np.ndarray) -> int:
+    """Rank whose replica of a tier `rank` reads, or -1: the masters, in place or by exchange.
+
+    Args:
+        x: the tier.
+        rank: the reader.
+        near: bool [W], ranks whose memory it can address.
+    """
+    if x.replica_base[rank] >= 0:
+        return rank
+    if x.tier.placement != "replicated" or near[x.pattern].all():
+        return -1
+    return next((int(r) for r in np.flatnonzero(near) if x.replica_base[r] >= 0), -1)
 
 
 def _refreshes(

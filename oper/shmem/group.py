@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from oper.errors import DeadlineError, fail
@@ -56,19 +57,25 @@ class ProcessGroup:
 
 
 class ThreadGroup:
-    """Virtual ranks: W threads of one process, for tests and for the `local` back end."""
+    """Virtual ranks: W threads of one process, for tests and for the `local` back end.
+
+    Attributes:
+        domains: the memory domain that each rank plays, by rank; None = one for all.
+    """
 
     is_local = True
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank = rank
+        self.domains = shared.domains
         self.world_size = shared.world_size
         self._shared = shared
 
     @staticmethod
-    def create(world_size: int, deadline_s: float = 60.0) -> list[ThreadGroup]:
+    def create(world_size: int, deadline_s: float = 60.0,
+               domains: Sequence[int] | None = None) -> list[ThreadGroup]:
         """One group per virtual rank."""
-        shared = _Shared(world_size, deadline_s)
+        shared = _Shared(world_size, deadline_s, domains)
         return [ThreadGroup(rank, shared) for rank in range(world_size)]
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -90,8 +97,9 @@ class ThreadGroup:
 
 
 class _Shared:
-    def __init__(self, world_size: int, deadline_s: float) -> None:
+    def __init__(self, world_size: int, deadline_s: float, domains: Sequence[int] | None) -> None:
         self.world_size = world_size
+        self.domains = domains
         self.deadline_s = deadline_s
         self.values: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size)

@@ -1,4 +1,4 @@
-"""The symmetric heap of one host: an arena per rank that every rank can address.
+"""The symmetric heap of one memory domain: an arena per rank that every rank can address.
 
 Arenas are anonymous memory files (``memfd``): they have no name, so nothing is left behind by a
 killed process. Descriptors travel over private abstract Unix sockets to processes of the same user
@@ -12,13 +12,12 @@ import fcntl
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from oper.errors import OperError, PlanError, fail
+from oper.errors import OperError, fail
+from oper.shmem.domains import peer_credentials
 from oper.shmem.group import Group
 from oper.shmem.library import load
 
@@ -45,7 +44,7 @@ def _create_segment(num_bytes: int) -> int:
 
 
 class HostHeap:
-    """Arenas of all ranks of a group on one host.
+    """Arenas of all ranks of a group, which is one memory domain.
 
     Args:
         group: the ranks. Creation is collective.
@@ -60,7 +59,6 @@ class HostHeap:
         page_kind: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent), after `collapse`.
 
     Raises:
-        PlanError: the ranks are not on one host.
         OperError: memory or descriptors cannot be had.
     """
 
@@ -136,18 +134,13 @@ class HostHeap:
             server.bind(name)
             server.listen(group.world_size)
             server.settimeout(_CONNECT_S)
-            everyone = group.all_gather((_host_id(), os.getpid(), name))
-            hosts = {host for host, _, _ in everyone}
-            if len(hosts) > 1:
-                raise PlanError(
-                    fail("ranks cannot address each other's memory", "hosts", len(hosts), "1",
-                         "start all ranks of this group on one host"))
-            pids = [pid for _, pid, _ in everyone]
+            everyone = group.all_gather((os.getpid(), name))
+            pids = [pid for pid, _ in everyone]
             for rank, pid in enumerate(pids):
                 if rank != group.rank:
                     self.pidfds[rank] = os.pidfd_open(pid)
             received = _exchange_descriptors(
-                server, group.rank, pids, [n for _, _, n in everyone], mine)
+                server, group.rank, pids, [n for _, n in everyone], mine)
         for got in received.values():
             fds.extend(got)
         segments = [mine if r == group.rank else received[r] for r in range(group.world_size)]
@@ -198,18 +191,6 @@ class HostHeap:
         self.pidfds = [-1] * len(self.pidfds)
 
 
-def _host_id() -> str:
-    """Equal for processes that share a kernel and a PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-
-
-def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
-    return pid, uid
-
-
 def _exchange_descriptors(
     server: socket.socket, rank: int, pids: list[int], names: list[str], mine: list[int]
 ) -> dict[int, list[int]]:
@@ -232,7 +213,7 @@ def _exchange_descriptors(
         while served != wanted:
             connection, _ = server.accept()
             with connection:
-                pid, uid = _peer_credentials(connection)
+                pid, uid = peer_credentials(connection)
                 if uid == os.getuid() and pid in wanted:
                     socket.send_fds(connection, [b"oper"], mine)
                     served.add(pid)

@@ -28,6 +28,8 @@ from oper.shmem.batch import (
 )
 from oper.shmem.by_feature import Backward, BoundsCheck, as_one
 from oper.shmem.clipping import GradientClamp
+from oper.shmem.domains import DomainGroup, find_domains
+from oper.shmem.exchange import SENT, Exchange
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
@@ -40,7 +42,8 @@ from oper.traffic import Traffic
 
 MAX_DIM = 1024
 # What a plan decides; the rest of `ShardedTables` stays when the plan changes.
-_OF_THE_PLAN = ("plan", "directories", "has_push", "pieces", "_layout", "_heap", "_handle")
+_OF_THE_PLAN = ("plan", "directories", "has_push", "pieces", "_layout", "_heap", "_handle",
+                "_addresses", "_exchange")
 
 
 class ShardedTables(LogicalRows):
@@ -97,9 +100,17 @@ class ShardedTables(LogicalRows):
             self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096,
             [n for n, o in (optimizers or {}).items() if o.max_row_norm is not None])
         self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
+        domains = find_domains(group)
+        self._exchange = Exchange(group, domains) if len(set(domains)) > 1 else None
+        near = self._exchange.members if self._exchange else list(range(group.world_size))
         self._heap: HostHeap | None = HostHeap(
-            group, self._layout.num_bytes, self._layout.host_ranges)
-        self._handle = self._create_context()
+            DomainGroup(group, near) if self._exchange else group,
+            [self._layout.num_bytes[r] for r in near],
+            [self._layout.host_ranges[r] for r in near])
+        self._addresses = [0] * group.world_size
+        for rank, address in zip(near, self._heap.addresses, strict=True):
+            self._addresses[rank] = address
+        self._handle = self._create_context(near)
         self._migration: Migration | None = None
         # Held while another thread may use the placement, which therefore must not go away.
         self._resolving = threading.Lock()
@@ -117,10 +128,10 @@ class ShardedTables(LogicalRows):
         self._release = weakref.finalize(self, _release, self._handle, self._heap)
         self._release.atexit = False
 
-    def _create_context(self) -> int:
+    def _create_context(self, near: list[int]) -> int:
         heap, group = self._heap, self.group
         assert heap is not None
-        maps = KernelMaps.build(self.directories, self._layout, heap.addresses, group.rank)
+        maps = KernelMaps.build(self.directories, self._layout, self._addresses, group.rank)
         column = 0
         features = []
         for logical, (name, table) in enumerate(self.features):
@@ -133,7 +144,7 @@ class ShardedTables(LogicalRows):
                 features.append([k, column + start, logical, start])
             column += self.specs[table].dim
         self.output_columns = column
-        outboxes = [a + o for a, o in zip(heap.addresses, self._layout.outbox, strict=True)]
+        outboxes = [a + o for a, o in zip(self._addresses, self._layout.outbox, strict=True)]
         as_tensor = torch.from_numpy
         handle = int(torch.ops.oper.context_create(
             group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
@@ -142,9 +153,11 @@ class ShardedTables(LogicalRows):
             as_tensor(maps.touched), as_tensor(maps.squares),
             torch.tensor(outboxes, dtype=torch.int64), self._layout.outbox_bytes,
             [as_tensor(h) for h in maps.heads]))
-        if group.world_size > 1:
+        if len(near) > 1:
             deadline_ms = int(float(os.environ.get(DEADLINE_ENV, "300")) * 1000)
-            torch.ops.oper.context_set_barrier(handle, heap.control, heap.pidfds, deadline_ms)
+            torch.ops.oper.context_set_barrier(handle, heap.control, near, heap.pidfds, deadline_ms)
+        if self._exchange is not None:
+            self._exchange.attach(handle, self.directories)
         return handle
 
     # ---- lookups ---------------------------------------------------------------------------------
@@ -153,7 +166,8 @@ class ShardedTables(LogicalRows):
         """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
 
         With gradients enabled and an optimizer, the backward pass of the result updates the
-        tables; that part is collective over the group. Without gradients nothing is collective.
+        tables; that part is collective over the group. Without gradients nothing is collective
+        within a memory domain; between domains it is, unless the plan keeps copies of all rows.
 
         Raises:
             InvalidInputError: an id out of range (see `BoundsCheck`), or lengths that do not fit
@@ -186,7 +200,8 @@ class ShardedTables(LogicalRows):
         if known is None or batch.weights is not known.batch.weights:
             self._checks.check(batch)
         empty = batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size)
-        if empty and not batch.lengths.any() and not (collective and self.has_push):
+        meets = self._exchange is not None or (collective and self.has_push)
+        if empty and not batch.lengths.any() and not meets:
             dim = self.output_columns if batch.pooled else self.directories[0].table.dim
             return torch.empty(0, dim), torch.zeros(batch.lengths.numel() + 1, dtype=torch.int64)
         out, offsets, code, detail = torch.ops.oper.lookup_forward(
@@ -278,9 +293,12 @@ class ShardedTables(LogicalRows):
         """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
         assert batch.weights is not None
         grad = self._clamp.apply(grad, batch, offsets)
-        gradient: torch.Tensor = torch.ops.oper.lookup_weight_gradient(
+        gradient: torch.Tensor
+        gradient, code, detail = torch.ops.oper.lookup_weight_gradient(
             self._handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
             batch.batch_size)
+        if code:
+            self._raise(code, detail, batch, offsets)
         return gradient
 
     def _optimizer_arguments(self, step: int) -> torch.Tensor:
@@ -292,14 +310,33 @@ class ShardedTables(LogicalRows):
         return torch.tensor([own[d.table.name] for d in self.directories], dtype=torch.float64)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
+        if self._exchange is not None:
+            code, detail = self._exchange.check(code, detail)
         raise_status(code, detail, self._layout.outbox_bytes,
                      FailedBatch(batch, offsets, self.features, self.specs))
 
     def barrier(self) -> None:
         """Wait for all ranks; raises PeerLostError or DeadlineError."""
         code, detail = torch.ops.oper.context_barrier(self._handle)
+        if code and self._exchange is not None:
+            code, detail = self._exchange.check(code, detail)
         if code:
             raise_status(code, detail, self._layout.outbox_bytes, None)
+        if self._exchange is not None:
+            self._exchange.barrier()
+
+    def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
+        """Bytes that this rank has sent to other memory domains, by kind and receiver.
+
+        Args:
+            reset: start again from 0.
+
+        Returns:
+            int [W] for each kind of `oper.shmem.exchange.SENT`; empty in a single domain.
+        """
+        _, *flat = torch.ops.oper.context_sent_bytes(self._handle, reset) or [0]
+        size = self.group.world_size
+        return {kind: flat[k * size:(k + 1) * size] for k, kind in enumerate(SENT)} if flat else {}
 
     def traffic(self, reset: bool = False) -> Traffic:
         """What this rank has read since it was built, or since the last reset: rows, ids, sums and
@@ -349,6 +386,11 @@ class ShardedTables(LogicalRows):
             raise InvalidInputError(
                 fail("cannot move tables to another plan", "plan", "a move is under way",
                      "one at a time", "wait until `migration` is None, or stop_migration()"))
+        if not self.is_one_domain:
+            raise OperError(
+                fail("cannot move tables to another plan while they are trained", "memory domains",
+                     "several", "ranks that share memory",
+                     "save a checkpoint and load it under the new plan"))
         self.barrier()
         self._migration = Migration(self, plan, bytes_per_step)
 
@@ -374,7 +416,8 @@ class ShardedTables(LogicalRows):
         other = ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale)
         problem: OperError | None = None
         try:
-            check_room(other._layout.used_bytes)
+            check_room([b for b, a in zip(other._layout.used_bytes, other._addresses, strict=True)
+                        if a])
         except OperError as error:
             problem = error
         # All ranks or none: their views of free memory may differ.
@@ -404,7 +447,8 @@ class ShardedTables(LogicalRows):
     def use_huge_pages(self) -> str:
         """Ask for huge pages behind the written rows; returns the page kind. Collective."""
         assert self._heap is not None
-        self._heap.collapse(self._layout.used_bytes, self.barrier)
+        near = [r for r, address in enumerate(self._addresses) if address]
+        self._heap.collapse([self._layout.used_bytes[r] for r in near], self.barrier)
         return self._heap.page_kind
 
     def memory_bytes(self) -> dict[str, list[int]]:

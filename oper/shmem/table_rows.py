@@ -10,6 +10,7 @@ import torch
 from oper.directory import TableDirectory, TierLayout
 from oper.errors import InvalidInputError, OperError, fail
 from oper.shmem.arena import ROW_TYPES, ArenaLayout
+from oper.shmem.exchange import Exchange, Wanted
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.optimizers import STATE_PARTS
@@ -35,6 +36,13 @@ class LogicalRows:
     group: Group
     _layout: ArenaLayout
     _heap: HostHeap | None
+    _addresses: list[int]  # [W] of the arenas, 0 = in another memory domain
+    _exchange: Exchange | None
+
+    @property
+    def is_one_domain(self) -> bool:
+        """Whether every rank can address every other's memory."""
+        return self._exchange is None
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -52,13 +60,13 @@ class LogicalRows:
 
     def view(self, part: str, piece: int, rank: int) -> torch.Tensor:
         """A rank's shard of a piece or of its optimizer state, [slots, columns], mapped."""
-        heap, d = self._heap, self.directories[piece]
-        if heap is None:
+        d = self.directories[piece]
+        if self._heap is None:
             raise OperError(fail("sharded tables were closed", "table", d.table.name, "open tables",
                                  "read them before close()"))
         columns = 1 if self._is_per_row(part, d.table.name) else d.dim
         view: torch.Tensor = torch.ops.oper.segment_view(
-            heap.addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
+            self._addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
             int(d.num_slots[rank]), columns,
             ROW_TYPES.index(d.table.dtype) if part == "rows" else 0)
         return view
@@ -100,16 +108,24 @@ class LogicalRows:
         Returns:
             The rows' dtype [n, dim]; for states float32 [n, dim], or [n] with one number per row.
 
-        One-sided: reads the owners' memory; no rank may be in an update meanwhile.
+        One-sided: reads the owners' memory; no rank may be in an update meanwhile. Between memory
+        domains collective: all ranks read, be it other rows or none.
         """
         end = self.specs[table].num_rows if end is None else end
         per_row = self._is_per_row(part, table)
         out = torch.empty(end - begin, 1 if per_row else self.specs[table].dim,
                           dtype=self.dtype(table, part))
-        columns = slice(0, out.shape[1])
-        for at in range(begin, end, CHUNK_ROWS):
-            stop = min(end, at + CHUNK_ROWS)
-            self.gather(table, np.arange(at, stop), part, columns, out[at - begin:stop - begin])
+        pieces = self.pieces[table][:1] if per_row else self.pieces[table]
+        work = [(piece, at) for at in range(begin, end, CHUNK_ROWS) for piece in pieces]
+        longest = len(work)
+        if self._exchange is not None:
+            longest = max(self.group.all_gather(longest))
+        for piece, at in work:
+            ids = np.arange(at, min(end, at + CHUNK_ROWS))
+            self._gather_piece(piece, ids, part, slice(0, out.shape[1]),
+                               out[at - begin:at - begin + ids.size])
+        for _ in range(len(work), longest):  # other ranks read more
+            self._fetch({})
         return out[:, 0] if per_row else out
 
     def gather(self, table: str, ids: np.ndarray, part: str, columns: slice, out: torch.Tensor
@@ -122,17 +138,38 @@ class LogicalRows:
             part: as for `read`.
             columns: columns of the table; ``slice(0, 1)`` of a state with one number per row.
             out: [n, columns], where they go.
+
+        Between memory domains collective: all ranks gather from this table at once.
         """
         # All pieces of a row carry the same state per row.
         per_row = self._is_per_row(part, table)
         for piece in self.pieces[table][:1] if per_row else self.pieces[table]:
-            mine = self.columns(part, piece)
-            first, last = max(mine.start, columns.start), min(mine.stop, columns.stop)
-            if first >= last:
-                continue
-            for rank, index, slot in self._parts(piece, ids):
-                rows = self.view(part, piece, rank)[:, first - mine.start:last - mine.start]
-                out[index, first - columns.start:last - columns.start] = rows[slot]
+            self._gather_piece(piece, ids, part, columns, out)
+
+    def _gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
+                      out: torch.Tensor) -> None:
+        mine = self.columns(part, piece)
+        first, last = max(mine.start, columns.start), min(mine.stop, columns.stop)
+        if first >= last:
+            return
+        to = out[:, first - columns.start:last - columns.start]
+        inside = slice(first - mine.start, last - mine.start)
+        far: dict[int, Wanted] = {}
+        places = {}
+        for rank, index, slot in self._parts(piece, ids):
+            if self._addresses[rank]:
+                to[index] = self.view(part, piece, rank)[:, inside][slot]
+            else:
+                far[rank], places[rank] = (part, piece, slot), index
+        for rank, rows in self._fetch(far).items():
+            to[places[rank]] = rows[:, inside]
+
+    def _fetch(self, wanted: dict[int, Wanted]) -> dict[int, torch.Tensor]:
+        """Rows of ranks in other memory domains, by rank; collective where there are such."""
+        if self._exchange is None:
+            return {}
+        rank = self.group.rank
+        return self._exchange.fetch(wanted, lambda part, piece: self.view(part, piece, rank))
 
     def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows",
               column: int = 0) -> None:
@@ -168,36 +205,50 @@ class LogicalRows:
         self.barrier()
         for k, d in enumerate(self.directories):
             for x in d.tiers:
-                if x.replica_base[self.group.rank] >= 0:
+                if (x.replica_base >= 0).any():
                     self._copy_replicas(k, x)
         self.barrier()
 
     def _copy_replicas(self, piece: int, x: TierLayout) -> None:
-        """Copy a replicated tier's master rows into this rank's replica."""
+        """Copy a replicated tier's master rows into this rank's replica, if it has one."""
         d = self.directories[piece]
         first = int(x.replica_base[self.group.rank])
-        copy = self.replica_view(piece, self.group.rank)[first:first + x.tier.stop - x.tier.start]
-        for at in range(0, copy.shape[0], CHUNK_ROWS):
-            positions = np.arange(at, min(copy.shape[0], at + CHUNK_ROWS)) + x.tier.start
-            owner, slot = d.locate(positions)
-            for peer in np.unique(owner):
-                here = np.flatnonzero(owner == peer)
-                source = self.view("rows", piece, int(peer))
-                copy[torch.from_numpy(here + at)] = source[torch.from_numpy(slot[here])]
+        num_rows = x.tier.stop - x.tier.start
+        for at in range(0, num_rows, CHUNK_ROWS):
+            far: dict[int, Wanted] = {}
+            places = {}
+            if first >= 0:
+                copy = self.replica_view(piece, self.group.rank)[first:first + num_rows]
+                owner, slot = d.locate(np.arange(at, min(num_rows, at + CHUNK_ROWS)) + x.tier.start)
+                for peer in np.unique(owner).tolist():
+                    here = np.flatnonzero(owner == peer)
+                    places[peer] = torch.from_numpy(here + at)
+                    slots = torch.from_numpy(slot[here])
+                    if self._addresses[peer]:
+                        copy[places[peer]] = self.view("rows", piece, peer)[slots]
+                    else:
+                        far[peer] = ("rows", piece, slots)
+            for peer, rows in self._fetch(far).items():
+                copy[places[peer]] = rows
 
     def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
         """A rank's copy of the replicated rows of one column piece of a table.
 
         Returns:
             The rows' dtype [rows, columns of the piece], a mapped view.
+
+        Raises:
+            OperError: the rank is in another memory domain.
         """
+        if not self._addresses[rank]:
+            raise OperError(fail("cannot see a rank's replicas", "rank", rank,
+                                 "a rank of this memory domain", "read them there"))
         return self.replica_view(self.pieces[table][piece], rank)
 
     def replica_view(self, piece: int, rank: int) -> torch.Tensor:
         """As `replica`, of a directory."""
-        assert self._heap is not None
         d = self.directories[piece]
         copy: torch.Tensor = torch.ops.oper.segment_view(
-            self._heap.addresses[rank] + int(self._layout.replicas[piece, rank]),
+            self._addresses[rank] + int(self._layout.replicas[piece, rank]),
             int(d.num_replica_rows[rank]), d.dim, ROW_TYPES.index(d.table.dtype))
         return copy

@@ -1,0 +1,53 @@
+#include "host/packing.h"
+
+#include <cstring>
+
+namespace oper::host {
+
+namespace {
+
+constexpr uint32_t kToNearest = 0x8000;  // in the place of random bits: ties away from zero
+
+template <class E>
+void round_row(char* to, const char* from, int64_t n) {
+  E* rounded = reinterpret_cast<E*>(to);
+  const float* numbers = reinterpret_cast<const float*>(from);
+  for (int64_t i = 0; i < n; ++i) rounded[i] = round_to(E{}, numbers[i], kToNearest);
+}
+
+template <class E>
+void expand(char* to, const char* from, int64_t n) {
+  float* numbers = reinterpret_cast<float*>(to);
+  const E* rounded = reinterpret_cast<const E*>(from);
+  for (int64_t i = 0; i < n; ++i) numbers[i] = to_float(rounded[i]);
+}
+
+}  // namespace
+
+void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array) {
+  constexpr int64_t kAhead = 16;
+  const int64_t n = array.n, unit = array.unit;
+  const bool is_exact = array.wire == RowType::kFloat32;
+  if (rows == nullptr && is_exact) {
+    std::memcpy(to, from, static_cast<size_t>(n * unit));
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i, to += is_exact ? unit : unit / 2) {
+    if (rows != nullptr && i + kAhead < n)
+      for (int64_t b = 0; b < unit; b += 64)
+        __builtin_prefetch(from + static_cast<int64_t>(rows[i + kAhead]) * unit + b);
+    const char* row = from + (rows == nullptr ? i : static_cast<int64_t>(rows[i])) * unit;
+    if (is_exact) std::memcpy(to, row, static_cast<size_t>(unit));
+    if (array.wire == RowType::kFloat16) round_row<Float16>(to, row, unit / 4);
+    if (array.wire == RowType::kBFloat16) round_row<BFloat16>(to, row, unit / 4);
+  }
+}
+
+void unpack(char* to, const char* from, const WireArray& array) {
+  const int64_t bytes = array.n * array.unit;
+  if (array.wire == RowType::kFloat32) std::memcpy(to, from, static_cast<size_t>(bytes));
+  if (array.wire == RowType::kFloat16) expand<Float16>(to, from, bytes / 4);
+  if (array.wire == RowType::kBFloat16) expand<BFloat16>(to, from, bytes / 4);
+}
+
+}  // namespace oper::host

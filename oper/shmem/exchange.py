@@ -1,0 +1,212 @@
+"""The exchange between memory domains, from its Python side.
+
+Within a domain ranks read each other's memory. What ranks of other domains have left for this one
+is received into private mirrors of their outboxes, see csrc/host/exchange.h: the kernels read both
+alike, in the same order, and every plan gives the bits of a run in one domain. The operators call
+back here to move the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from oper.directory import TableDirectory, TierLayout
+from oper.errors import InvalidInputError, OperError, PeerLostError, fail
+from oper.shmem.group import Group
+from oper.shmem.transport import transport_of
+
+#: What is sent between domains, in the order of the kernels' counters (`ShardedTables.sent_bytes`).
+SENT = ("headers", "row_ids", "rows", "ids", "id_weights", "partial_sums", "gradient_rows",
+        "gradient_ids", "gradient_id_weights", "bag_gradients", "squares", "refreshed_rows")
+WIRE_ENV = "OPER_WIRE"
+WIRES = ("exact", "fp16", "bf16")
+_TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
+                              ctypes.c_void_p, ctypes.c_void_p)
+_REQUEST = struct.Struct("<32sqq")  # part, piece, number of slots
+
+# Slots of one piece and part on one rank.
+Wanted = tuple[str, int, torch.Tensor]
+
+
+def wire_format() -> int:
+    """Index into `WIRES` of how rows and gradients are rounded between domains (``OPER_WIRE``).
+
+    ``exact`` unless asked for; ``fp16`` and ``bf16`` halve the bytes and change the numbers.
+    """
+    value = os.environ.get(WIRE_ENV, "") or "exact"
+    if value not in WIRES:
+        raise InvalidInputError(fail("cannot set up the exchange between memory domains", WIRE_ENV,
+                                     value, f"one of {WIRES}", "correct the variable"))
+    return WIRES.index(value)
+
+
+class Exchange:
+    """Exchange of one collection's tables with ranks of other memory domains.
+
+    Args:
+        group: all ranks. Creation is collective.
+        domain_of: index of each rank's domain, by rank.
+
+    Attributes:
+        members: ranks of this rank's domain, ascending.
+    """
+
+    def __init__(self, group: Group, domain_of: Sequence[int]) -> None:
+        self._group = group
+        self._domain_of = list(domain_of)
+        self.members = [r for r in range(group.world_size)
+                        if domain_of[r] == domain_of[group.rank]]
+        self._transport = transport_of(group)
+        self._error: BaseException | None = None
+        self.callback = _TRANSPORT(self._move)
+
+    # ---- what a plan needs -----------------------------------------------------------------------
+
+    def attach(self, handle: int, directories: Sequence[TableDirectory]) -> None:
+        """Give a context of the kernels its exchange."""
+        facts = _facts(directories, self._domain_of)
+        rank = self._group.rank
+        targets = [
+            [t, reader, int(x.slot_base[rank]), int(x.slot_base[rank] + x.num_rows[rank])]
+            for t, d in enumerate(directories) for x in d.tiers if x.num_rows[rank]
+            for reader in np.flatnonzero(x.replica_base >= 0).tolist()
+            if reader not in self.members]
+        address = ctypes.cast(self.callback, ctypes.c_void_p).value
+        torch.ops.oper.context_set_exchange(
+            handle, self.members,
+            torch.tensor(sorted(targets), dtype=torch.int64).reshape(-1, 4),  # slots ascend
+            *facts, wire_format(), address)
+
+    # ---- bytes -----------------------------------------------------------------------------------
+
+    def _move(self, is_payload: int, send: int, send_bytes: int, recv: int, recv_bytes: int) -> int:
+        """The kernels' transport; an error is kept for `raise_error`."""
+        try:
+            there, back = (np.ctypeslib.as_array((ctypes.c_int64 * self._group.world_size)
+                                                 .from_address(a)).tolist()
+                           for a in (send_bytes, recv_bytes))
+            self._transport.exchange(_bytes_at(send, sum(there)), there,
+                                     _bytes_at(recv, sum(back)), back)
+        except BaseException as error:
+            self._error = error
+            return 1
+        return 0
+
+    def check(self, code: int, detail: int) -> tuple[int, int]:
+        """The status that explains what the kernels met; raises the transport's own error."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            self._transport.give_up(*_blame_of(error, self._group.rank))
+            raise error
+        if code == 8:
+            raise OperError(
+                fail("ranks are not at the same exchange", "rank", detail,
+                     "the same lookups, updates and OPER_WIRE on all ranks",
+                     "a lookup without gradients is collective across memory domains as well"))
+        if code in (1, 2, 6):
+            code, detail = self._transport.blame(code, detail)
+            self._transport.give_up(code, detail)
+        return code, detail
+
+    def barrier(self) -> None:
+        """Wait for all ranks of all domains."""
+        size = self._group.world_size
+        send = torch.zeros(size, dtype=torch.uint8)
+        self._guarded(send, [1] * size, torch.empty_like(send), [1] * size)
+
+    def _guarded(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
+                 recv_bytes: list[int]) -> None:
+        try:
+            self._transport.exchange(send, send_bytes, recv, recv_bytes)
+        except Exception as error:
+            self._transport.give_up(*_blame_of(error, self._group.rank))
+            raise
+
+    def fetch(self, wanted: Mapping[int, Wanted], serve: Callable[[str, int], torch.Tensor]
+              ) -> dict[int, torch.Tensor]:
+        """Rows of other ranks' shards, ``[n, columns]`` by rank. Collective; any may want nothing.
+
+        Args:
+            wanted: part, piece and slots (int64 [n]) by rank.
+            serve: gives this rank's shard of a part and piece, ``[slots, columns]``.
+        """
+        size = self._group.world_size
+        heads = b"".join(
+            _REQUEST.pack(part.encode(), piece, slots.numel()) for part, piece, slots in (
+                wanted.get(r, ("", 0, torch.empty(0))) for r in range(size)))
+        asked_heads = torch.empty(len(heads), dtype=torch.uint8)
+        each = [_REQUEST.size] * size
+        self._guarded(_tensor_of(heads), each, asked_heads, each)
+        asked = list(_REQUEST.iter_unpack(asked_heads.numpy().tobytes()))
+        mine = [wanted[r][2].to(torch.int64).contiguous().view(torch.uint8)
+                for r in sorted(wanted)]
+        slots = torch.empty(8 * sum(n for _, _, n in asked), dtype=torch.uint8)
+        self._guarded(torch.cat([*mine, torch.empty(0, dtype=torch.uint8)]),
+                      [8 * wanted[r][2].numel() if r in wanted else 0 for r in range(size)],
+                      slots, [8 * n for _, _, n in asked])
+        answers, at = [], 0
+        for part, piece, n in asked:
+            index = slots[8 * at:8 * (at + n)].view(torch.int64)
+            at += n
+            name = part.rstrip(b"\0").decode()
+            answers.append(serve(name, piece)[index].reshape(-1).view(torch.uint8)
+                           if n else torch.empty(0, dtype=torch.uint8))
+        found, sizes = {}, [0] * size
+        shapes = {r: (index.numel(), serve(part, piece)) for r, (part, piece, index)
+                  in wanted.items()}
+        for r, (n, like) in shapes.items():
+            sizes[r] = n * like.shape[1] * like.element_size()
+        rows = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._guarded(torch.cat(answers), [a.numel() for a in answers], rows, sizes)
+        at = 0
+        for r in sorted(shapes):
+            n, like = shapes[r]
+            found[r] = rows[at:at + sizes[r]].clone().view(like.dtype).reshape(n, like.shape[1])
+            at += sizes[r]
+        return found
+
+
+def _facts(directories: Sequence[TableDirectory], domain_of: Sequence[int]
+           ) -> tuple[bool, bool, bool]:
+    """Whether any rank of this plan asks other domains for rows, refreshes replicas of masters in
+    other domains, reads a replica of a neighbour."""
+    gathers = refreshes = shares = False
+    domains = np.asarray(domain_of)
+    for x in (x for d in directories for x in d.tiers):
+        owners = set(domains[x.pattern].tolist())
+        holders = domains[x.replica_base >= 0].tolist()
+        for domain in set(domain_of):
+            is_far = owners != {domain}
+            gathers |= is_far and domain not in holders
+            refreshes |= is_far and domain in holders
+            shares |= is_far and _has_reader(x, domains == domain)
+    return gathers, refreshes, shares
+
+
+def _has_reader(x: TierLayout, members: np.ndarray) -> bool:
+    """Whether some but not all ranks of a domain hold a replica."""
+    holds = x.replica_base[members] >= 0
+    return bool(holds.any() and not holds.all())
+
+
+def _blame_of(error: BaseException, rank: int) -> tuple[int, int]:
+    """Status code and rank that an error of the transport speaks of."""
+    blamed = getattr(error, "rank", None)
+    kind = 6 if blamed is None else 1 if isinstance(error, PeerLostError) else 2
+    return kind, rank if blamed is None else blamed
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,282 @@
+"""Ranks that share no memory give the bits of ranks that do, for every plan; virtual ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oper.errors import InvalidInputError, OperError, PeerLostError
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.exchange import SENT
+from oper.shmem.group import ThreadGroup
+from oper.shmem.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.runtime import Lookup
+from oper.tables import TableSpec
+from tests.runtime_support import (
+    OPTIMIZERS,
+    OTHER_OPTIMIZERS,
+    Batch,
+    Case,
+    assert_bitwise,
+    assert_exact,
+    dlrm_case,
+    make_batch,
+    make_steps,
+    mixed_plan,
+    open_tables,
+    plans_for,
+    rank_loss,
+    rich_plan,
+    run_ranks,
+    train_reference,
+    train_virtual,
+)
+
+STEPS = 4
+DOMAINS = [(0, 1), (0, 1, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)]
+ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
+
+
+def check(case: Case, plan: Plan, optimizer: str, domains: tuple[int, ...]) -> None:
+    """One domain and several: the same bits everywhere, and the unsharded numbers."""
+    steps = make_steps(case, len(domains), STEPS)
+    chosen = ALL_OPTIMIZERS[optimizer]
+    one = train_virtual(case, plan, steps, chosen)
+    several = train_virtual(case, plan, steps, chosen, domains=domains)
+    for part in ("outputs", "weights", "states", "replicas"):
+        assert_bitwise(getattr(one, part), getattr(several, part), part)
+    assert_exact(case, several, train_reference(case, steps, chosen),
+                 train_reference(case, steps, chosen, torch.float64))
+
+
+@pytest.mark.parametrize("domains", DOMAINS, ids=str)
+@pytest.mark.parametrize("name", ["replicated", "striped", "owned", "mixed0", "mixed1"])
+def test_placements(name: str, domains: tuple[int, ...]) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    check(case, plans_for(case.tables, len(domains))[name], "rowwise_adagrad", domains)
+
+
+# The optimizers that exchange squares go through all domains.
+@pytest.mark.parametrize("optimizer, domains", [
+    *itertools.product(["rowwise_adagrad", "partial_rowwise_adam"], DOMAINS),
+    ("sgd", (0, 1, 0, 1)), ("adagrad", (0, 1)), ("adam", (0, 0, 1, 1))], ids=str)
+def test_push_columns_weights_and_optimizers(optimizer: str, domains: tuple[int, ...]) -> None:
+    """Sum and mean pooling; weights and 32-bit ids where the optimizer's place is odd."""
+    odd = list(ALL_OPTIMIZERS).index(optimizer) % 2 == 1
+    case = replace(dlrm_case(optimizer), weighted=odd,
+                   id_dtype=torch.int32 if odd else torch.int64)
+    for seed in (1, 2):
+        check(case, rich_plan(case.tables, len(domains), seed, columns=True), optimizer, domains)
+
+
+def test_two_rounds_of_squares() -> None:
+    """Rows clipped by their norm, then a row-wise optimizer: both need the whole row."""
+    case = dlrm_case("rowwise_adagrad")
+    chosen = RowWiseAdagrad(lr=0.05, max_row_norm=0.01)
+    steps = make_steps(case, 4, STEPS)
+    plan = rich_plan(case.tables, 4, 1, columns=True)
+    one = train_virtual(case, plan, steps, chosen)
+    several = train_virtual(case, plan, steps, chosen, domains=(0, 1, 0, 1))
+    for part in ("outputs", "weights", "states", "replicas"):
+        assert_bitwise(getattr(one, part), getattr(several, part), part)
+
+
+def test_the_plans_above_have_what_they_promise() -> None:
+    tables = dlrm_case().tables
+    plans = [rich_plan(tables, 4, seed, columns=True) for seed in (1, 2)]
+    tiers = [x for p in plans for t in p.tables for piece in t.pieces for x in piece.tiers]
+    assert {(x.placement, x.mode) for x in tiers} == {
+        ("replicated", "pull"), ("striped", "push"), ("striped", "pull"), ("owned", "push"),
+        ("owned", "pull")}
+    # Replicas on one rank of a domain, whose neighbours read them there.
+    assert any(x.placement == "replicated" and len(x.ranks) < 4 for x in tiers)
+    assert any(len(t.pieces) > 1 for p in plans for t in p.tables)
+
+
+def lookups(group: ThreadGroup, case: Case, plan: Plan, batches: list[Batch], pooled: bool
+            ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Without gradients, then a training step; the gradient of the weights; a table after it."""
+    tables = open_tables(case, plan, group, SGD(lr=0.5))
+    batch = batches[group.rank]
+    weights = None if batch.weights is None else batch.weights.clone().requires_grad_()
+    call = replace(batch.lookup(case), weights=weights, pooled=pooled)
+    with torch.no_grad():
+        before = tables.lookup(call).clone()
+    out = tables.lookup(tables.resolve(call) if group.rank % 2 else call)  # ahead, on some ranks
+    (out.sin().sum() / 7).backward()
+    found = tables.read("t")
+    tables.barrier()
+    tables.close()
+    return before, out.detach().clone(), None if weights is None else weights.grad, found
+
+
+@pytest.mark.parametrize("pooled, weighted", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("domains", [(0, 1), (0, 0, 1, 1), (0, 1, 2, 3)], ids=str)
+def test_lookups_without_gradients_sequences_and_weight_gradients(
+        domains: tuple[int, ...], pooled: bool, weighted: bool) -> None:
+    tables = (TableSpec("t", 900, 16, ("f", "g"), "sum" if pooled else "none", optimizer="sgd"),
+              TableSpec("u", 70, 16, ("h",), "mean" if pooled else "none", optimizer="sgd"))
+    case = Case(tables, ("g", "f", "h"), weighted)
+    size = len(domains)
+    (batches,) = make_steps(case, size, 1)
+    for plan in (rich_plan(tables, size, 3, columns=True), mixed_plan(tables, size, 4)):
+        def body(group: ThreadGroup, plan: Plan = plan) -> Any:
+            return lookups(group, case, plan, batches, pooled)
+
+        one, several = run_ranks(size, body), run_ranks(size, body, domains=domains)
+        for a, b in zip(one, several, strict=True):
+            for x, y in zip(a, b, strict=True):
+                if x is not None:
+                    assert_bitwise(x, y, "one domain and several")
+
+
+def test_a_plan_with_copies_everywhere_reads_alone() -> None:
+    """No rank waits for another when a lookup without gradients needs no other domain."""
+    case = dlrm_case("sgd")
+    plan = uniform_plan(case.tables, 2, "replicated")
+
+    def body(group: ThreadGroup) -> torch.Tensor | None:
+        tables = open_tables(case, plan, group, SGD(lr=0.5))
+        if group.rank == 1:
+            return None
+        with torch.no_grad():
+            return tables.lookup(make_batch(case, 3, 5).lookup(case)).clone()
+
+    alone = run_ranks(2, body, domains=(0, 1))[0]
+    assert_bitwise(alone, run_ranks(2, body)[0], "alone")
+
+
+def test_rows_are_sent_once_and_bytes_are_counted() -> None:
+    """Two ranks, one table striped over both: every byte between them by hand."""
+    dim, rows = 8, 100
+    table = TableSpec("t", rows, dim, ("f",), "sum", optimizer="sgd")
+    tiers = (Tier(0, 20, "replicated", (0, 1)), Tier(20, rows, "striped", (0, 1)))
+    plan = Plan(2, (TablePlan(table, (Piece(0, dim, tiers),)),))
+    case = Case((table,), ("f",))
+    # Rank 0 asks rank 1 for rows 21 and 23 (23 three times), reads 22 at home and 4 in its copy.
+    ids = [torch.tensor([23, 21, 23, 22, 4, 23]), torch.tensor([5, 21])]
+
+    def body(group: ThreadGroup) -> dict[str, list[int]]:
+        tables = open_tables(case, plan, group, SGD(lr=0.5))
+        tables.sent_bytes(reset=True)
+        mine = ids[group.rank]
+        batch = Lookup(mine, torch.ones(len(mine), dtype=torch.int64), case.key_of, len(mine))
+        tables.lookup(batch).sum().backward()
+        return tables.sent_bytes()
+
+    zero, one = run_ranks(2, body, domains=(0, 1))
+    assert tuple(zero) == SENT
+    row = 4 * dim
+    assert zero["row_ids"] == [0, 8] and one["row_ids"] == [0, 0]
+    assert one["rows"] == [2 * row, 0] and zero["rows"] == [0, 0]
+    # Masters of the replicated rows 4 and 5 are on ranks 0 and 1, and both were touched.
+    assert zero["gradient_rows"] == [0, 2 * (4 + row)] and one["gradient_rows"] == [0, 0]
+    assert zero["refreshed_rows"] == [0, 4 + 4 + row] and one["refreshed_rows"] == [8 + row, 0]
+    assert zero["headers"] == one["headers"][::-1] and sum(zero["headers"]) < 200
+    for kind in ("ids", "id_weights", "partial_sums", "bag_gradients", "squares"):
+        assert sum(zero[kind] + one[kind]) == 0
+
+
+def test_one_domain_sends_nothing() -> None:
+    case = dlrm_case("sgd")
+    plan = uniform_plan(case.tables, 2, "striped")
+    found = run_ranks(2, lambda g: open_tables(case, plan, g, SGD(lr=0.5)).sent_bytes())
+    assert found == [{}, {}]
+
+
+def test_rounding_on_the_way_is_explicit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the bytes of rows and gradients; replicas and masters stay equal; numbers nearly so."""
+    case = dlrm_case("sgd")
+    plan = mixed_plan(case.tables, 2, 1)
+    steps = make_steps(case, 2, 3)
+
+    def train(wire: str) -> tuple[torch.Tensor, int]:
+        monkeypatch.setenv("OPER_WIRE", wire)
+
+        def body(group: ThreadGroup) -> tuple[torch.Tensor, int]:
+            tables = open_tables(case, plan, group, SGD(lr=0.5))
+            for batches in steps:
+                batch = batches[group.rank]
+                rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+            sent = tables.sent_bytes()
+            return tables.read("large"), sum(map(sum, sent.values())) - sum(sent["headers"])
+
+        return run_ranks(2, body, domains=(0, 1))[0]
+
+    exact, all_bytes = train("exact")
+    for wire, error in (("fp16", 2.0**-11), ("bf16", 2.0**-8)):
+        rounded, num_bytes = train(wire)
+        gap = (rounded - exact).abs().max()
+        assert 0 < gap <= 3 * error * exact.abs().max(), wire
+        assert num_bytes < 0.8 * all_bytes
+    monkeypatch.setenv("OPER_WIRE", "fp8")
+    with pytest.raises(InvalidInputError, match="OPER_WIRE"):
+        train("fp8")
+
+
+def test_an_id_out_of_range_releases_the_others() -> None:
+    case = dlrm_case("sgd")
+    plan = uniform_plan(case.tables, 4, "striped")
+    errors: list[tuple[int, BaseException]] = []
+
+    def body(group: ThreadGroup) -> None:
+        tables = open_tables(case, plan, group, SGD(lr=0.5))
+        batch = make_batch(case, group.rank, 8)
+        if group.rank == 2:
+            batch.ids[batch.lengths.reshape(len(case.keys), -1)[:3].sum()] = 10**9
+        try:
+            tables.lookup(batch.lookup(case))
+        except OperError as error:
+            errors.append((group.rank, error))
+
+    run_ranks(4, body, domains=(0, 0, 1, 1))
+    found = dict(errors)
+    assert isinstance(found[2], InvalidInputError) and "1000000000" in str(found[2])
+    for rank in (0, 1, 3):
+        assert isinstance(found[rank], PeerLostError) and "rank=2," in str(found[rank])
+
+
+def test_ranks_in_different_phases_say_so() -> None:
+    case = dlrm_case("sgd")
+    plan = uniform_plan(case.tables, 2, "striped")
+    batch = make_batch(case, 1, 8)
+
+    def body(group: ThreadGroup) -> str:
+        tables = open_tables(case, plan, group, SGD(lr=0.5))
+        out = tables.lookup(batch.lookup(case))
+        with pytest.raises(OperError) as caught:
+            if group.rank == 0:
+                out.sum().backward()
+            else:
+                tables.lookup(batch.lookup(case))
+        with pytest.raises(OperError):  # and they stay unusable
+            tables.lookup(batch.lookup(case))
+        return str(caught.value)
+
+    zero, one = run_ranks(2, body, domains=(0, 1))
+    assert "rank=1," in zero and "rank=0," in one and "same exchange" in zero
+
+
+def test_batches_change_and_buffers_stop_growing() -> None:
+    """After the largest batch no buffer grows: the process maps no more memory."""
+    table = TableSpec("t", 50_000, 64, ("f",), "sum", optimizer="rowwise_adagrad")
+    case = Case((table,), ("f",), base_batch=4000)
+    plan = uniform_plan([table], 2, "striped")
+
+    def body(group: ThreadGroup) -> list[int]:
+        tables = open_tables(case, plan, group, RowWiseAdagrad())
+        sizes = []
+        for step in range(12):
+            batch = make_batch(case, 10 * step + group.rank, 4000 if step < 4 else 3500)
+            rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+            with open("/proc/self/statm", encoding="ascii") as file:
+                sizes.append(int(file.read().split()[0]))
+        return sizes
+
+    sizes = np.array(run_ranks(2, body, domains=(0, 1)))
+    assert (sizes[:, -1] - sizes[:, 5]).max() * 4096 < 4 << 20
