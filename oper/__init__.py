@@ -16,6 +16,7 @@ _PUBLIC = {
     "shard": "oper.sharding",
     "migrate": "oper.sharding",
     "no_sync": "oper.sharding",
+    "replan": "oper.replanning",
     "SavePlanner": "oper.integration.checkpoint",
     "LoadPlanner": "oper.integration.checkpoint",
     "rows_on_demand": "oper.integration.on_demand",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     )
     from oper.integration.on_demand import rows_on_demand as rows_on_demand
     from oper.plan import Plan as Plan
+    from oper.replanning import replan as replan
     from oper.search import make_plan as make_plan
     from oper.sharding import migrate as migrate, no_sync as no_sync, shard as shard
     from oper.shmem.optimizers import (

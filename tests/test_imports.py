@@ -33,6 +33,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "data": LEAVES | {"analysis"},
     "integration": LEAVES | {"analysis", "search", "shmem"},
     "sharding": LEAVES | {"analysis", "search", "shmem", "integration"},
+    "replanning": LEAVES | {"analysis", "search"},
     "rl_rec": frozenset(ENGINE),
     "rl_rec.models": frozenset(),
     "train": frozenset(WORKLOADS),

@@ -24,6 +24,7 @@ _PUBLIC = {
     "Skew": "oper.analysis.summary",
     "skew": "oper.analysis.summary",
     "drift": "oper.analysis.summary",
+    "distance": "oper.analysis.summary",
     "describe": "oper.analysis.summary",
 }
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from oper.analysis.summary import (
         Skew as Skew,
         describe as describe,
+        distance as distance,
         drift as drift,
         skew as skew,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from oper.errors import InvalidInputError, fail
 from oper.stats import AccessStats, TableStats, TimeBucket
 
 
@@ -69,6 +70,32 @@ def drift(table: TableStats) -> float:
     """
     pairs = list(zip(table.buckets, table.buckets[1:], strict=False))
     return float(np.mean([_distance(a, b) for a, b in pairs])) if pairs else float("nan")
+
+
+def distance(old: TableStats, new: TableStats) -> float:
+    """Total variation distance between two countings of a table, 0 (alike) to 1 (disjoint).
+
+    As `drift`, between statistics instead of time buckets. Rows outside a head count as the mean of
+    their tail, so that it is exact where both heads hold all touched rows (`TableStats.is_exact`).
+
+    Raises:
+        InvalidInputError: tables of different sizes, or a table without accesses.
+    """
+    if old.num_rows != new.num_rows or not old.num_accesses or not new.num_accesses:
+        raise InvalidInputError(
+            fail("cannot compare statistics", "num_rows, num_accesses",
+                 [(s.num_rows, s.num_accesses) for s in (old, new)],
+                 "tables of one size with accesses", "count the same table twice"))
+    ids = np.union1d(old.head_ids, new.head_ids)
+    shares = []
+    for stats in (old, new):
+        rest = stats.num_rows - stats.head_ids.size
+        tail = 1.0 - stats.head_counts.sum() / stats.num_accesses
+        share = np.full(ids.size + 1, tail / rest if rest else 0.0)  # the last: in no head
+        share[np.searchsorted(ids, stats.head_ids)] = stats.head_counts / stats.num_accesses
+        shares.append(share)
+    common = np.minimum(*shares)
+    return float(1.0 - common[:-1].sum() - common[-1] * (old.num_rows - ids.size))
 
 
 def _distance(a: TimeBucket, b: TimeBucket) -> float:

@@ -1,0 +1,144 @@
+"""When another plan pays: how accesses have drifted, what each plan costs now, what a move takes.
+
+Analysis and search meet here, as plain data; `oper.migrate` carries a decision out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from oper.analysis import distance
+from oper.directory import TableDirectory
+from oper.errors import InvalidInputError, fail
+from oper.plan import Plan, TablePlan
+from oper.search import evaluate, make_plan, make_problem
+from oper.stats import AccessStats, TableStats, hotness_order
+from oper.topology import Topology
+
+_NUM_SAMPLED = 1 << 18  # rows of a large table that stand for all when moved bytes are counted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replanning:
+    """What a change of plan would bring, all times modelled.
+
+    Attributes:
+        plan: the plan for the new statistics.
+        distance: by table, total variation distance between the accesses that the old plan was made
+            for and the new ones, 0 to 1; {} when the old ones are not known.
+        old_step_us, new_step_us: a step of the old and of the new plan on the new statistics.
+        moved_bytes: bytes of rows and optimizer state that change their rank.
+        copied_bytes: bytes that the busiest rank copies: `oper.migrate` fills all of its new arena.
+        copy_us: time of that copy.
+    """
+
+    plan: Plan
+    distance: dict[str, float]
+    old_step_us: float
+    new_step_us: float
+    moved_bytes: int
+    copied_bytes: int
+    copy_us: float
+
+    @property
+    def break_even_steps(self) -> float:
+        """Steps after which the copy has paid; infinite when the new plan is not faster."""
+        gain = self.old_step_us - self.new_step_us
+        return self.copy_us / gain if gain > 0 else float("inf")
+
+
+def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
+           old_stats: AccessStats | None = None, copy_gbps: float = 1.0,
+           options: Mapping[str, Any] | None = None) -> Replanning:
+    """Plan again for new statistics, and say what that would bring.
+
+    Args:
+        plan: the plan that runs.
+        stats: recent access statistics of its tables.
+        topology: the machine, for as many ranks.
+        old_stats: the statistics that `plan` was made from, for the distance.
+        copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
+        options: keyword arguments of `oper.make_plan`.
+
+    Both plans' steps are modelled on the new statistics with each row at the place that the plan
+    gives it, so that an order of hotness that is no longer true costs what it costs. Of tables with
+    more rows than that, 65,536 hot rows are followed one by one and the others taken as alike.
+
+    Raises:
+        InvalidInputError: the plan does not tell its batch size, or a rate is not positive.
+        PlanError: the topology or the statistics are for other ranks or tables.
+    """
+    if plan.batch_size < 1 or not copy_gbps > 0:
+        raise InvalidInputError(
+            fail("cannot weigh another plan", "plan.batch_size, copy_gbps",
+                 (plan.batch_size, copy_gbps), "> 0", "use a plan of make_plan, state a rate"))
+    tables = [t.table for t in plan.tables]
+    new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
+                    **dict(options or {}))
+    found = {} if old_stats is None else {
+        t.name: distance(old_stats.tables[t.name], stats.tables[t.name]) for t in tables}
+    copied = _copied_bytes(new)
+    return Replanning(
+        new, found, step_us(plan, stats, topology), step_us(new, stats, topology),
+        sum(_moved_bytes(a, new.table(a.table.name), plan.world_size) for a in plan.tables),
+        copied, copied / (copy_gbps * 1e3))
+
+
+def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
+    """Modelled step of a plan on statistics other than those that gave it its order of hotness."""
+    relabelled, entries = {}, []
+    for entry in plan.tables:
+        found = stats.tables.get(entry.table.name)
+        if found is not None:
+            relabelled[entry.table.name] = _by_position(found, entry, plan.world_size)
+        entries.append(replace(entry, head_ids=np.zeros(0, np.int64)))
+    moved = AccessStats(stats.num_samples, relabelled, stats.source)
+    problem = make_problem([t.table for t in plan.tables], moved, topology,
+                           objective=plan.objective, batch_size=max(1, plan.batch_size))
+    return evaluate(replace(plan, tables=tuple(entries)), problem).step_us
+
+
+def _by_position(stats: TableStats, entry: TablePlan, world_size: int) -> TableStats:
+    """The statistics with every row named by its position in the plan's order."""
+    directory = TableDirectory(entry, world_size)
+    ids = directory.position_of(stats.head_ids)
+    order = hotness_order(ids, stats.head_counts)
+    return replace(stats, head_ids=ids[order], head_counts=stats.head_counts[order], buckets=())
+
+
+def _copied_bytes(plan: Plan) -> int:
+    """Bytes of rows, replicas and states of the rank that holds most."""
+    held = np.zeros(plan.world_size, np.int64)
+    for entry in plan.tables:
+        for piece in range(len(entry.pieces)):
+            d = TableDirectory(entry, plan.world_size, piece)
+            held += d.num_slots * (d.row_bytes + _state_bytes(d))
+            held += d.num_replica_rows * d.row_bytes
+    return int(held.max())
+
+
+def _state_bytes(directory: TableDirectory) -> int:
+    """Bytes of a row's optimizer state that go with a piece."""
+    return directory.table.state_bytes * directory.dim // directory.table.dim
+
+
+def _moved_bytes(old: TablePlan, new: TablePlan, world_size: int) -> int:
+    """Bytes whose owner changes, by the pieces of the new plan; estimated for large tables."""
+    num_rows = old.table.num_rows
+    ids = np.arange(num_rows) if num_rows <= _NUM_SAMPLED else (
+        np.random.default_rng(0).integers(0, num_rows, _NUM_SAMPLED))
+    total = 0.0
+    before = [TableDirectory(old, world_size, k) for k in range(len(old.pieces))]
+    for k in range(len(new.pieces)):
+        d = TableDirectory(new, world_size, k)
+        owner, _ = d.locate(d.position_of(ids))
+        for was in before:
+            columns = min(was.column + was.dim, d.column + d.dim) - max(was.column, d.column)
+            if columns > 0:
+                share = float((was.locate(was.position_of(ids))[0] != owner).mean())
+                total += share * num_rows * (d.row_bytes + _state_bytes(d)) * columns / d.dim
+    return round(total)
