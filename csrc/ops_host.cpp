@@ -476,6 +476,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     batch.resolved = &resolved;
   }
   Tensor out = pooled_tensor(ScalarType::Float, 4, {rows, batch.out_stride});
+  // Outputs of all ranks together that would not stay in the cache until they are used.
+  batch.stream = rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 2;
   const Status status =
       forward(context, batch, static_cast<float*>(out.data_ptr()), collective, parallel_over_tasks);
   return {out, offsets, status.code, status.detail};

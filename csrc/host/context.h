@@ -343,6 +343,7 @@ struct Batch {
   const float* weights;               // per id, or null
   std::vector<FeatureBags> features;  // [F]
   int64_t out_stride;                 // floats between pooled rows
+  bool stream = false;                 // write the output past the caches
   const Resolved* resolved = nullptr;  // or null: ids are resolved on the way
 };
 

@@ -14,5 +14,6 @@
 #define OPER_KERNELS kavx2
 #define OPER_KERNELS_TABLE kKernelsAvx2
 #define OPER_KERNELS_NAME "avx2"
+#define OPER_KERNELS_AVX2
 #include "host/kernels.inl"
 #endif

@@ -2,11 +2,18 @@
 
 // ---- forward -----------------------------------------------------------------------------------
 
-template <int N, bool kWeighted, class E>
+// Rows to fetch ahead: as many as leave most of the first-level cache alone.
+OPER_INLINE int64_t rows_ahead(int64_t row_bytes) {
+  constexpr int64_t kBytes = 16 << 10;
+  return std::clamp<int64_t>(kBytes / row_bytes, 4, kPrefetch);
+}
+
+template <int N, bool kWeighted, bool kStream, class E>
 void pool_block(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
   const int64_t row_bytes = N > 0 ? N * 16 * static_cast<int64_t>(sizeof(E)) : table.row_bytes();
+  const int64_t ahead = rows_ahead(row_bytes);
   const int64_t* at = addresses;
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
@@ -14,12 +21,12 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     if (n == 0) {
       row.zero(dim);
     } else {
-      prefetch_row(reinterpret_cast<const void*>(at[kPrefetch]), row_bytes);
+      prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
       const float* w = kWeighted ? weights + offsets[b] : nullptr;
       row.load(reinterpret_cast<const E*>(at[0]), dim);
       if (kWeighted) row.scale(w[0], dim);
       for (int64_t i = 1; i < n; ++i) {
-        prefetch_row(reinterpret_cast<const void*>(at[i + kPrefetch]), row_bytes);
+        prefetch_row(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
         const E* p = reinterpret_cast<const E*>(at[i]);
         if (kWeighted) {
           row.add_scaled(p, w[i], dim);
@@ -30,7 +37,11 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
       if (table.mean && n > 1) row.divide(static_cast<float>(n), dim);
       at += n;
     }
-    row.store(out + b * stride, dim);
+    if (kStream) {
+      row.stream(out + b * stride);
+    } else {
+      row.store(out + b * stride, dim);
+    }
   }
 }
 
@@ -103,12 +114,15 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
       if (range.bags.rows != nullptr) {  // found, and counted, by an exchange
         std::copy_n(range.bags.rows + (first - bounds[0]) + resolved, n, to);
       } else {
+        // Rows in between keep the processor from seeing that ids are read one after another.
+        prefetch_row(ids + std::min(total, resolved + kIdsAhead),
+                     static_cast<int64_t>(sizeof(Id)) * std::min(n, total - resolved));
         const int64_t bad = resolve(table.read, ids + resolved, n, total - resolved, to);
         if (bad >= 0) return first + resolved + bad;
         count_rows(table, to, n, kKind, scratch);
       }
       if (resolved == 0)
-        for (int64_t i = 0; i < std::min(n, kPrefetch); ++i)
+        for (int64_t i = 0; i < std::min(n, rows_ahead(table.row_bytes())); ++i)
           prefetch_row(reinterpret_cast<const void*>(to[i]), table.row_bytes());
       resolved += n;
       if (resolved == total) std::fill(to + n, to + n + kPrefetch, to[n - 1]);
@@ -126,19 +140,26 @@ int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch&
   const int64_t* bounds = range.bags.bounds;
   const int64_t stride = range.batch.out_stride;
   const float* weights = range.batch.weights;
-  return for_blocks<kRows, Id>(table, range, scratch, [&](int64_t b, int64_t end,
-                                                         const int64_t* rows) {
-    float* to = out + range.bags.out_begin + b * stride;
-    with_rows(table, [&](auto width, auto element) {
-      constexpr int N = decltype(width)::value;
-      using E = decltype(element);
-      if (weights != nullptr) {
-        pool_block<N, true, E>(table, rows, bounds + b, weights, end - b, to, stride);
-      } else {
-        pool_block<N, false, E>(table, rows, bounds + b, nullptr, end - b, to, stride);
-      }
-    });
-  });
+  float* first = out + range.bags.out_begin;
+  const bool lines = reinterpret_cast<uintptr_t>(first) % 64 == 0 && stride % 16 == 0;
+  const bool stream = range.batch.stream && lines && weights == nullptr;
+  const int64_t bad = for_blocks<kRows, Id>(
+      table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
+        float* to = first + b * stride;
+        with_rows(table, [&](auto width, auto element) {
+          constexpr int N = decltype(width)::value;
+          using E = decltype(element);
+          if (weights != nullptr) {
+            pool_block<N, true, false, E>(table, rows, bounds + b, weights, end - b, to, stride);
+          } else if (N > 0 && stream) {
+            pool_block<N, false, true, E>(table, rows, bounds + b, nullptr, end - b, to, stride);
+          } else {
+            pool_block<N, false, false, E>(table, rows, bounds + b, nullptr, end - b, to, stride);
+          }
+        });
+      });
+  if (stream) finish_streaming();
+  return bad;
 }
 
 int64_t pool(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
@@ -156,13 +177,14 @@ void weight_gradient_ids(const Table& table, const BagRange& range, const float*
       constexpr int N = decltype(width)::value;
       using E = decltype(element);
       const int64_t* at = rows;
+      const int64_t ahead = rows_ahead(table.row_bytes());
       for (; b < end; ++b) {
         const int64_t n = bounds[b + 1] - bounds[b];
         Row<N> g;
         g.load(grad + range.bags.out_begin + b * range.batch.out_stride, table.dim);
         if (table.mean && n > 1) g.divide(static_cast<float>(n), table.dim);
         for (int64_t i = 0; i < n; ++i, ++at) {
-          prefetch_row(reinterpret_cast<const void*>(at[kPrefetch]), table.row_bytes());
+          prefetch_row(reinterpret_cast<const void*>(at[ahead]), table.row_bytes());
           out[bounds[b] + i] += g.dot(reinterpret_cast<const E*>(*at), table.dim);
         }
       }

@@ -1,6 +1,7 @@
 #include "host/memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <map>
 #include <mutex>
@@ -76,6 +77,17 @@ size_t collapse_huge(void* data, size_t bytes) {
     if (madvise(begin, kHugePage, MADV_COLLAPSE) == 0) done += kHugePage;
   }
   return done;
+}
+
+int64_t last_level_cache_bytes() {
+  static const int64_t bytes = [] {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+    const int64_t found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    if (found > 0) return found;
+#endif
+    return int64_t{32} << 20;
+  }();
+  return bytes;
 }
 
 void* pool_take(size_t bytes) {

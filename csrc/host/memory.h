@@ -19,6 +19,9 @@ bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable);
 // MADV_COLLAPSE works for shared memory even where its huge pages are switched off by policy.
 size_t collapse_huge(void* data, size_t bytes);
 
+// Size of the machine's last cache; 32 MiB where the system does not say.
+int64_t last_level_cache_bytes();
+
 // Large buffers that are reused instead of returned to the kernel: a fresh 13 MB output costs
 // thousands of page faults per step otherwise.
 void* pool_take(size_t bytes);

@@ -16,31 +16,32 @@ int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
   return i;
 }
 
-// One tier dealt evenly to a power of two of ranks, ids in order: its constants hoisted.
+// One tier dealt evenly to a power of two of ranks, ids in order: its constants hoisted. Tells
+// whether all ids are valid.
 template <class Id, class Out>
-void resolve_dealt(const TierMap& tier, const Id* ids, int64_t n, Out* out) {
+bool resolve_dealt(const TableMap& map, const Id* ids, int64_t n, Out* out) {
+  const TierMap& tier = map.tiers[0];
+  const uint64_t limit = static_cast<uint64_t>(map.num_rows);
   const int64_t base = tier.base[0], step = tier.step[0];
-  if (tier.period == 1) {
-    for (int64_t i = 0; i < n; ++i)
-      out[i] = static_cast<Out>(base + static_cast<int64_t>(ids[i]) * step);
-    return;
+  uint64_t bad = 0;
+  const auto each = [&](auto place) {
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t id = static_cast<int64_t>(ids[i]);
+      bad |= static_cast<uint64_t>(static_cast<uint64_t>(id) >= limit);
+      out[i] = static_cast<Out>(place(id));
+    }
+    return bad == 0;
+  };
+  if (tier.period == 1) return each([=](int64_t id) { return base + id * step; });
+  if (tier.period == 2 && tier.step[1] == step) {
+    const int64_t apart = tier.base[1] - base;
+    return each([=](int64_t id) { return base + (-(id & 1) & apart) + (id >> 1) * step; });
   }
   const int64_t mask = tier.period - 1;
   const int shift = tier.shift;
-  if (tier.period == 2 && tier.step[1] == step) {
-    const int64_t apart = tier.base[1] - base;
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t id = static_cast<int64_t>(ids[i]);
-      out[i] = static_cast<Out>(base + (-(id & 1) & apart) + (id >> 1) * step);
-    }
-    return;
-  }
   const int64_t* bases = tier.base;
   const int64_t* steps = tier.step;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t id = static_cast<int64_t>(ids[i]);
-    out[i] = static_cast<Out>(bases[id & mask] + (id >> shift) * steps[id & mask]);
-  }
+  return each([=](int64_t id) { return bases[id & mask] + (id >> shift) * steps[id & mask]; });
 }
 
 #if defined(OPER_KERNELS_AVX512)
@@ -160,17 +161,14 @@ int64_t resolve(const TableMap& map, const Id* ids, int64_t n, int64_t readable,
 #if defined(OPER_KERNELS_AVX512)
   if (!dealt && map.flat != nullptr) return resolve_flat(map, ids, n, readable, out);
 #endif
+  if (dealt && resolve_dealt(map, ids, n, out)) return -1;
   const int64_t bad = first_bad(ids, n, map.num_rows);
   if (bad >= 0) return bad;
-  if (dealt) {
-    resolve_dealt(map.tiers[0], ids, n, out);
-  } else {
-    for (int64_t i = 0; i < n; ++i) {
-      if (map.head.words && i + kWordsAhead < readable)
-        __builtin_prefetch(
-            map.head.words + (static_cast<uint64_t>(ids[i + kWordsAhead]) >> 5), 0, 3);
-      out[i] = static_cast<Out>(locate(map, ids[i]));
-    }
+  for (int64_t i = 0; i < n; ++i) {
+    if (map.head.words && i + kWordsAhead < readable)
+      __builtin_prefetch(
+          map.head.words + (static_cast<uint64_t>(ids[i + kWordsAhead]) >> 5), 0, 3);
+    out[i] = static_cast<Out>(locate(map, ids[i]));
   }
   return -1;
 }

@@ -61,6 +61,24 @@ OPER_INLINE Lanes load_part(const E* p, int count) {
   return lanes_of(all);
 }
 
+OPER_INLINE void stream_lanes(float* p, const Lanes& v) {
+#if defined(OPER_KERNELS_AVX512)
+  _mm512_stream_ps(p, reinterpret_cast<const __m512&>(v));
+#elif defined(OPER_KERNELS_AVX2)
+  _mm256_stream_ps(p, reinterpret_cast<const __m256*>(&v)[0]);
+  _mm256_stream_ps(p + 8, reinterpret_cast<const __m256*>(&v)[1]);
+#else
+  *reinterpret_cast<Loose*>(p) = v;
+#endif
+}
+
+// Makes streamed stores visible before what follows.
+OPER_INLINE void finish_streaming() {
+#if defined(OPER_KERNELS_AVX512) || defined(OPER_KERNELS_AVX2)
+  _mm_sfence();
+#endif
+}
+
 // A fixed tree, so that every instruction set gives the same bits.
 OPER_INLINE float sum_of_lanes(Lanes s) {
   for (int width = 8; width > 0; width /= 2)
@@ -107,6 +125,10 @@ struct Row {
   OPER_INLINE void zero(int dim) {
     const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] = Lanes{};
+  }
+  // Past the caches, to a place that starts at a cache line; rows of whole lines only.
+  OPER_INLINE void stream(float* p) const {
+    for (int i = 0; i < N; ++i) stream_lanes(p + 16 * i, v[i]);
   }
   OPER_INLINE void store(float* p, int dim) const {
     const int n = full(dim);
