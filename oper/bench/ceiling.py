@@ -24,17 +24,16 @@ def row_addresses(tables: ShardedTables, name: str) -> np.ndarray:
     Replicated rows are read from the rank's own copy, all others from their owner's arena.
     """
     k = tables.pieces[name][0]
-    directory, layout, heap = tables.directories[k], tables._layout, tables._heap
-    assert heap is not None
-    rank, row_bytes = tables.group.rank, directory.table.row_bytes
+    directory, rank = tables.directories[k], tables.group.rank
+    row_bytes = directory.row_bytes
     positions = directory.position_of(np.arange(directory.table.num_rows, dtype=np.int64))
     owner, slot = directory.locate(positions)
-    shard = np.asarray(heap.addresses, np.int64) + layout.rows[k]
-    address = shard[owner] + slot * row_bytes
+    shards = [tables.view("rows", k, r).data_ptr() for r in range(tables.group.world_size)]
+    address = np.array(shards, np.int64)[owner] + slot * row_bytes
     for x in directory.tiers:
         if x.replica_base[rank] >= 0:
             inside = (positions >= x.tier.start) & (positions < x.tier.stop)
-            copy = int(heap.addresses[rank]) + int(layout.replicas[k, rank])
+            copy = tables.replica_view(k, rank).data_ptr()
             address[inside] = copy + row_bytes * (
                 int(x.replica_base[rank]) + positions[inside] - x.tier.start)
     return address

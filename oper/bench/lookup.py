@@ -1,4 +1,5 @@
-"""``oper bench lookup``: forward passes of OPER, torch and fbgemm, beside the gather ceiling."""
+"""``oper bench lookup``: forward passes of OPER, torch and fbgemm, beside the gather ceiling; and
+backward passes with the update of the tables beside fbgemm's."""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from typing import Any
 from oper.bench import record
 from oper.bench.launch import run_workers
 from oper.bench.lookup_case import PEERS, Case
+from oper.bench.update_case import UpdateCase
 from oper.bench.workload import Workload
 
 WORLD_SIZES = (1, 2)
+_WORKERS = {Case: "oper.bench.lookup_case:run_case",
+            UpdateCase: "oper.bench.update_case:run_update_case"}
 _EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
 
 
-def cases(quick: bool) -> list[Case]:
-    """All dims at exponent 1.05 and all exponents at dim 64, by world size."""
-    found = []
+def cases(quick: bool) -> list[Case | UpdateCase]:
+    """All dims at exponent 1.05 and all exponents at dim 64, by world size; then updates."""
+    found: list[Case | UpdateCase] = []
     for world_size in WORLD_SIZES:
         for dim, (suffix, exponent) in itertools.product((16, 64, 128), _EXPONENTS.items()):
             if (suffix and dim != 64) or (quick and (suffix or dim != 64)):
@@ -30,20 +34,40 @@ def cases(quick: bool) -> list[Case]:
                 case = Case(name, work, world_size)
                 found.append(replace(case, rounds=6, per_round=3, num_stats_batches=8)
                              if quick else case)
+    for pooling, (suffix, exponent) in itertools.product((1, 20), _EXPONENTS.items()):
+        if quick and suffix:
+            continue
+        update = UpdateCase(f"update-d64-pool{pooling}{suffix}-w2",
+                            Workload(pooling=pooling, exponent=exponent), 2)
+        found.append(replace(update, rounds=6, per_round=3, num_stats_batches=8) if quick
+                     else update)
     return found
 
 
-def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Measure the chosen cases; those of one world size share their processes."""
-    for world_size, group in itertools.groupby(chosen, key=lambda c: c.world_size):
+def run(args: argparse.Namespace, chosen: Sequence[Case | UpdateCase]
+        ) -> Iterator[dict[str, Any]]:
+    """Measure the chosen cases; those of one kind and world size share their processes."""
+    for (kind, world_size), group in itertools.groupby(
+            chosen, key=lambda c: (type(c), c.world_size)):
         together = list(group)
-        yield from run_workers("oper.bench.lookup_case:run_case", [c.to_json() for c in together],
-                               world_size, max(1, together[0].num_threads // world_size))
+        worker = _WORKERS[kind]
+        yield from run_workers(worker, [c.to_json() for c in together], world_size,
+                               max(1, together[0].num_threads // world_size))
 
 
 def report(entries: Sequence[dict[str, Any]]) -> str:
     """The entries for a person."""
-    headers = ["case", "OPER", "nn.EmbeddingBag", "EBC", "fbgemm", "ratio", "ceiling", "GB/s",
+    forward = [e for e in entries if "oper_forward_ms" in e]
+    update = [e for e in entries if "oper_update_ms" in e]
+    wrong = "".join(f"{e['name']}: {n} differs from the unsharded collection: {v}\n"
+                    for e in entries for n, v in e["verification"].items() if not v["passed"])
+    tables = [t for t in (_forward_table(forward), _update_table(update)) if t]
+    return ("\n".join(tables) + "\nw = OPER's processes; the others: one process; 2 threads in "
+            "all; medians; ratio = fastest peer / OPER\n" + record.noise_note(entries) + wrong)
+
+
+def _forward_table(entries: Sequence[dict[str, Any]]) -> str:
+    headers = ["forward", "OPER", "nn.EmbeddingBag", "EBC", "fbgemm", "ratio", "ceiling", "GB/s",
                "of ceiling", "verified"]
     rows = [[
         e["name"], f"{e['oper_forward_ms']:.2f} ms",
@@ -51,8 +75,11 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
         f"{e['gather_ceiling_ms']:.2f} ms", f"{e['gather_ceiling_gbps']:.1f}",
         f"{e['forward_fraction_of_ceiling']:.0%}", "yes" if e["verified"] else "NO"]
         for e in entries]
-    wrong = "".join(f"{e['name']}: {n} differs from the unsharded collection: {v}\n"
-                    for e in entries for n, v in e["verification"].items() if not v["passed"])
-    return (record.table(headers, rows) + "\nforward passes of whole batches, medians; w = OPER's "
-            "processes; the others: one process; 2 threads in all; ratio = fastest peer / OPER\n"
-            + record.noise_note(entries) + wrong)
+    return record.table(headers, rows) + "\n" if rows else ""
+
+
+def _update_table(entries: Sequence[dict[str, Any]]) -> str:
+    rows = [[e["name"], f"{e['oper_update_ms']:.2f} ms", f"{e['fbgemm_update_ms']:.2f} ms",
+             f"{e['ratio_update']:.2f}x", "yes" if e["verified"] else "NO"] for e in entries]
+    headers = ["backward and update", "OPER", "fbgemm", "ratio", "verified"]
+    return record.table(headers, rows) + "\n" if rows else ""

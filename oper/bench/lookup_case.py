@@ -81,7 +81,7 @@ def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
     del collection
     kjts = [make_kjt(work, x) for x in ids[rank]]
     ceiling = Ceiling(model.tables, ids[rank], work.pooling)
-    ceiling.tune(_aligner(model.tables), slowest)
+    ceiling.tune(aligner(model.tables), slowest)
     gc.collect()
     progress(f"{case.name}: comparing with the unsharded collection")
     verdicts = _verify(model, kjts, peers, ceiling)
@@ -110,12 +110,12 @@ def _measure(case: Case, model: Any, kjts: list[Any], ceiling: Ceiling,
     """Timings by contender, the slower rank's, and the cores that other programs kept busy."""
     rank, world_size = world()
     own = max(1, case.num_threads // world_size)
-    runs = {"oper": _on_threads(own, lambda k: model(kjts[k % len(kjts)]).values()),
-            "ceiling": _on_threads(own, ceiling.run)}
+    runs = {"oper": on_threads(own, lambda k: model(kjts[k % len(kjts)]).values()),
+            "ceiling": on_threads(own, ceiling.run)}
     for name in PEERS:
-        runs[name] = (_on_threads(case.num_threads, peers[name]) if rank == 0
-                      else _on_threads(own, _nothing))
-    align = _aligner(model.tables)
+        runs[name] = (on_threads(case.num_threads, peers[name]) if rank == 0
+                      else on_threads(own, _nothing))
+    align = aligner(model.tables)
     record.interleave(runs, align, 1, 2)
     clock = record.BusyClock()
     mine = record.interleave(runs, align, case.rounds, case.per_round)
@@ -194,7 +194,7 @@ def _all_rows(value: torch.Tensor) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _aligner(tables: Any) -> Callable[[], None]:
+def aligner(tables: Any) -> Callable[[], None]:
     """Brings the ranks together, asleep first: a peer of one process has the machine for itself."""
     def align() -> None:
         if dist.is_initialized():
@@ -204,7 +204,7 @@ def _aligner(tables: Any) -> Callable[[], None]:
     return align
 
 
-def _on_threads(count: int, call: Callable[[int], Any]) -> Callable[[int], Any]:
+def on_threads(count: int, call: Callable[[int], Any]) -> Callable[[int], Any]:
     """`call` with `count` threads; they change in the untimed first call of a round only."""
     def run(number: int) -> Any:
         if torch.get_num_threads() != count:

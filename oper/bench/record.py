@@ -111,7 +111,8 @@ def summary(seconds: np.ndarray) -> dict[str, float]:
 
 
 def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], None], rounds: int,
-               per_round: int, lead_in: int = 1) -> dict[str, np.ndarray]:
+               per_round: int, lead_in: int = 1,
+               before: Mapping[str, Callable[[int], Any]] | None = None) -> dict[str, np.ndarray]:
     """Time several contenders in one run, turn by turn.
 
     In every round each contender makes `lead_in` untimed and then `per_round` timed calls; the
@@ -122,6 +123,7 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
         runs: contender by name; takes the number of the call.
         align: brings all ranks to the same point before every call; not timed.
         rounds, per_round, lead_in: see above.
+        before: what a contender does before each of its calls, untimed.
 
     Returns:
         float64 [rounds * per_round] seconds by contender, of this rank.
@@ -134,6 +136,8 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
         for name in names[shift:] + names[:shift]:
             run = runs[name]
             for k in range(lead_in + per_round):
+                if before:
+                    before[name](calls[name])
                 align()
                 begin = time.perf_counter()
                 run(calls[name])

@@ -20,8 +20,6 @@ from oper.bench.verify import Checks, Reference, Verdict, verify
 from oper.bench.workload import TIMED, Workload, make_batch, timed_ids
 from oper.plan import Plan
 
-# The parts of a step, as the library counts them.
-PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
 _PHASE_STEPS = 16
 
 Progress = Callable[[str], None]
@@ -178,10 +176,10 @@ class _Runner:
         for batch in batches[:_PHASE_STEPS]:
             tables.barrier()
             self.sides[0].step(batch)
-            taken.append(torch.ops.oper.context_phases(tables._handle))
+            taken.append(list(tables.phase_ns().values()))
         mine = np.median(np.array(taken, np.float64), axis=0) / 1e6
         return {name: round(x / self.world_size, 4)
-                for name, x in zip(PHASES, total(mine.tolist()), strict=True)}
+                for name, x in zip(tables.phase_ns(), total(mine.tolist()), strict=True)}
 
     def _figures(self, timings: dict[str, np.ndarray], verdicts: dict[str, dict[str, Any]],
                  ids: Sequence[np.ndarray]) -> dict[str, Any]:

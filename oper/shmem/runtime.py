@@ -41,6 +41,8 @@ from oper.tables import TableSpec
 from oper.traffic import Traffic
 
 MAX_DIM = 1024
+# As csrc/host/context.h numbers them.
+PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
 # What a plan decides; the rest of `ShardedTables` stays when the plan changes.
 _OF_THE_PLAN = ("plan", "directories", "has_push", "pieces", "_layout", "_heap", "_handle",
                 "_addresses", "_exchange")
@@ -337,6 +339,10 @@ class ShardedTables(LogicalRows):
         _, *flat = torch.ops.oper.context_sent_bytes(self._handle, reset) or [0]
         size = self.group.world_size
         return {kind: flat[k * size:(k + 1) * size] for k, kind in enumerate(SENT)} if flat else {}
+
+    def phase_ns(self) -> dict[str, int]:
+        """Nanoseconds of the last forward and backward pass of this rank, by phase."""
+        return dict(zip(PHASES, torch.ops.oper.context_phases(self._handle), strict=True))
 
     def traffic(self, reset: bool = False) -> Traffic:
         """What this rank has read since it was built, or since the last reset: rows, ids, sums and

@@ -7,6 +7,7 @@ pytest.importorskip("torchrec")
 from oper.bench import lookup
 from oper.bench.launch import run_workers
 from oper.bench.lookup_case import PEERS, Case
+from oper.bench.update_case import UpdateCase
 from oper.bench.workload import Workload
 
 
@@ -27,8 +28,22 @@ def test_lookups_are_measured_and_verified(world_size: int) -> None:
     assert entry["name"] in lookup.report([entry])
 
 
+def test_updates_are_measured_and_verified() -> None:
+    work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
+    case = UpdateCase("update-w2", work, 2, num_batches=4, num_stats_batches=4, rounds=2,
+                      per_round=2)
+    entry, = run_workers("oper.bench.update_case:run_update_case", [case.to_json()], 2)
+    assert entry["verified"] is True, entry["verification"]
+    assert set(entry["verification"]["oper"]["max_relative_diff"]) == {"tables"}
+    assert set(entry["timings"]) == {"oper", "fbgemm"}
+    assert entry["ratio_update"] == pytest.approx(
+        entry["fbgemm_update_ms"] / entry["oper_update_ms"], rel=1e-2)
+    assert entry["name"] in lookup.report([entry])
+
+
 def test_cases_by_world_size() -> None:
     names = [c.name for c in lookup.cases(quick=False)]
-    assert len(names) == len(set(names)) == 20
+    assert len(names) == len(set(names)) == 26
     assert [c.name for c in lookup.cases(quick=True)] == [
-        f"lookup-d64-pool{p}-w{w}" for w in (1, 2) for p in (1, 20)]
+        *(f"lookup-d64-pool{p}-w{w}" for w in (1, 2) for p in (1, 20)),
+        "update-d64-pool1-w2", "update-d64-pool20-w2"]
