@@ -219,13 +219,16 @@ class ShardedTables(LogicalRows):
         Ids are checked, located and, unless the tables are read-only, sorted. This may run on
         another thread while earlier batches are trained: no row is read and nothing is collective.
         Numbers stay the same bit for bit. A batch whose tables have moved to another plan
-        meanwhile, or whose ids were exchanged, is resolved anew where it is used.
+        meanwhile, or whose ids were exchanged, is resolved anew where it is used. Between memory
+        domains nothing is done ahead.
 
         Raises:
             InvalidInputError: as `lookup`.
         """
         self._checks.check(batch)
         batch = self.bounds.repair(batch)
+        if self._exchange is not None:  # rows of other domains have places in their batch only
+            return batch
         with self._resolving:
             handle = self._handle
             offsets, addresses, order, code, detail = torch.ops.oper.lookup_resolve(
