@@ -4,10 +4,10 @@ Let y be the largest load that a piece puts on its owner, in some phase and grou
 at least y, and at least y beside what the owner does as a reader. Over links, that spares what its
 own host owns (itself, on a single host of n = 1): of W ranks, the n of a host own at most what they
 can send in the phase T, so that with d the mean over ranks of what is read,
-`T (1 + n / (W - n)) >= y + d W / (W - n)`. What is read in the forward phase comes back in the
-backward (pushed) and the update phase (pulled), which limits what a host owns as well:
-`T_f + n / (W - n) (T_b + s T_u) >= y + d W / (W - n)`, s being the largest ratio of a row's bytes
-to its gradient's.
+`T (1 + n / (W - n)) >= y + d W / (W - n)`. What is read in the forward phase T_f comes back as
+gradients in the phase T_u, which limits what a host owns as well:
+`T_f + n / (W - n) s T_u >= y + d W / (W - n)`, s >= 1 being the largest ratio of a row's bytes to
+its gradient's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oper.search.cost import NUM_ROWS
-from oper.search.machine import COMPUTE, GROUPS, MEMORY
+from oper.search.cost import GRADS, NUM_ROWS, PARTIALS
+from oper.search.machine import (
+    COMPUTE,
+    CROSS_IN,
+    CROSS_OUT,
+    GROUPS,
+    LINK_IN,
+    LINK_OUT,
+    MEMORY,
+    Machine,
+)
 from oper.search.problem import NUM_FEATURES, TableProblem
 
 if TYPE_CHECKING:
@@ -28,20 +37,21 @@ _Limit = tuple[np.ndarray, float]  # weights of the phases' times, weight of the
 
 
 def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
-    """Insert the rows behind the timed ones where all ranks are alike; row, phase, group of each.
+    """Insert the rows behind the timed ones; row, phase and group of each.
 
+    Links must be alike for all ranks; where their memories are not, only rows about links are made.
     Rows that bound several phases together get the phase -2.
     """
     model, pieces = relaxation.model, relaxation.pieces
     pushes = any(o.kind == PUSH for o in relaxation.options)
-    if (len(relaxation.classes.ranks) > 1 or model.machine.world_size < 2 or not pushes
-            or not model.training):
+    if (model.machine.world_size < 2 or not pushes or not model.training
+            or not _links_alike(model.machine)):
         return []
     names: list[tuple[int, int]] = []
     limits: list[_Limit] = []
     first = model.phases.index("forward")
-    for phase in (first, first + 1):
-        for group in np.flatnonzero(pieces.unit[0, :, phase].any(axis=0)).tolist():
+    for phase in range(first, len(model.phases)):
+        for group in np.flatnonzero(pieces.unit[:, :, phase].any(axis=(0, 1))).tolist():
             found = _limits(relaxation, phase, GROUPS[group])
             names += [(phase, group)] * len(found)
             limits += found
@@ -56,7 +66,8 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
     relaxation.unit = np.insert(relaxation.unit, where,
                                 scale * reader[:, at[0], at[1]][None], axis=2)
     # Loads exceed the phases by the dense compute that hides them, at most.
-    base = scale * pieces.floor[0][at] - weights @ pieces.hidden[0, :, 0]
+    hidden = pieces.hidden.max(axis=0)[:, 0]
+    base = scale * pieces.floor.min(axis=0)[at] - weights @ hidden
     relaxation.base = np.insert(relaxation.base, where, base)
     once = np.zeros((len(relaxation.tables), len(relaxation.options), NUM_FEATURES, len(names)))
     more = np.zeros_like(once)
@@ -73,6 +84,11 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
     return [(start + n, p, g) for n, (p, g) in enumerate(names)]
 
 
+def _links_alike(machine: Machine) -> bool:
+    links = machine.seconds_per_unit[[LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT]]
+    return all(bool((x == x[..., :1]).all()) for x in (links, machine.num_near, machine.num_host))
+
+
 def _inserted(wide: np.ndarray, start: int, new: np.ndarray) -> np.ndarray:
     return np.concatenate([wide[..., :start], new, wide[..., start:]], axis=-1)
 
@@ -83,7 +99,7 @@ def _limits(relaxation: Relaxation, phase: int, group: str) -> list[_Limit]:
     world, near = float(machine.world_size), float(machine.num_host[0])
     one = np.eye(num_phases)[phase]
     if group == "local":
-        return [(one, 1.0)]
+        return [(one, 1.0 if len(relaxation.classes.ranks) == 1 else 0.0)]
     if group.startswith("link"):
         near = 1.0 if near == world else world
     if near == world:
@@ -92,8 +108,14 @@ def _limits(relaxation: Relaxation, phase: int, group: str) -> list[_Limit]:
     out = [(one, 0.0), (one * (1.0 + ratio), scale)]
     if relaxation.model.phases[phase] == "forward" and group.endswith("in"):
         most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in relaxation.tables), default=1.0)
-        back = np.eye(num_phases)[phase + 1] + most * np.eye(num_phases)[phase + 2]
-        out.append((one + ratio * back, scale))
+        own = relaxation.pieces.unit[0, :, :, GROUPS.index(group)]
+        sums, rows = (own[q].copy() for q in (PARTIALS, GRADS))
+        sums[phase] = rows[phase] = 0.0
+        if sums.any() and rows.any():
+            # Phases in which an owner receives what it sent; both amounts when it is the same.
+            back = np.maximum(np.eye(num_phases)[int(sums.argmax())],
+                              most * np.eye(num_phases)[int(rows.argmax())])
+            out.append((one + ratio * back, scale))
     return out
 
 

@@ -23,7 +23,7 @@ from oper.search.problem import IDS, TableProblem
 
 MIN_COLUMNS = 8  # pieces of the space are at least so wide: one memory sector of float32
 COLUMN_STEP = 4  # and their edges are multiples of this: one vector load
-_WIDTHS = 32  # intervals of widths that a bound tells apart
+_RATIO = 1.15  # of the widths that a bound does not tell apart
 _GRID = 64
 
 
@@ -75,7 +75,9 @@ def column_widths(t: TableProblem, split: bool) -> list[tuple[int, int]]:
                        -COLUMN_STEP)
     if not widths.size:
         return [(dim, dim)]
-    parts = np.array_split(widths, min(_WIDTHS, widths.size))
+    # Intervals that grow with the width, the narrow ones of a single width.
+    level = np.floor(np.log(widths / widths[-1]) / np.log(_RATIO))
+    parts = np.split(widths, np.flatnonzero(np.diff(level)) + 1)
     return [(dim, dim), *((int(p[-1]), int(p[0])) for p in parts)]
 
 
