@@ -13,7 +13,7 @@ from oper.errors import InvalidInputError, PlanInfeasibleError, fail
 from oper.plan import Piece, Plan
 from oper.search.bound import Bound, solve_relaxation
 from oper.search.branching import Branching
-from oper.search.constraints import Constraints, check_constraints
+from oper.search.constraints import Constraints, check_constraints, violations
 from oper.search.cost import CostModel, evaluate
 from oper.search.groups import plan_with_groups
 from oper.search.heuristic import EFFORTS, Effort, search
@@ -23,7 +23,7 @@ from oper.search.overlap import overlap_to_json
 from oper.search.placing import table_plan
 from oper.search.problem import Problem, make_problem, with_overlap
 from oper.search.relax import Relaxation
-from oper.search.space import EXECUTABLE
+from oper.search.space import EXECUTABLE, used_features
 from oper.search.state import State
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -80,8 +80,15 @@ def make_plan(
 
 
 def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float | None = None,
-                 target_gap: float = 0.01, seed: int = 0, search: str = "relaxation") -> Plan:
-    """Plan a problem that is already stated; arguments and errors as `make_plan`."""
+                 target_gap: float = 0.01, seed: int = 0, search: str = "relaxation",
+                 start: Plan | None = None) -> Plan:
+    """Plan a problem that is already stated; arguments and errors as `make_plan`.
+
+    Args:
+        start: a plan of the same tables and ranks; the result is never slower than it, if it lies
+            in the problem's space, fits and keeps the constraints. So a plan made with more memory,
+            started from the one made with less, is never worse.
+    """
     started = time.monotonic()
     if effort not in EFFORTS:
         raise InvalidInputError(fail("cannot search", "effort", effort, f"one of {sorted(EFFORTS)}",
@@ -105,7 +112,19 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
         notes["constraints"] = problem.constraints.to_json()
     if problem.overlap:
         notes["overlap_us"] = overlap_to_json(problem.overlap)
-    return replace(plan, notes=notes)
+    plan = replace(plan, notes=notes)
+    return plan if start is None else _not_slower(plan, start, problem)
+
+
+def _not_slower(plan: Plan, start: Plan, problem: Problem) -> Plan:
+    """`plan`, or the placement of `start` where that is allowed and faster."""
+    found = evaluate(start, problem)
+    allowed = used_features(start) <= problem.allow and not violations(start, problem.constraints)
+    if not (allowed and found.fits and found.step_us < plan.step_us):
+        return plan
+    tables = tuple(start.table(t.spec.name) for t in problem.tables)
+    return replace(plan, tables=tables, step_us=found.step_us,
+                   lower_bound_us=min(plan.lower_bound_us, found.step_us))
 
 
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:
@@ -159,7 +178,7 @@ class _Branch:
         base = bound.relaxation.base_tally
         barriers = ("push" in problem.allow and not base.num_pushed) + (
             {"push", "columns"} <= problem.allow and not base.num_split and _splits_pay(problem))
-        self.extra_us = problem.topology.costs.phase_us * barriers
+        self.extra_us = problem.topology.costs.phase_us * barriers * bool(bound.relaxation.tables)
 
     @property
     def bound(self) -> Bound:
@@ -223,12 +242,18 @@ def _branches(problem: Problem) -> list[Problem]:
     pinned = problem.constraints.tables
     free = [t.spec.name for t in problem.tables
             if t.spec.name not in pinned or pinned[t.spec.name].tiers is None]
-    if not free or any("pull" not in problem.modes_of(name) for name in free):
-        return [problem]
-    whole = [replace(problem, allow=problem.allow - {"push", "columns"})]
+    out = [problem]
     if "columns" in problem.allow and _splits_pay(problem):
-        whole.append(replace(problem, allow=problem.allow - {"columns"}))
-    return [*whole, problem]
+        out.insert(0, replace(problem, allow=problem.allow - {"columns"}))
+    if all(_may_rest(problem, name) for name in free):
+        out.insert(0, replace(problem, allow=problem.allow - {"push", "columns"}))
+    return out
+
+
+def _may_rest(problem: Problem, name: str) -> bool:
+    """Whether table `name` can be placed without being pushed."""
+    places = problem.placements_of(name)
+    return "replicated" in places or ("pull" in problem.modes_of(name) and bool(places))
 
 
 def space_bound(problem: Problem) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import PLACEMENTS
+from oper.plan import PLACEMENTS, Plan
 
 FEATURES = frozenset({*PLACEMENTS, "pull", "push", "columns"})
 #: The default of `make_plan`. The host runtime executes pushed tiers and column pieces as well, but
@@ -26,3 +26,11 @@ def check_allow(allow: Iterable[str]) -> frozenset[str]:
                  f"some of {sorted(FEATURES)} with at least one placement and one exchange mode",
                  "name what the plan may use"))
     return chosen
+
+
+def used_features(plan: Plan) -> frozenset[str]:
+    """Names of `FEATURES` that a plan uses; the mode of replicated tiers does not count."""
+    tiers = [tier for t in plan.tables for piece in t.pieces for tier in piece.tiers]
+    split = {"columns"} if any(len(t.pieces) > 1 for t in plan.tables) else set()
+    return frozenset(split | {t.placement for t in tiers}
+                     | {t.mode for t in tiers if t.placement != "replicated"})

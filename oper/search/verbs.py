@@ -13,7 +13,7 @@ from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.plan import Plan
 from oper.search.overlap import overlap_to_json, parse_argument
 from oper.search.problem import Problem, make_problem, with_overlap
-from oper.search.space import EXECUTABLE
+from oper.search.space import EXECUTABLE, used_features
 from oper.stats import AccessStats
 from oper.tables import DTYPE_BYTES, OPTIMIZER_STATE_BYTES, TableSpec
 from oper.topology import Topology
@@ -35,6 +35,8 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds to search")
     parser.add_argument("--target-gap", type=float, default=0.01, metavar="X")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", metavar="PLAN",
+                        help="a plan of the same tables and ranks: the new one is never slower")
     parser.add_argument("--search", choices=("relaxation", "markov-chain"), default="relaxation",
                         help="the Markov chain is FlexFlow's, for comparison")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
@@ -52,7 +54,8 @@ def run_plan(args: argparse.Namespace) -> int:
         constraints=None if args.constraints is None else _read_constraints(args.constraints))
     problem = with_overlap(problem, parse_argument(args.overlap))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
-                        target_gap=args.target_gap, seed=args.seed, search=args.search)
+                        target_gap=args.target_gap, seed=args.seed, search=args.search,
+                        start=None if args.start is None else Plan.load(args.start))
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **as_json(plan, problem)}))
@@ -141,7 +144,7 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
     if args.topology == "this-host" and args.world_size is None:
         args.world_size = plan.world_size
     problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
-                           objective=plan.objective, allow=_used(plan),
+                           objective=plan.objective, allow=EXECUTABLE | used_features(plan),
                            batch_size=args.batch_size or plan.batch_size or 2048,
                            constraints=plan.notes.get("constraints"))
     return plan, problem
@@ -149,13 +152,6 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
 
 def _stats(args: argparse.Namespace) -> AccessStats | None:
     return None if args.stats is None else AccessStats.load(args.stats)
-
-
-def _used(plan: Plan) -> frozenset[str]:
-    """The space that a plan is judged in: what executes everywhere, and whatever else it uses."""
-    tiers = [tier for t in plan.tables for piece in t.pieces for tier in piece.tiers]
-    split = {"columns"} if any(len(t.pieces) > 1 for t in plan.tables) else set()
-    return EXECUTABLE | split | {t.mode for t in tiers} | {t.placement for t in tiers}
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
