@@ -22,7 +22,8 @@ from oper.topology import Topology
 
 QUICK = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
-SPACES = (EXECUTABLE, EVERYTHING, frozenset({"owned", "push", "columns"}))
+SPACES = (EXECUTABLE, EVERYTHING, frozenset({"owned", "push", "columns"}),
+          frozenset({"replicated", "owned", "push"}))
 
 
 @st.composite
@@ -77,7 +78,9 @@ def test_plans_place_every_row_once_fit_and_stay_above_the_bound(stated):
 @given(problems(), st.integers(0, 1000))
 def test_no_plan_is_below_the_bound(stated, seed):
     bound = space_bound(stated)
-    kinds = tuple(k for k in KINDS if set(k.split("-")) <= stated.allow)
+    modes = {"replicated": set()}  # others are pulled unless they say otherwise
+    kinds = tuple(k for k in KINDS if k.partition("-")[0] in stated.allow
+                  and modes.get(k, {k.partition("-")[2] or "pull"}) <= stated.allow)
     rng = np.random.default_rng(seed)
     for _ in range(4):
         plan = random_plan(stated, rng, kinds, max_pieces=2 if "columns" in stated.allow else 1)
