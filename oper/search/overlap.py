@@ -10,8 +10,9 @@ What can hide, in a training step of `oper.shard`'s modules:
 * ``update``: the reduction and update of rows, and the refresh of replicas, beside the dense
   backward and optimizer that remain once the gradients of the tables are known;
 * ``backward`` and ``forward``: beside layers that do not depend on the tables' outputs;
-* ``resolve``: the sorting of ids, which needs the next batch's ids alone and may run ahead beside
-  anything; declaring it takes that work out of ``backward`` into a phase of its own.
+* ``resolve``: the sorting of a rank's own ids, which needs the next batch's ids alone and may run
+  ahead beside anything; declaring it takes that work out of ``backward`` into a phase of its own
+  (gradients of pushed rows are sorted by their owner in ``update``, and stay there).
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def test_nothing_is_assumed():
 
 def test_sorting_ahead_is_a_phase_of_its_own():
     plain, ahead = stated(host(1)), stated(host(1), {"resolve": 7.0})
-    plan = random_plan(plain, np.random.default_rng(1), KINDS)
+    # Gradients of pushed rows are sorted where they arrive, which nothing can run ahead of.
+    plan = random_plan(plain, np.random.default_rng(1), KINDS[:3])
     before, after = evaluate(plan, plain), evaluate(plan, ahead)
     assert [p.name for p in after.phases] == ["resolve", "forward", "backward", "update"]
     ids = sum(t.total[1] for t in plain.tables)
