@@ -26,6 +26,7 @@ VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),
     "explain": ("oper.report.verbs", "say in words and figures what a plan does and why"),
     "simulate": ("oper.report.simulation", "replay real batches through a plan: bytes and events"),
+    "report": ("oper.report.verbs", "one page with plots about statistics, a plan or a benchmark"),
     "train": ("oper.train.verbs", "train a DLRM from a configuration file (also under torchrun)"),
     "demo": ("oper.bench.demo", "the main job end to end on one page, beside TorchRec"),
     "bench": ("oper.bench.verbs", "measure beside other systems and the machine's limits"),

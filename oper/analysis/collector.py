@@ -68,8 +68,9 @@ class Collector:
         self._seen: set[str] = set()
         self._share = options.max_overhead
         self._begin: float | None = None
-        self._spent = self._longest = 0.0
-        self.num_left_out = 0
+        self._longest = 0.0
+        self.seconds = 0.0     # spent on counting, with `max_overhead`
+        self.num_left_out = 0  # batches
 
     def add(self, batch: Any, bucket: str | None = None) -> None:
         """Count one batch (the forms that `collect` takes); raises InvalidInputError.
@@ -84,12 +85,12 @@ class Collector:
         now = time.perf_counter()
         if self._begin is None:
             self._begin = now
-        elif self._spent + self._longest > self._share * (now - self._begin):
+        elif self.seconds + self._longest > self._share * (now - self._begin):
             self.num_left_out += 1
             return
         self._add(batch, bucket)
         took = time.perf_counter() - now
-        self._spent, self._longest = self._spent + took, max(self._longest, took)
+        self.seconds, self._longest = self.seconds + took, max(self._longest, took)
 
     def _add(self, batch: Any, bucket: str | None) -> None:
         features: dict[str, Lookups] = {}

@@ -68,8 +68,13 @@ def drift(table: TableStats) -> float:
     Half the sum over rows of the difference of access shares; includes sampling noise, so that a
     stationary log of many rare ids is above 0. NaN with fewer than two buckets.
     """
-    pairs = list(zip(table.buckets, table.buckets[1:], strict=False))
-    return float(np.mean([_distance(a, b) for a, b in pairs])) if pairs else float("nan")
+    found = bucket_distances(table)
+    return float(np.mean(found)) if found else float("nan")
+
+
+def bucket_distances(table: TableStats) -> list[float]:
+    """Total variation distance of each time bucket from the one before, 0..1."""
+    return [_distance(a, b) for a, b in zip(table.buckets, table.buckets[1:], strict=False)]
 
 
 def distance(old: TableStats, new: TableStats) -> float:

@@ -17,6 +17,7 @@ from oper.errors import InvalidInputError, fail
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.train", "training steps, beside TorchRec's plans, in two processes"),
     "lookup": ("oper.bench.lookup", "forward passes, beside torch, fbgemm and bare gathers"),
+    "data": ("oper.bench.data", "preprocessing, counting, merging, the collector's overhead"),
     "plan": ("oper.bench.plan", "the planner: gaps, times, peers' plans, on modelled machines"),
 }
 _COMMON = ("verb", "benchmark", "json", "cases", "quick")
