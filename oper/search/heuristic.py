@@ -27,7 +27,7 @@ class Effort:
     """How long to search.
 
     Attributes:
-        max_rounds: neighbourhoods of the packing.
+        max_rounds: neighbourhoods of the packing, fewer for more than two hundred tables.
         max_trials: placements tried by the Markov chain.
         max_moves: placements tried by the local search.
         max_kicks: times it may pass through worse plans.
@@ -48,7 +48,7 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(160, 4000, 600, 3, 14),
+EFFORTS = {"fast": Effort(140, 4000, 500, 3, 10),
            "thorough": Effort(6000, 60000, 20000, 40, 300)}
 _FINENESS = (1.0, 2.0, 0.7, 1.4, 3.0)
 

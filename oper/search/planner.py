@@ -202,8 +202,8 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     """The best placement of all branches, and bounds tightened around it."""
     best: tuple[_Branch, State] | None = None
     num_tables = len(branches[0].bound.relaxation.tables)
-    boxes = max(2, round(budget.max_boxes * 100 / max(25, num_tables)))
-    rounds = budget.max_rounds
+    boxes = round(budget.max_boxes * 25 / max(25, num_tables))  # each time; more tables, fewer
+    rounds = max(1, round(budget.max_rounds * min(1.0, 200 / max(1, num_tables))))
     for turn in range(2):
         for branch in sorted(branches, key=lambda x: x.lower_bound_us):
             known = np.inf if best is None else best[1].evaluation.step_us
@@ -212,7 +212,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
             if best is not None and known <= max(branch.lower_bound_us,
                                                  lower_us * (1 + target_gap)):
                 continue
-            branch.tighten(boxes // 2, known, known, budget.deadline)
+            branch.tighten(boxes, known, known, budget.deadline)
             if known <= branch.lower_bound_us:
                 continue
             state = search(branch.bound, replace(budget, max_rounds=rounds), lower_us, target_gap,
@@ -223,7 +223,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     assert best is not None
     known = best[1].evaluation.step_us
     for branch in branches:
-        branch.tighten(boxes // 2, known, known / (1 + target_gap), budget.deadline)
+        branch.tighten(boxes, known, known / (1 + target_gap), budget.deadline)
     return best
 
 
