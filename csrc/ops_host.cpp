@@ -1,7 +1,7 @@
 // torch operators of the host back end, on libtorch's stable ABI.
 //
 // Placement data (addresses, deal tables, head maps) is laid out by Python and copied or referenced
-// here; see oper/shmem/directory.py for its meaning.
+// here; see oper/directory.py for its meaning.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -67,7 +67,8 @@ class Costs:
             beside its bytes.
         refresh_ns: per changed row that a rank copies into its replica, beside its bytes.
         tier_ns: per id and pass, for tables of several tiers (position in hotness order, tier).
-        push_ns: per pushed id and pass at its reader (find the owner, write the request).
+        push_tier_ns: the same for tables of several tiers of which any is pushed.
+        push_ns: per pushed id at its reader, forward and backward (owner, request).
         table_us: per table and phase (a task, and what is set up for it).
         warm_share: share of the caches that keeps rows and buffers from one batch to the next
             (0 = every batch begins cold).
@@ -81,6 +82,7 @@ class Costs:
     run_ns: float = 0.0
     refresh_ns: float = 0.0
     tier_ns: float = 0.0
+    push_tier_ns: float = 0.0
     push_ns: float = 0.0
     table_us: float = 0.0
     warm_share: float = 0.0

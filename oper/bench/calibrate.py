@@ -11,7 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,15 @@ from oper.topology import Costs, Topology
 
 _WORKER = "oper.bench.calibrate_worker:measure"
 #: Placements that the fit sees: what each constant shows in.
-_FITTED = ("striped", "owned on one rank", "replicated", "head replicated", "pushed")
+_FITTED = ("striped", "owned on one rank", "replicated", "head replicated", "pushed",
+           "head replicated, tail pushed")
 _PHASES = ("forward", "backward", "update")
 #: Costs that the fit finds, in nanoseconds of compute. Of sorting and reducing only the sum shows
 #: in the phase clock; it is split evenly.
 _COMPUTE: tuple[dict[str, float], ...] = (
     {"id_ns": 1.0}, {"sort_ns": 0.5, "reduce_ns": 0.5}, {"update_ns": 1.0}, {"run_ns": 1.0},
-    {"refresh_ns": 1.0}, {"tier_ns": 1.0}, {"push_ns": 1.0}, {"table_us": 1.0})
+    {"refresh_ns": 1.0}, {"tier_ns": 1.0}, {"push_tier_ns": 1.0}, {"push_ns": 1.0},
+    {"table_us": 1.0})
 _WARM_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)  # that are tried
 _SLOWER = (0.5, 4.0)
 _STEP_WEIGHT = 2.0  # of a whole step beside one phase of one rank
@@ -53,20 +55,22 @@ class Sample:
         work: the workload.
         kind: one of `calibrate_worker.KINDS`.
         stats: its access statistics, of other batches.
-        wall_us: median of the slowest rank's step.
-        low_us: its 10th percentile: far below the median on a machine that others use as well.
+        wall_us: lower quartile of the slowest rank's steps: what disturbs a step makes it longer.
+        median_us: their median: far above the quartile on a machine that others use as well.
         outside_us: of a step outside of its working phases: calls and barriers.
-        phases_us: float64 [3, W], median microseconds of forward, backward and update, waiting
-            left out.
+        phases_us: float64 [3, W], lower quartiles of forward, backward and update in microseconds,
+            waiting left out.
+        bytes_read: of all ranks per pass, by phase and link; see `planning.bytes_read`.
     """
 
     work: Workload
     kind: str
     stats: AccessStats
     wall_us: float
-    low_us: float
+    median_us: float
     outside_us: float
     phases_us: np.ndarray
+    bytes_read: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -169,8 +173,8 @@ def measure(world_size: int, works: Sequence[tuple[Workload, Sequence[str]]], ro
         for kind, x in result.items():
             forward, reduce, _, update, _, refresh = np.array(x["phases_us"]).T
             phases = np.stack([forward, reduce, update + refresh])
-            samples.append(Sample(work, kind, stats, x["wall_us"], x["low_us"],
-                                  x["outside_us"], phases))
+            samples.append(Sample(work, kind, stats, x["wall_us"], x["median_us"],
+                                  x["outside_us"], phases, x["bytes_read"]))
     return {k: float(v) for k, v in bandwidth.items()}, samples
 
 
@@ -325,7 +329,7 @@ def predicted_against_executed(samples: Sequence[Sample], fitted: Fit) -> dict[s
         predicted = model.step_us
         plans.append({"name": s.name, "kind": s.kind, "placement_fitted": s.kind in _FITTED,
                       "predicted_us": predicted, "measured_us": s.wall_us,
-                      "measured_p10_us": s.low_us,
+                      "measured_median_us": s.median_us, "bytes_read": s.bytes_read,
                       "error": abs(predicted - s.wall_us) / s.wall_us,
                       "predicted_phases_us": [round(p.time_us, 1) for p in model.phases],
                       "measured_phases_us": s.phases_us.max(axis=1).round(1).tolist()})

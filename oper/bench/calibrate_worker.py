@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from oper.bench.ceiling import PREFETCH_ROWS, row_addresses
+from oper.bench.planning import bytes_read
 from oper.bench.workload import TIMED, Workload, batch_ids, collect_stats
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
@@ -30,6 +31,7 @@ _BAG = 16  # rows summed per bag in the bare gather: little is written
 _GATHER_ROWS = 1 << 19
 _HELD_BYTES = 4 << 30  # tables that are open at a time
 _LEAD_IN, _TIMED = 2, 3  # steps of a plan in each round
+_QUIET = 25  # percentile of steps that counts: whatever disturbs a step makes it longer
 _WAITS = (2, 4)  # where the runtime's phase clock counts waiting for peers
 
 
@@ -80,9 +82,9 @@ def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, 
         progress: called with what is being done.
 
     Returns:
-        On rank 0: bandwidths, or by kind ``wall_us`` (slowest rank), ``low_us`` (its 10th
-        percentile), ``outside_us`` (calls and barriers, outside of the working phases) and
-        ``phases_us``, float [W][6]; medians.
+        On rank 0: bandwidths, or by kind ``wall_us`` (slowest rank, lower quartile), ``median_us``
+        (its median), ``outside_us`` (calls and barriers, outside of the working phases, median),
+        ``phases_us``, float [W][6] (lower quartiles), and ``bytes_read``.
     """
     group = ProcessGroup()
     if "gather" in case:
@@ -143,10 +145,12 @@ def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
                 number += 1
                 if k >= _LEAD_IN and turn > 0:
                     taken[kind].append(timed)
+    found = {kind: {**_summary(steps, group), "bytes_read": bytes_read(tables[kind])}
+             for kind, steps in taken.items()}
     for opened in tables.values():
         opened.barrier()
         opened.close()
-    return {kind: _summary(steps, group) for kind, steps in taken.items()}
+    return found
 
 
 def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor
@@ -167,9 +171,10 @@ def _summary(steps: Sequence[tuple[float, list[int]]], group: ProcessGroup) -> d
     # Who arrives last at a barrier waits for nobody: what is left is the barrier itself.
     barriers = clocks[:, :, list(_WAITS)].min(axis=0).sum(axis=1)
     slowest = walls.max(axis=0)
-    return {"wall_us": float(np.median(slowest)), "low_us": float(np.percentile(slowest, 10)),
+    return {"wall_us": float(np.percentile(slowest, _QUIET)),
+            "median_us": float(np.median(slowest)),
             "outside_us": float(np.median(walls - clocks.sum(axis=2)) + np.median(barriers)),
-            "phases_us": np.median(clocks, axis=1).tolist()}
+            "phases_us": np.percentile(clocks, _QUIET, axis=1).tolist()}
 
 
 def _gather(group: ProcessGroup, cache_bytes: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from oper.bench import record
 from oper.bench.ceiling import Ceiling
-from oper.bench.planning import chosen_plan, slowest, total, world
+from oper.bench.planning import bytes_read, chosen_plan, slowest, total, world
 from oper.bench.sides import make_collection
 from oper.bench.train_case import Progress, moved_bytes
 from oper.bench.verify import Verdict
@@ -88,7 +88,7 @@ def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
     progress(f"{case.name}: measuring, {case.rounds} rounds of {case.per_round}")
     timings, others = _measure(case, model, kjts, ceiling, peers)
     moved = int(total([moved_bytes(work, ids[rank])["forward"]])[0])
-    page_kind = model.tables.page_kind
+    page_kind, read = model.tables.page_kind, bytes_read(model.tables)
     if dist.is_initialized():
         dist.barrier()
     model.tables.close()
@@ -97,7 +97,8 @@ def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
     return {
         "name": case.name, **_figures(timings, moved),
         "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
-        "bytes_moved": {"forward": moved}, "timings": timings, "page_kind": page_kind,
+        "bytes_moved": {"forward": moved}, "bytes_read": read, "timings": timings,
+        "page_kind": page_kind,
         "ceiling": ceiling.settings, "workload": work.to_json(), "world_size": world_size,
         "threads_per_rank": case.num_threads // world_size, "threads_of_peers": case.num_threads,
         "num_batches": case.num_batches, "num_stats_batches": case.num_stats_batches,

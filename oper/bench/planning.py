@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,12 @@ from oper.bench.workload import Workload, collect_stats
 from oper.plan import Plan
 from oper.stats import AccessStats
 from oper.topology import Topology
+from oper.traffic import LINKS
+
+if TYPE_CHECKING:
+    from oper.shmem.runtime import ShardedTables
+
+_SHARED = ("own rank", "memory domain")  # links of processes on one machine
 
 
 def world() -> tuple[int, int]:
@@ -43,6 +49,20 @@ def total(values: Sequence[float]) -> list[float]:
     if dist.is_initialized():
         dist.all_reduce(joint)
     return joint.tolist()
+
+
+def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
+    """Mean bytes per pass that all ranks together have read since the counters' last reset.
+
+    By phase and class of link (`oper.traffic.LINKS`); the processes of a benchmark share one
+    memory. Collective.
+    """
+    mine = tables.traffic()
+    passes = {"forward": mine.num_forward, "backward": mine.num_backward}
+    every = [t.by_link() for t in gather(mine)]
+    return {phase: {link: round(sum(x[phase][link] for x in every) / number)
+                    for link in LINKS if link in _SHARED}
+            for phase, number in passes.items() if number}
 
 
 def chosen_plan(work: Workload, num_stats_batches: int, objective: str) -> tuple[Plan, float]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from oper.bench import record
 from oper.bench.ceiling import Ceiling
-from oper.bench.planning import chosen_plan, slowest, total
+from oper.bench.planning import bytes_read, chosen_plan, slowest, total
 from oper.bench.sides import Side, build_oper, build_torchrec
 from oper.bench.torchrec_peer import PLAN_KINDS
 from oper.bench.verify import Checks, Reference, Verdict, verify
@@ -94,9 +94,10 @@ class _Runner:
         if self.rank == 0:
             verdicts["ceiling"] = self._check(ceiling, batches[0])
         phases = self._phases(batches)
+        read = bytes_read(self._tables)
         entry = {
             "name": self.case.name, **self._figures(timings, verdicts, ids),
-            "oper_phases_ms": phases, "ceiling": ceiling.settings,
+            "oper_phases_ms": phases, "bytes_read": read, "ceiling": ceiling.settings,
             "page_kind": self._tables.page_kind,
             "workload": self.work.to_json(), "world_size": self.world_size,
             "threads_per_rank": torch.get_num_threads(), "num_batches": self.case.num_batches,
@@ -173,6 +174,7 @@ class _Runner:
         tables = self._tables
         taken = []
         self.sides[0].model.train()
+        tables.traffic(reset=True)
         for batch in batches[:_PHASE_STEPS]:
             tables.barrier()
             self.sides[0].step(batch)

@@ -270,9 +270,9 @@ class CostModel:
             # No part of the bound, which knows no tiers: it is below every plan all the same. A
             # reader of pushed rows goes through its ids to count them, to write its requests, and
             # to add up.
-            for piece in pieces:
-                passes = PUSH_PASSES if any(x.mode == "push" for x in piece.tiers) else 1
-                rows[list(self._extra[:2])] += ids * self.costs.tier_ns * passes
+            pushes = any(x.mode == "push" for p in pieces for x in p.tiers)
+            per_id = (PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns)
+            rows[list(self._extra[:2])] += ids * per_id * len(pieces)
         if exchanges_squares:
             rows[UPDATE_BYTES] += 4 * rows[UPDATE_ROWS]
         return rows

@@ -18,7 +18,8 @@ from oper.search import topology_preset
 from oper.topology import Costs, Topology
 
 TRUE = Costs(phase_us=40.0, id_ns=3.0, sort_ns=4.0, reduce_ns=4.0, update_ns=20.0, run_ns=2.0,
-             refresh_ns=6.0, tier_ns=1.5, push_ns=10.0, table_us=2.0, warm_share=0.5)
+             refresh_ns=6.0, tier_ns=1.5, push_tier_ns=5.0, push_ns=10.0, table_us=2.0,
+             warm_share=0.5)
 BANDWIDTH = {"read_gbps": 50.0, "cache_gbps": 150.0}
 
 
@@ -41,10 +42,11 @@ def modelled(work: Workload, kind: str, noise: float = 0.0) -> Sample:
     found = calibrate._model(sample, true_topology())
     clock = np.stack([p.groups.max(axis=0) * 1e6 for p in found.phases])
     shaken = clock * (1 + noise * np.random.default_rng(work.pooling).standard_normal(clock.shape))
-    return replace(sample, phases_us=shaken, wall_us=found.step_us, low_us=found.step_us)
+    return replace(sample, phases_us=shaken, wall_us=found.step_us, median_us=found.step_us)
 
 
-KINDS_FITTED = ("striped", "replicated", "head replicated", "pushed")
+KINDS_FITTED = ("striped", "replicated", "head replicated", "pushed",
+                "head replicated, tail pushed")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,3 +1,0 @@
-"""The directory under its former name."""
-
-from oper.directory import TableDirectory as TableDirectory, TierLayout as TierLayout
