@@ -63,7 +63,7 @@ def shard(
         stats: access statistics or their file (`oper.collect`, ``oper analyze``). Without them the
             plan is made from table sizes, with one warning.
         plan: a plan or plan file to execute instead of making one.
-        topology: the machine or its TOML file; by default this host and the group's ranks.
+        topology: the machine or its TOML file; by default the group's ranks on hosts like this one.
         modules: paths of the modules to shard; all by default.
         objective: ``"training"`` or ``"inference"`` (read-only tables).
         batch_size: samples per rank and step that the plan is made for.
@@ -296,10 +296,14 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
         return plan
     if plan is not None:
         return Plan.load(plan)
+    if topology is None:
+        from oper.shmem.domains import find_domains
+
+        topology = Topology.of_domains(find_domains(group))
     made: Plan | Exception | None = None
     if group.rank == 0:
         try:
-            made = _make(tables, stats, topology, objective, batch_size, group.world_size)
+            made = _make(tables, stats, topology, objective, batch_size)
         except Exception as error:
             made = error
     made = group.all_gather(made)[0]
@@ -310,14 +314,12 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
 
 
 def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
-          batch_size: int | None, world_size: int) -> Plan:
+          batch_size: int | None) -> Plan:
     from oper.search import make_plan
 
     if stats is not None and not isinstance(stats, AccessStats):
         stats = AccessStats.load(stats)
-    if topology is None:
-        topology = Topology.this_host(world_size)
-    elif not isinstance(topology, Topology):
+    if not isinstance(topology, Topology):
         topology = Topology.from_toml(topology)
     return make_plan(tables, stats, topology, objective=objective,
                      batch_size=batch_size or _DEFAULT_BATCH)

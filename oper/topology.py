@@ -27,7 +27,8 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,27 @@ class Topology:
         # Order of magnitude of one current server core; measured values come from calibration.
         costs = Costs(phase_us=30.0, id_ns=3.0, sort_ns=5.0, reduce_ns=6.0, update_ns=12.0)
         return Topology(f"this-host-{world_size}", (domain,), costs, "assumed")
+
+    @staticmethod
+    def of_domains(domain_of: Sequence[int], memory_share: float = 0.5) -> Topology:
+        """Processes on hosts like this one, with assumed constants of an ordinary network.
+
+        Args:
+            domain_of: index of each rank's memory domain, by rank; a domain is a host. Ranks that
+                do not follow each other count as hosts of their own.
+            memory_share: share of a host's available memory that tables may take.
+        """
+        here = Topology.this_host(len(domain_of), memory_share)
+        starts = [r for r in range(len(domain_of)) if r == 0 or domain_of[r] != domain_of[r - 1]]
+        if len(starts) == 1:
+            return here
+        ends = [*starts[1:], len(domain_of)]
+        domains = tuple(
+            replace(here.domains[0], ranks=tuple(range(start, end)), host=host, cross_gbps=1.25)
+            for host, (start, end) in enumerate(zip(starts, ends, strict=True)))
+        # A collective over TCP costs some hundred microseconds before its first byte.
+        return replace(here, name=f"hosts-{'-'.join(str(len(d.ranks)) for d in domains)}",
+                       domains=domains, costs=replace(here.costs, phase_us=300.0))
 
 
 _DOMAIN_KEYS = {"copies", "per_host", "ranks", "host", "memory_bytes", "read_gbps", "cache_gbps",
