@@ -115,3 +115,11 @@ def test_this_host() -> None:
     topology = Topology.this_host(4)
     assert (topology.world_size, topology.num_hosts, topology.source) == (4, 1, "assumed")
     assert 0 < topology.domains[0].memory_bytes < 1 << 50
+
+
+@pytest.mark.parametrize("domain_of, ranks", [
+    ([0, 0], [(0, 1)]), ([0, 0, 1, 1], [(0, 1), (2, 3)]), ([0, 1, 1, 0], [(0,), (1, 2), (3,)])])
+def test_hosts_of_memory_domains(domain_of: list[int], ranks: list[tuple[int, ...]]) -> None:
+    made = Topology.of_domains(domain_of)
+    assert [d.ranks for d in made.domains] == ranks and made.num_hosts == len(ranks)
+    assert made.source == "assumed"
