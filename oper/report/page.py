@@ -30,7 +30,7 @@ dt, .note, figcaption { color: var(--faint); font-size: 0.85rem; }
 dd { margin: 0; font-size: 1.25rem; }
 figure { margin: 0.5rem 0; } figure .plot { background: var(--plot); border-radius: 6px;
   padding: 0.5rem; overflow-x: auto; }
-svg { max-width: 100%; height: auto; display: block; }
+svg { width: 100%; min-width: 30rem; max-width: 56rem; height: auto; display: block; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.85rem; } th, td { text-align: right;
   padding: 0.2rem 0.7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }

@@ -115,6 +115,7 @@ def _lengths(tables: Named) -> str:
             axis.plot(t.length_values, t.length_counts / t.num_bags, "o-", markersize=3,
                       linewidth=1, label=name, color=_colour(k, len(tables)))
     axis.set_xscale("symlog", linthresh=16)
+    axis.set_xlim(left=0)
     return _finish(figure, axis, "lengths")
 
 

@@ -143,6 +143,35 @@ def test_processes_of_one_job_share_the_work(tmp_path: Path, log: str) -> None:
     assert (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_workers_on_a_ray_cluster_share_the_work(
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+    # Workers import what this process imports.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, configure_logging=False)
+    try:
+        preprocess(KAGGLE, [log], tmp_path / "one", SMALL)
+        # This process takes no part until the others have begun.
+        original, work = preprocessing.Job.run, tmp_path / ".ray.work" / "tasks"
+
+        def late(job: Any) -> None:
+            deadline = time.monotonic() + 60
+            while len(list(work.glob("read-*.done"))) < 3 and time.monotonic() < deadline:
+                if (tmp_path / "ray").exists():
+                    return
+                time.sleep(0.02)
+            original(job)
+
+        monkeypatch.setattr(preprocessing.Job, "run", late)
+        started = time.monotonic()
+        preprocess(KAGGLE, [log], tmp_path / "ray", replace(SMALL, num_ray_workers=2))
+        assert time.monotonic() - started < 60, "the cluster's workers did begin"
+    finally:
+        ray.shutdown()
+    assert digest(tmp_path / "one") == digest(tmp_path / "ray")
+
+
 def test_disk_estimate_refuses_before_work(
     tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,6 @@ def test_in_a_browser(tmp_path: Path, stats: AccessStats, width: int, dark: bool
     scroll, plots = json.loads(found[1])
     brightness, covered = ink(shot, width)
     assert scroll <= width + 1, "nothing sticks out to the side"
-    assert len(plots) == 5 and all(250 <= w <= width for w in plots)
+    assert len(plots) == 5 and all(480 <= w <= max(width, 480) for w in plots)
     assert covered > 0.01, "there is something to see"
     assert (brightness < 0.75) if dark else (brightness > 0.85)
