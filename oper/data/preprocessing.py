@@ -269,6 +269,13 @@ class Job:
 
     def run(self) -> None:
         """Take part in the job until it is done."""
+        try:
+            self._take_part()
+        except FileNotFoundError:  # another process has moved the output and cleared the work
+            if not self.finished():
+                raise
+
+    def _take_part(self) -> None:
         tasks = self.work / "tasks"
         if not is_done(tasks, "staged"):
             self._share("reading", {f"read-{k:06d}": self._reader(k)
@@ -281,8 +288,7 @@ class Job:
             share({"counted": lambda: None}, tasks)
         self._share("writing", {f"write-{k:06d}": self._writer(k, split)
                                 for k in range(len(self.units))}, 1)
-        with contextlib.suppress(FileNotFoundError):  # another process has moved the output
-            share({"finished": lambda: self._finish(split)}, tasks)
+        share({"finished": lambda: self._finish(split)}, tasks)
 
     def _share(self, title: str, tasks: dict[str, Any], by_bytes: int) -> None:
         sizes = [self._size(u) for u in self.units] if by_bytes else [1] * len(tasks)
@@ -389,7 +395,10 @@ class Job:
         if self.target.exists():
             os.rename(self.target, old)
         os.rename(self.work / "out", self.target)
-        shutil.rmtree(self.work)
+        # Under another name nobody adds a file while it is removed.
+        waste = self.work.with_name(f"{self.work.name}.{os.getpid()}")
+        os.rename(self.work, waste)
+        shutil.rmtree(waste, ignore_errors=True)
 
     def manifest(self, split: Split) -> dict[str, Any]:
         """Everything that a reader of the folder needs to know."""
