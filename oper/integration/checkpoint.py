@@ -152,6 +152,8 @@ class LoadPlanner(DefaultLoadPlanner):
             return []
         items = []
         for k, chunk in enumerate(stored.chunks):
+            if 0 in chunk.sizes:  # of a rank that had no rows of a small table
+                continue
             index = MetadataIndex(name, chunk.offsets, k)
             items.append(ReadItem(
                 LoadItemType.TENSOR, index, chunk.offsets, index,
@@ -226,7 +228,7 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     Raises:
         OperError: a rank could not write; the previous checkpoint is untouched.
     """
-    path = Path(folder)
+    path = Path(folder).absolute()
     aside = path.with_name(path.name + ".saving")
     before = path.with_name(path.name + ".previous")
     _on_rank0(lambda: _make_room(path, aside, before), "cannot save a checkpoint", path)
@@ -253,7 +255,7 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         InvalidInputError: there is no checkpoint, or one of another model.
         OperError: a rank could not read; the tables then hold a mixture.
     """
-    path = _complete(Path(folder))
+    path = _complete(Path(folder).absolute())
     with rows_on_demand():
         state = _state_of(model, optimizer)
         extra = _stored_extra(path)
@@ -333,8 +335,8 @@ def _make_room(path: Path, aside: Path, before: Path) -> None:
     if path.exists() and not (path / METADATA).exists() and any(path.iterdir()):
         raise OSError(f"{path} is no checkpoint: choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists() and (before / METADATA).exists():
-        before.rename(path)  # a crash between the two renames below
+    if not (path / METADATA).exists() and (before / METADATA).exists():
+        before.rename(path)  # a crash between the two renames below; in place of an empty folder
     for left in (aside, before):
         if left.exists():
             shutil.rmtree(left)

@@ -222,6 +222,8 @@ def test_a_crash_while_renaming(renamed: bool, tmp_path: Path) -> None:
     folder, before = tmp_path / "c", tmp_path / "c.previous"
     oper.save_checkpoint(folder, model, fused(model), {"which": 1})
     folder.rename(before)
+    if not renamed:
+        folder.mkdir()  # by someone who missed it
     if renamed:
         oper.save_checkpoint(tmp_path / "new", model, fused(model), {"which": 2})
         (tmp_path / "new").rename(folder)
