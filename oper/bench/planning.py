@@ -65,8 +65,11 @@ def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
             for phase, number in passes.items() if number}
 
 
-def chosen_plan(work: Workload, num_stats_batches: int, objective: str) -> tuple[Plan, float]:
+def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_host: bool = True
+                ) -> tuple[Plan, float]:
     """The plan that ``oper plan`` chooses for this host, and the seconds that choosing took.
+
+    Unless `is_one_host`, it is one for as many hosts as there are ranks.
 
     Statistics come from batches that are never timed; every rank counts its part. Collective.
     """
@@ -78,6 +81,7 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str) -> tuple
     begin = time.perf_counter()
     if rank == 0:
         made = make_plan(work.tables(), AccessStats.merge_all(parts),
-                         Topology.this_host(world_size), objective=objective,
+                         Topology.of_domains([0] * world_size if is_one_host
+                                             else range(world_size)), objective=objective,
                          batch_size=work.batch_size // world_size)
     return gather((made, time.perf_counter() - begin))[0]

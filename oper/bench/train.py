@@ -35,8 +35,15 @@ def cases(quick: bool) -> list[Case]:
     return found
 
 
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments beside those of every benchmark."""
+    parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
+                        help="collective: OPER's ranks act as separate hosts, over gloo")
+
+
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Measure the chosen cases."""
+    chosen = [replace(c, exchange=args.exchange) for c in chosen]
     yield from run_workers("oper.bench.train_case:run_case", [c.to_json() for c in chosen],
                            WORLD_SIZE)
 
@@ -49,13 +56,32 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
         e["name"], f"{e['oper_step_ms']:.2f} ms", f"{e['torchrec_step_ms']:.2f} ms",
         f"{e['ratio_step']:.2f}x", f"{e['oper_forward_ms']:.2f} ms",
         f"{e['torchrec_forward_ms']:.2f} ms", f"{e['ratio_forward']:.2f}x",
-        f"{e['gather_ceiling_ms']:.2f} ms", f"{e['gather_ceiling_gbps']:.1f}",
-        f"{e['forward_fraction_of_ceiling']:.0%}", e["torchrec_best"],
+        *_limit(e), e["torchrec_best"],
         "yes" if e["verified"] else "NO"] for e in entries]
     notes = "".join(_complaints(e) for e in entries if not e["verified"])
     return (record.table(headers, rows) + f"\n{WORLD_SIZE} processes, 1 thread each; medians of the"
             " slower rank; ratio = TorchRec's best plan / OPER\n"
-            + record.noise_note(entries) + notes)
+            + record.noise_note(entries) + "".join(map(_wire, entries)) + notes)
+
+
+def _limit(entry: dict[str, Any]) -> list[str]:
+    """The columns of the gather ceiling, which reads shared memory."""
+    if entry["exchange"] != "shared":
+        return ["-", "-", "-"]
+    return [f"{entry['gather_ceiling_ms']:.2f} ms", f"{entry['gather_ceiling_gbps']:.1f}",
+            f"{entry['forward_fraction_of_ceiling']:.0%}"]
+
+
+def _wire(entry: dict[str, Any]) -> str:
+    """What the ranks send each other in a step."""
+    if entry["exchange"] == "shared":
+        return ""
+    names = {"oper": "OPER", entry["torchrec_best"]: f"TorchRec {entry['torchrec_best']}"}
+    sent = ", ".join(f"{label} {entry['loopback_bytes_per_step'][name] / 1e6:.2f} MB"
+                     for name, label in names.items())
+    own = sum(entry["oper_sent_bytes_per_step"].values())
+    return (f"{entry['name']}: sent per step over loopback: {sent}; OPER counts {own / 1e6:.2f} MB "
+            "of it\n")
 
 
 def _complaints(entry: dict[str, Any]) -> str:

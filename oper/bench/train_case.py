@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from oper.bench.torchrec_peer import PLAN_KINDS
 from oper.bench.verify import Checks, Reference, Verdict, verify
 from oper.bench.workload import TIMED, Workload, make_batch, timed_ids
 from oper.plan import Plan
+from oper.shmem.domains import DOMAIN_ENV
 
 _PHASE_STEPS = 16
 
@@ -36,6 +38,8 @@ class Case:
         num_batches: distinct batches that are timed.
         num_stats_batches: other batches that the statistics come from.
         rounds, per_round: see `record.interleave`.
+        exchange: ``"shared"``: OPER's ranks share memory. ``"collective"``: each acts as a host of
+            its own and exchanges over gloo, as TorchRec's ranks do.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Case:
     num_stats_batches: int = 32
     rounds: int = 20
     per_round: int = 5
+    exchange: str = "shared"
 
     def to_json(self) -> dict[str, Any]:
         """For `from_json` in a worker."""
@@ -63,6 +68,10 @@ def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
         The case's entry of the record on rank 0, nothing elsewhere.
     """
     case = Case.from_json(value)
+    if case.exchange == "collective":
+        os.environ[DOMAIN_ENV] = str(dist.get_rank())
+    else:
+        os.environ.pop(DOMAIN_ENV, None)
     runner = _Runner(case, lambda text: progress(f"{case.name}: {text}"))
     try:
         return runner.run()
@@ -75,6 +84,7 @@ class _Runner:
         self.case, self.work, self.progress = case, case.work, progress
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.sides: list[Side] = []
+        self.is_shared = case.exchange == "shared"
 
     def run(self) -> dict[str, Any]:
         load_before = record.load_average()
@@ -82,22 +92,29 @@ class _Runner:
         ids = timed_ids(self.work, self.rank, self.world_size, self.case.num_batches)
         batches = [make_batch(self.work, x, (TIMED, self.rank, k)) for k, x in enumerate(ids)]
         self.progress("collecting statistics and planning")
-        plan, plan_s = chosen_plan(self.work, self.case.num_stats_batches, "training")
+        plan, plan_s = chosen_plan(self.work, self.case.num_stats_batches, "training",
+                                   self.is_shared)
         checks = Checks.make(self.work, self.rank, self.world_size)
         reference = self._build(plan, checks)
         verdicts = verify(self.sides, checks, reference, self.progress)
         reference = None
         gc.collect()
         gc.freeze()
-        ceiling = Ceiling(self._tables, ids, self.work.pooling)
+        # The ceiling reads all arenas in place.
+        ceiling = Ceiling(self._tables, ids, self.work.pooling) if self.is_shared else None
         timings = self._measure(batches, ceiling)
-        if self.rank == 0:
-            verdicts["ceiling"] = self._check(ceiling, batches[0])
+        if ceiling is not None:
+            # Collective where it meets OPER's lookup.
+            verdict = self._check(ceiling, batches[0])
+            if self.rank == 0:
+                verdicts["ceiling"] = verdict
+        wire = {} if self.is_shared else self._wire_bytes(batches)
         phases = self._phases(batches)
         read = bytes_read(self._tables)
         entry = {
             "name": self.case.name, **self._figures(timings, verdicts, ids),
-            "oper_phases_ms": phases, "bytes_read": read, "ceiling": ceiling.settings,
+            "oper_phases_ms": phases, "bytes_read": read, "exchange": self.case.exchange, **wire,
+            "ceiling": ceiling.settings if ceiling else None,
             "page_kind": self._tables.page_kind,
             "workload": self.work.to_json(), "world_size": self.world_size,
             "threads_per_rank": torch.get_num_threads(), "num_batches": self.case.num_batches,
@@ -138,19 +155,20 @@ class _Runner:
                 side.order_gradient(gradient, checks.batch(0, self.rank))
         return None if self.rank else Reference(model, checks)
 
-    def _measure(self, batches: Sequence[Any], ceiling: Ceiling) -> dict[str, np.ndarray]:
+    def _measure(self, batches: Sequence[Any], ceiling: Ceiling | None) -> dict[str, np.ndarray]:
         """Seconds by phase and contender, the maximum over ranks of every call."""
         align = self._tables.barrier
         rounds, per_round = self.case.rounds, self.case.per_round
-        self.progress("finding the gather ceiling's best settings")
-        ceiling.tune(align, slowest)
+        if ceiling is not None:
+            self.progress("finding the gather ceiling's best settings")
+            ceiling.tune(align, slowest)
         found: dict[str, np.ndarray] = {}
         for phase in ("step", "forward"):
             runs: dict[str, Callable[[int], Any]] = {}
             for side in self.sides:
                 side.model.train(phase == "step")
                 runs[side.name] = _over(batches, side.step if phase == "step" else side.forward)
-            if phase == "forward":
+            if phase == "forward" and ceiling is not None:
                 runs["ceiling"] = ceiling.run
             self.progress(f"warming up: {phase}")
             record.interleave(runs, align, 1, 2)
@@ -168,6 +186,24 @@ class _Runner:
         verdict = Verdict()
         verdict.compare("ceiling", ceiling.out, self.sides[0].lookup(batch.sparse_features))
         return verdict.to_json()
+
+    def _wire_bytes(self, batches: Sequence[Any]) -> dict[str, Any]:
+        """Bytes that all ranks send per training step: by contender, as the loopback interface
+        counts them (with TCP's headers), and OPER's own count by kind."""
+        found: dict[str, Any] = {}
+        self._tables.sent_bytes(reset=True)
+        for side in self.sides:
+            side.model.train()
+            dist.barrier()
+            before = record.loopback_bytes()
+            for batch in batches[:_PHASE_STEPS]:
+                side.step(batch)
+            dist.barrier()
+            found[side.name] = round((record.loopback_bytes() - before) / _PHASE_STEPS)
+        sent = {kind: sum(to) for kind, to in self._tables.sent_bytes().items()}
+        joint = total([x / _PHASE_STEPS for x in sent.values()])
+        return {"loopback_bytes_per_step": found, "oper_sent_bytes_per_step": {
+            kind: round(x) for kind, x in zip(sent, joint, strict=True)}}
 
     def _phases(self, batches: Sequence[Any]) -> dict[str, float]:
         """Where OPER's step goes: median milliseconds by phase, mean over ranks."""
@@ -199,10 +235,16 @@ class _Runner:
         def median(name: str, phase: str) -> float:
             return float(np.median(timings[f"{phase} {name}"]))
 
-        plans["ceiling"] = {"forward": record.summary(timings["forward ceiling"]),
-                            "verification": verdicts.get("ceiling")}
-        ceiling = median("ceiling", "forward")
+        limit: dict[str, Any] = {}
+        if self.is_shared:
+            plans["ceiling"] = {"forward": record.summary(timings["forward ceiling"]),
+                                "verification": verdicts.get("ceiling")}
+            ceiling = median("ceiling", "forward")
+            limit = {"gather_ceiling_ms": plans["ceiling"]["forward"]["median_ms"],
+                     "gather_ceiling_gbps": round(joint["forward"] / ceiling / 1e9, 3),
+                     "forward_fraction_of_ceiling": round(ceiling / median("oper", "forward"), 4)}
         return {
+            **limit,
             "ratio_step": round(median(best, "step") / median("oper", "step"), 3),
             "ratio_forward": round(median(best, "forward") / median("oper", "forward"), 3),
             "oper_step_ms": plans["oper"]["step"]["median_ms"],
@@ -210,9 +252,6 @@ class _Runner:
             "torchrec_best": best,
             "torchrec_step_ms": plans[best]["step"]["median_ms"],
             "torchrec_forward_ms": plans[best]["forward"]["median_ms"],
-            "gather_ceiling_ms": plans["ceiling"]["forward"]["median_ms"],
-            "gather_ceiling_gbps": round(joint["forward"] / ceiling / 1e9, 3),
-            "forward_fraction_of_ceiling": round(ceiling / median("oper", "forward"), 4),
             "verified": bool(verdicts) and all(v["passed"] for v in verdicts.values()),
             "bytes_moved": joint, "plans": plans,
             "other_busy_cores": {phase: round(float(timings[f"{phase} other cores"][0]), 2)

@@ -1,5 +1,7 @@
 """The training benchmark end to end, in two processes on two small tables."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torchrec")
@@ -17,6 +19,17 @@ KEYS = {"name", "ratio_step", "ratio_forward", "oper_step_ms", "oper_forward_ms"
 
 def _case(name: str, whole_model: bool) -> Case:
     return Case(name, TINY, whole_model, num_batches=4, num_stats_batches=4, rounds=2, per_round=2)
+
+
+def test_ranks_that_share_no_memory() -> None:
+    case = replace(_case("ebc", False), exchange="collective")
+    (entry,) = run_workers("oper.bench.train_case:run_case", [case.to_json()], 2)
+    assert entry["verified"] is True, entry["plans"]
+    assert "ceiling" not in entry["plans"] and entry["exchange"] == "collective"
+    sent = sum(entry["oper_sent_bytes_per_step"].values())
+    # TCP's headers come on top; nothing else uses the interface as much.
+    assert 0 < sent <= entry["loopback_bytes_per_step"]["oper"]
+    assert "OPER counts" in train.report([entry])
 
 
 def test_two_processes_measure_and_verify() -> None:
