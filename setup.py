@@ -86,7 +86,7 @@ def cuda_sources() -> list[str]:
             sys.exit("OPER_CUDA=1, but no nvcc in CUDA_HOME, /usr/local/cuda or PATH; install the "
                      "CUDA toolkit or unset OPER_CUDA.")
         return []
-    return found + sources("csrc/ops_cuda.cpp")
+    return found + sources("csrc/cuda/*.cpp", "csrc/ops_cuda.cpp")
 
 
 def arch_flags() -> list[str]:

@@ -21,6 +21,7 @@
 #include "host/exchange.h"
 #include "host/kernels.h"
 #include "host/memory.h"
+#include "oper/description.h"
 
 using torch::stable::Tensor;
 using torch::headeronly::ScalarType;
@@ -76,36 +77,6 @@ Context& context_of(int64_t handle) {
   return found->second->context;
 }
 
-int32_t log2_or_minus1(int64_t value) {
-  return (value & (value - 1)) == 0 ? __builtin_ctzll(static_cast<uint64_t>(value)) : -1;
-}
-
-// Columns of the int64 descriptions that Python passes.
-enum TableColumn {
-  kNumRows, kDim, kMean, kTierBegin, kTierEnd, kRows, kMomentum1, kMomentum2, kHead, kLogical,
-  kRowColumns, kRowType, kFirstColumn, kHeadIds, kTableWidth
-};
-enum OptimizerColumn {
-  kKind, kDecay, kLearningRate, kEps, kWeightDecay, kBeta1, kBeta2, kCorrection1, kCorrection2,
-  kMaxNorm, kKey0, kKey1, kStep, kOptimizerWidth
-};
-enum TierColumn { kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTierWidth };
-enum FeatureColumn { kFeatureTable, kColumn, kFeatureLogical, kPieceStart, kFeatureWidth };
-enum RefreshColumn {
-  kTable, kOwner, kSlotBegin, kSlotEnd, kFirst, kStride, kMasters, kReplicas, kRefreshWidth
-};
-
-TierMap tier_map(const int64_t* maps, int64_t num_maps, int64_t start, int64_t at, int64_t period) {
-  TierMap tier;
-  tier.start = start;
-  tier.period = period;
-  tier.shift = log2_or_minus1(period);
-  tier.magic = (uint64_t{1} << 63) / static_cast<uint64_t>(period) + 1;
-  tier.base = maps + at;
-  tier.step = maps + num_maps + at;
-  return tier;
-}
-
 // The rows of each tier that live on this rank, for the way from a slot back to its position.
 void fill_home_tiers(Table& table, int32_t rank) {
   const int64_t first = table.owner_begin[rank], last = table.owner_begin[rank + 1];
@@ -147,7 +118,7 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
     table.mean = static_cast<int32_t>(d[kMean]);
     table.row_type = static_cast<RowType>(d[kRowType]);
     table.first_column = static_cast<int32_t>(d[kFirstColumn]);
-    table.rows = reinterpret_cast<char*>(d[kRows]);
+    table.rows = reinterpret_cast<char*>(d[kRowAddress]);
     table.momentum1 = reinterpret_cast<float*>(d[kMomentum1]);
     table.momentum2 = reinterpret_cast<float*>(d[kMomentum2]);
     table.owner_begin.assign(begin_data + t * (W + 1), begin_data + (t + 1) * (W + 1));
@@ -511,16 +482,8 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
   const double* data = static_cast<const double*>(optimizers.data_ptr());
   for (size_t t = 0; t < context.tables.size(); ++t) {
     const double* x = data + t * kOptimizerWidth;
-    context.tables[t].optimizer = {
-        static_cast<Optimizer>(static_cast<int32_t>(x[kKind])),
-        static_cast<Decay>(static_cast<int32_t>(x[kDecay])),
-        static_cast<float>(x[kLearningRate]), static_cast<float>(x[kEps]),
-        static_cast<float>(x[kWeightDecay]), static_cast<float>(x[kBeta1]),
-        static_cast<float>(x[kBeta2]), static_cast<float>(x[kCorrection1]),
-        static_cast<float>(x[kCorrection2]), static_cast<float>(x[kMaxNorm])};
-    const uint64_t step = static_cast<uint64_t>(x[kStep]);
-    context.tables[t].rounding = {static_cast<uint32_t>(x[kKey0]), static_cast<uint32_t>(x[kKey1]),
-                                  static_cast<uint32_t>(step), static_cast<uint32_t>(step >> 32)};
+    context.tables[t].optimizer = optimizer_args(x);
+    context.tables[t].rounding = rounding_key(x);
   }
   int64_t rows = 0;
   Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);

@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "OPER_DATA": "folder of real data for tests and benchmarks",
     "OPER_DEBUG": "1 = show where an error comes from",
     "OPER_OUTBOX_BYTES": "size of a rank's gradient outbox",
+    "OPER_DEVICE_HEAP": "symmetric or virtual: how ranks share device memory",
     "OPER_DEADLINE_S": "how long a rank waits for its peers",
     "OPER_DOMAIN": "ranks with different values act as if they shared no memory",
     "OPER_WIRE": "exact (default), fp16 or bf16 rows and gradients between memory domains",

@@ -337,8 +337,16 @@ def _build(target: _Target, plan: Plan, objective: str, group: Group, bounds_che
     optimizers = None
     if objective == "training":
         optimizers = {target.names[table]: o for table, o in target.optimizers.items()}
-    tables = ShardedTables(replace(plan, tables=entries), features, group, optimizers,
-                           _gradient_scale(target, group))
+    plan = replace(plan, tables=entries)
+    scale = _gradient_scale(target, group)
+    device = next(target.module.parameters()).device
+    tables: ShardedTables
+    if device.type == "cuda":
+        from oper.shmem.device_tables import DeviceTables
+
+        tables = DeviceTables(plan, features, group, optimizers, scale, device=device)
+    else:
+        tables = ShardedTables(plan, features, group, optimizers, scale)
     tables.bounds = BoundsCheck(bounds_check, features, tables.specs)
     load_weights(tables, _weights(target))
     tables.use_huge_pages()

@@ -365,7 +365,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     @property
     def device(self) -> torch.device:
         """Where the tables live."""
-        return torch.device("cpu")
+        return self.tables.device
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of the tables, which data-parallel wrappers must leave alone."""

@@ -50,6 +50,12 @@ class ProcessGroup:
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
 
+    @property
+    def name(self) -> str:
+        """The process group's name, by which torch's symmetric memory knows it."""
+        group: Any = self.process_group or self._dist.group.WORLD
+        return str(group.group_name)
+
     def all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         self._dist.all_gather_object(values, value, group=self.process_group)

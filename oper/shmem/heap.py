@@ -129,20 +129,12 @@ class HostHeap:
         """Exchange descriptors; those received are added to `fds`, which the caller closes."""
         group = self._group
         mine = list(fds)
-        name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-            server.bind(name)
-            server.listen(group.world_size)
-            server.settimeout(_CONNECT_S)
-            everyone = group.all_gather((os.getpid(), name))
-            pids = [pid for pid, _ in everyone]
-            for rank, pid in enumerate(pids):
-                if rank != group.rank:
-                    self.pidfds[rank] = os.pidfd_open(pid)
-            received = _exchange_descriptors(
-                server, group.rank, pids, [n for _, n in everyone], mine)
+        pids, received = exchange_over_sockets(group, mine)
         for got in received.values():
             fds.extend(got)
+        for rank, pid in enumerate(pids):
+            if rank != group.rank:
+                self.pidfds[rank] = os.pidfd_open(pid)
         segments = [mine if r == group.rank else received[r] for r in range(group.world_size)]
         for rank, got in enumerate(segments):
             if len(got) != len(self._segment_sizes(rank)):
@@ -189,6 +181,23 @@ class HostHeap:
             if fd >= 0:
                 os.close(fd)
         self.pidfds = [-1] * len(self.pidfds)
+
+
+def exchange_over_sockets(group: Group, mine: list[int]) -> tuple[list[int], dict[int, list[int]]]:
+    """Give the descriptors `mine` to every peer of a group on this host. Collective.
+
+    Returns:
+        Process ids by rank, and what each peer sent; the caller closes those descriptors.
+    """
+    name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(name)
+        server.listen(group.world_size)
+        server.settimeout(_CONNECT_S)
+        everyone = group.all_gather((os.getpid(), name))
+        pids = [pid for pid, _ in everyone]
+        return pids, _exchange_descriptors(
+            server, group.rank, pids, [n for _, n in everyone], mine)
 
 
 def _exchange_descriptors(

@@ -93,25 +93,15 @@ class ShardedTables(LogicalRows):
         self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
         for k, d in enumerate(self.directories):
             self.pieces[d.table.name].append(k)
-        # A single rank updates without an exchange but through the same outbox.
         if any(t.dtype != "float32" for t in tables):
             seed = group.all_gather(torch.initial_seed() if seed is None else seed)[0]
         self.seed = seed
         self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
-        self._layout = ArenaLayout.build(
-            self.directories, group.world_size, outbox_bytes() if optimizers is not None else 4096,
-            [n for n, o in (optimizers or {}).items() if o.max_row_norm is not None])
         self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         domains = find_domains(group)
         self._exchange = Exchange(group, domains) if len(set(domains)) > 1 else None
-        near = self._exchange.members if self._exchange else list(range(group.world_size))
-        self._heap: HostHeap | None = HostHeap(
-            DomainGroup(group, near) if self._exchange else group,
-            [self._layout.num_bytes[r] for r in near],
-            [self._layout.host_ranges[r] for r in near])
-        self._addresses = [0] * group.world_size
-        for rank, address in zip(near, self._heap.addresses, strict=True):
-            self._addresses[rank] = address
+        self._heap: HostHeap | None = None
+        near = self._open_heap()
         self._handle = self._create_context(near)
         self._migration: Migration | None = None
         # Held while another thread may use the placement, which therefore must not go away.
@@ -130,10 +120,30 @@ class ShardedTables(LogicalRows):
         self._release = weakref.finalize(self, _release, self._handle, self._heap)
         self._release.atexit = False
 
-    def _create_context(self, near: list[int]) -> int:
-        heap, group = self._heap, self.group
-        assert heap is not None
-        maps = KernelMaps.build(self.directories, self._layout, self._addresses, group.rank)
+    def _open_heap(self) -> list[int]:
+        """Lay out and map the arenas; returns the ranks of this memory domain."""
+        group = self.group
+        near = self._exchange.members if self._exchange else list(range(group.world_size))
+        # A single rank updates without an exchange but through the same outbox.
+        self._layout = ArenaLayout.build(
+            self.directories, group.world_size,
+            outbox_bytes() if self.optimizers is not None else 4096, self._row_clipped())
+        self._heap = HostHeap(
+            DomainGroup(group, near) if self._exchange else group,
+            [self._layout.num_bytes[r] for r in near],
+            [self._layout.host_ranges[r] for r in near])
+        self._addresses = [0] * group.world_size
+        for rank, address in zip(near, self._heap.addresses, strict=True):
+            self._addresses[rank] = address
+        return near
+
+    def _row_clipped(self) -> list[str]:
+        """Tables whose rows' gradients are clipped to a norm."""
+        return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
+
+    def _feature_rows(self) -> torch.Tensor:
+        """int64 [F, 4]: directory, output column, feature and first column of the piece, of every
+        column piece of every feature."""
         column = 0
         features = []
         for logical, (name, table) in enumerate(self.features):
@@ -146,12 +156,18 @@ class ShardedTables(LogicalRows):
                 features.append([k, column + start, logical, start])
             column += self.specs[table].dim
         self.output_columns = column
+        return torch.tensor(features, dtype=torch.int64)
+
+    def _create_context(self, near: list[int]) -> int:
+        heap, group = self._heap, self.group
+        assert heap is not None
+        maps = KernelMaps.build(self.directories, self._layout, self._addresses, group.rank)
         outboxes = [a + o for a, o in zip(self._addresses, self._layout.outbox, strict=True)]
         as_tensor = torch.from_numpy
         handle = int(torch.ops.oper.context_create(
             group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
             as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
-            torch.tensor(features, dtype=torch.int64), as_tensor(maps.refreshes),
+            self._feature_rows(), as_tensor(maps.refreshes),
             as_tensor(maps.touched), as_tensor(maps.squares),
             torch.tensor(outboxes, dtype=torch.int64), self._layout.outbox_bytes,
             [as_tensor(h) for h in maps.heads]))
@@ -261,8 +277,17 @@ class ShardedTables(LogicalRows):
         if self._pending:
             passed = as_one([*self._pending, passed])
             self._pending = []
-        grad, batch, offsets = passed.grad, passed.batch, passed.offsets
-        grad = rows_in_order(grad, batch.pooled)
+        self._update(passed)
+        self.num_steps += 1
+        if self._migration is not None:
+            self._migration.note(passed.batch, passed.offsets)
+            if self._migration.advance():
+                self._migration = None
+
+    def _update(self, passed: Backward) -> None:
+        """Reduce, exchange and update for one backward pass."""
+        batch, offsets = passed.batch, passed.offsets
+        grad = rows_in_order(passed.grad, batch.pooled)
         known = self._known(batch)
         code, detail = torch.ops.oper.lookup_backward(
             self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
@@ -270,11 +295,6 @@ class ShardedTables(LogicalRows):
             known and known.addresses, known and known.order)
         if code:
             self._raise(code, detail, batch, offsets)
-        self.num_steps += 1
-        if self._migration is not None:
-            self._migration.note(batch, offsets)
-            if self._migration.advance():
-                self._migration = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -24,12 +24,14 @@ class LogicalRows:
     """Base of `ShardedTables`: access to rows and optimizer state by id.
 
     Attributes:
+        device: where rows and outputs are.
         specs: the tables by name.
         directories: one per column piece of each table.
         pieces: the directories of each table, in column order.
         group: the ranks.
     """
 
+    device = torch.device("cpu")
     specs: dict[str, TableSpec]
     directories: list[TableDirectory]
     pieces: dict[str, list[int]]
@@ -65,10 +67,14 @@ class LogicalRows:
             raise OperError(fail("sharded tables were closed", "table", d.table.name, "open tables",
                                  "read them before close()"))
         columns = 1 if self._is_per_row(part, d.table.name) else d.dim
-        view: torch.Tensor = torch.ops.oper.segment_view(
+        return self._segment(
             self._addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
-            int(d.num_slots[rank]), columns,
-            ROW_TYPES.index(d.table.dtype) if part == "rows" else 0)
+            int(d.num_slots[rank]), columns, d.table.dtype if part == "rows" else "float32")
+
+    def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
+        """Mapped memory as [rows, columns] of `dtype`."""
+        view: torch.Tensor = torch.ops.oper.segment_view(
+            address, rows, columns, ROW_TYPES.index(dtype))
         return view
 
     def columns(self, part: str, piece: int) -> slice:
@@ -198,7 +204,7 @@ class LogicalRows:
                 stop = min(values.shape[0], at + CHUNK_ROWS)
                 for rank, index, slot in self._parts(piece, np.arange(begin + at, begin + stop)):
                     if rank == self.group.rank:
-                        mine[slot] = values[index + at, first - column:last - column].to(mine.dtype)
+                        mine[slot] = values[index + at, first - column:last - column].to(mine)
 
     def publish(self) -> None:
         """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
@@ -248,7 +254,5 @@ class LogicalRows:
     def replica_view(self, piece: int, rank: int) -> torch.Tensor:
         """As `replica`, of a directory."""
         d = self.directories[piece]
-        copy: torch.Tensor = torch.ops.oper.segment_view(
-            self._addresses[rank] + int(self._layout.replicas[piece, rank]),
-            int(d.num_replica_rows[rank]), d.dim, ROW_TYPES.index(d.table.dtype))
-        return copy
+        return self._segment(self._addresses[rank] + int(self._layout.replicas[piece, rank]),
+                             int(d.num_replica_rows[rank]), d.dim, d.table.dtype)

@@ -1,0 +1,165 @@
+"""Arenas in device memory that every rank of a group can address.
+
+Three ways to get them, tried in this order: all ranks are threads of this process (plain tensors);
+torch's symmetric memory; CUDA virtual memory with POSIX descriptors. Kernels see base addresses
+only. torch's symmetric memory is an alpha interface: this is the only file that touches it, and of
+its handle only integers are used.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from oper.errors import OperError, PlanError, fail
+from oper.shmem import library
+from oper.shmem.group import Group, ProcessGroup
+from oper.shmem.heap import exchange_over_sockets
+
+HEAP_ENV = "OPER_DEVICE_HEAP"
+_ALIGN = 2 << 20
+
+
+class DeviceHeap:
+    """Arenas of all ranks of a group in device memory.
+
+    Args:
+        group: the ranks. Creation is collective.
+        num_bytes: int [W], size of each rank's arena; equal on all ranks.
+        device: this rank's device.
+
+    Attributes:
+        addresses: int [W], where each arena is mapped for this rank's device.
+        kind: ``"local"``, ``"symmetric memory"`` or ``"virtual memory"``.
+        page_kind: what memory the rows are in, for records.
+
+    Raises:
+        PlanError: two ranks cannot address each other's memory.
+        OperError: the memory cannot be had.
+    """
+
+    def __init__(self, group: Group, num_bytes: list[int], device: torch.device) -> None:
+        library.load_device()
+        self._group = group
+        self.device = device
+        # Symmetric memory wants equal sizes.
+        self._size = -(-max(1, *num_bytes) // _ALIGN) * _ALIGN
+        self.addresses: list[int] = []
+        self._keep: list[Any] = []
+        self._mapped: list[tuple[int, int]] = []
+        self.page_kind = "device"
+        if group.is_local:
+            self.kind = "local"
+            self._open_local()
+            return
+        assert isinstance(group, ProcessGroup)
+        wanted = os.environ.get(HEAP_ENV, "")
+        if wanted not in ("", "symmetric", "virtual"):
+            raise OperError(fail("cannot open the device heap", HEAP_ENV, wanted,
+                                 "symmetric, virtual or nothing", "correct or unset it"))
+        reason = "not asked for"
+        if wanted != "virtual":
+            reason = self._open_symmetric(group)
+            if not reason:
+                self.kind = "symmetric memory"
+                return
+            if wanted == "symmetric":
+                raise OperError(fail("cannot open the device heap", "symmetric memory", reason,
+                                     "a torch and a driver that provide it",
+                                     f"unset {HEAP_ENV}"))
+        self.kind = "virtual memory"
+        self._open_virtual(group, reason)
+
+    def _open_local(self) -> None:
+        arena = torch.empty(self._size, dtype=torch.uint8, device=self.device)
+        arena.zero_()
+        self._keep.append(arena)
+        everyone = self._group.all_gather((arena.data_ptr(), str(self.device)))
+        devices = {where for _, where in everyone}
+        if len(devices) > 1:
+            raise PlanError(
+                fail("virtual ranks cannot address each other's memory", "devices",
+                     sorted(devices), "one device", "start one process per device"))
+        self.addresses = [address for address, _ in everyone]
+
+    def _open_symmetric(self, group: ProcessGroup) -> str:
+        """Map all arenas by torch's symmetric memory; returns why not, or an empty string."""
+        reason = ""
+        handle: Any = None
+        arena: Any = None
+        try:
+            import torch.distributed._symmetric_memory as symmetric
+
+            if hasattr(symmetric, "set_backend"):
+                symmetric.set_backend("CUDA")
+            arena = symmetric.empty(self._size, dtype=torch.uint8, device=self.device)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+        # All or none: a rank that went ahead alone would wait for ever.
+        reasons = [r for r in group.all_gather(reason) if r]
+        if reasons:
+            return reasons[0]
+        try:
+            handle = symmetric.rendezvous(arena, group=group.name)  # type: ignore[arg-type]
+            addresses = [int(a) for a in handle.buffer_ptrs]
+        except (AttributeError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+        reasons = [r for r in group.all_gather(reason) if r]
+        if reasons:
+            return reasons[0]
+        assert arena is not None
+        arena.zero_()
+        torch.cuda.synchronize(self.device)
+        group.all_gather(None)
+        self._keep += [handle, arena]
+        self.addresses = addresses
+        return ""
+
+    def _open_virtual(self, group: ProcessGroup, reason: str) -> None:
+        index = self.device.index or 0
+        fd, address, size, error = -1, 0, 0, ""
+        try:
+            fd, address, size = torch.ops.oper.device_memory_create(self._size, index)
+            self._mapped.append((address, size))
+        except RuntimeError as problem:
+            error = str(problem).splitlines()[0]
+        try:
+            errors = [(rank, e) for rank, e in enumerate(group.all_gather(error)) if e]
+            if errors:
+                raise OperError(
+                    fail("cannot share device memory between processes", "rank", errors[0],
+                         "POSIX descriptors of CUDA virtual memory",
+                         f"symmetric memory was refused as well ({reason}); use a plan that "
+                         "exchanges over torch.distributed"))
+            _, received = exchange_over_sockets(group, [fd])
+            for rank in range(group.world_size):
+                self.addresses.append(
+                    address if rank == group.rank else self._attach(rank, received[rank][0], size))
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        group.all_gather(None)
+
+    def _attach(self, rank: int, fd: int, size: int) -> int:
+        try:
+            address = int(torch.ops.oper.device_memory_attach(fd, size, self.device.index or 0))
+        except RuntimeError as error:
+            raise PlanError(
+                fail(f"rank {self._group.rank} cannot address the memory of rank {rank}", "device",
+                     str(self.device), "devices with peer access",
+                     "use a plan that exchanges over torch.distributed "
+                     f"({str(error).splitlines()[0]})")) from None
+        finally:
+            os.close(fd)
+        self._mapped.append((address, size))
+        return address
+
+    def close(self) -> None:
+        """Release this rank's arena and its views of the others'; not collective."""
+        for address, size in self._mapped:
+            torch.ops.oper.device_memory_release(address, size)
+        self._mapped = []
+        self._keep = []
+        self.addresses = []

@@ -1,0 +1,25 @@
+"""Fixtures of the device back end's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import runtime_support
+from tests.cuda import emulated
+
+
+@pytest.fixture
+def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The device library is the emulated one."""
+    monkeypatch.setattr("oper.shmem.library.load_device", emulated.load)
+    monkeypatch.setenv("OPER_OUTBOX_BYTES", str(4 << 20))
+    yield monkeypatch
+
+
+@pytest.fixture
+def on_device(emulation: pytest.MonkeyPatch) -> Iterator[None]:
+    """`open_tables` and what builds on it open tables of the device back end."""
+    emulation.setattr(runtime_support, "ShardedTables", emulated.device_tables)
+    yield

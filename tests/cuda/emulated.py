@@ -1,0 +1,75 @@
+"""The device back end on the CPU: csrc/cuda compiled against emulation.h, tables that use it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shlex
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ["-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-psabi",
+         "-DOPER_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL", "-Icsrc/include",
+         "-Icsrc", "-Itests/cuda"]
+
+
+def sources() -> list[Path]:
+    return [*sorted(ROOT.glob("csrc/cuda/*.cu")), ROOT / "csrc/cuda/context.cpp",
+            ROOT / "csrc/ops_cuda.cpp"]
+
+
+@functools.cache
+def build() -> Path:
+    """The emulated library; kept between runs while nothing that it is made of changes."""
+    digest = hashlib.sha256(repr((FLAGS, torch.__version__)).encode())
+    for pattern in ("csrc/cuda/*", "csrc/include/oper/*", "csrc/ops_cuda.cpp", "tests/cuda/*.h"):
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    folder = ROOT / "build" / f"emulated-{digest.hexdigest()[:12]}"
+    library = folder / "liboper_emulated.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    includes = [f for path in include_paths() for f in ("-isystem", path)]
+
+    def compile_one(source: Path) -> str:
+        out = folder / f"{source.name}.o"
+        _run([*compiler, *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", str(out)])
+        return str(out)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources()))
+    part = folder / f"{os.getpid()}.so"
+    _run([*compiler, "-shared", *objects, *(f"-L{p}" for p in library_paths()),
+          "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(part)])
+    part.replace(library)
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@functools.cache
+def load() -> None:
+    """Stands in for `oper.shmem.library.load_device`."""
+    from oper.shmem import library
+
+    library.load()
+    torch.ops.load_library(str(build()))
+
+
+def device_tables(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for `ShardedTables`."""
+    from oper.shmem.device_tables import DeviceTables
+
+    return DeviceTables(*args, device="cpu", **kwargs)

@@ -1,0 +1,329 @@
+// The parts of CUDA that csrc/cuda uses, on one CPU core: every thread of a block is a fiber, and
+// warp and block operations wait for the lanes they name. It finds what a race-free GPU run would
+// compute, aborts on what would be undefined there (a lane that has ended while others wait for
+// it), and runs blocks and lanes in an order drawn from OPER_EMULATION_SEED, so that a result that
+// depends on that order shows.
+#pragma once
+
+#include <csetjmp>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+
+// ---- runtime ------------------------------------------------------------------------------------
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+using cudaStream_t = void*;
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct EmulatedIndex {
+  uint32_t x = 0, y = 0, z = 0;
+};
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+  std::memset(data, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToDevice = 3, cudaHostAllocMapped = 2;
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMalloc(void** data, size_t bytes) {
+  *data = std::malloc(bytes ? bytes : 1);
+  return *data ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+inline cudaError_t cudaHostAlloc(void** data, size_t bytes, int) { return cudaMalloc(data, bytes); }
+inline cudaError_t cudaFree(void* data) {
+  std::free(data);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFreeHost(void* data) { return cudaFree(data); }
+inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
+
+namespace oper::emulation {
+
+constexpr int kMaxThreads = 256;
+constexpr size_t kStackBytes = 256 << 10;
+
+struct Fiber {
+  ucontext_t start;
+  jmp_buf here;
+  char* stack = nullptr;
+  bool started = false, ended = false;
+  // Operations done so far, by number of lanes that take part (log2), and for the block.
+  int64_t done[6] = {}, block_done = 0;
+  uint64_t slots[6][2] = {};
+};
+
+struct Machine {
+  Fiber fibers[kMaxThreads];
+  jmp_buf scheduler;
+  ucontext_t main;
+  int current = 0, num_threads = 0;
+  const std::function<void()>* body = nullptr;
+  std::mt19937_64 random{std::strtoull(
+      std::getenv("OPER_EMULATION_SEED") ? std::getenv("OPER_EMULATION_SEED") : "1", nullptr, 10)};
+};
+
+inline Machine& machine() {
+  static thread_local Machine instance;
+  return instance;
+}
+
+inline thread_local EmulatedIndex thread_index, block_index, block_size, grid_size;
+
+[[noreturn]] inline void fail(const char* what) {
+  std::fprintf(stderr, "emulation: %s (block %u, thread %u)\n", what, block_index.x,
+               thread_index.x);
+  std::abort();
+}
+
+inline void fiber_main() {
+  Machine& m = machine();
+  (*m.body)();
+  m.fibers[m.current].ended = true;
+  _longjmp(m.scheduler, 1);
+}
+
+inline void give_way() {
+  Machine& m = machine();
+  if (_setjmp(m.fibers[m.current].here) == 0) _longjmp(m.scheduler, 1);
+}
+
+// One operation among the lanes of `mask` of this warp.
+inline int level_of(unsigned mask) { return __builtin_ctz(__builtin_popcount(mask)); }
+
+inline void meet(unsigned mask, uint64_t value) {
+  Machine& m = machine();
+  const int me = m.current, level = level_of(mask), warp = me / 32 * 32;
+  if (!(mask >> (me % 32) & 1)) fail("a lane uses a mask that leaves it out");
+  Fiber& fiber = m.fibers[me];
+  const int64_t turn = fiber.done[level];
+  fiber.slots[level][turn % 2] = value;
+  fiber.done[level] = turn + 1;
+  for (;;) {
+    bool all = true;
+    for (int lane = 0; lane < 32; ++lane) {
+      if (!(mask >> lane & 1)) continue;
+      const Fiber& other = m.fibers[warp + lane];
+      if (other.done[level] > turn) continue;
+      if (other.ended) fail("a lane has ended that others wait for");
+      all = false;
+    }
+    if (all) return;
+    give_way();
+  }
+}
+
+template <class T>
+T exchange(unsigned mask, T value, int source_lane) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  Machine& m = machine();
+  const int level = level_of(mask), me = m.current;
+  const int64_t turn = m.fibers[me].done[level];
+  meet(mask, bits);
+  if (!(mask >> source_lane & 1)) fail("a shuffle reads a lane outside of its mask");
+  const uint64_t got = m.fibers[me / 32 * 32 + source_lane].slots[level][turn % 2];
+  T out;
+  std::memcpy(&out, &got, sizeof(T));
+  return out;
+}
+
+inline void meet_block() {
+  Machine& m = machine();
+  const int64_t turn = m.fibers[m.current].block_done++;
+  for (;;) {
+    bool all = true;
+    for (int t = 0; t < m.num_threads; ++t) {
+      if (m.fibers[t].block_done > turn || m.fibers[t].ended) continue;
+      all = false;
+    }
+    if (all) return;
+    give_way();
+  }
+}
+
+inline void run_block(const std::function<void()>& body) {
+  Machine& m = machine();
+  m.body = &body;
+  std::vector<int> order(static_cast<size_t>(m.num_threads));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), m.random);
+  for (int t = 0; t < m.num_threads; ++t) {
+    char* stack = m.fibers[t].stack;
+    m.fibers[t] = Fiber{};
+    m.fibers[t].stack = stack ? stack : static_cast<char*>(std::malloc(kStackBytes));
+  }
+  volatile size_t at = 0;
+  volatile int left = m.num_threads;
+  while (left > 0) {
+    const int t = order[at];
+    at = at + 1 == order.size() ? 0 : at + 1;
+    Fiber& fiber = m.fibers[t];
+    if (fiber.ended) continue;
+    m.current = t;
+    thread_index.x = static_cast<uint32_t>(t);
+    if (_setjmp(m.scheduler) == 0) {
+      if (fiber.started) _longjmp(fiber.here, 1);
+      fiber.started = true;
+      getcontext(&fiber.start);
+      fiber.start.uc_stack.ss_sp = fiber.stack;
+      fiber.start.uc_stack.ss_size = kStackBytes;
+      fiber.start.uc_link = nullptr;
+      makecontext(&fiber.start, fiber_main, 0);
+      setcontext(&fiber.start);
+    }
+    if (m.fibers[m.current].ended) left = left - 1;
+  }
+}
+
+template <class Kernel, class... Args>
+void launch(Kernel kernel, int64_t grid, int block, Args... args) {
+  Machine& m = machine();
+  if (grid < 1 || block < 1 || block > kMaxThreads) fail("a launch without blocks or threads");
+  m.num_threads = block;
+  block_size.x = static_cast<uint32_t>(block);
+  grid_size.x = static_cast<uint32_t>(grid);
+  std::vector<uint32_t> order(static_cast<size_t>(grid));
+  std::iota(order.begin(), order.end(), 0u);
+  std::shuffle(order.begin(), order.end(), m.random);
+  const std::function<void()> body = [&] { kernel(args...); };
+  for (uint32_t b : order) {
+    block_index.x = b;
+    run_block(body);
+  }
+}
+
+template <class Keys>
+void sort_pairs(const Keys& keys, uint32_t* payloads, int64_t count, int first_bit,
+                int last_bit) {
+  std::vector<std::pair<uint64_t, uint32_t>> pairs(static_cast<size_t>(count));
+  const uint64_t mask =
+      (last_bit >= 64 ? ~uint64_t{0} : (uint64_t{1} << last_bit) - 1) >> first_bit << first_bit;
+  for (int64_t i = 0; i < count; ++i)
+    pairs[static_cast<size_t>(i)] = {static_cast<uint64_t>(keys.at(i)), payloads[i]};
+  std::stable_sort(pairs.begin(), pairs.end(), [=](const auto& a, const auto& b) {
+    return (a.first & mask) < (b.first & mask);
+  });
+  for (int64_t i = 0; i < count; ++i) {
+    keys.set(i, static_cast<int64_t>(pairs[static_cast<size_t>(i)].first));
+    payloads[i] = pairs[static_cast<size_t>(i)].second;
+  }
+}
+
+// Few, so that loops over the grid turn; OPER_EMULATION_THREADS changes it.
+inline int64_t resident_threads() {
+  const char* threads = std::getenv("OPER_EMULATION_THREADS");
+  return threads ? std::strtoll(threads, nullptr, 10) : 256;
+}
+
+}  // namespace oper::emulation
+
+#define OPER_LAUNCH(kernel, grid, block, stream, ...)               \
+  do {                                                              \
+    (void)(stream);                                                 \
+    oper::emulation::launch((kernel), (grid), (block), __VA_ARGS__); \
+  } while (false)
+
+// ---- device functions -----------------------------------------------------------------------------
+
+#define threadIdx oper::emulation::thread_index
+#define blockIdx oper::emulation::block_index
+#define blockDim oper::emulation::block_size
+#define gridDim oper::emulation::grid_size
+
+inline void __syncthreads() { oper::emulation::meet_block(); }
+inline void __syncwarp(unsigned mask) { oper::emulation::meet(mask, 0); }
+inline void __threadfence_system() {}
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int from, int width) {
+  const int lane = oper::emulation::machine().current % 32;
+  return oper::emulation::exchange(mask, value, lane / width * width + from % width);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int distance, int width) {
+  const int lane = oper::emulation::machine().current % 32;
+  (void)width;
+  return oper::emulation::exchange(mask, value, lane ^ distance);
+}
+template <class T>
+T atomicAdd(T* at, T value) {
+  const T before = *at;
+  *at += value;
+  return before;
+}
+inline int atomicCAS(int* at, int expected, int value) {
+  const int before = *at;
+  if (before == expected) *at = value;
+  return before;
+}
+inline float __unused_uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Half and bfloat16 as the bits that the kernels hold them in.
+using EmulatedHalf = _Float16;
+inline EmulatedHalf __ushort_as_half(uint16_t bits) {
+  EmulatedHalf x;
+  std::memcpy(&x, &bits, 2);
+  return x;
+}
+inline uint16_t __half_as_ushort(EmulatedHalf x) {
+  uint16_t bits;
+  std::memcpy(&bits, &x, 2);
+  return bits;
+}
+inline float __half2float(EmulatedHalf x) { return static_cast<float>(x); }
+inline EmulatedHalf __float2half_rn(float x) { return static_cast<EmulatedHalf>(x); }
+struct EmulatedBfloat16 {
+  uint16_t bits;
+};
+inline EmulatedBfloat16 __float2bfloat16_rn(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};
+  bits += 0x7fffu + (bits >> 16 & 1u);
+  return {static_cast<uint16_t>(bits >> 16)};
+}
+inline uint16_t __bfloat16_as_ushort(EmulatedBfloat16 x) { return x.bits; }
+
+namespace oper::device {
+inline void store_release_system(uint32_t* at, uint32_t value) {
+  __atomic_store_n(at, value, __ATOMIC_RELEASE);
+}
+inline uint32_t load_acquire_system(const uint32_t* at) {
+  return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+}
+inline uint64_t nanoseconds() {
+  return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+}
+inline void pause_shortly() { oper::emulation::give_way(); }
+}  // namespace oper::device

@@ -1,0 +1,240 @@
+"""The kernels of the device back end, run by an emulation, give the host back end's bits."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from oper.errors import DeadlineError, InvalidInputError, OperError
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group import SingleGroup, ThreadGroup
+from oper.shmem.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from tests import runtime_support
+from tests.cuda.emulated import device_tables
+from tests.runtime_support import (
+    OPTIMIZERS,
+    OTHER_OPTIMIZERS,
+    Case,
+    Result,
+    assert_bitwise,
+    dlrm_case,
+    make_steps,
+    open_tables,
+    plans_for,
+    rich_plan,
+    train_virtual,
+)
+
+ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
+
+
+def both(monkeypatch: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimizer,
+         steps: int = 3) -> tuple[Result, Result]:
+    """One training run on the host back end and on the emulated device."""
+    batches = make_steps(case, plan.world_size, steps)
+    host = train_virtual(case, plan, batches, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_support, "ShardedTables", device_tables)
+        device = train_virtual(case, plan, batches, optimizer)
+    return host, device
+
+
+def assert_same(host: Result, device: Result) -> None:
+    assert_bitwise(vars(host), vars(device), "result")
+
+
+@pytest.mark.parametrize("plan", ["striped", "replicated", "owned", "mixed0", "mixed1", "mixed2"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_training_gives_the_hosts_bits(emulation: pytest.MonkeyPatch, world_size: int, plan: str
+                                       ) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    assert_same(*both(emulation, case, plans_for(case.tables, world_size)[plan],
+                      OPTIMIZERS["rowwise_adagrad"]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam"])
+def test_push_and_column_pieces(emulation: pytest.MonkeyPatch, optimizer: str, columns: bool,
+                                seed: int) -> None:
+    case = dlrm_case(optimizer, weighted=seed == 1)
+    world_size = (2, 3, 1)[seed]
+    assert_same(*both(emulation, case, rich_plan(case.tables, world_size, seed, columns),
+                      ALL_OPTIMIZERS[optimizer], 2))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "partial_rowwise_adam"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_optimizers(emulation: pytest.MonkeyPatch, world_size: int, optimizer: str) -> None:
+    case = dlrm_case(optimizer, weighted=True, id_dtype=torch.int32, length_dtype=torch.int32)
+    assert_same(*both(emulation, case, plans_for(case.tables, world_size)["mixed1"],
+                      ALL_OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_weight_decay(emulation: pytest.MonkeyPatch, decoupled: bool) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    optimizer = RowWiseAdagrad(lr=0.05, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
+    assert_same(*both(emulation, case, plans_for(case.tables, 2)["striped"], optimizer))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rows_of_16_bits(emulation: pytest.MonkeyPatch, world_size: int, dtype: str) -> None:
+    plain = dlrm_case("rowwise_adagrad")
+    case = replace(plain, tables=tuple(replace(t, dtype=dtype) for t in plain.tables))
+    assert_same(*both(emulation, case, plans_for(case.tables, world_size)["mixed0"],
+                      OPTIMIZERS["rowwise_adagrad"]))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 6, 16, 20, 31, 32, 48, 100, 128, 130, 256, 384, 512,
+                                 1000, 1024])
+def test_dims(emulation: pytest.MonkeyPatch, dim: int) -> None:
+    tables = (TableSpec("t", 50, dim, ("a",), "sum", "float32", "rowwise_adagrad"),
+              TableSpec("u", 9, 8, ("b",), "mean", "float32", "rowwise_adagrad"))
+    case = Case(tables, ("a", "b"), base_batch=9)
+    assert_same(*both(emulation, case, plans_for(tables, 2)["striped"],
+                      OPTIMIZERS["rowwise_adagrad"], 2))
+
+
+def _run_of(tables: ShardedTables, batch: Lookup, seed: int = 0) -> list[torch.Tensor]:
+    """Two training steps on a batch; outputs, then rows."""
+    outputs = []
+    for k in range(2):
+        out = tables.lookup(batch)
+        g = torch.Generator().manual_seed(seed + k)
+        out.backward(torch.randn(out.shape, generator=g))
+        outputs.append(out.detach())
+    tables.barrier()
+    rows = [tables.read(name) for name in tables.specs]
+    tables.close()
+    return outputs + rows
+
+
+def _long_runs(rows: int = 3) -> tuple[Case, Plan, Lookup]:
+    """Nearly all ids are one row, so that its run is cut into chunks."""
+    case = Case((TableSpec("t", rows, 20, ("a",), "sum", "float32", "sgd"),), ("a",))
+    rng = np.random.default_rng(0)
+    ids = (rng.random(3000) < 0.1).astype(np.int64) * rng.integers(0, rows, 3000)
+    batch = Lookup(torch.from_numpy(ids), torch.full((500,), 6), case.key_of, 500)
+    return case, uniform_plan(case.tables, 1, "striped"), batch
+
+
+def test_long_runs_are_summed_in_fixed_chunks(emulation: pytest.MonkeyPatch) -> None:
+    case, plan, batch = _long_runs()
+    host = _run_of(open_tables(case, plan, SingleGroup(), SGD(lr=0.01)), batch)
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    results = []
+    for seed, threads in [(1, 256), (2, 1024), (3, 4096)]:
+        emulation.setenv("OPER_EMULATION_SEED", str(seed))
+        emulation.setenv("OPER_EMULATION_THREADS", str(threads))
+        # A new thread has a new emulated device, which reads these.
+        thread = threading.Thread(target=lambda: results.append(
+            _run_of(open_tables(case, plan, SingleGroup(), SGD(lr=0.01)), batch)))
+        thread.start()
+        thread.join()
+    assert_bitwise(results[0], results[1], "other grid")
+    assert_bitwise(results[0], results[2], "other grid")
+    for a, b in zip(host, results[0], strict=True):
+        # Sums of 2,700 gradients of size one, associated in another way.
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_unpooled(emulation: pytest.MonkeyPatch, columns: bool) -> None:
+    spec = TableSpec("t", 400, 24, ("a", "b"), "none", "float32", "rowwise_adagrad")
+    other = TableSpec("u", 30, 24, ("c",), "none", "float32", "rowwise_adagrad")
+    case = Case((spec, other), ("b", "a", "c"))
+    plan = rich_plan(case.tables, 1, 5, columns)
+    g = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, 4, (3 * 7,), generator=g)
+    ids = torch.randint(0, 30, (int(lengths.sum()),), generator=g)
+    batch = Lookup(ids, lengths, case.key_of, 7, None, False)
+    optimizer = OPTIMIZERS["rowwise_adagrad"]
+    host = _run_of(open_tables(case, plan, SingleGroup(), optimizer), batch)
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    device = _run_of(open_tables(case, plan, SingleGroup(), optimizer), batch)
+    assert_bitwise(host, device, "unpooled")
+
+
+def test_a_resolved_batch_gives_the_same_bits(on_device: None) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    plan = plans_for(case.tables, 1)["mixed0"]
+    batch = make_steps(case, 1, 1)[0][0].lookup(case)
+    optimizer = OPTIMIZERS["rowwise_adagrad"]
+    plain = _run_of(open_tables(case, plan, SingleGroup(), optimizer), batch)
+    ahead = open_tables(case, plan, SingleGroup(), optimizer)
+    assert_bitwise(plain, _run_of(ahead, ahead.resolve(batch)), "resolved ahead")
+
+
+def test_bad_ids_and_lengths_are_named(on_device: None) -> None:
+    case = Case((TableSpec("t", 5, 4, ("a",), "sum"),), ("a",))
+    plan = uniform_plan(case.tables, 1, "striped")
+    for ids, lengths, said in [([0, 7], [1, 1], "id"), ([0, -1], [1, 1], "id"),
+                               ([0, 1], [1, 3], "lengths"), ([0, 1], [3, -1], "lengths")]:
+        tables = open_tables(case, plan, SingleGroup(), None)
+        with torch.no_grad(), pytest.raises(InvalidInputError, match=said):
+            tables.lookup(Lookup(torch.tensor(ids), torch.tensor(lengths), case.key_of, 2))
+            tables.synchronize()  # type: ignore[attr-defined]
+        tables.close()
+
+
+def test_an_outbox_that_is_too_small_is_an_error(emulation: pytest.MonkeyPatch) -> None:
+    emulation.setenv("OPER_OUTBOX_BYTES", "4096")
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    case = dlrm_case("sgd")
+    with pytest.raises(OperError, match="OPER_OUTBOX_BYTES"):
+        train_virtual(case, plans_for(case.tables, 2)["striped"], make_steps(case, 2, 2), SGD(lr=1))
+
+
+def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.MonkeyPatch) -> None:
+    emulation.setenv("OPER_DEADLINE_S", "0.3")
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    case = Case((TableSpec("t", 50, 4, ("a",), "sum", "float32", "sgd"),), ("a",))
+    plan = uniform_plan(case.tables, 2, "striped")
+    groups = ThreadGroup.create(2)
+    tables: list[ShardedTables] = [None, None]  # type: ignore[list-item]
+
+    def run(body: object) -> None:
+        threads = [threading.Thread(target=body, args=(r,)) for r in range(2)]  # type: ignore
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+
+    def open_one(rank: int) -> None:
+        tables[rank] = open_tables(case, plan, groups[rank], SGD(lr=1.0))
+
+    def arrive(rank: int) -> None:
+        for _ in range(50):
+            torch.ops.oper.device_barrier(tables[rank]._handle, tables[rank]._requests)  # type: ignore
+
+    run(open_one)
+    run(arrive)
+    assert [torch.ops.oper.device_context_error(t._handle)[0] for t in tables] == [0, 0]
+    torch.ops.oper.device_barrier(tables[1]._handle, tables[1]._requests)  # type: ignore
+    with pytest.raises(DeadlineError, match="rank=0"):
+        tables[1].synchronize()  # type: ignore[attr-defined]
+    for t in tables:
+        t.close()
+
+
+def test_weighted_stripes_and_heads_locate_every_row(on_device: None) -> None:
+    spec = TableSpec("t", 1003, 4, ("a",), "sum")
+    head = np.random.default_rng(0).permutation(1003)[:117]
+    tiers = (Tier(0, 40, "striped", (0,), (1,)), Tier(40, 1003, "owned", (0,)))
+    plan = Plan(1, (TablePlan(spec, (Piece(0, 4, tiers),), head),))
+    case = Case((spec,), ("a",))
+    tables = open_tables(case, plan, SingleGroup(), None)
+    with torch.no_grad():
+        out = tables.lookup(Lookup(torch.arange(1003), torch.ones(1003, dtype=torch.int64),
+                                   case.key_of, 1003))
+    assert torch.equal(out, tables.read("t"))
+    tables.close()
