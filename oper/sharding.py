@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,11 @@ def shard(
     for target in targets:
         _describe(target, objective, optimizer)
     _name_tables(targets, module)
+    if group.world_size > 1 and any(
+            hasattr(m, "_managed_collision_collection") and m.training for m in module.modules()):
+        warnings.warn("managed-collision modules keep a map of ids on every rank, and maps that "
+                      "learn from different batches disagree: freeze them with eval()",
+                      stacklevel=2)
     tables = [s for t in targets for s in t.specs]
     made = _the_plan(tables, stats, plan, topology, objective, batch_size, group)
     made.check_for(tables, group.world_size)

@@ -57,7 +57,10 @@ LIBRARIES: dict[str, frozenset[str]] = {
 LEAF_LIBRARIES = frozenset({"numpy"})
 MAX_LINES = 550
 MAX_PARAMETERS = 7
-MANY_PARAMETERS = {"oper.sharding.shard", "oper.search.planner.make_plan"}  # the public calls
+# The public calls, and torch operators, whose parameters are tensors and numbers.
+MANY_PARAMETERS = {"oper.sharding.shard", "oper.search.planner.make_plan",
+                   "oper.shmem.compiled.lookup_op", "oper.shmem.compiled.update_op",
+                   "oper.shmem.compiled._"}
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "highspy", "scipy", "pyarrow")
 
 

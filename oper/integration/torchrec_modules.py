@@ -45,6 +45,7 @@ from oper.integration.table_state import (
     optimizer_entries,
     table_entry,
 )
+from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
 from oper.shmem.optimizers import (
     SGD,
@@ -300,10 +301,6 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         return self._ahead.take(features.values()) or self._lookup(features)
 
     def _lookup(self, features: KeyedJaggedTensor) -> Lookup:
-        if features.variable_stride_per_key():
-            raise InvalidInputError(
-                fail("cannot look up", "KeyedJaggedTensor", "variable batch per feature",
-                     "one batch size for all features", "pad the batch"))
         keys = tuple(features.keys())
         key_of = self._key_of.get(keys)
         if key_of is None:
@@ -311,8 +308,10 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         weights = features.weights().contiguous() if self._is_weighted else None
         if weights is not None and weights.dtype != torch.float32:
             weights = weights.float()
-        return Lookup(features.values().contiguous(), features.lengths().contiguous(), key_of,
-                      features.stride(), weights, self.kind.pooled)
+        lengths, size = (padded_lengths(features) if features.variable_stride_per_key() else
+                         (features.lengths(), features.stride()))
+        return Lookup(features.values().contiguous(), lengths.contiguous(), key_of, size, weights,
+                      self.kind.pooled)
 
     def _match(self, keys: tuple[str, ...]) -> torch.Tensor:
         at = {key: k for k, key in enumerate(keys)}
@@ -414,12 +413,14 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled embeddings of all features."""
-        return self._keyed(self.tables.lookup(self._batch(features)))
+        return self._keyed(self.tables.lookup(self._batch(features)), features)
 
     def output_dist(self, ctx: _Context, output: torch.Tensor) -> LazyAwaitable[KeyedTensor]:
-        return LazyNoWait(self._keyed(output))
+        assert ctx.features is not None
+        return LazyNoWait(self._keyed(output, ctx.features))
 
-    def _keyed(self, values: torch.Tensor) -> KeyedTensor:
+    def _keyed(self, values: torch.Tensor, features: KeyedJaggedTensor) -> KeyedTensor:
+        values = spread(values, self._dims, self._features, features)
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
 
     @property
@@ -465,7 +466,8 @@ class ShardedEmbeddings(_ShardedCollection):
         return LazyNoWait(self._jagged(output, ctx.features))
 
     def _jagged(self, values: torch.Tensor, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        if features.stride() == 0:  # which to_dict() cannot split
+        if not features.variable_stride_per_key() and features.stride() == 0:
+            # which to_dict() cannot split
             none = JaggedTensor(features.values()[:0], lengths=features.lengths()[:0])
             inputs = dict.fromkeys(self._features, none)
         else:

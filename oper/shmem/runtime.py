@@ -28,6 +28,7 @@ from oper.shmem.batch import (
 )
 from oper.shmem.by_feature import Backward, BoundsCheck, as_one
 from oper.shmem.clipping import GradientClamp
+from oper.shmem.compiled import lookup_in_graph, register
 from oper.shmem.domains import DomainGroup, find_domains
 from oper.shmem.exchange import SENT, Exchange
 from oper.shmem.group import Group
@@ -112,7 +113,8 @@ class ShardedTables(LogicalRows):
         self._holds_gradients = False
         self._pending: list[Backward] = []
         # Makes autograd call our backward although the tables are no parameters.
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self.anchor = torch.zeros(0, requires_grad=True)
+        self.number = register(self)
 
     def _keep(self) -> None:
         """Tables that nobody refers to any more are released without close() as well."""
@@ -191,12 +193,14 @@ class ShardedTables(LogicalRows):
             InvalidInputError: an id out of range (see `BoundsCheck`), or lengths that do not fit
                 the ids.
         """
+        if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
+            return lookup_in_graph(self, batch)
         if self.bounds.mode != "fatal" and self._known(batch) is None:
             self._checks.check(batch)
             batch = self.bounds.repair(batch)
         if self.optimizers is not None and torch.is_grad_enabled():
             out: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-                self._anchor, batch.weights, self, batch)
+                self.anchor, batch.weights, self, batch)
             return out
         if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
             raise InvalidInputError(

@@ -1,0 +1,120 @@
+"""Lookups as operators that torch.compile and torch.export can put into a graph.
+
+Outside a graph tables call their kernels directly. Inside one they appear as ``oper::lookup`` and,
+in the backward pass, ``oper::lookup_update``, which updates the tables. Tensors cannot carry
+tables, so the operators know them by a number that holds in this process and as long as the tables
+live.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from oper.errors import OperError, fail
+from oper.shmem.batch import Lookup
+
+if TYPE_CHECKING:
+    from oper.shmem.runtime import ShardedTables
+
+_NUMBERS = itertools.count(1)
+_LIVE: weakref.WeakValueDictionary[int, ShardedTables] = weakref.WeakValueDictionary()
+
+
+def lookup_in_graph(tables: ShardedTables, batch: Lookup) -> torch.Tensor:
+    """`ShardedTables.lookup` while a graph is being made."""
+    trained = tables.optimizers is not None and torch.is_grad_enabled()
+    columns = tables.output_columns if batch.pooled else tables.directories[0].table.dim
+    out: torch.Tensor = lookup_op(
+        tables.anchor if trained else tables.anchor.detach(), batch.ids, batch.lengths,
+        batch.weights, batch.key_of, tables.number, batch.batch_size, batch.pooled, columns,
+        trained)[0]
+    return out
+
+
+def register(tables: ShardedTables) -> int:
+    """The number by which operators know these tables."""
+    number = next(_NUMBERS)
+    _LIVE[number] = tables
+    return number
+
+
+def _tables(number: int) -> ShardedTables:
+    tables = _LIVE.get(number)
+    if tables is None:
+        raise OperError(fail("a graph looks up tables that are gone", "tables", number,
+                             "tables of this process that are still open",
+                             "run it in the process that made it, and keep the model"))
+    return tables
+
+
+@torch.library.custom_op("oper::lookup", mutates_args=())
+def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
+              weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
+              pooled: bool, columns: int, trained: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings, and the offsets of the bags, int64 [num_keys * B + 1].
+
+    Args:
+        anchor: float32 [0]; requires a gradient where the backward pass is to update the tables.
+        ids, lengths, weights, key_of, batch_size, pooled: as in `Lookup`.
+        tables: number of the tables.
+        columns: of the output.
+        trained: whether a backward pass follows; the forward pass is then collective.
+    """
+    batch = Lookup(ids.contiguous(), lengths.contiguous(), key_of, batch_size,
+                   None if weights is None else weights.contiguous(), pooled)
+    out, offsets = _tables(tables).forward(batch, collective=trained)
+    return out, offsets
+
+
+@lookup_op.register_fake
+def _(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
+      weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
+      pooled: bool, columns: int, trained: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    # Unpooled: features may share a key or leave one out, which only the ids' lengths tell.
+    rows = batch_size if pooled else torch.library.get_ctx().new_dynamic_size()
+    return (anchor.new_empty(rows, columns),
+            lengths.new_empty(lengths.numel() + 1, dtype=torch.int64))
+
+
+@torch.library.custom_op("oper::lookup_update", mutates_args=())
+def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
+              weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
+              pooled: bool, weights_need_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Update the tables; gradients of the anchor, which keep this call in the graph, and of the
+    weights, [N] or [0]."""
+    opened = _tables(tables)
+    batch = Lookup(ids.contiguous(), offsets.diff(), key_of, batch_size,
+                   None if weights is None else weights.contiguous(), pooled)
+    of_weights = grad.new_empty(0)
+    if weights_need_gradient:
+        of_weights = opened.weight_gradient(grad, batch, offsets)
+    opened.apply_gradients(grad, batch, offsets)
+    return grad.new_empty(0), of_weights
+
+
+@update_op.register_fake
+def _(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
+      weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
+      pooled: bool, weights_need_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return grad.new_empty(0), grad.new_empty(ids.shape[0] if weights_need_gradient else 0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _, ids, _, weights, key_of, ctx.tables, ctx.batch_size, ctx.pooled, *_ = inputs
+    ctx.save_for_backward(ids, output[1], weights, key_of)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _update(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    ids, offsets, weights, key_of = ctx.saved_tensors
+    wanted = weights is not None and ctx.needs_input_grad[3]
+    anchor, of_weights = update_op(grad, ids, offsets, weights, key_of, ctx.tables, ctx.batch_size,
+                                   ctx.pooled, wanted)
+    return anchor, None, None, of_weights if wanted else None, *(None,) * 6
+
+
+lookup_op.register_autograd(_update, setup_context=_save)

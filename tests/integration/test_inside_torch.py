@@ -1,0 +1,179 @@
+"""Inside what people have: torch.compile, export, activation checkpoints, autocast, GradScaler."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oper
+from oper.errors import OperError
+
+torchrec = pytest.importorskip("torchrec")
+
+
+class Model(nn.Module):
+    """Pooled and unpooled collections and a plain bag under a linear layer."""
+
+    def __init__(self, weighted: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        tables = [torchrec.EmbeddingBagConfig(num_embeddings=50, embedding_dim=8, name="a",
+                                              feature_names=["f", "g"]),
+                  torchrec.EmbeddingBagConfig(num_embeddings=30, embedding_dim=4, name="b",
+                                              feature_names=["h"])]
+        self.ebc = torchrec.EmbeddingBagCollection(tables=tables, is_weighted=weighted)
+        self.ec = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(
+            num_embeddings=30, embedding_dim=8, name="c", feature_names=["h"])])
+        self.bag = nn.EmbeddingBag(30, 4, mode="mean")
+        self.over = nn.Linear(32, 3)
+
+    def sparse(self, batch: Any) -> torch.Tensor:
+        sequence = self.ec(batch)["h"].values()
+        bag = self.bag(batch.values()[:10].view(5, 2))
+        return torch.cat([self.ebc(batch).values(), bag,
+                          sequence.sum(0, keepdim=True).expand(5, -1)], 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.over(torch.tanh(self.sparse(batch)))
+
+
+def jagged(seed: int, weighted: bool = False) -> Any:
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 5, (15,), generator=g)
+    n = int(lengths.sum())
+    return torchrec.KeyedJaggedTensor.from_lengths_sync(
+        ["h", "f", "g"], torch.randint(0, 30, (n,), generator=g), lengths,
+        torch.rand(n, generator=g) if weighted else None)
+
+
+def pair(weighted: bool = False, **fields: Any) -> tuple[Any, Any]:
+    """The same sharded model twice."""
+    fields = {"optimizer": oper.SGD(lr=0.5)} | fields
+    return oper.shard(Model(weighted), **fields), oper.shard(Model(weighted), **fields)
+
+
+def assert_same_state(a: nn.Module, b: nn.Module) -> None:
+    for (name, x), (_, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_compiled_training_is_bitwise_eager_training(weighted: bool) -> None:
+    """One graph without breaks; lookups and updates happen when it runs, not when it is made."""
+    eager, other = pair(weighted)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for step in range(4):
+        batch = jagged(step, weighted)
+        a, b = eager(batch), compiled(batch)
+        assert torch.equal(a, b)
+        a.pow(2).sum().backward()
+        b.pow(2).sum().backward()
+        assert_same_state(eager, other)
+        assert torch.equal(eager.over.weight.grad, other.over.weight.grad)
+    assert other.ebc.tables.num_steps == 4
+    with torch.no_grad():
+        assert torch.equal(compiled(jagged(9, weighted)), eager(jagged(9, weighted)))
+    assert other.ebc.tables.num_steps == 4
+
+
+def test_per_sample_weights_get_gradients_in_a_graph() -> None:
+    eager, other = pair(True)
+    compiled = torch.compile(lambda kjt: other.ebc(kjt).values(), backend="aot_eager")
+    grads = []
+    for call in (lambda kjt: eager.ebc(kjt).values(), compiled):
+        batch = jagged(1, True)
+        weights = batch.weights().clone().requires_grad_()
+        call(torchrec.KeyedJaggedTensor(batch.keys(), batch.values(), weights,
+                                        batch.lengths())).pow(2).sum().backward()
+        grads.append(weights.grad)
+    assert torch.equal(*grads) and grads[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_opcheck(pooled: bool, weighted: bool) -> None:
+    """At learning rate 0: opcheck runs the operator several times and compares."""
+    if weighted and not pooled:
+        pytest.skip("unpooled lookups take no weights")
+    module = oper.shard(Model(), optimizer=oper.SGD(lr=0.0))
+    tables = module.ebc.tables if pooled else module.ec.tables
+    features = len(tables.features)
+    ids, lengths = torch.tensor([1, 2, 3]), torch.tensor([1, 0, 1, 1, 0, 0])[:2 * features]
+    ids = ids[:int(lengths.sum())]
+    weights = torch.rand(ids.numel(), requires_grad=True) if weighted else None
+    for trained in (True, False):
+        torch.library.opcheck(torch.ops.oper.lookup.default, (
+            tables.anchor if trained else tables.anchor.detach(), ids, lengths,
+            weights if trained else None, torch.arange(features), tables.number, 2, pooled,
+            tables.output_columns if pooled else 8, trained))
+
+
+def test_export_of_an_inference_model() -> None:
+    model, other = pair(objective="inference", optimizer=None)
+    with torch.no_grad():
+        program = torch.export.export(model.ebc, (jagged(0),), strict=False)
+        again = program.module()
+        assert torch.equal(again(jagged(0)).values(), other.ebc(jagged(0)).values())
+    number = model.ebc.tables.number
+    model.ebc.tables.close()
+    del model, program, again
+    empty = torch.zeros(0)
+    with pytest.raises((OperError, RuntimeError), match=f"tables={number}|closed"):
+        torch.ops.oper.lookup(empty, torch.tensor([1]), torch.tensor([1, 0, 0]), None,
+                              torch.arange(3), number, 1, True, 20, False)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant: bool) -> None:
+    """The recomputed forward reads the same rows; there is one update."""
+    plain, kept = pair()
+    dummy = torch.zeros(1, requires_grad=True)  # reentrant checkpoints need such an input
+    for step in range(3):
+        batch = jagged(step)
+        a = plain(batch)
+        b = checkpoint(lambda batch, _: kept(batch), batch, dummy, use_reentrant=reentrant)
+        assert torch.equal(a, b)
+        a.pow(2).sum().backward()
+        b.pow(2).sum().backward()
+        assert_same_state(plain, kept)
+        assert kept.ebc.tables.num_steps == step + 1
+
+
+def test_autocast() -> None:
+    """Outputs stay fp32, dense layers run in bf16, tables get fp32 gradients."""
+    sharded, unsharded = oper.shard(Model(), optimizer=oper.SGD(lr=0.5)), Model()
+    for step in range(2):
+        outs = []
+        for model in (sharded, unsharded):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert model.ebc(jagged(step)).values().dtype == torch.float32
+                out = model(jagged(step))
+            outs.append(out)
+            out.float().pow(2).sum().backward()
+        assert outs[0].dtype == outs[1].dtype == torch.bfloat16
+        assert torch.equal(*outs)
+        with torch.no_grad():
+            for name, p in unsharded.named_parameters():
+                if not name.startswith("over"):
+                    p -= 0.5 * p.grad
+                    p.grad = None
+    for name, p in unsharded.state_dict().items():
+        assert torch.allclose(sharded.state_dict()[name], p, rtol=1e-5, atol=1e-6), name
+
+
+def test_a_gradient_scaler_is_undone_by_a_hook() -> None:
+    """The recipe of docs/optimizers.md: tables must not see the scaled loss."""
+    plain, scaled = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for model, factor in ((plain, None), (scaled, scaler)):
+        out = model.ebc(jagged(0)).values()
+        if factor is not None:
+            out.register_hook(lambda g: g / scaler.get_scale())
+        loss = out.pow(2).sum()
+        (loss if factor is None else factor.scale(loss)).backward()
+    assert_same_state(copy.copy(plain), scaled)
