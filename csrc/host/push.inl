@@ -107,14 +107,18 @@ bool pool_for(Context& context, int32_t index, int32_t reader) {
   with_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
     using E = decltype(element);
+    const auto fetch = [&](int64_t i) {
+      if (i + kPrefetch < in.n)
+        prefetch_row(table.row<E>(in.slots[i + kPrefetch]), table.row_bytes());
+    };
     for (int64_t i = 0; i < in.n; rows += dim) {
       const uint32_t bag = in.bags[i];
+      fetch(i);
       Row<N> sum;
       sum.load(table.row<E>(in.slots[i]), dim);
       if (in.weights) sum.scale(in.weights[i], dim);
       for (++i; i < in.n && in.bags[i] == bag; ++i) {
-        if (i + kPrefetch < in.n)
-          prefetch_row(table.row<E>(in.slots[i + kPrefetch]), table.row_bytes());
+        fetch(i);
         const E* row = table.row<E>(in.slots[i]);
         if (in.weights) {
           sum.add_scaled(row, in.weights[i], dim);

@@ -83,7 +83,8 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
     for (; i < end; ++i) {
       const uint32_t key = in.keys[i];
       float* sum = sums + static_cast<int64_t>(key) * dim;
-      Row<N> value = g;
+      Row<N> value;  // of any dim: copying the whole object would move 64 vectors
+      for (int k = 0; k < Row<N>::vectors(dim); ++k) value.v[k] = g.v[k];
       if (in.positions) value.scale(batch.weights[in.positions[i]], dim);
       if (seen[key]) value.add(sum, dim);
       seen[key] = 1;
