@@ -82,12 +82,14 @@ struct Part {
   using Word = std::conditional_t<kWords, uint4, Elements>;
   Word words[kCount];
 
-  // `wide`: the address is a multiple of 16.
+  // `wide`: the address is a multiple of 16. By the read-only path: no kernel loads a part again
+  // after it, or anybody else, has written it.
   OPER_DEVICE void load(const S* from, bool wide) {
     if constexpr (kWords) {
       if (wide) {
 #pragma unroll
-        for (int k = 0; k < kCount; ++k) words[k] = reinterpret_cast<const uint4*>(from)[k];
+        for (int k = 0; k < kCount; ++k)
+          words[k] = __ldg(reinterpret_cast<const uint4*>(from) + k);
         return;
       }
     }

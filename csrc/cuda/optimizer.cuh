@@ -124,24 +124,24 @@ class RowOptimizer {
       const uint32_t first = static_cast<uint32_t>(table_.piece_start + column);
       Philox4 bits = rounding_bits(rounding_, id, first / 8);
       uint32_t block = first / 8;
-      T out[Shape::E];
+      constexpr int kWords = Shape::E > 1 ? Shape::E / 2 : 1;
+      uint32_t words[kWords];
 #pragma unroll
       for (int e = 0; e < Shape::E; ++e) {
         const uint32_t at = first + e;
         if (at / 8 != block) bits = rounding_bits(rounding_, id, block = at / 8);
-        uint32_t word = bits.word[0];
+        uint32_t random = bits.word[0];
 #pragma unroll
         for (uint32_t k = 1; k < 4; ++k)
-          if (at % 8 / 2 == k) word = bits.word[k];
-        out[e] = round_to(T{}, w.v[i][e], at % 2 ? word >> 16 : word & 0xffffu);
+          if (at % 8 / 2 == k) random = bits.word[k];
+        const uint32_t rounded =
+            round_to(T{}, w.v[i][e], at % 2 ? random >> 16 : random & 0xffffu).bits;
+        words[e / 2] = e % 2 ? words[e / 2] | rounded << 16 : rounded;
       }
       if constexpr (Shape::E * sizeof(T) == 16) {
-        uint4 raw;
-        __builtin_memcpy(&raw, out, 16);
-        *reinterpret_cast<uint4*>(row + column) = raw;
+        *reinterpret_cast<uint4*>(row + column) = {words[0], words[1], words[2], words[3]};
       } else {
-#pragma unroll
-        for (int e = 0; e < Shape::E; ++e) row[column + e] = out[e];
+        row[column] = {static_cast<uint16_t>(words[0])};
       }
     }
   }

@@ -103,7 +103,7 @@ def test_an_unverified_case_fails_the_command(monkeypatch, tmp_path, capsys) -> 
     value = json.loads(target.read_text())
     assert value["benchmark"] == "train" and len(value["cases"]) == 2
     assert value["command"] == f"oper bench {' '.join(words[:1] + words[2:4] + words[1:2])} " \
-        f"--json {target}".replace("ebc-*", "'ebc-*'")
+        f"--exchange shared --json {target}".replace("ebc-*", "'ebc-*'")
     assert "ebc-pool1 done" in capsys.readouterr().err
 
 

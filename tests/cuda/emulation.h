@@ -273,6 +273,10 @@ T __shfl_xor_sync(unsigned mask, T value, int distance, int width) {
   return oper::emulation::exchange(mask, value, lane ^ distance);
 }
 template <class T>
+T __ldg(const T* at) {
+  return *at;
+}
+template <class T>
 T atomicAdd(T* at, T value) {
   const T before = *at;
   *at += value;

@@ -1,0 +1,115 @@
+"""What the CUDA compiler makes of the kernels, where there is one: no GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHS = ("80", "90")
+# Kernels that move the rows, and the shapes of the usual tables: rows of whole 16-byte parts.
+HOT = re.compile(r"(pool_bags|pool_ids|reduce_runs|reduce_chunks|update_kernel)")
+UPDATES = re.compile(r"update_kernel|Lb1E")  # at the owner, or of a single rank
+SCALAR = re.compile(r"Li1ELi32E")  # element by element: dims that are no multiple of 16 bytes
+
+
+def _nvcc() -> str | None:
+    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    return shutil.which("nvcc") or shutil.which(
+        "nvcc", path=os.pathsep.join(f"{home}/bin" for home in homes))
+
+
+@cache
+def library() -> Path:
+    """The CUDA library, built for all architectures from this tree."""
+    if _nvcc() is None:
+        pytest.skip("no nvcc in CUDA_HOME, /usr/local/cuda or PATH")
+    out = ROOT / "build" / "cuda-check"
+    env = os.environ | {"OPER_CUDA": "1", "OPER_CUDA_ARCHS": ";".join(ARCHS)}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(out)],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out / "oper" / "_lib" / "liboper_cuda.so"
+
+
+def tool(name: str, *arguments: str) -> str:
+    """Output of a tool of the CUDA toolkit, from PATH or from the nvidia-cuda-* packages."""
+    path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if path is None:
+        roots = [p for p in map(Path, sys.path) if (p / "nvidia").is_dir()]
+        found = [f for root in roots for f in (root / "nvidia").rglob(name) if f.is_file()]
+        path = str(found[0]) if found else None
+    if path is None:
+        pytest.skip(f"no {name}; it comes with the CUDA toolkit or the nvidia-cuda-{name} package")
+    env = os.environ | {"PATH": f"{Path(path).parent}:{os.environ['PATH']}"}
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True,
+                          env=env).stdout
+
+
+def usage(arch: str) -> dict[str, dict[str, int]]:
+    """Registers, stack and local bytes of every kernel."""
+    text = tool("cuobjdump", "-arch", f"sm_{arch}", "-res-usage", str(library()))
+    found = {}
+    for name, line in re.findall(r"Function (\S+):\s*\n\s*(REG:[^\n]*)", text):
+        found[name] = {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", line)}
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_hot_kernels_keep_rows_in_registers(arch: str) -> None:
+    kernels = usage(arch)
+    hot = {n: u for n, u in kernels.items() if HOT.search(n) and not SCALAR.search(n)}
+    assert len(hot) > 100, sorted(kernels)[:5]
+    # Updates of 16-bit rows keep the random numbers of their rounding on the stack, and one shape a
+    # few registers more; fp32 rows and all lookups nothing.
+    spilling = {n: u for n, u in hot.items() if u["LOCAL"] or u["STACK"] > (
+        96 if UPDATES.search(n) and "Float16" in n else 0)}
+    assert not spilling, "\n".join(f"{n}: {u}" for n, u in list(spilling.items())[:12])
+
+
+@cache
+def _sass(arch: str) -> dict[str, str]:
+    """Machine code of every kernel."""
+    text = tool("cuobjdump", "-arch", f"sm_{arch}", "-sass", str(library()))
+    parts = re.split(r"\n\s*Function : (\S+)", text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _loads(arch: str, kernel: str) -> dict[str, int]:
+    """Global loads of a kernel by width in bits."""
+    code = [text for name, text in _sass(arch).items() if kernel in name]
+    assert len(code) >= 1, kernel
+    widths: dict[str, int] = {}
+    for suffixes in re.findall(r"\bLDG((?:\.\w+)*)", code[0]):
+        width = next((x for x in suffixes.split(".") if x in ("64", "128")), "32")
+        widths[width] = widths.get(width, 0) + 1
+    return widths
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("shape", ["IfLi4ELi32ELi1E", "IfLi4ELi16ELi1E",
+                                   "INS_7Float16ELi8ELi16ELi1E"])
+def test_rows_are_loaded_in_parts_of_16_bytes(arch: str, shape: str) -> None:
+    # Eight rows in flight: their loads stand together, all 128 bits wide.
+    widths = _loads(arch, f"pool_bagsINS0_5Shape{shape}")
+    assert widths.get("128", 0) >= 8, widths
+
+
+def test_torch_symbols_are_in_the_stable_interface() -> None:
+    allowed = set((ROOT / "tests/cuda/torch_symbols.txt").read_text(encoding="ascii").split())
+    if shutil.which("nm") is None:
+        pytest.skip("no nm; it comes with binutils")
+    listed = subprocess.run(["nm", "-D", "--undefined-only", str(library())], capture_output=True,
+                            text=True, check=True).stdout
+    names = {line.split()[-1].split("@")[0] for line in listed.splitlines()}
+    torch_names = {n for n in names if re.search(r"torch|aoti|c10|at::|_ZN2at", n)}
+    assert torch_names, "the library uses torch"
+    assert torch_names <= allowed, sorted(torch_names - allowed)
