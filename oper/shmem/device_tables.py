@@ -6,9 +6,10 @@ does not come) is left in host memory and raised by the next call, or by `synchr
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,19 @@ from oper.shmem.runtime import ShardedTables
 
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"
 _DEFAULT_EXCHANGE_BYTES = 256 << 20
+
+
+def _on_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a method of `DeviceTables` with its device current: kernels are launched there."""
+
+    @functools.wraps(method)
+    def run(self: DeviceTables, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type != "cuda":
+            return method(self, *args, **kwargs)
+        with torch.cuda.device(self.device):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 def _up(num_bytes: int) -> int:
@@ -92,6 +106,7 @@ class DeviceTables(ShardedTables):
 
     # ---- memory ----------------------------------------------------------------------------------
 
+    @_on_device
     def _open_heap(self) -> list[int]:
         if self._exchange is not None:
             raise PlanError(
@@ -126,6 +141,7 @@ class DeviceTables(ShardedTables):
         return split or any(x.tier.placement == "replicated" for d in self.directories
                             for x in d.tiers)
 
+    @_on_device
     def _create_context(self, near: list[int]) -> int:
         heap, group = self._heap, self.group
         assert heap is not None
@@ -184,6 +200,7 @@ class DeviceTables(ShardedTables):
             if other is not None:
                 torch.cuda.current_stream(self.device).wait_event(other)
 
+    @_on_device
     def barrier(self) -> None:
         """Wait for all ranks; raises DeadlineError when one does not come."""
         self._meet()
@@ -225,6 +242,7 @@ class DeviceTables(ShardedTables):
 
     # ---- batches ---------------------------------------------------------------------------------
 
+    @_on_device
     def resolve(self, batch: Lookup) -> Lookup:
         """As `ShardedTables.resolve`, on the current stream, which may be another than the one that
         trains: what uses the batch waits for it on the device."""
@@ -304,6 +322,7 @@ class DeviceTables(ShardedTables):
 
     # ---- steps -----------------------------------------------------------------------------------
 
+    @_on_device
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `ShardedTables.forward`."""
@@ -338,6 +357,7 @@ class DeviceTables(ShardedTables):
         torch.ops.oper.device_push(self._handle, 2, *arguments)
         self._give_workspace(work)
 
+    @_on_device
     def _update(self, passed: Backward) -> None:
         batch = passed.batch
         self._raise_found()
@@ -383,6 +403,7 @@ class DeviceTables(ShardedTables):
         fits = isinstance(known, Prepared) and known.fits(self._handle, batch)
         return known if fits else None
 
+    @_on_device
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                         ) -> torch.Tensor:
         """As `ShardedTables.weight_gradient`."""
