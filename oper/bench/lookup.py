@@ -21,9 +21,9 @@ _WORKERS = {Case: "oper.bench.lookup_case:run_case",
 _EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
 
 
-def cases(quick: bool) -> list[Case | UpdateCase]:
+def cases(quick: bool) -> list[Case]:
     """All dims at exponent 1.05 and all exponents at dim 64, by world size; then updates."""
-    found: list[Case | UpdateCase] = []
+    found: list[Case] = []
     for world_size in WORLD_SIZES:
         for dim, (suffix, exponent) in itertools.product((16, 64, 128), _EXPONENTS.items()):
             if (suffix and dim != 64) or (quick and (suffix or dim != 64)):
@@ -44,8 +44,7 @@ def cases(quick: bool) -> list[Case | UpdateCase]:
     return found
 
 
-def run(args: argparse.Namespace, chosen: Sequence[Case | UpdateCase]
-        ) -> Iterator[dict[str, Any]]:
+def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Measure the chosen cases; those of one kind and world size share their processes."""
     for (kind, world_size), group in itertools.groupby(
             chosen, key=lambda c: (type(c), c.world_size)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -50,10 +50,10 @@ class Case:
         """For `from_json` in a worker."""
         return {**asdict(self), "work": self.work.to_json()}
 
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Case:
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
         """The case written by `to_json`."""
-        return Case(**{**value, "work": Workload.from_json(value["work"])})
+        return cls(**{**value, "work": Workload.from_json(value["work"])})
 
 
 @torch.no_grad()

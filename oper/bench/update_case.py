@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from oper.bench import record
-from oper.bench.lookup_case import aligner, on_threads
+from oper.bench.lookup_case import Case, aligner, on_threads
 from oper.bench.planning import chosen_plan, gather, slowest, total, world
 from oper.bench.sides import EPS, LEARNING_RATE, make_collection
 from oper.bench.train_case import Progress, moved_bytes
@@ -23,36 +23,10 @@ _CHECKED_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateCase:
-    """One case.
+class UpdateCase(Case):
+    """A case of backward passes; fbgemm's one process takes all the threads."""
 
-    Attributes:
-        name: for the record.
-        work: the workload.
-        world_size: OPER's processes.
-        num_threads: threads over all processes, and of fbgemm's one process.
-        num_batches: distinct batches that are timed.
-        num_stats_batches: other batches that the statistics come from.
-        rounds, per_round: see `record.interleave`.
-    """
-
-    name: str
-    work: Workload
-    world_size: int
-    num_threads: int = 2
     num_batches: int = 16
-    num_stats_batches: int = 32
-    rounds: int = 12
-    per_round: int = 5
-
-    def to_json(self) -> dict[str, Any]:
-        """For `from_json` in a worker."""
-        return {**asdict(self), "work": self.work.to_json()}
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> UpdateCase:
-        """The case written by `to_json`."""
-        return UpdateCase(**{**value, "work": Workload.from_json(value["work"])})
 
 
 class _Contender:
