@@ -64,6 +64,45 @@ OPER_DEVICE int64_t lower_bound(int64_t n, int64_t key, KeyAt key_at) {
   return low;
 }
 
+// ---- pairs --------------------------------------------------------------------------------------
+
+// Calls body(feature number, id's index in the batch, bag, pair) for every id of every feature; a
+// warp takes a tile of bags (pooled) or ids at a time. Unpooled: the bag means nothing.
+template <class Body>
+OPER_DEVICE void for_pairs(const View& view, const Batch& batch, const BatchPlan& plan, Body body) {
+  const Group<32> group;
+  const int64_t B = batch.batch_size;
+  const int32_t num_tiles = plan.tile_begin[view.num_features];
+  for (int64_t w = group.index(); w < num_tiles; w += group.count()) {
+    const int32_t f = static_cast<int32_t>(
+        last_at_most(plan.tile_begin, view.num_features, static_cast<int32_t>(w)));
+    const int64_t* bounds = batch.bounds + batch.key_of[view.features[f].logical] * B;
+    const int64_t tile = (w - plan.tile_begin[f]) * kTile;
+    const int64_t pair_shift = plan.feature_begin[f] - bounds[0];
+    int64_t i, stop, end_of_bag = 0;
+    if (batch.pooled) {
+      const int64_t last = tile + kTile < B ? tile + kTile : B;
+      i = bounds[tile];
+      stop = bounds[last];
+      end_of_bag = bounds[tile + group.lane + 1 < last ? tile + group.lane + 1 : last];
+    } else {
+      i = bounds[0] + tile;
+      stop = i + kTile < bounds[B] ? i + kTile : bounds[B];
+    }
+    for (; i < stop; i += 32) {
+      const int64_t at = i + group.lane;
+      int32_t bag = 0;
+      if (batch.pooled) {
+        // Number of bags of the tile that end at or before `at`.
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2)
+          if (group.shuffle(end_of_bag, bag + step - 1) <= at) bag += step;
+      }
+      if (at < stop) body(f, at, tile + bag, at + pair_shift);
+    }
+  }
+}
+
 // ---- outbox -------------------------------------------------------------------------------------
 
 OPER_DEVICE uint32_t* outbox_segments(char* box) {

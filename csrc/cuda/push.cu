@@ -23,12 +23,11 @@ OPER_DEVICE int64_t request_header_bytes(const View& view) {
          8 * static_cast<int64_t>(view.num_tables) * view.world_size;
 }
 
-// Keys (table * W + owner) << bag_bits' feature and bag, so that runs of one bag of one owner are
-// runs of equal keys; sorting looks at (table, owner) only.
+// Keys: (table * W + owner), which sorting looks at, then feature and bag, so that the ids of one bag
+// that one owner holds are a run of equal keys.
 __global__ void __launch_bounds__(256) request_keys_kernel(View view, Batch batch, BatchPlan plan,
                                                            PushPlan push) {
-  const Group<32> group;
-  const int64_t B = batch.batch_size, W = view.world_size;
+  const int64_t W = view.world_size;
   const int64_t none = view.num_tables * W;
   const int64_t num_pairs = plan.feature_begin[view.num_features];
   for (int64_t p = num_pairs + blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
@@ -36,48 +35,29 @@ __global__ void __launch_bounds__(256) request_keys_kernel(View view, Batch batc
     push.keys.set(p, none << 32);
     push.payloads[p] = 0;
   }
-  const int32_t num_tiles = plan.tile_begin[view.num_features];
-  for (int64_t w = group.index(); w < num_tiles; w += group.count()) {
-    const int32_t f = static_cast<int32_t>(
-        last_at_most(plan.tile_begin, view.num_features, static_cast<int32_t>(w)));
+  for_pairs(view, batch, plan, [&](int32_t f, int64_t at, int64_t bag, int64_t p) {
     const Feature& feature = view.features[f];
     const Table& table = view.tables[feature.table];
-    const int64_t* bounds = batch.bounds + batch.key_of[feature.logical] * B;
-    const int64_t tile = (w - plan.tile_begin[f]) * kTile;
-    const int64_t last = tile + kTile < B ? tile + kTile : B;
-    const int64_t end_of_bag = bounds[tile + group.lane + 1 < last ? tile + group.lane + 1 : last];
-    const int64_t stop = bounds[last];
-    for (int64_t i = bounds[tile]; i < stop; i += 32) {
-      const int64_t at = i + group.lane;
-      int32_t bag = 0;
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2)
-        if (group.shuffle(end_of_bag, bag + step - 1) <= at) bag += step;
-      if (at >= stop) continue;
-      const int64_t p = plan.feature_begin[f] + at - bounds[0];
-      const int64_t id = id_at(batch, at);
-      int64_t segment = none;
-      uint32_t slot = 0;
-      if (static_cast<uint64_t>(id) < static_cast<uint64_t>(table.home.num_rows)) {
-        const int64_t position = position_of(table.home.head, id);
-        const int32_t tier = tier_of(table.home, position);
-        if (table.pushes[tier]) {
-          const int64_t key = locate_in_tier(table.home.tiers[tier], position);
-          const int64_t owner = last_at_most(table.owner_begin, W + 1, key);
-          segment = feature.table * W + owner;
-          slot = static_cast<uint32_t>(key - table.owner_begin[owner]);
-        }
+    const int64_t id = id_at(batch, at);
+    int64_t segment = none, where = 0;
+    uint32_t slot = 0;
+    if (static_cast<uint64_t>(id) < static_cast<uint64_t>(table.home.num_rows)) {
+      const int64_t position = position_of(table.home.head, id);
+      const int32_t tier = tier_of(table.home, position);
+      if (table.pushes[tier]) {
+        const int64_t key = locate_in_tier(table.home.tiers[tier], position);
+        const int64_t owner = last_at_most(table.owner_begin, W + 1, key);
+        segment = feature.table * W + owner;
+        slot = static_cast<uint32_t>(key - table.owner_begin[owner]);
+        where = static_cast<int64_t>(static_cast<uint32_t>(f) << plan.bag_bits |
+                                     static_cast<uint32_t>(bag));
       }
-      const int64_t where =
-          segment == none ? 0
-                          : static_cast<int64_t>(static_cast<uint32_t>(f) << plan.bag_bits |
-                                                 static_cast<uint32_t>(tile + bag));
-      push.keys.set(p, segment << 32 | where);
-      push.payloads[p] = static_cast<uint32_t>(p);
-      push.slots[p] = slot;
-      if (batch.weights) plan.pair_weights[p] = batch.weights[at];
     }
-  }
+    push.keys.set(p, segment << 32 | where);
+    push.payloads[p] = static_cast<uint32_t>(p);
+    push.slots[p] = slot;
+    if (batch.weights) plan.pair_weights[p] = batch.weights[at];
+  });
 }
 
 // One thread: bounds of the segments, and where everything of the request lies.

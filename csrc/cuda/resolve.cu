@@ -60,10 +60,7 @@ __global__ void __launch_bounds__(256) lay_out_kernel(View view, Batch batch, Ba
   }
 }
 
-// One warp per tile of bags or ids.
 __global__ void __launch_bounds__(256) resolve_kernel(View view, Batch batch, BatchPlan plan) {
-  const Group<32> group;
-  const int64_t B = batch.batch_size;
   const int64_t num_keys = view.table_keys[view.num_tables];
   const int64_t num_pairs = plan.feature_begin[view.num_features];
   for (int64_t p = num_pairs + blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
@@ -71,54 +68,23 @@ __global__ void __launch_bounds__(256) resolve_kernel(View view, Batch batch, Ba
     plan.keys.set(p, num_keys);
     plan.payloads[p] = 0;
   }
-  const int32_t num_tiles = plan.tile_begin[view.num_features];
-  for (int64_t w = group.index(); w < num_tiles; w += group.count()) {
-    const int32_t f = static_cast<int32_t>(
-        last_at_most(plan.tile_begin, view.num_features, static_cast<int32_t>(w)));
-    const Feature& feature = view.features[f];
-    const Table& table = view.tables[feature.table];
-    const int64_t key = batch.key_of[feature.logical];
-    const int64_t* bounds = batch.bounds + key * B;
-    const int64_t tile = (w - plan.tile_begin[f]) * kTile;
-    const int64_t pair_shift = plan.feature_begin[f] - bounds[0];
-    int64_t i, stop, end_of_bag = 0;
-    if (batch.pooled) {
-      const int64_t last = tile + kTile < B ? tile + kTile : B;
-      i = bounds[tile];
-      stop = bounds[last];
-      end_of_bag = bounds[tile + group.lane + 1 < last ? tile + group.lane + 1 : last];
+  for_pairs(view, batch, plan, [&](int32_t f, int64_t at, int64_t bag, int64_t p) {
+    const Table& table = view.tables[view.features[f].table];
+    const int64_t id = id_at(batch, at);
+    const bool good = static_cast<uint64_t>(id) < static_cast<uint64_t>(table.home.num_rows);
+    if (!good) report(view.error, 4, view.rank, at);
+    plan.keys.set(p, good ? table.key_begin + locate(table.home, id) : num_keys);
+    const uint32_t where =
+        batch.pooled ? static_cast<uint32_t>(f) << plan.bag_bits | static_cast<uint32_t>(bag)
+                     : static_cast<uint32_t>(plan.output_begin[f] + p - plan.feature_begin[f]);
+    if (batch.weights) {
+      plan.pair_bags[p] = where;
+      plan.pair_weights[p] = batch.weights[at];
+      plan.payloads[p] = static_cast<uint32_t>(p);
     } else {
-      i = bounds[0] + tile;
-      stop = i + kTile < bounds[B] ? i + kTile : bounds[B];
+      plan.payloads[p] = where;
     }
-    for (; i < stop; i += 32) {
-      const int64_t at = i + group.lane;
-      int32_t bag = 0;
-      if (batch.pooled) {
-        // Number of bags of the tile that end at or before `at`.
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2)
-          if (group.shuffle(end_of_bag, bag + step - 1) <= at) bag += step;
-      }
-      if (at >= stop) continue;
-      const int64_t id = id_at(batch, at);
-      const bool good = static_cast<uint64_t>(id) < static_cast<uint64_t>(table.home.num_rows);
-      if (!good) report(view.error, 4, view.rank, at);
-      const int64_t p = at + pair_shift;
-      plan.keys.set(p, good ? table.key_begin + locate(table.home, id) : num_keys);
-      const uint32_t where =
-          batch.pooled
-              ? static_cast<uint32_t>(f) << plan.bag_bits | static_cast<uint32_t>(tile + bag)
-              : static_cast<uint32_t>(plan.output_begin[f] + at - bounds[0]);
-      if (batch.weights) {
-        plan.pair_bags[p] = where;
-        plan.pair_weights[p] = batch.weights[at];
-        plan.payloads[p] = static_cast<uint32_t>(p);
-      } else {
-        plan.payloads[p] = where;
-      }
-    }
-  }
+  });
 }
 
 // First run of every table and owner, and behind the last.
