@@ -15,7 +15,7 @@ from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.tables import TableSpec
 
 FOLDER_KIND = "oper-preprocessed"
-FOLDER_VERSION = 2
+FOLDER_VERSION = 3
 MANIFEST = "manifest.json"
 SPLITS = ("train", "valid", "test")
 
@@ -34,6 +34,7 @@ class Folder:
         num_rows: rows of each table, in the order of `sparse`.
         rows: rows of the log by split.
         multi_hot: those of `sparse` that hold a bag of ids per row.
+        time: name of the column of times, int64 seconds since 1970; empty for a log without times.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Folder:
     num_rows: tuple[int, ...]
     rows: dict[str, int]
     multi_hot: tuple[str, ...] = ()
+    time: str = ""
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Folder:
@@ -78,7 +80,7 @@ class Folder:
                 tuple(columns["sparse"]), str(columns["bucket"]),
                 tuple(int(tables[name]["num_rows"]) for name in columns["sparse"]),
                 {split: int(manifest["rows"][split]) for split in SPLITS},
-                tuple(columns["multi_hot"]))
+                tuple(columns["multi_hot"]), str(columns["time"]))
         except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")

@@ -60,7 +60,8 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
                   "first_valid_row" if split.by == "rows" else "first_valid_second":
                       split.first_valid, "buckets": split.buckets},
         "columns": {"label": recipe.label, "dense": list(recipe.names("dense")),
-                    "sparse": list(sparse), "multi_hot": multi, "bucket": recipe.bucket_column},
+                    "sparse": list(sparse), "multi_hot": multi, "bucket": recipe.bucket_column,
+                    "time": recipe.time},
         "dense_transforms": {c.name: c.transform for c in recipe.columns if c.kind == "dense"},
         "min_count": job.min_count, "max_rows": options.max_rows, "hash_rows": options.hash_rows,
         "ids_in_hotness_order": options.hash_rows is None,

@@ -138,6 +138,12 @@ class Recipe:
         """Name of the label column; a log without one gets a column of ones."""
         return (*self.names("label"), "label")[0]
 
+    @property
+    def time(self) -> str:
+        """Name of the time column that preprocessing keeps; empty where a layout has none."""
+        names = [layout.of("time") for layout in self.layouts]
+        return names[0][0].name if all(names) else ""
+
     def layout(self, name: str) -> Layout:
         """A layout by name; raises InvalidInputError."""
         for layout in self.layouts:

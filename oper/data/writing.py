@@ -120,6 +120,8 @@ class Writer:
             rows, times = self.stage.place(number, chunk, about)
             place = rows + first_row if self.split.by == "rows" else times
             table = self._table(number, chunk, about, place)
+            if self.recipe.time:
+                table = table.append_column(self.recipe.time, pa.array(times))
             parts = self.split.parts(place)
             for k, writer in enumerate(writers):
                 if (parts == k).all():

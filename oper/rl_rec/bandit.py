@@ -1,0 +1,108 @@
+"""Logged bandit feedback with propensities, for off-policy estimates."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.data import Folder
+from oper.data.folder import SPLITS
+from oper.errors import InvalidInputError, fail
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoggedBandit:
+    """Impressions with the probability of what was shown (Open Bandit's form).
+
+    Attributes:
+        context: int64 [N, C], ids of what was known before the choice.
+        actions: int64 [N], 0..num_actions-1: the item that was shown.
+        positions: int64 [N], the place it was shown at, from 0.
+        rewards: float32 [N], 1 = clicked.
+        propensities: float64 [N] in (0, 1]: probability under the logging policy of this action at
+            this position.
+        num_actions: distinct actions.
+        num_positions: distinct positions.
+        context_rows: ids of each context column.
+    """
+
+    context: np.ndarray
+    actions: np.ndarray
+    positions: np.ndarray
+    rewards: np.ndarray
+    propensities: np.ndarray
+    num_actions: int
+    num_positions: int
+    context_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BanditColumns:
+    """Columns of the folder; all sparse columns beside them are context.
+
+    Attributes:
+        action: sparse column of the item shown.
+        propensity: dense column of its probability, not transformed.
+        position: sparse column of its place; empty = there is one place.
+    """
+
+    action: str = "item_id"
+    propensity: str = "propensity_score"
+    position: str = "position"
+
+
+def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = None
+                ) -> LoggedBandit:
+    """Logged feedback from a folder that ``oper preprocess`` wrote, in the order of its parts.
+
+    Raises:
+        FileFormatError: not such a folder.
+        InvalidInputError: a column is missing, or a propensity lies outside (0, 1].
+    """
+    names = columns or BanditColumns()
+    folder = Folder.open(path)
+    what = f"cannot read logged feedback from {os.fspath(path)!r}"
+    sparse = [n for n in folder.sparse if n not in folder.multi_hot]
+    for name, among in ((names.action, sparse), (names.propensity, folder.dense),
+                        *([(names.position, sparse)] if names.position else [])):
+        if name not in among:
+            raise InvalidInputError(fail(what, "column", name, f"one of {list(among)}",
+                                         "name the log's column"))
+    transform = folder.manifest.get("dense_transforms", {}).get(names.propensity, "none")
+    if transform != "none":
+        raise InvalidInputError(fail(what, f"transform of {names.propensity}", transform, "none",
+                                     "correct the recipe"))
+    context = [n for n in sparse if n not in (names.action, names.position)]
+    wanted = (folder.label, names.propensity, *sparse)
+    tables = [folder.open_part(part, wanted).read(columns=list(wanted))
+              for split in SPLITS for part in folder.parts(split)]
+    if not tables:
+        raise InvalidInputError(fail(what, "rows", 0, "some impressions", "preprocess a log"))
+
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([t.column(name).to_numpy() for t in tables])
+
+    propensities = column(names.propensity).astype(np.float64)
+    bad = np.flatnonzero(~((propensities > 0) & (propensities <= 1)))
+    if bad.size:
+        raise InvalidInputError(fail(what, f"{names.propensity} of row {bad[0]}",
+                                     float(propensities[bad[0]]), "in (0, 1]", "correct the log"))
+    rows = dict(zip(folder.sparse, folder.num_rows, strict=True))
+    num_rows = len(propensities)
+    # Row 0 stands for rare and missing values: an action of its own only where it occurs.
+    actions, num_actions = _without_gap(column(names.action))
+    positions, num_positions = (_without_gap(column(names.position)) if names.position
+                                else (np.zeros(num_rows, np.int64), 1))
+    ids = (np.stack([column(n) for n in context], axis=1).astype(np.int64) if context
+           else np.zeros((num_rows, 0), np.int64))
+    return LoggedBandit(ids, actions, positions, column(folder.label).astype(np.float32),
+                        propensities, num_actions, num_positions,
+                        tuple(rows[n] for n in context))
+
+
+def _without_gap(ids: np.ndarray) -> tuple[np.ndarray, int]:
+    """Ids counted from 0 in their order, int64, and how many there are."""
+    values, numbers = np.unique(ids, return_inverse=True)
+    return numbers.astype(np.int64), int(values.size)

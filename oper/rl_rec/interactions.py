@@ -1,0 +1,313 @@
+"""Interactions of users with items, and which of them train, validate and test.
+
+Ranking protocol as RecBole's full-ranking evaluation: iterative k-core, leave-last-two-out or a
+split by time, all items ranked, the user's history masked.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from oper.data import Folder
+from oper.data.folder import SPLITS
+from oper.errors import InvalidInputError, fail
+
+PROTOCOLS = ("leave_last_two", "time")
+REPEATS = ("first", "keep")
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """How a log becomes interactions.
+
+    Attributes:
+        user, item: sparse columns of the folder.
+        k_core: users and items with fewer interactions are left out, until none is.
+        protocol: ``"leave_last_two"``: the last two positive interactions of a user are its
+            validation and its test target, what comes before trains. ``"time"``: the same two
+            points in time for all users.
+        valid, test: shares of the interactions after those points (``"time"`` only).
+        repeats: ``"first"``: a user's interactions with an item count once, at their first time;
+            ``"keep"``: all of them.
+    """
+
+    user: str = "user"
+    item: str = "item"
+    k_core: int = 5
+    protocol: str = "leave_last_two"
+    valid: float = 0.1
+    test: float = 0.1
+    repeats: str = "first"
+
+    def __post_init__(self) -> None:
+        shares = self.valid + self.test
+        for name, ok, expected in (
+                ("k_core", self.k_core >= 1, ">= 1"),
+                ("protocol", self.protocol in PROTOCOLS, f"one of {PROTOCOLS}"),
+                ("repeats", self.repeats in REPEATS, f"one of {REPEATS}"),
+                ("valid", 0 < self.valid < 1, "a share between 0 and 1"),
+                ("test", 0 < self.test < 1 and shares < 1, "a share, with valid below 1")):
+            if not ok:
+                raise InvalidInputError(fail("invalid data options", name, getattr(self, name),
+                                             expected, "correct it"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """What a recommender is asked for.
+
+    Attributes:
+        users: int64 [U], ascending.
+        stop: int64 [U]: the history of a user is rows ``offsets[u]:stop`` of the interactions.
+        targets: int64 [P], items to be found, user by user; positive and not in the history.
+        target_lengths: int64 [U], how many of each user, all >= 1.
+    """
+
+    users: np.ndarray
+    stop: np.ndarray
+    targets: np.ndarray
+    target_lengths: np.ndarray
+
+
+class Log(NamedTuple):
+    """Rows in the order of the log: raw ids int64 [N], rewards float32 [N], seconds int64 [N]."""
+
+    users: np.ndarray
+    items: np.ndarray
+    rewards: np.ndarray
+    times: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interactions:
+    """Interactions in order of user, time, place in the log.
+
+    Attributes:
+        users, items: int64 [N], ids from 1 by training interactions, descending; 0 never occurs:
+            it stands for padding.
+        rewards: float32 [N], the folder's label.
+        times: int64 [N], seconds since 1970.
+        offsets: int64 [num_users + 1]: rows ``offsets[u]:offsets[u + 1]`` are user u's.
+        train_stop: int64 [num_users]: rows ``offsets[u]:train_stop[u]`` are for training.
+        num_users, num_items: rows of their tables, row 0 counted.
+        valid, test: what is held out.
+        source: where the log comes from, for a person.
+        left_out: rows of the log that are not here, by reason.
+    """
+
+    users: np.ndarray
+    items: np.ndarray
+    rewards: np.ndarray
+    times: np.ndarray
+    offsets: np.ndarray
+    train_stop: np.ndarray
+    num_users: int
+    num_items: int
+    valid: HeldOut
+    test: HeldOut
+    source: str = ""
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def held_out(self, split: str) -> HeldOut:
+        """The targets of ``"valid"`` or ``"test"``; raises InvalidInputError for another name."""
+        if split not in ("valid", "test"):
+            raise InvalidInputError(fail("no such targets", "split", split, "valid or test",
+                                         "correct it"))
+        return self.valid if split == "valid" else self.test
+
+    def training_rows(self) -> np.ndarray:
+        """Numbers of all training rows, int64 [M], ascending."""
+        at = np.arange(self.users.size)
+        return at[at < self.train_stop[self.users]]
+
+    def popularity(self) -> np.ndarray:
+        """Training interactions by item, int64 [num_items]; descending from item 1 on."""
+        return np.bincount(self.items[self.training_rows()], minlength=self.num_items)
+
+    def rows_between(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row numbers of several stretches ``first[k]:last[k]`` one after another, int64 [L], and
+        their lengths int64 [K]."""
+        lengths = last - first
+        starts = np.cumsum(lengths) - lengths
+        return np.arange(int(lengths.sum())) + np.repeat(first - starts, lengths), lengths
+
+
+def load_interactions(path: str | os.PathLike[str], options: DataOptions | None = None
+                      ) -> Interactions:
+    """The interactions of a folder that ``oper preprocess`` wrote, all its parts together.
+
+    Rows whose user or item got the folder's id 0 (rare or missing) are left out and counted;
+    preprocess with ``--min-count 1 --valid 0 --test 0`` so that these are the missing ones only.
+
+    Raises:
+        FileFormatError: not such a folder.
+        InvalidInputError: it has no such columns or no times, or nothing is left of it.
+    """
+    options = options or DataOptions()
+    folder = Folder.open(path)
+    what = f"cannot read interactions from {os.fspath(path)!r}"
+    single = [name for name in folder.sparse if name not in folder.multi_hot]
+    for name in (options.user, options.item):
+        if name not in single:
+            raise InvalidInputError(fail(what, "column", name, f"one of {single}",
+                                         "set data.user and data.item"))
+    if not folder.time:
+        raise InvalidInputError(fail(what, "time column", None, "a log with times",
+                                     "name the log's time column in its recipe"))
+    columns = (options.user, options.item, folder.label, folder.time)
+    tables = [folder.open_part(part, columns).read(columns=list(columns))
+              for split in SPLITS for part in folder.parts(split)]
+
+    def column(name: str, dtype: type[np.generic]) -> np.ndarray:
+        parts = [t.column(name).to_numpy() for t in tables]
+        return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+    log = Log(column(options.user, np.int64), column(options.item, np.int64),
+              column(folder.label, np.float32), column(folder.time, np.int64))
+    recipe = folder.manifest.get("recipe", {}).get("name", "?")
+    return from_log(log, options, f"recipe {recipe}")
+
+
+def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
+    """Interactions from rows in any order; raw ids of 0 are left out.
+
+    Raises:
+        InvalidInputError: nothing is left.
+    """
+    left_out = {}
+
+    def keep(kept: np.ndarray, reason: str) -> None:
+        nonlocal log
+        left_out[reason] = int(kept.size - kept.sum())
+        log = Log(*(column[kept] for column in log))
+
+    keep((log.users > 0) & (log.items > 0), "without user or item")
+    order = np.lexsort((log.times, log.users))  # stable: equal times keep the order of the log
+    log = Log(*(column[order] for column in log))
+    if options.repeats == "first":
+        keep(_first_of_pairs(log), "repeats")
+    keep(_core(log, options.k_core), f"outside the {options.k_core}-core")
+    if not log.users.size:
+        raise InvalidInputError(
+            fail("no interactions are left", "left out", left_out, "some rows",
+                 "lower data.k_core, or preprocess with --min-count 1"))
+    _, users = np.unique(log.users, return_inverse=True)
+    _, items = np.unique(log.items, return_inverse=True)
+    log = log._replace(users=users, items=items)
+    cut = _Cut.of(log, options)
+    is_training = np.arange(users.size) < cut.train_stop[users]
+    ranks = [_by_count(ids, is_training) for ids in (users, items)]
+    return _numbered(log, cut, ranks[0], ranks[1], source, left_out)
+
+
+def _first_of_pairs(log: Log) -> np.ndarray:
+    """Which rows are the first of their user and item, bool [N]."""
+    order = np.lexsort((log.items, log.users))
+    pairs = np.stack([log.users[order], log.items[order]])
+    new = np.ones(order.size, bool)
+    new[1:] = (pairs[:, 1:] != pairs[:, :-1]).any(axis=0)
+    first = np.zeros(order.size, bool)
+    first[order[new]] = True
+    return first
+
+
+def _core(log: Log, k: int) -> np.ndarray:
+    """Rows of the k-core: every user and item left has k of the rows left. bool [N]."""
+    kept = np.ones(log.users.size, bool)
+    _, users = np.unique(log.users, return_inverse=True)
+    _, items = np.unique(log.items, return_inverse=True)
+    while True:
+        enough = kept.copy()
+        for ids in (users, items):
+            enough &= (np.bincount(ids[kept], minlength=ids.max(initial=-1) + 1) >= k)[ids]
+        if (enough == kept).all():
+            return kept
+        kept = enough
+
+
+def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """New id of each id: 1 for the one counted most often, ties by old id. int64 [K]."""
+    counts = np.bincount(ids[counted], minlength=int(ids.max()) + 1)
+    rank = np.empty(counts.size, np.int64)
+    rank[np.argsort(-counts, kind="stable")] = np.arange(1, counts.size + 1)
+    return rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """Row numbers by user 0, 1, ...: where training and the two histories end, and which rows are
+    targets of each split (bool [N])."""
+
+    train_stop: np.ndarray
+    stops: tuple[np.ndarray, np.ndarray]
+    targets: tuple[np.ndarray, np.ndarray]
+
+    @staticmethod
+    def of(log: Log, options: DataOptions) -> _Cut:
+        num_users = int(log.users[-1]) + 1
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users, minlength=num_users))])
+        if options.protocol == "time":
+            return _Cut._at_times(log, options, offsets)
+        positive = np.flatnonzero(log.rewards > 0)
+        ends = np.cumsum(np.bincount(log.users[positive], minlength=num_users))
+        counts = np.diff(ends, prepend=0)
+        has_two = counts >= 2
+        last = np.where(has_two, positive[ends - 1], 0) if positive.size else 0 * ends
+        before = np.where(has_two, positive[np.maximum(ends - 2, 0)], 0) if positive.size else last
+        # A user without a history before the validation target only trains.
+        asked = has_two & (before > offsets[:-1])
+        targets = []
+        for rows in (before, last):
+            mask = np.zeros(log.users.size, bool)
+            mask[rows[asked]] = True
+            targets.append(mask)
+        return _Cut(np.where(asked, before, offsets[1:]), (before, last), (targets[0], targets[1]))
+
+    @staticmethod
+    def _at_times(log: Log, options: DataOptions, offsets: np.ndarray) -> _Cut:
+        ordered = np.sort(log.times)
+        shares = (1 - options.valid - options.test, 1 - options.test)
+        points = [ordered[min(ordered.size - 1, int(s * ordered.size))] for s in shares]
+        num_users = offsets.size - 1
+        stops = [offsets[:-1] + np.bincount(log.users[log.times < p], minlength=num_users)
+                 for p in points]
+        at = np.arange(log.users.size)
+        targets = []
+        for k, stop in enumerate(stops):
+            end = stops[1] if k == 0 else offsets[1:]
+            new = _first_of_pairs(log)  # with repeats kept: not in the history, and named once
+            mask = new & (log.rewards > 0) & (at >= stop[log.users]) & (at < end[log.users])
+            targets.append(mask & (stop > offsets[:-1])[log.users])
+        return _Cut(stops[0], (stops[0], stops[1]), (targets[0], targets[1]))
+
+
+def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray, source: str,
+              left_out: dict[str, int]) -> Interactions:
+    """The interactions under their final ids."""
+    num_users = user_id.size + 1
+    old_offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users))])
+    users = user_id[log.users]
+    order = np.argsort(users, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(users, minlength=num_users))])
+    moved = np.zeros(num_users, np.int64)  # from an old row number to the new one, by new user
+    moved[user_id] = offsets[user_id] - old_offsets[:-1]
+
+    def by_user(rows: np.ndarray) -> np.ndarray:
+        found = np.zeros(num_users, np.int64)
+        found[user_id] = rows
+        return found + moved
+
+    items = item_id[log.items][order]
+    held = []
+    for stop, is_target in zip(cut.stops, cut.targets, strict=True):
+        mask = is_target[order]
+        lengths = np.bincount(users[order][mask], minlength=num_users)
+        asked = np.flatnonzero(lengths)
+        held.append(HeldOut(asked, by_user(stop)[asked], items[mask], lengths[asked]))
+    return Interactions(
+        users[order], items, log.rewards[order], log.times[order], offsets,
+        by_user(cut.train_stop), num_users, item_id.size + 1, held[0], held[1], source, left_out)

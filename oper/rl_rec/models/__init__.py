@@ -1,0 +1,1 @@
+"""Recommender models: torch and torchrec modules that know nothing of OPER."""
