@@ -56,8 +56,6 @@ cudaStream_t stream_of(const Tensor& tensor) {
 #endif
 }
 
-void launched(cudaError_t status, const char* what) { check(status, what); }
-
 const int64_t* int64_data(const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous(),
                   "internal: expected a contiguous int64 tensor");
@@ -170,7 +168,7 @@ int64_t device_workspace_bytes(int64_t handle, int64_t batch_size, int64_t max_p
 int64_t device_bounds_scratch_bytes(int64_t count) { return bounds_scratch_bytes(count); }
 
 void device_bounds(int64_t handle, Tensor lengths, int64_t num_ids, Tensor bounds, Tensor scratch) {
-  launched(make_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int,
+  check(make_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int,
                        lengths.numel(), num_ids, static_cast<int64_t*>(bounds.data_ptr()),
                        scratch.data_ptr(), scratch.numel(), context_of(handle).view().error,
                        stream_of(bounds)),
@@ -221,8 +219,8 @@ void device_forward(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
                               workspace);
   const View& view = call.context.view();
   if (!pooled)
-    launched(lay_out_features(view, call.batch, call.work.plan, call.stream), "cannot look up");
-  launched(pool(view, call.context.classes(), call.batch, call.work.plan, output_of(out),
+    check(lay_out_features(view, call.batch, call.work.plan, call.stream), "cannot look up");
+  check(pool(view, call.context.classes(), call.batch, call.work.plan, output_of(out),
                 skip_pushed, call.stream),
            "cannot look up");
 }
@@ -243,14 +241,14 @@ void device_push(int64_t handle, int64_t step, Tensor ids, Tensor bounds, Tensor
   if (step == 2)
     status = add_partials(view, classes, call.batch, call.work.plan, push, output_of(out),
                           call.stream);
-  launched(status, "cannot look up in push mode");
+  check(status, "cannot look up in push mode");
 }
 
 void device_weight_gradient(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
                             int64_t batch_size, Tensor grad, Tensor out) {
   const Batch batch =
       make_batch(ids, bounds, key_of, std::nullopt, batch_size, true, ids.numel());
-  launched(weight_gradient(context_of(handle).view(), batch,
+  check(weight_gradient(context_of(handle).view(), batch,
                            {grad.data_ptr(), row_type(grad.scalar_type()), grad.stride(0), 1.0f},
                            static_cast<float*>(out.data_ptr()), stream_of(bounds)),
            "cannot compute the gradient of the weights");
@@ -261,7 +259,7 @@ void device_plan(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
                  Tensor workspace) {
   const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, max_pairs,
                               workspace);
-  launched(make_plan(call.context.view(), call.context.num_keys(), call.batch, call.work.plan,
+  check(make_plan(call.context.view(), call.context.num_keys(), call.batch, call.work.plan,
                      call.stream),
            "cannot plan a batch");
 }
@@ -283,7 +281,7 @@ void device_set_optimizers(int64_t handle, Tensor arguments, Tensor staging) {
 // Copies staged optimizer arguments; `like` names the device.
 void device_copy_optimizers(int64_t handle, Tensor staging, Tensor like) {
   Context& context = context_of(handle);
-  launched(cudaMemcpyAsync(context.optimizers(), staging.data_ptr(),
+  check(cudaMemcpyAsync(context.optimizers(), staging.data_ptr(),
                            static_cast<size_t>(context.view().num_tables) * sizeof(UpdateArgs),
                            cudaMemcpyHostToDevice, stream_of(like)),
            "cannot copy the optimizer's arguments");
@@ -294,7 +292,7 @@ void device_reduce(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
                    int64_t max_pairs, Tensor workspace, Tensor grad, double scale) {
   const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, max_pairs,
                               workspace);
-  launched(reduce(call.context.view(), call.context.classes(), call.batch, call.work.plan,
+  check(reduce(call.context.view(), call.context.classes(), call.batch, call.work.plan,
                   {grad.data_ptr(), row_type(grad.scalar_type()), grad.stride(0),
                    static_cast<float>(scale)},
                   call.work.long_runs, call.context.optimizers(), call.context.updates_at_once(),
@@ -324,7 +322,7 @@ void device_update(int64_t handle, int64_t step, Tensor bounds, int64_t batch_si
     status = merge_and_update(context.view(), context.classes(), work.inbox, factor,
                               context.optimizers(), stream);
   if (step == 4) status = refresh(context.view(), stream);
-  launched(status, "cannot update tables");
+  check(status, "cannot update tables");
 }
 
 // View [rows, columns] of device memory; the caller keeps the mapping alive. Index -1: host memory.
@@ -339,19 +337,24 @@ Tensor device_view(int64_t address, int64_t rows, int64_t columns, int64_t type,
 }
 
 #if !defined(OPER_EMULATED)
-// Descriptor, address and size of new memory that other processes may attach.
-std::tuple<int64_t, int64_t, int64_t> device_memory_create(int64_t bytes, int64_t device) {
-  const SharedMemory memory = create_shared(bytes, static_cast<int>(device));
-  return {memory.fd, memory.address, memory.bytes};
+// Address of new memory, then the descriptors by which other processes attach it.
+std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
+                                          int64_t device) {
+  SharedMemory memory = create_shared({bytes, std::move(host_ranges)}, static_cast<int>(device));
+  memory.fds.insert(memory.fds.begin(), memory.address);
+  return memory.fds;
 }
-int64_t device_memory_attach(int64_t fd, int64_t bytes, int64_t device) {
-  return attach_shared(static_cast<int>(fd), bytes, static_cast<int>(device));
+int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
+                             std::vector<int64_t> host_ranges, int64_t device) {
+  return attach_shared(fds, {bytes, std::move(host_ranges)}, static_cast<int>(device));
 }
-void device_memory_release(int64_t address, int64_t bytes) { release_shared(address, bytes); }
+void device_memory_release(int64_t address, int64_t bytes, std::vector<int64_t> host_ranges) {
+  release_shared(address, {bytes, std::move(host_ranges)});
+}
 #endif
 
 void device_barrier(int64_t handle, Tensor like) {
-  launched(context_of(handle).barrier(stream_of(like)), "cannot wait for the other ranks");
+  check(context_of(handle).barrier(stream_of(like)), "cannot wait for the other ranks");
 }
 
 }  // namespace
@@ -397,9 +400,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
       "device_update(int handle, int step, Tensor bounds, int batch_size, int max_pairs, "
       "bool weighted, Tensor(a!) workspace, float scale) -> ()");
 #if !defined(OPER_EMULATED)
-  m.def("device_memory_create(int bytes, int device) -> (int, int, int)");
-  m.def("device_memory_attach(int fd, int bytes, int device) -> int");
-  m.def("device_memory_release(int address, int bytes) -> ()");
+  m.def("device_memory_create(int bytes, int[] host_ranges, int device) -> int[]");
+  m.def("device_memory_attach(int[] fds, int bytes, int[] host_ranges, int device) -> int");
+  m.def("device_memory_release(int address, int bytes, int[] host_ranges) -> ()");
 #endif
   m.def("device_view(int address, int rows, int columns, int type, int index) -> Tensor");
   m.def("device_barrier(int handle, Tensor like) -> ()");

@@ -1,10 +1,12 @@
-// Device memory that other processes map: CUDA virtual memory with POSIX descriptors.
+// Memory that other processes map: CUDA virtual memory with POSIX descriptors, of the device or, for
+// a tier in host memory, of the host node next to it.
 //
 // The driver's entry points are looked up at run time, so that nothing links to libcuda.
 #include "cuda/memory.h"
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <unistd.h>
 
 #include <stdexcept>
 #include <string>
@@ -32,71 +34,140 @@ Function entry(const char* name) {
                                std::to_string(static_cast<int>(result)));                 \
   } while (false)
 
-CUmemAllocationProp properties(int device) {
+struct Part {
+  size_t begin, bytes;
+  bool on_host;
+};
+
+std::vector<Part> cut(const ArenaParts& arena) {
+  std::vector<Part> parts;
+  int64_t at = 0;
+  const auto add = [&](int64_t end, bool on_host) {
+    if (end == at) return;
+    if (end < at || end % kPartBytes)
+      throw std::runtime_error("internal: ranges of host memory are out of order");
+    parts.push_back({static_cast<size_t>(at), static_cast<size_t>(end - at), on_host});
+    at = end;
+  };
+  for (size_t k = 0; k + 1 < arena.host_ranges.size(); k += 2) {
+    add(arena.host_ranges[k], false);
+    add(arena.host_ranges[k + 1], true);
+  }
+  add(arena.bytes, false);
+  return parts;
+}
+
+// The host memory nearest to a device, or node 0 where the driver does not say.
+int host_node(int device) {
+  int node = -1;
+  OPER_DRIVER(cuDeviceGetAttribute, &node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device);
+  return node < 0 ? 0 : node;
+}
+
+CUmemAllocationProp properties(int device, bool on_host) {
   CUmemAllocationProp prop{};
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-  prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  prop.location.id = device;
+  prop.location.type = on_host ? CU_MEM_LOCATION_TYPE_HOST_NUMA : CU_MEM_LOCATION_TYPE_DEVICE;
+  prop.location.id = on_host ? host_node(device) : device;
   return prop;
 }
 
-// Maps an allocation at an address of the driver's choice; the handle is given up in any case, and
-// the memory lives as long as a mapping does.
-int64_t map(CUmemGenericAllocationHandle handle, size_t bytes, int device) {
+// Maps one allocation per part at an address of the driver's choice. Handles are given up in any
+// case: the memory lives as long as a mapping does.
+int64_t map(const std::vector<CUmemGenericAllocationHandle>& handles,
+            const std::vector<Part>& parts, int device) {
+  const size_t total = parts.back().begin + parts.back().bytes;
   CUdeviceptr address = 0;
+  size_t mapped = 0;
+  const auto give_up_handles = [&] {
+    for (CUmemGenericAllocationHandle handle : handles)
+      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
+  };
   try {
-    OPER_DRIVER(cuMemAddressReserve, &address, bytes, 0, 0, 0);
-    OPER_DRIVER(cuMemMap, address, bytes, 0, handle, 0);
+    OPER_DRIVER(cuMemAddressReserve, &address, total, kPartBytes, 0, 0);
+    for (; mapped < parts.size(); ++mapped)
+      OPER_DRIVER(cuMemMap, address + parts[mapped].begin, parts[mapped].bytes, 0,
+                  handles[mapped], 0);
     CUmemAccessDesc access{};
     access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     access.location.id = device;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    OPER_DRIVER(cuMemSetAccess, address, bytes, &access, 1);
+    OPER_DRIVER(cuMemSetAccess, address, total, &access, 1);
   } catch (...) {
-    entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
-    if (address) entry<decltype(&cuMemAddressFree)>("cuMemAddressFree")(address, bytes);
+    for (size_t k = 0; k < mapped; ++k)
+      entry<decltype(&cuMemUnmap)>("cuMemUnmap")(address + parts[k].begin, parts[k].bytes);
+    if (address) entry<decltype(&cuMemAddressFree)>("cuMemAddressFree")(address, total);
+    give_up_handles();
     throw;
   }
-  OPER_DRIVER(cuMemRelease, handle);
+  give_up_handles();
   return static_cast<int64_t>(address);
 }
 
 }  // namespace
 
-SharedMemory create_shared(int64_t bytes, int device) {
+SharedMemory create_shared(const ArenaParts& arena, int device) {
   cudaFree(nullptr);  // makes the context current
-  const CUmemAllocationProp prop = properties(device);
-  size_t unit = 0;
-  OPER_DRIVER(cuMemGetAllocationGranularity, &unit, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
-  const size_t size = (static_cast<size_t>(bytes) + unit - 1) / unit * unit;
-  CUmemGenericAllocationHandle handle{};
-  OPER_DRIVER(cuMemCreate, &handle, size, &prop, 0);
-  int fd = -1;
+  const std::vector<Part> parts = cut(arena);
+  std::vector<CUmemGenericAllocationHandle> handles;
+  SharedMemory made{};
   try {
-    OPER_DRIVER(cuMemExportToShareableHandle, &fd, handle,
-                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    for (const Part& part : parts) {
+      const CUmemAllocationProp prop = properties(device, part.on_host);
+      CUmemGenericAllocationHandle handle{};
+      OPER_DRIVER(cuMemCreate, &handle, part.bytes, &prop, 0);
+      handles.push_back(handle);
+      int fd = -1;
+      OPER_DRIVER(cuMemExportToShareableHandle, &fd, handle,
+                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+      made.fds.push_back(fd);
+    }
   } catch (...) {
-    entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
+    for (CUmemGenericAllocationHandle handle : handles)
+      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
+    for (int64_t fd : made.fds) close(static_cast<int>(fd));
     throw;
   }
-  const int64_t address = map(handle, size, device);
-  if (cudaMemset(reinterpret_cast<void*>(address), 0, size) != cudaSuccess)
-    throw std::runtime_error("shared device memory cannot be written");
-  return {fd, address, static_cast<int64_t>(size)};
+  try {
+    made.address = map(handles, parts, device);
+    if (cudaMemset(reinterpret_cast<void*>(made.address), 0, static_cast<size_t>(arena.bytes)) !=
+        cudaSuccess)
+      throw std::runtime_error("shared device memory cannot be written");
+  } catch (...) {
+    for (int64_t fd : made.fds) close(static_cast<int>(fd));
+    throw;
+  }
+  return made;
 }
 
-int64_t attach_shared(int fd, int64_t bytes, int device) {
-  CUmemGenericAllocationHandle handle{};
-  OPER_DRIVER(cuMemImportFromShareableHandle, &handle,
-              reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
-              CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-  return map(handle, static_cast<size_t>(bytes), device);
+int64_t attach_shared(const std::vector<int64_t>& fds, const ArenaParts& arena, int device) {
+  const std::vector<Part> parts = cut(arena);
+  if (fds.size() != parts.size())
+    throw std::runtime_error("a peer's arena has another number of parts");
+  std::vector<CUmemGenericAllocationHandle> handles;
+  try {
+    for (int64_t fd : fds) {
+      CUmemGenericAllocationHandle handle{};
+      OPER_DRIVER(cuMemImportFromShareableHandle, &handle,
+                  reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+      handles.push_back(handle);
+    }
+  } catch (...) {
+    for (CUmemGenericAllocationHandle handle : handles)
+      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
+    throw;
+  }
+  return map(handles, parts, device);
 }
 
-void release_shared(int64_t address, int64_t bytes) {
-  OPER_DRIVER(cuMemUnmap, static_cast<CUdeviceptr>(address), static_cast<size_t>(bytes));
-  OPER_DRIVER(cuMemAddressFree, static_cast<CUdeviceptr>(address), static_cast<size_t>(bytes));
+void release_shared(int64_t address, const ArenaParts& arena) {
+  // Mappings are undone as they were made: one by one.
+  for (const Part& part : cut(arena))
+    OPER_DRIVER(cuMemUnmap, static_cast<CUdeviceptr>(address) + part.begin, part.bytes);
+  OPER_DRIVER(cuMemAddressFree, static_cast<CUdeviceptr>(address),
+              static_cast<size_t>(arena.bytes));
 }
 
 }  // namespace oper::device

@@ -120,7 +120,8 @@ class ShardedEmbeddingBag(_ShardedModule):
             if offsets is not None:
                 raise InvalidInputError(fail("cannot look up", "offsets", tuple(offsets.shape),
                                              "no offsets with ids [B, L]", "leave them out"))
-            lengths = torch.full((input.shape[0],), input.shape[1], dtype=torch.int64)
+            lengths = torch.full((input.shape[0],), input.shape[1], dtype=torch.int64,
+                                 device=input.device)
             input = input.reshape(-1)
         else:
             if offsets is None:
@@ -147,7 +148,7 @@ class ShardedEmbeddingBag(_ShardedModule):
         if (lengths < 0).any() or int(lengths.sum()) != ids.numel():
             return ids, lengths, weights  # refused by the lookup
         keep = ids != self.padding_idx
-        bags = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+        bags = torch.repeat_interleave(lengths)
         left = torch.bincount(bags[keep], minlength=lengths.numel())
         return ids[keep], left, None if weights is None else weights[keep]
 
@@ -171,7 +172,7 @@ class ShardedEmbedding(_ShardedModule):
         return rows.view(*input.shape, self.embedding_dim).to(self.dtype)
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        lengths = torch.tensor([ids.numel()], dtype=torch.int64)
+        lengths = torch.full((1,), ids.numel(), dtype=torch.int64, device=ids.device)
         return self.tables.lookup(Lookup(ids, lengths, self._key_of, 1, pooled=False))
 
     def _padded_rows(self, ids: torch.Tensor) -> torch.Tensor:

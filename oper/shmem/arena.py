@@ -57,7 +57,7 @@ class ArenaLayout:
 
     @staticmethod
     def build(directories: Sequence[TableDirectory], world_size: int, num_outbox_bytes: int,
-              clipped: Collection[str] = ()) -> ArenaLayout:
+              clipped: Collection[str] = (), page_bytes: int = _PAGE) -> ArenaLayout:
         """The layout that all ranks derive alike from the plan.
 
         Args:
@@ -65,6 +65,7 @@ class ArenaLayout:
             world_size: ranks W.
             num_outbox_bytes: of every rank's outbox.
             clipped: tables whose rows' gradients are clipped to a norm.
+            page_bytes: what `host_ranges` are multiples of.
         """
         shape = (len(directories), world_size)
         parts = {name: np.zeros(shape, np.int64)
@@ -80,7 +81,8 @@ class ArenaLayout:
                 nonlocal at
                 begin = at
                 at += int(num_bytes)
-                first, last = -(-(at - int(num_host_bytes)) // _PAGE) * _PAGE, at // _PAGE * _PAGE
+                first = -(-(at - int(num_host_bytes)) // page_bytes) * page_bytes
+                last = at // page_bytes * page_bytes
                 if first < last:
                     in_host.append((first, last))
                 at = -(-at // _ALIGN) * _ALIGN

@@ -48,8 +48,8 @@ class GradientClamp:
             return grad
         if self._common is not None:
             return grad.clamp(-self._common, self._common)
-        limits = self._of_columns
+        limits = self._of_columns.to(grad.device)
         if not batch.pooled:
             rows = offsets[::batch.batch_size].diff()[batch.key_of]
-            limits = self._limits.repeat_interleave(rows)[:, None]
+            limits = self._limits.to(grad.device).repeat_interleave(rows)[:, None]
         return torch.minimum(torch.maximum(grad, -limits), limits)

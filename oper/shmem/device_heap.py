@@ -1,14 +1,15 @@
 """Arenas in device memory that every rank of a group can address.
 
 Three ways to get them, tried in this order: all ranks are threads of this process (plain tensors);
-torch's symmetric memory; CUDA virtual memory with POSIX descriptors. Kernels see base addresses
-only. torch's symmetric memory is an alpha interface: this is the only file that touches it, and of
-its handle only integers are used.
+torch's symmetric memory; CUDA virtual memory with POSIX descriptors, which is also what puts a part
+of an arena into host memory. Kernels see base addresses only. torch's symmetric memory is an alpha
+interface: this is the only file that touches it, and of its handle only integers are used.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from oper.shmem.group import Group, ProcessGroup
 from oper.shmem.heap import exchange_over_sockets
 
 HEAP_ENV = "OPER_DEVICE_HEAP"
-_ALIGN = 2 << 20
+PART_BYTES = 2 << 20  # kPartBytes in csrc/cuda/memory.h
 
 
 class DeviceHeap:
@@ -29,6 +30,8 @@ class DeviceHeap:
         group: the ranks. Creation is collective.
         num_bytes: int [W], size of each rank's arena; equal on all ranks.
         device: this rank's device.
+        host_ranges: [W] lists of ascending [begin, end) of the rows in host memory, multiples of
+            `PART_BYTES`; same on all ranks.
 
     Attributes:
         addresses: int [W], where each arena is mapped for this rank's device.
@@ -40,19 +43,23 @@ class DeviceHeap:
         OperError: the memory cannot be had.
     """
 
-    def __init__(self, group: Group, num_bytes: list[int], device: torch.device) -> None:
+    def __init__(self, group: Group, num_bytes: list[int], device: torch.device,
+                 host_ranges: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
         library.load_device()
         self._group = group
         self.device = device
         # Symmetric memory wants equal sizes.
-        self._size = -(-max(1, *num_bytes) // _ALIGN) * _ALIGN
+        self._size = -(-max(1, *num_bytes) // PART_BYTES) * PART_BYTES
+        self._host_ranges = [[x for pair in ranges for x in pair] for ranges in host_ranges]
+        self._host_ranges += [[]] * (group.world_size - len(self._host_ranges))
+        has_host = any(self._host_ranges)
         self.addresses: list[int] = []
         self._keep: list[Any] = []
-        self._mapped: list[tuple[int, int]] = []
+        self._mapped: list[tuple[int, list[int]]] = []
         self.page_kind = "device"
         if group.is_local:
             self.kind = "local"
-            self._open_local()
+            self._open_local(has_host)
             return
         assert isinstance(group, ProcessGroup)
         wanted = os.environ.get(HEAP_ENV, "")
@@ -60,7 +67,12 @@ class DeviceHeap:
             raise OperError(fail("cannot open the device heap", HEAP_ENV, wanted,
                                  "symmetric, virtual or nothing", "correct or unset it"))
         reason = "not asked for"
-        if wanted != "virtual":
+        if has_host:
+            reason = "it has no rows in host memory"
+            if wanted == "symmetric":
+                raise OperError(fail("cannot open the device heap", HEAP_ENV, wanted,
+                                     "virtual, for a plan with rows in host memory", "unset it"))
+        elif wanted != "virtual":
             reason = self._open_symmetric(group)
             if not reason:
                 self.kind = "symmetric memory"
@@ -72,11 +84,17 @@ class DeviceHeap:
         self.kind = "virtual memory"
         self._open_virtual(group, reason)
 
-    def _open_local(self) -> None:
-        arena = torch.empty(self._size, dtype=torch.uint8, device=self.device)
-        arena.zero_()
-        self._keep.append(arena)
-        everyone = self._group.all_gather((arena.data_ptr(), str(self.device)))
+    def _open_local(self, has_host: bool) -> None:
+        if has_host and self.device.type == "cuda":
+            address, fds = self._create()
+            for fd in fds:
+                os.close(fd)
+        else:
+            arena = torch.empty(self._size, dtype=torch.uint8, device=self.device)
+            arena.zero_()
+            self._keep.append(arena)
+            address = arena.data_ptr()
+        everyone = self._group.all_gather((address, str(self.device)))
         devices = {where for _, where in everyone}
         if len(devices) > 1:
             raise PlanError(
@@ -117,49 +135,57 @@ class DeviceHeap:
         self.addresses = addresses
         return ""
 
+    def _create(self) -> tuple[int, list[int]]:
+        """This rank's arena, mapped, and the descriptors of its parts."""
+        mine = self._host_ranges[self._group.rank]
+        address, *fds = torch.ops.oper.device_memory_create(
+            self._size, mine, self.device.index or 0)
+        self._mapped.append((address, mine))
+        return address, fds
+
     def _open_virtual(self, group: ProcessGroup, reason: str) -> None:
-        index = self.device.index or 0
-        fd, address, size, error = -1, 0, 0, ""
+        fds: list[int] = []
+        address, error = 0, ""
         try:
-            fd, address, size = torch.ops.oper.device_memory_create(self._size, index)
-            self._mapped.append((address, size))
+            address, fds = self._create()
         except RuntimeError as problem:
             error = str(problem).splitlines()[0]
+        received: dict[int, list[int]] = {}
         try:
             errors = [(rank, e) for rank, e in enumerate(group.all_gather(error)) if e]
             if errors:
                 raise OperError(
                     fail("cannot share device memory between processes", "rank", errors[0],
                          "POSIX descriptors of CUDA virtual memory",
-                         f"symmetric memory was refused as well ({reason}); use a plan that "
+                         f"symmetric memory was not used either ({reason}); use a plan that "
                          "exchanges over torch.distributed"))
-            _, received = exchange_over_sockets(group, [fd])
+            _, received = exchange_over_sockets(group, fds)
             for rank in range(group.world_size):
                 self.addresses.append(
-                    address if rank == group.rank else self._attach(rank, received[rank][0], size))
+                    address if rank == group.rank else self._attach(rank, received[rank]))
         finally:
-            if fd >= 0:
+            for fd in [*fds, *(fd for got in received.values() for fd in got)]:
                 os.close(fd)
         group.all_gather(None)
 
-    def _attach(self, rank: int, fd: int, size: int) -> int:
+    def _attach(self, rank: int, fds: list[int]) -> int:
+        parts = self._host_ranges[rank]
         try:
-            address = int(torch.ops.oper.device_memory_attach(fd, size, self.device.index or 0))
+            address = int(torch.ops.oper.device_memory_attach(
+                fds, self._size, parts, self.device.index or 0))
         except RuntimeError as error:
             raise PlanError(
                 fail(f"rank {self._group.rank} cannot address the memory of rank {rank}", "device",
                      str(self.device), "devices with peer access",
                      "use a plan that exchanges over torch.distributed "
                      f"({str(error).splitlines()[0]})")) from None
-        finally:
-            os.close(fd)
-        self._mapped.append((address, size))
+        self._mapped.append((address, parts))
         return address
 
     def close(self) -> None:
         """Release this rank's arena and its views of the others'; not collective."""
-        for address, size in self._mapped:
-            torch.ops.oper.device_memory_release(address, size)
+        for address, parts in self._mapped:
+            torch.ops.oper.device_memory_release(address, self._size, parts)
         self._mapped = []
         self._keep = []
         self.addresses = []

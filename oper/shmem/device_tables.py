@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import OperError, PlanError, fail
+from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem import library
 from oper.shmem.arena import ROW_TYPES, ArenaLayout, KernelMaps
 from oper.shmem.batch import DEADLINE_ENV, FailedBatch, Lookup, raise_status, rows_in_order
 from oper.shmem.by_feature import Backward
-from oper.shmem.device_heap import DeviceHeap
+from oper.shmem.device_heap import PART_BYTES, DeviceHeap
 from oper.shmem.group import Group
 from oper.shmem.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.runtime import ShardedTables
+from oper.traffic import Traffic
 
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"
 _DEFAULT_EXCHANGE_BYTES = 256 << 20
@@ -116,7 +117,8 @@ class DeviceTables(ShardedTables):
         exchange = int(os.environ.get(OUTBOX_ENV, _DEFAULT_EXCHANGE_BYTES))
         if self.optimizers is None or (W == 1 and not self._needs_exchange()):
             exchange = 64 << 10
-        self._layout = ArenaLayout.build(self.directories, W, exchange, self._row_clipped())
+        self._layout = ArenaLayout.build(self.directories, W, exchange, self._row_clipped(),
+                                         PART_BYTES)
         # Behind the outbox: barrier words, and for push mode requests and partial sums.
         end = _up(max(self._layout.num_bytes))
         self._pad_offset = end
@@ -124,7 +126,8 @@ class DeviceTables(ShardedTables):
         self._push_bytes = exchange // 256 * 256 if self.has_push else 0
         self._partial_offset = self._request_offset + self._push_bytes
         total = self._partial_offset + self._push_bytes
-        self._heap = DeviceHeap(self.group, [total] * W, self.device)  # type: ignore[assignment]
+        self._heap = DeviceHeap(  # type: ignore[assignment]
+            self.group, [total] * W, self.device, self._layout.host_ranges)
         self._addresses = self._heap.addresses  # type: ignore[union-attr]
         return list(range(W))
 
@@ -164,6 +167,7 @@ class DeviceTables(ShardedTables):
             (self._rounds(d.table.name) for d in self.directories if d.dim != d.table.dim),
             default=0)
         self._staged: list[float] = []
+        self._are_fp32 = torch.tensor([d.table.dtype == "float32" for d in self.directories])
         addresses = np.array(heap.addresses, np.int64)
         self._requests = torch.from_numpy(addresses + self._request_offset).to(self.device)
         self._partials = torch.from_numpy(addresses + self._partial_offset).to(self.device)
@@ -257,6 +261,12 @@ class DeviceTables(ShardedTables):
     def _prepare(self, batch: Lookup) -> Prepared:
         """Bounds and a workspace; nothing is resolved yet."""
         self._checks.check(batch)
+        for name, value in (("ids", batch.ids), ("lengths", batch.lengths),
+                            ("per-sample weights", batch.weights)):
+            if value is not None and value.device != self.device:
+                raise InvalidInputError(
+                    fail("cannot look up", f"device of {name}", str(value.device),
+                         f"the tables' device {self.device}", "move the batch there"))
         self._raise_found()
         count = batch.lengths.numel()
         bounds = torch.empty(count + 1, dtype=torch.int64, device=self.device)
@@ -388,10 +398,19 @@ class DeviceTables(ShardedTables):
 
     def _stage_optimizers(self) -> None:
         """Copy the optimizers' arguments to the device when they have changed."""
-        arguments = self._optimizer_arguments(self.num_steps + 1)[self._order].contiguous()
+        arguments = self._optimizer_arguments(self.num_steps + 1)
+        # Only rows of 16 bits are rounded by the number of the step.
+        arguments[self._are_fp32, -1] = 0.0
+        arguments = arguments[self._order].contiguous()
         values = arguments.flatten().tolist()
         if values == self._staged:
             return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise OperError(
+                fail("cannot capture an update of the tables in a graph", "optimizers",
+                     sorted({o.name for o in (self.optimizers or {}).values()}),
+                     "arguments that stay the same: fp32 rows, no Adam, a learning rate that an "
+                     "earlier step has used", "run such steps outside of graphs"))
         # Pageable memory, which the driver has read when the copy returns: the buffer may go.
         staging = torch.empty(128 * len(self.directories), dtype=torch.uint8)
         torch.ops.oper.device_set_optimizers(self._handle, arguments, staging)
@@ -420,6 +439,22 @@ class DeviceTables(ShardedTables):
         """Device memory has no page kinds to choose; a barrier, as on the host. Collective."""
         self.barrier()
         return self.page_kind
+
+    def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
+        """Nothing: there are no other memory domains."""
+        return {}
+
+    def traffic(self, reset: bool = False) -> Traffic:
+        """Not counted on devices, whose kernels would have to write the counts."""
+        raise OperError(
+            fail("cannot count rows read", "device", str(self.device), "tables in host memory",
+                 "replay the batches with oper.search.simulate, whose counts are exact"))
+
+    def phase_ns(self) -> dict[str, int]:
+        """Not measured on devices."""
+        raise OperError(
+            fail("cannot tell the time of phases", "device", str(self.device),
+                 "tables in host memory", "use torch.profiler, which names the kernels"))
 
     def start_migration(self, plan: Plan, bytes_per_step: int | None = None) -> None:
         """Not on devices."""

@@ -23,7 +23,7 @@ from oper.shmem.library import load
 
 _LINE_BYTES = 128  # one barrier line per rank, see csrc/host/barrier.h
 _CONNECT_S = 60.0
-_MAX_SEGMENTS = 3  # of a rank
+_MAX_SEGMENTS = 253  # of a rank: what the kernel passes in one message
 _HUGE = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

@@ -113,7 +113,7 @@ class ShardedTables(LogicalRows):
         self._holds_gradients = False
         self._pending: list[Backward] = []
         # Makes autograd call our backward although the tables are no parameters.
-        self.anchor = torch.zeros(0, requires_grad=True)
+        self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
         self.number = register(self)
 
     def _keep(self) -> None:

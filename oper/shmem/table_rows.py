@@ -112,7 +112,8 @@ class LogicalRows:
             part: ``"rows"``, or a part of the optimizer's state (`STATE_PARTS`).
 
         Returns:
-            The rows' dtype [n, dim]; for states float32 [n, dim], or [n] with one number per row.
+            The rows' dtype [n, dim], in host memory; for states float32 [n, dim], or [n] with one
+            number per row.
 
         One-sided: reads the owners' memory; no rank may be in an update meanwhile. Between memory
         domains collective: all ranks read, be it other rows or none.
@@ -164,7 +165,7 @@ class LogicalRows:
         places = {}
         for rank, index, slot in self._parts(piece, ids):
             if self._addresses[rank]:
-                to[index] = self.view(part, piece, rank)[:, inside][slot]
+                to[index] = self.view(part, piece, rank)[:, inside][slot].to(to.device)
             else:
                 far[rank], places[rank] = (part, piece, slot), index
         for rank, rows in self._fetch(far).items():

@@ -1,4 +1,4 @@
-"""The device back end on the CPU: csrc/cuda compiled against emulation.h, tables that use it."""
+"""The device back end of these tests: a GPU, or csrc/cuda compiled against emulation.h."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import hashlib
 import os
 import shlex
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
+
+from oper.shmem import library
+from oper.shmem.batch import Lookup
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-psabi",
@@ -59,17 +64,56 @@ def _run(command: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+_load_device: Callable[[], None] = library.load_device
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether the tests run on a real device instead."""
+    return torch.cuda.is_available()
+
+
 @functools.cache
 def load() -> None:
     """Stands in for `oper.shmem.library.load_device`."""
-    from oper.shmem import library
-
+    if has_gpu():
+        _load_device()
+        return
     library.load()
     torch.ops.load_library(str(build()))
+
+
+class FromHost:
+    """Tables on a GPU that take batches in host memory and give results there, as tests do."""
+
+    def __init__(self, tables: Any) -> None:
+        self._tables = tables
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tables, name)
+
+    def _move(self, batch: Lookup) -> Lookup:
+        to = self._tables.device
+        return replace(batch, ids=batch.ids.to(to), lengths=batch.lengths.to(to),
+                       weights=None if batch.weights is None else batch.weights.to(to))
+
+    def lookup(self, batch: Lookup) -> torch.Tensor:
+        out: torch.Tensor = self._tables.lookup(self._move(batch))
+        return out.cpu()
+
+    def resolve(self, batch: Lookup) -> Lookup:
+        found: Lookup = self._tables.resolve(self._move(batch))
+        return found
+
+    def replica(self, *args: Any) -> torch.Tensor:
+        found: torch.Tensor = self._tables.replica(*args)
+        return found.cpu()
 
 
 def device_tables(*args: Any, **kwargs: Any) -> Any:
     """Stands in for `ShardedTables`."""
     from oper.shmem.device_tables import DeviceTables
 
-    return DeviceTables(*args, device="cpu", **kwargs)
+    if not has_gpu():
+        return DeviceTables(*args, device="cpu", **kwargs)
+    return FromHost(DeviceTables(*args, device="cuda", **kwargs))

@@ -236,11 +236,8 @@ void sort_pairs(const Keys& keys, uint32_t* payloads, int64_t count, int first_b
   }
 }
 
-// Few, so that loops over the grid turn; OPER_EMULATION_THREADS changes it.
-inline int64_t resident_threads() {
-  const char* threads = std::getenv("OPER_EMULATION_THREADS");
-  return threads ? std::strtoll(threads, nullptr, 10) : 256;
-}
+// Few, so that loops over the grid turn.
+inline int64_t resident_threads() { return 256; }
 
 }  // namespace oper::emulation
 

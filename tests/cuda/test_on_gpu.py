@@ -1,0 +1,212 @@
+"""What only a GPU can show: processes that share it, graphs, streams, memory of the host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from oper.errors import DeadlineError, InvalidInputError
+from oper.plan import Plan, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group import ProcessGroup, SingleGroup
+from oper.shmem.optimizers import SGD
+from oper.tables import TableSpec
+from tests import runtime_support
+from tests.cuda.emulated import device_tables, has_gpu
+from tests.runtime_support import (
+    OPTIMIZERS,
+    Case,
+    assert_bitwise,
+    dlrm_case,
+    make_steps,
+    merge_ranks,
+    mixed_plan,
+    open_tables,
+    rich_plan,
+    train_rank,
+    train_virtual,
+)
+from tests.world_support import report, run_world, world
+
+pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a GPU")
+
+OPTIMIZER = OPTIMIZERS["rowwise_adagrad"]
+# Several processes on one device; torch refuses it otherwise.
+SHARED_DEVICE = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+                 "OPER_OUTBOX_BYTES": str(4 << 20)}
+
+
+def _train(rank: int, world_size: int, case: Case, plan: Plan, steps: int) -> Any:
+    runtime_support.ShardedTables = device_tables  # type: ignore[misc]
+    return train_rank(case, plan, make_steps(case, world_size, steps), OPTIMIZER, ProcessGroup())
+
+
+@pytest.mark.parametrize("heap", ["symmetric", "virtual"])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", ["mixed", "rich"])
+def test_processes_give_the_hosts_bits(kind: str, world_size: int, heap: str) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    make = mixed_plan if kind == "mixed" else (lambda *a: _on_device_only(rich_plan(*a, True)))
+    plan = make(case.tables, world_size, 3)
+    host = train_virtual(case, plan, make_steps(case, world_size, 3), OPTIMIZER)
+    found = run_world(world_size, _train, case, plan, 3,
+                      env=SHARED_DEVICE | {"OPER_DEVICE_HEAP": heap})
+    assert_bitwise(vars(host), vars(merge_ranks(found)), f"{kind}, {world_size} processes")
+
+
+def _on_device_only(plan: Plan) -> Plan:
+    return replace(plan, tables=tuple(
+        replace(t, pieces=tuple(
+            replace(p, tiers=tuple(replace(x, memory="device") for x in p.tiers))
+            for p in t.pieces)) for t in plan.tables))
+
+
+def _lookup_until_it_breaks(rank: int, world_size: int, case: Case, plan: Plan) -> float:
+    runtime_support.ShardedTables = device_tables  # type: ignore[misc]
+    tables = open_tables(case, plan, ProcessGroup(), SGD(lr=0.1))
+    (batches,) = make_steps(case, world_size, 1)
+    for step in range(10**6):
+        out = tables.lookup(batches[rank].lookup(case))
+        if step == 3:
+            report(time.monotonic())
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            out.sum().backward()
+            tables.synchronize()  # type: ignore[attr-defined]
+        except DeadlineError as error:
+            assert "rank=1" in str(error), error
+            return time.monotonic()
+    raise AssertionError("the missing rank was not missed")
+
+
+@pytest.mark.parametrize("heap", ["symmetric", "virtual"])
+def test_a_killed_rank_is_an_error(heap: str) -> None:
+    case = dlrm_case("sgd")
+    plan = uniform_plan(case.tables, 2, "striped")
+    env = SHARED_DEVICE | {"OPER_DEVICE_HEAP": heap, "OPER_DEADLINE_S": "2"}
+    with world(2, _lookup_until_it_breaks, case, plan, env=env) as running:
+        killed = running.receive(1)
+        running.receive(0)
+        assert running.receive(0) - killed < 10
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_twenty_runs_have_the_same_bits(emulation: pytest.MonkeyPatch, world_size: int) -> None:
+    case = dlrm_case("rowwise_adagrad", base_batch=64)
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    plan = mixed_plan(case.tables, world_size, 1)
+    steps = make_steps(case, world_size, 2)
+    first = vars(train_virtual(case, plan, steps, OPTIMIZER))
+    for run in range(19):
+        with emulation.context() as patch:
+            if run % 3:
+                patch.setenv("OPER_DEVICE_THREADS", str(256 << run % 7))
+            assert_bitwise(first, vars(train_virtual(case, plan, steps, OPTIMIZER)), f"run {run}")
+
+
+def test_rows_in_host_memory(emulation: pytest.MonkeyPatch) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    case = replace(case, tables=tuple(
+        replace(t, num_rows=t.num_rows * 40) if t.name == "large" else t for t in case.tables))
+    plan = rich_plan(case.tables, 2, 4, False)
+    steps = make_steps(case, 2, 2)
+    host = train_virtual(case, plan, steps, OPTIMIZER)
+    free = torch.cuda.mem_get_info()[0]
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    in_host = []
+
+    def note(tables: Any, step: int) -> None:
+        in_host.append(sum(tables._heap._host_ranges[0][1::2])
+                       - sum(tables._heap._host_ranges[0][::2]))
+        assert free - torch.cuda.mem_get_info()[0] >= 0
+
+    device = train_virtual(case, plan, steps, OPTIMIZER, between=note)
+    assert in_host[0] > 0, "no whole part of an arena is in host memory"
+    assert_bitwise(vars(host), vars(device), "host memory")
+
+
+def test_rows_beyond_four_gigabytes(emulation: pytest.MonkeyPatch) -> None:
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    case = Case((TableSpec("t", 40_000_000, 32, ("a",), "sum", "float32", "sgd"),), ("a",))
+    tables = device_tables(uniform_plan(case.tables, 1), case.features, SingleGroup(), SGD(lr=1.0))
+    ids = torch.tensor([0, 1, 33_554_431, 33_554_432, 39_999_999])
+    batch = Lookup(ids, torch.ones(5, dtype=torch.int64), case.key_of, 5)
+    wanted = torch.arange(5 * 32, dtype=torch.float32).view(5, 32)
+    tables.lookup(batch).backward(-wanted)
+    with torch.no_grad():
+        assert torch.equal(tables.lookup(batch), wanted)
+    tables.close()
+
+
+def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
+    case = dlrm_case("rowwise_adagrad")
+    plan = uniform_plan(case.tables, 1)
+    (batch,), = make_steps(case, 1, 1)
+    host = open_tables(case, plan, SingleGroup(), OPTIMIZER)
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    tables: Any = open_tables(case, plan, SingleGroup(), OPTIMIZER)
+    on_device = tables._move(batch.lookup(case))
+    gradient = torch.ones(batch.size, case.columns, device="cuda")
+    opened = tables._tables
+
+    def step() -> torch.Tensor:
+        out: torch.Tensor = opened.lookup(on_device)
+        out.backward(gradient)
+        return out.detach()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = step()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for k in range(5):
+        expected = host.lookup(batch.lookup(case))
+        if k == 4:
+            assert torch.equal(out.cpu(), expected.detach())
+        expected.backward(gradient.cpu())
+    for name in host.specs:
+        assert torch.equal(host.read(name), tables.read(name)), name
+    host.close()
+    tables.close()
+
+
+def test_a_batch_in_host_memory_is_refused() -> None:
+    case = Case((TableSpec("t", 9, 4, ("a",), "sum"),), ("a",))
+    tables = device_tables(uniform_plan(case.tables, 1), case.features, SingleGroup(), None)
+    with pytest.raises(InvalidInputError, match="device of ids"):
+        tables._tables.lookup(Lookup(torch.tensor([1]), torch.tensor([1]), case.key_of, 1))
+    tables.close()
+
+
+def test_torch_modules_on_the_device() -> None:
+    import oper
+
+    torch.manual_seed(0)
+    for make, call in [
+            (lambda: torch.nn.EmbeddingBag(50, 8, mode="mean", padding_idx=3),
+             lambda m, x: m(x)),
+            (lambda: torch.nn.EmbeddingBag(50, 8, mode="sum"),
+             lambda m, x: m(x.reshape(-1), torch.arange(0, x.numel(), 5, device=x.device))),
+            (lambda: torch.nn.Embedding(50, 8, padding_idx=0), lambda m, x: m(x))]:
+        plain = make().cuda()
+        expected = call(plain, ids := torch.randint(0, 50, (6, 5), device="cuda"))
+        sharded: Any = oper.shard(plain, optimizer=oper.SGD(lr=0.1))
+        found = call(sharded, ids)
+        torch.testing.assert_close(found, expected)
+        found.sum().backward()
+        sharded.tables.synchronize()
+        state = sharded.state_dict()
+        assert set(state) == {"weight"}
