@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "OPER_DEBUG": "1 = show where an error comes from",
     "OPER_OUTBOX_BYTES": "size of a rank's gradient outbox",
     "OPER_DEVICE_HEAP": "symmetric or virtual: how ranks share device memory",
+    "OPER_FBGEMM": "folder of an fbgemm_gpu package to compare with on a GPU",
     "OPER_DEVICE_THREADS": "threads of a launch on a device, other than the device's own number",
     "OPER_DEADLINE_S": "how long a rank waits for its peers",
     "OPER_DOMAIN": "ranks with different values act as if they shared no memory",

@@ -18,6 +18,7 @@ from oper.bench.workload import Workload
 WORLD_SIZES = (1, 2)
 _WORKERS = {Case: "oper.bench.lookup_case:run_case",
             UpdateCase: "oper.bench.update_case:run_update_case"}
+on_device = True  # see oper.bench.verbs
 _EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
 
 

@@ -15,6 +15,9 @@ from oper.bench.workload import Workload
 WORLD_SIZE = 2
 
 
+on_device = True  # see oper.bench.verbs
+
+
 def cases(quick: bool) -> list[Case]:
     """The cases in the order of the record; the main ones only when `quick`."""
     found = []

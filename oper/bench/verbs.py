@@ -13,7 +13,8 @@ from oper.bench import record
 from oper.errors import InvalidInputError, fail
 
 # A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
-# record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments.
+# record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments. One
+# with ``on_device = True`` also has cases for a GPU, which are in `oper.bench.device`.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.train", "training steps, beside TorchRec's plans, in two processes"),
     "lookup": ("oper.bench.lookup", "forward passes, beside torch, fbgemm and bare gathers"),
@@ -33,6 +34,9 @@ class _LazyParser(argparse.ArgumentParser):
         module: Any = importlib.import_module(self.place)
         if hasattr(module, "configure"):
             module.configure(self)
+        if getattr(module, "on_device", False):
+            self.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                              help="cuda: kernels on one GPU, beside torch's and fbgemm's")
         return super().parse_known_args(args, namespace)
 
 
@@ -53,7 +57,15 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
 def run_bench(args: argparse.Namespace) -> int:
     """Run one benchmark; 1 when a case could not be verified."""
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
-    every = module.cases(args.quick)
+    run, report, every = module.run, module.report, module.cases(args.quick)
+    if getattr(args, "device", "cpu") != "cpu":
+        from oper.bench import device
+
+        every, report = device.cases(args.quick, args.benchmark), device.report
+
+        def run(args: argparse.Namespace, chosen: Any) -> Any:
+            return device.run(chosen, args.device)
+
     chosen = [c for c in every if fnmatch.fnmatch(c.name, args.cases)]
     if not chosen:
         raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
@@ -61,13 +73,13 @@ def run_bench(args: argparse.Namespace) -> int:
                                      "correct it"))
     load_before = record.load_average()
     entries: list[dict[str, Any]] = []
-    for case, entry in zip(chosen, module.run(args, chosen), strict=True):
+    for case, entry in zip(chosen, run(args, chosen), strict=True):
         entries.append(entry)
         print(f"{len(entries)}/{len(chosen)} {case.name} done", file=sys.stderr, flush=True)
         if args.json:  # after every case: an interrupted run keeps what it has
             record.write(args.json, record.record(args.benchmark, _command(args), entries,
                                                   load_before))
-    print(module.report(entries), end="")
+    print(report(entries), end="")
     if args.json:
         print(f"record: {args.json}")
     return 0 if all(e["verified"] for e in entries) else 1

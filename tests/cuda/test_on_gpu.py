@@ -203,7 +203,9 @@ def test_torch_modules_on_the_device() -> None:
             (lambda: torch.nn.Embedding(50, 8, padding_idx=0), lambda m, x: m(x))]:
         plain = make().cuda()
         expected = call(plain, ids := torch.randint(0, 50, (6, 5), device="cuda"))
-        sharded: Any = oper.shard(plain, optimizer=oper.SGD(lr=0.1))
+        kind = getattr(plain, "mode", "none")
+        spec = TableSpec("weight", 50, 8, ("weight",), kind, "float32", "sgd")
+        sharded: Any = oper.shard(plain, plan=uniform_plan((spec,), 1), optimizer=oper.SGD(lr=0.1))
         found = call(sharded, ids)
         torch.testing.assert_close(found, expected)
         found.sum().backward()

@@ -1,0 +1,257 @@
+"""``oper bench lookup|train --device cuda``: one GPU, OPER beside torch's and fbgemm's kernels.
+
+Times are of the device (events); a floor is the fewest bytes of the phase over the bandwidth of a
+copy measured in the same run. One GPU shows kernels, never the exchange between GPUs.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from oper.bench import record
+from oper.bench.device_case import (
+    Clock,
+    DeviceCase,
+    Inputs,
+    copy_gbps,
+    draw_inputs,
+    floor_bytes,
+    interleave,
+    one_rank_plan,
+    with_head_plan,
+)
+from oper.bench.device_check import Reference
+from oper.bench.device_sides import (
+    Side,
+    fbgemm_side,
+    has_fbgemm,
+    open_tables,
+    oper_side,
+    torch_side,
+)
+from oper.bench.workload import Workload
+from oper.errors import OperError, fail
+
+_CHECKED_STEPS = 2
+_SHAPES = {  # batch, tables, pooling, dim, dtype, rows per table: several times the L2 cache
+    "b8192-t26-pool1-d128": (8192, 26, 1, 128, "float32", 1_000_000),
+    "b8192-t26-pool10-d128": (8192, 26, 10, 128, "float32", 1_000_000),
+    "b8192-t26-pool20-d64": (8192, 26, 20, 64, "float32", 2_000_000),
+    "b4096-t100-pool20-d128-fp16": (4096, 100, 20, 128, "float16", 400_000),
+}
+_EXPONENTS = {"uniform": 0.0, "zipf1.05": 1.05}
+SMALL = "b256-t26-pool1-d128-graph"
+
+
+def cases(quick: bool, prefix: str) -> list[DeviceCase]:
+    """The shapes at uniform and skewed ids; for lookups a small batch under a graph as well."""
+    found = []
+    for shape, (batch, tables, pooling, dim, dtype, rows) in _SHAPES.items():
+        for name, exponent in _EXPONENTS.items():
+            if quick and name != "uniform":
+                continue
+            work = Workload((rows,) * tables, dim, batch, pooling, exponent)
+            case = DeviceCase(f"{prefix}-{shape}-{name}", work, dtype)
+            found.append(replace(case, rounds=4, per_round=3) if quick else case)
+    if prefix == "lookup":
+        found.append(DeviceCase(f"lookup-{SMALL}", Workload((1_000_000,) * 26, 128, 256, 1, 0.0)))
+    return found
+
+
+def run(chosen: Sequence[DeviceCase], device: str) -> Iterator[dict[str, Any]]:
+    """Measure the chosen cases on a device."""
+    where = torch.device(device)
+    if where.type == "cuda":
+        if not torch.cuda.is_available():
+            raise OperError(fail("cannot measure on a GPU", "--device", device,
+                                 "a CUDA device that torch sees", "run it on one"))
+        where = torch.device("cuda", torch.cuda.current_device())
+    for case in chosen:
+        print(f"{case.name}: building and comparing", file=sys.stderr, flush=True)
+        with_graph = case.name.endswith("-graph")
+        entry = _run_graph(case, where) if with_graph else _run_case(case, where)
+        yield {**entry, "device": _describe(where), "case": case.to_json()}
+        gc.collect()
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _describe(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"name": "cpu, kernels emulated"}
+    p = torch.cuda.get_device_properties(device)
+    return {"name": p.name, "memory_bytes": p.total_memory, "processors": p.multi_processor_count,
+            "l2_bytes": p.L2_cache_size, "cuda": torch.version.cuda}
+
+
+def _run_case(case: DeviceCase, device: torch.device) -> dict[str, Any]:
+    clock = Clock(device)
+    inputs = [draw_inputs(case, device, k) for k in range(case.num_batches)]
+    timings, verification = _measure(case, device, clock, inputs)
+    bandwidth = copy_gbps(case, device, clock)
+    moved = floor_bytes(case, sum(x.distinct_rows for x in inputs) / len(inputs))
+    floors = {phase: count / bandwidth / 1e6 for phase, count in moved.items()}
+    return {
+        "name": case.name, "verified": all(v["passed"] for v in verification.values()),
+        "verification": verification, "copy_gbps": round(bandwidth, 1),
+        "floor_ms": {k: round(v, 6) for k, v in floors.items()}, **_ratios(timings, floors),
+        "resolve_ms": timings["ahead"]["resolve"]["median_ms"],
+        **_overheads(case, device, clock, inputs, timings["forward"]["oper"]),
+        "timings": timings, "bytes_moved": {k: int(v) for k, v in moved.items()}}
+
+
+def _measure(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs]
+             ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Timings by phase and contender, and whether their numbers are right."""
+    generator = torch.Generator(device=device).manual_seed(case.work.seed)
+    gradient = torch.randn(case.work.batch_size, case.work.dim * len(case.work.num_rows),
+                           device=device, generator=generator) * 1e-3
+    tables = open_tables(case, device, one_rank_plan(case))
+    sides = {"oper": oper_side(tables, case.tables()), "torch": torch_side(case, device)}
+    if has_fbgemm():
+        sides["fbgemm"] = fbgemm_side(case, device)
+    verification = _verify(case, device, sides, inputs[:_CHECKED_STEPS], gradient)
+    trained = {n: s for n, s in sides.items() if s.rows is not None}
+
+    def batch(number: int) -> Inputs:
+        return inputs[number % len(inputs)]
+
+    timings = {
+        "forward": interleave(case, clock, _calls(sides, lambda s, k: s.lookup(batch(k)))),
+        "update": interleave(case, clock, _calls(trained, lambda s, k: s.update(gradient)),
+                             _calls(trained, lambda s, k: s.prepare(batch(k)))),
+        "step": interleave(case, clock, _calls(trained, lambda s, k: s.step(batch(k), gradient))),
+        "ahead": interleave(case, clock, {
+            "resolve": lambda k: tables.resolve(batch(k).lookup)})}
+    tables.close()
+    return timings, verification
+
+
+def _calls(sides: dict[str, Side], call: Callable[[Side, int], Any]
+           ) -> dict[str, Callable[[int], Any]]:
+    return {n: lambda k, s=s: call(s, k) for n, s in sides.items()}  # type: ignore[misc]
+
+
+def _verify(case: DeviceCase, device: torch.device, sides: dict[str, Side],
+            checks: Sequence[Inputs], gradient: torch.Tensor) -> dict[str, Any]:
+    reference = Reference(case, device, checks, gradient)
+    found = {f"{n} forward": reference.check_lookup(s, checks[0]) for n, s in sides.items()}
+    for name, side in sides.items():
+        if side.rows is None:
+            continue
+        for x in checks:
+            side.step(x, gradient)
+        found[f"{name} rows"] = reference.check_rows(side)
+    return found
+
+
+def _ratios(timings: dict[str, Any], floors: dict[str, float]) -> dict[str, Any]:
+    """OPER's times by phase, the share of the floor, and the fastest peer over OPER."""
+    found: dict[str, Any] = {}
+    for phase in ("forward", "update", "step"):
+        medians = {n: t["median_ms"] for n, t in timings[phase].items()}
+        own = medians.pop("oper")
+        found[f"oper_{phase}_ms"] = own
+        found[f"{phase}_fraction_of_floor"] = round(floors[phase] / own, 4)
+        for name, value in medians.items():
+            found[f"{name}_{phase}_ms"] = value
+        if medians:
+            found[f"ratio_{phase}"] = round(min(medians.values()) / own, 3)
+        if "fbgemm" in medians:
+            found[f"ratio_{phase}_fbgemm"] = round(medians["fbgemm"] / own, 3)
+    return found
+
+
+def _overheads(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs],
+               plain: dict[str, float]) -> dict[str, float]:
+    """What it adds to a forward pass to find rows by a directory, and to read them as peers' rows.
+
+    Peers are seven more virtual ranks on the same device: this shows the path of the addresses, not
+    a link between devices.
+    """
+    found = {}
+    tables = open_tables(case, device, with_head_plan(case), trained=False)
+    times = interleave(case, clock, {
+        "head": lambda k: tables.lookup(inputs[k % len(inputs)].lookup)})
+    found["location_overhead"] = round(times["head"]["median_ms"] / plain["median_ms"] - 1, 4)
+    tables.close()
+    peers = _open_peers(case, device, 8)
+    times = interleave(case, clock, {
+        "peers": lambda k: peers[0].lookup(inputs[k % len(inputs)].lookup)})
+    found["peer_overhead"] = round(times["peers"]["median_ms"] / plain["median_ms"] - 1, 4)
+    for t in peers:
+        t.close()
+    return found
+
+
+def _open_peers(case: DeviceCase, device: torch.device, world_size: int) -> list[Any]:
+    from oper.shmem.group import ThreadGroup
+
+    groups = ThreadGroup.create(world_size, deadline_s=300.0)
+    plan = one_rank_plan(case, world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(lambda g: open_tables(case, device, plan, g, trained=False), groups))
+
+
+def _run_graph(case: DeviceCase, device: torch.device) -> dict[str, Any]:
+    """A forward pass of a small batch, launched anew and replayed from a graph."""
+    clock = Clock(device)
+    inputs = draw_inputs(case, device, 0)
+    tables = open_tables(case, device, one_rank_plan(case), trained=False)
+    side = oper_side(tables, case.tables())
+    reference = Reference(case, device, [inputs],
+                          torch.zeros(case.work.batch_size,
+                                      case.work.dim * len(case.work.num_rows), device=device))
+    verdict = reference.check_lookup(side, inputs)
+    runs: dict[str, Callable[[int], Any]] = {"launched": lambda k: side.lookup(inputs)}
+    replayed = None
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            side.lookup(inputs)
+        clock.wait()
+        with torch.cuda.graph(graph, stream=stream):
+            replayed = side.lookup(inputs)
+        graph.replay()
+        clock.wait()
+        verdict["passed"] &= torch.equal(replayed, side.lookup(inputs))
+        runs["replayed"] = lambda k: graph.replay()
+    timings = interleave(case, clock, runs)
+    tables.close()
+    return {"name": case.name, "verified": verdict["passed"], "verification": {"oper": verdict},
+            "timings": timings,
+            **{f"forward_us_{n}": round(1e3 * t["median_ms"], 2) for n, t in timings.items()}}
+
+
+def report(entries: Sequence[dict[str, Any]]) -> str:
+    """The entries for a person."""
+    whole = [e for e in entries if "oper_forward_ms" in e]
+    headers = ["case", "forward", "of floor", "torch", "fbgemm", "update", "of floor", "fbgemm",
+               "step", "fbgemm", "location", "peers", "verified"]
+    rows = [[e["name"], f"{e['oper_forward_ms']:.3f} ms", f"{e['forward_fraction_of_floor']:.0%}",
+             _times(e, "torch", "forward"), _times(e, "fbgemm", "forward"),
+             f"{e['oper_update_ms']:.3f} ms", f"{e['update_fraction_of_floor']:.0%}",
+             _times(e, "fbgemm", "update"), f"{e['oper_step_ms']:.3f} ms",
+             _times(e, "fbgemm", "step"), f"{e['location_overhead']:+.1%}",
+             f"{e['peer_overhead']:+.1%}", "yes" if e["verified"] else "NO"] for e in whole]
+    small = "".join(f"{e['name']}: " + ", ".join(
+        f"{k.removeprefix('forward_us_')} {v:.1f} us" for k, v in e.items()
+        if k.startswith("forward_us_")) + f", verified: {'yes' if e['verified'] else 'NO'}\n"
+        for e in entries if e not in whole)
+    text = record.table(headers, rows) + "\n" if rows else ""
+    return (text + small + "medians of device time; times after a peer's are its time over OPER's; "
+            "one device: no exchange between devices is in these numbers\n")
+
+
+def _times(entry: dict[str, Any], peer: str, phase: str) -> str:
+    """A peer's time and how often OPER's goes into it."""
+    value = entry.get(f"{peer}_{phase}_ms")
+    return "-" if value is None else f"{value:.3f} ms {value / entry[f'oper_{phase}_ms']:.2f}x"

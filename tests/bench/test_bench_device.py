@@ -1,0 +1,78 @@
+"""The benchmarks on a device, end to end: on a GPU, or on small cases with emulated kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from oper.bench import device
+from oper.bench.device_case import DeviceCase, draw_inputs, floor_bytes
+from oper.bench.device_check import Reference
+from oper.bench.device_sides import open_tables, oper_side
+from oper.bench.workload import Workload
+from oper.shmem import library
+from tests.cuda import emulated
+
+WHERE = "cuda" if emulated.has_gpu() else "cpu"
+CASE = DeviceCase("small", Workload((300, 7), 8, 16, 3, 1.05), num_batches=2, rounds=1, per_round=1,
+                  copy_bytes=1 << 20)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load_device", emulated.load)
+    monkeypatch.setenv("OPER_OUTBOX_BYTES", str(1 << 20))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_case_is_measured_and_verified(kernels: None, dtype: str) -> None:
+    entry, = device.run([replace(CASE, dtype=dtype)], WHERE)
+    assert entry["verified"] is True, entry["verification"]
+    assert {"oper forward", "oper rows", "torch forward"} <= set(entry["verification"])
+    for phase in ("forward", "update", "step"):
+        assert entry[f"{phase}_fraction_of_floor"] == pytest.approx(
+            entry["floor_ms"][phase] / entry[f"oper_{phase}_ms"], rel=0.05)
+    assert "small" in device.report([entry])
+
+
+def test_a_small_batch_is_replayed(kernels: None) -> None:
+    entry, = device.run([replace(CASE, name="small-graph")], WHERE)
+    assert entry["verified"] is True
+    assert ("forward_us_replayed" in entry) == emulated.has_gpu()
+    assert "small-graph" in device.report([entry])
+
+
+def test_wrong_rows_are_found(kernels: None) -> None:
+    where = torch.device(WHERE)
+    inputs = draw_inputs(CASE, where, 0)
+    gradient = torch.ones(16, 16, device=where)
+    reference = Reference(CASE, where, [inputs], gradient)
+    tables: Any = open_tables(CASE, where, device.one_rank_plan(CASE))
+    side = oper_side(tables, CASE.tables())
+    assert reference.check_lookup(side, inputs)["passed"]
+    assert not reference.check_rows(side)["passed"], "rows that were not trained"
+    side.step(inputs, gradient)
+    assert reference.check_rows(side)["passed"]
+    assert not reference.check_lookup(side, inputs)["passed"], "the rows have changed"
+    tables.close()
+
+
+def test_floors_count_every_byte_once() -> None:
+    # 32 bags of 3 ids, dim 8; 50 distinct rows.
+    found = floor_bytes(CASE, 50)
+    assert found["forward"] == 50 * 32 + 8 * 96 + 4 * 32 * 8
+    assert found["update"] == 4 * 32 * 8 + 8 * 96 + 2 * 50 * 32 + 8 * 50
+    assert found["step"] == found["forward"] + found["update"]
+
+
+def test_cases_have_names_of_their_own() -> None:
+    for prefix in ("lookup", "train"):
+        names = [c.name for c in device.cases(False, prefix)]
+        assert len(names) == len(set(names)) == (9 if prefix == "lookup" else 8)
+        assert {c.name for c in device.cases(True, prefix)} <= set(names)
+    for case in device.cases(False, "lookup"):
+        rows = sum(case.work.num_rows) * case.work.dim
+        assert rows * (2 if case.dtype == "float16" else 4) > 8e9
