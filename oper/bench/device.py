@@ -23,6 +23,7 @@ from oper.bench.device_case import (
     copy_gbps,
     draw_inputs,
     floor_bytes,
+    host_tail_plan,
     interleave,
     one_rank_plan,
     with_head_plan,
@@ -47,7 +48,7 @@ _SHAPES = {  # batch, tables, pooling, dim, dtype, rows per table: several times
     "b4096-t100-pool20-d128-fp16": (4096, 100, 20, 128, "float16", 400_000),
 }
 _EXPONENTS = {"uniform": 0.0, "zipf1.05": 1.05}
-SMALL = "b256-t26-pool1-d128-graph"
+SMALL, HOST = "b256-t26-pool1-d128-graph", "host-b8192-t26-pool1-d128-zipf1.05"
 
 
 def cases(quick: bool, prefix: str) -> list[DeviceCase]:
@@ -62,6 +63,9 @@ def cases(quick: bool, prefix: str) -> list[DeviceCase]:
             found.append(replace(case, rounds=4, per_round=3) if quick else case)
     if prefix == "lookup":
         found.append(DeviceCase(f"lookup-{SMALL}", Workload((1_000_000,) * 26, 128, 256, 1, 0.0)))
+    if not quick:
+        found.append(DeviceCase(f"{prefix}-{HOST}",
+                                Workload((1_000_000,) * 26, 128, 8192, 1, 1.05)))
     return found
 
 
@@ -75,8 +79,9 @@ def run(chosen: Sequence[DeviceCase], device: str) -> Iterator[dict[str, Any]]:
         where = torch.device("cuda", torch.cuda.current_device())
     for case in chosen:
         print(f"{case.name}: building and comparing", file=sys.stderr, flush=True)
-        with_graph = case.name.endswith("-graph")
-        entry = _run_graph(case, where) if with_graph else _run_case(case, where)
+        measure = (_run_graph if case.name.endswith("-graph")
+                   else _run_host if "-host-" in case.name else _run_case)
+        entry = measure(case, where)
         yield {**entry, "device": _describe(where), "case": case.to_json()}
         gc.collect()
         if where.type == "cuda":
@@ -94,44 +99,65 @@ def _describe(device: torch.device) -> dict[str, Any]:
 def _run_case(case: DeviceCase, device: torch.device) -> dict[str, Any]:
     clock = Clock(device)
     inputs = [draw_inputs(case, device, k) for k in range(case.num_batches)]
-    timings, verification = _measure(case, device, clock, inputs)
-    bandwidth = copy_gbps(case, device, clock)
-    moved = floor_bytes(case, sum(x.distinct_rows for x in inputs) / len(inputs))
-    floors = {phase: count / bandwidth / 1e6 for phase, count in moved.items()}
-    return {
-        "name": case.name, "verified": all(v["passed"] for v in verification.values()),
-        "verification": verification, "copy_gbps": round(bandwidth, 1),
-        "floor_ms": {k: round(v, 6) for k, v in floors.items()}, **_ratios(timings, floors),
-        "resolve_ms": timings["ahead"]["resolve"]["median_ms"],
-        **_overheads(case, device, clock, inputs, timings["forward"]["oper"]),
-        "timings": timings, "bytes_moved": {k: int(v) for k, v in moved.items()}}
-
-
-def _measure(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs]
-             ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Timings by phase and contender, and whether their numbers are right."""
-    generator = torch.Generator(device=device).manual_seed(case.work.seed)
-    gradient = torch.randn(case.work.batch_size, case.work.dim * len(case.work.num_rows),
-                           device=device, generator=generator) * 1e-3
     tables = open_tables(case, device, one_rank_plan(case))
     sides = {"oper": oper_side(tables, case.tables()), "torch": torch_side(case, device)}
     if has_fbgemm():
         sides["fbgemm"] = fbgemm_side(case, device)
+    timings, verification = _measure(case, device, clock, inputs, sides)
+    ahead = interleave(case, clock, {
+        "resolve": lambda k: tables.resolve(inputs[k % len(inputs)].lookup)})
+    tables.close()
+    sides.clear()
+    bandwidth = copy_gbps(case, device, clock)
+    moved = floor_bytes(case, sum(x.distinct_rows for x in inputs) / len(inputs))
+    floors = {phase: count / bandwidth / 1e6 for phase, count in moved.items()}
+    overheads = {}
+    if case.work.exponent == 0:
+        overheads = _overheads(case, device, clock, inputs, timings["forward"]["oper"])
+    return {
+        "name": case.name, "verified": all(v["passed"] for v in verification.values()),
+        "verification": verification, "copy_gbps": round(bandwidth, 1),
+        "floor_ms": {k: round(v, 6) for k, v in floors.items()}, **_ratios(timings, floors),
+        "resolve_ms": ahead["resolve"]["median_ms"], **overheads,
+        "timings": {**timings, "ahead": ahead},
+        "bytes_moved": {k: int(v) for k, v in moved.items()}}
+
+
+def _run_host(case: DeviceCase, device: torch.device) -> dict[str, Any]:
+    """Most rows in host memory, beside fbgemm's managed memory with and without its cache."""
+    clock = Clock(device)
+    inputs = [draw_inputs(case, device, k) for k in range(case.num_batches)]
+    tables = open_tables(case, device, host_tail_plan(case))
+    sides = {"oper": oper_side(tables, case.tables())}
+    if has_fbgemm():
+        sides["fbgemm-managed"] = fbgemm_side(case, device, "MANAGED")
+        sides["fbgemm-caching"] = fbgemm_side(case, device, "MANAGED_CACHING")
+    timings, verification = _measure(case, device, clock, inputs, sides)
+    memory = tables.memory_bytes()
+    tables.close()
+    return {"name": case.name, "verified": all(v["passed"] for v in verification.values()),
+            "verification": verification, "memory_bytes": memory, "timings": timings,
+            **_ratios(timings, {})}
+
+
+def _measure(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs],
+             sides: dict[str, Side]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Timings by phase and contender, and whether their numbers are right."""
+    generator = torch.Generator(device=device).manual_seed(case.work.seed)
+    gradient = torch.randn(case.work.batch_size, case.work.dim * len(case.work.num_rows),
+                           device=device, generator=generator) * 1e-3
     verification = _verify(case, device, sides, inputs[:_CHECKED_STEPS], gradient)
     trained = {n: s for n, s in sides.items() if s.rows is not None}
 
     def batch(number: int) -> Inputs:
         return inputs[number % len(inputs)]
 
-    timings = {
+    return {
         "forward": interleave(case, clock, _calls(sides, lambda s, k: s.lookup(batch(k)))),
         "update": interleave(case, clock, _calls(trained, lambda s, k: s.update(gradient)),
                              _calls(trained, lambda s, k: s.prepare(batch(k)))),
         "step": interleave(case, clock, _calls(trained, lambda s, k: s.step(batch(k), gradient))),
-        "ahead": interleave(case, clock, {
-            "resolve": lambda k: tables.resolve(batch(k).lookup)})}
-    tables.close()
-    return timings, verification
+    }, verification
 
 
 def _calls(sides: dict[str, Side], call: Callable[[Side, int], Any]
@@ -159,7 +185,8 @@ def _ratios(timings: dict[str, Any], floors: dict[str, float]) -> dict[str, Any]
         medians = {n: t["median_ms"] for n, t in timings[phase].items()}
         own = medians.pop("oper")
         found[f"oper_{phase}_ms"] = own
-        found[f"{phase}_fraction_of_floor"] = round(floors[phase] / own, 4)
+        if phase in floors:
+            found[f"{phase}_fraction_of_floor"] = round(floors[phase] / own, 4)
         for name, value in medians.items():
             found[f"{name}_{phase}_ms"] = value
         if medians:
@@ -234,21 +261,32 @@ def _run_graph(case: DeviceCase, device: torch.device) -> dict[str, Any]:
 def report(entries: Sequence[dict[str, Any]]) -> str:
     """The entries for a person."""
     whole = [e for e in entries if "oper_forward_ms" in e]
-    headers = ["case", "forward", "of floor", "torch", "fbgemm", "update", "of floor", "fbgemm",
-               "step", "fbgemm", "location", "peers", "verified"]
-    rows = [[e["name"], f"{e['oper_forward_ms']:.3f} ms", f"{e['forward_fraction_of_floor']:.0%}",
-             _times(e, "torch", "forward"), _times(e, "fbgemm", "forward"),
-             f"{e['oper_update_ms']:.3f} ms", f"{e['update_fraction_of_floor']:.0%}",
-             _times(e, "fbgemm", "update"), f"{e['oper_step_ms']:.3f} ms",
-             _times(e, "fbgemm", "step"), f"{e['location_overhead']:+.1%}",
-             f"{e['peer_overhead']:+.1%}", "yes" if e["verified"] else "NO"] for e in whole]
-    small = "".join(f"{e['name']}: " + ", ".join(
+    peers = ["torch", "fbgemm", "fbgemm-managed", "fbgemm-caching"]
+    text = ""
+    for phase in ("forward", "update", "step"):
+        shown = [p for p in peers if any(f"{p}_{phase}_ms" in e for e in whole)]
+        rows = [[e["name"], f"{e[f'oper_{phase}_ms']:.3f} ms",
+                 _share(e, f"{phase}_fraction_of_floor"), *(_times(e, p, phase) for p in shown),
+                 "yes" if e["verified"] else "NO"] for e in whole]
+        if rows:
+            text += record.table([phase, "OPER", "of floor", *shown, "verified"], rows) + "\n\n"
+    rows = [[e["name"], _share(e, "location_overhead"), _share(e, "peer_overhead"),
+             f"{e['resolve_ms']:.3f} ms", f"{e['copy_gbps']:.0f} GB/s"]
+            for e in whole if "resolve_ms" in e]
+    if rows:
+        text += record.table(["what it adds to a forward pass", "directory", "peers' addresses",
+                              "(resolve and sort)", "(copy)"], rows) + "\n\n"
+    text += "".join(f"{e['name']}: " + ", ".join(
         f"{k.removeprefix('forward_us_')} {v:.1f} us" for k, v in e.items()
         if k.startswith("forward_us_")) + f", verified: {'yes' if e['verified'] else 'NO'}\n"
         for e in entries if e not in whole)
-    text = record.table(headers, rows) + "\n" if rows else ""
-    return (text + small + "medians of device time; times after a peer's are its time over OPER's; "
-            "one device: no exchange between devices is in these numbers\n")
+    return (text + "medians of device time; x = a peer's time over OPER's; one device: no exchange "
+            "between devices is in these numbers\n")
+
+
+def _share(entry: dict[str, Any], key: str) -> str:
+    value = entry.get(key)
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _times(entry: dict[str, Any], peer: str, phase: str) -> str:

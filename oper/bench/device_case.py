@@ -75,6 +75,19 @@ def with_head_plan(case: DeviceCase) -> Plan:
     return Plan(1, tuple(entries))
 
 
+def host_tail_plan(case: DeviceCase, share: float = 0.05) -> Plan:
+    """The hottest `share` of every table's rows in device memory, the others in the host's."""
+    entries = []
+    for t in case.tables():
+        hot = max(1, int(t.num_rows * share))
+        head = np.arange(hot, dtype=np.int64) * _SCATTER % t.num_rows
+        tiers = [Tier(0, hot, "owned", (0,))]
+        if hot < t.num_rows:
+            tiers.append(Tier(hot, t.num_rows, "owned", (0,), memory="host"))
+        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),), head))
+    return Plan(1, tuple(entries))
+
+
 @dataclass(slots=True)
 class Inputs:
     """A batch on the device.

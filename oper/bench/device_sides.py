@@ -17,7 +17,11 @@ from oper.shmem.group import Group, SingleGroup
 from oper.shmem.optimizers import RowWiseAdagrad
 
 LEARNING_RATE, EPS = 0.02, 1e-8
-FBGEMM_ENV = "OPER_FBGEMM"  # folder with an fbgemm_gpu package that is not installed
+FBGEMM_ENV = "OPER_FBGEMM"  # folder with a part of the fbgemm_gpu package; see benchmarks/gpu.py
+# In the order of their dependencies; a packed package does not load them by itself.
+_FBGEMM_LIBRARIES = ("config", "tbe_utils", "tbe_index_select", "tbe_cache", "tbe_optimizers",
+                     "tbe_training_forward", "tbe_training_backward", "tbe_training_backward_pt2",
+                     "tbe_training_backward_split_host", "py")
 
 
 def initial_rows(case: DeviceCase, table: int, device: torch.device) -> torch.Tensor:
@@ -126,6 +130,9 @@ def has_fbgemm() -> bool:
                      "a folder that holds the package fbgemm_gpu", "correct or unset it"))
         sys.path.insert(0, folder)
     try:
+        if folder:
+            for name in _FBGEMM_LIBRARIES:
+                torch.ops.load_library(os.path.join(folder, "fbgemm_gpu", f"fbgemm_gpu_{name}.so"))
         importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         if folder:

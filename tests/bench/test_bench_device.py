@@ -27,14 +27,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(1 << 20))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_case_is_measured_and_verified(kernels: None, dtype: str) -> None:
-    entry, = device.run([replace(CASE, dtype=dtype)], WHERE)
+@pytest.mark.parametrize("dtype, exponent", [("float32", 0.0), ("float16", 1.05)])
+def test_a_case_is_measured_and_verified(kernels: None, dtype: str, exponent: float) -> None:
+    case = replace(CASE, dtype=dtype, work=replace(CASE.work, exponent=exponent))
+    entry, = device.run([case], WHERE)
     assert entry["verified"] is True, entry["verification"]
     assert {"oper forward", "oper rows", "torch forward"} <= set(entry["verification"])
     for phase in ("forward", "update", "step"):
         assert entry[f"{phase}_fraction_of_floor"] == pytest.approx(
-            entry["floor_ms"][phase] / entry[f"oper_{phase}_ms"], rel=0.05)
+            entry["floor_ms"][phase] / entry[f"oper_{phase}_ms"], rel=0.05, abs=1e-4)
+    assert ("location_overhead" in entry) == (exponent == 0)
     assert "small" in device.report([entry])
 
 
@@ -43,6 +45,13 @@ def test_a_small_batch_is_replayed(kernels: None) -> None:
     assert entry["verified"] is True
     assert ("forward_us_replayed" in entry) == emulated.has_gpu()
     assert "small-graph" in device.report([entry])
+
+
+def test_rows_in_host_memory_are_a_case(kernels: None) -> None:
+    entry, = device.run([replace(CASE, name="lookup-host-small")], WHERE)
+    assert entry["verified"] is True, entry["verification"]
+    assert entry["memory_bytes"]["host"][0] > 0
+    assert "lookup-host-small" in device.report([entry])
 
 
 def test_wrong_rows_are_found(kernels: None) -> None:
@@ -71,7 +80,7 @@ def test_floors_count_every_byte_once() -> None:
 def test_cases_have_names_of_their_own() -> None:
     for prefix in ("lookup", "train"):
         names = [c.name for c in device.cases(False, prefix)]
-        assert len(names) == len(set(names)) == (9 if prefix == "lookup" else 8)
+        assert len(names) == len(set(names)) == (10 if prefix == "lookup" else 9)
         assert {c.name for c in device.cases(True, prefix)} <= set(names)
     for case in device.cases(False, "lookup"):
         rows = sum(case.work.num_rows) * case.work.dim
