@@ -35,7 +35,7 @@ class _LazyParser(argparse.ArgumentParser):
         if hasattr(module, "configure"):
             module.configure(self)
         if getattr(module, "on_device", False):
-            self.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+            self.add_argument("--device", choices=("cpu", "cuda"), default="",
                               help="cuda: kernels on one GPU, beside torch's and fbgemm's")
         return super().parse_known_args(args, namespace)
 
@@ -58,7 +58,7 @@ def run_bench(args: argparse.Namespace) -> int:
     """Run one benchmark; 1 when a case could not be verified."""
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
     run, report, every = module.run, module.report, module.cases(args.quick)
-    if getattr(args, "device", "cpu") != "cpu":
+    if getattr(args, "device", "") == "cuda":
         from oper.bench import device
 
         every, report = device.cases(args.quick, args.benchmark), device.report
@@ -92,6 +92,6 @@ def _command(args: argparse.Namespace) -> list[str]:
     if args.quick:
         words.append("--quick")
     for name, value in vars(args).items():
-        if name not in _COMMON and value is not None:  # the benchmark's own arguments
+        if name not in _COMMON and value not in (None, ""):  # the benchmark's own arguments
             words += [f"--{name.replace('_', '-')}", shlex.quote(str(value))]
     return [*words, "--json", shlex.quote(args.json)] if args.json else words
