@@ -61,7 +61,7 @@ class Prepared:
         max_pairs: bound on the ids of all features together.
         workspace: uint8, device memory of the batch plan.
         is_planned: whether ids are resolved and sorted for the backward pass.
-        ready: event after which the above may be used, or None: this stream.
+        ready: event after which the above may be used on other streams, or None: this stream.
     """
 
     handle: int
@@ -78,6 +78,16 @@ class Prepared:
         return handle == self.handle and batch.ids is self.batch.ids and (
             batch.weights is self.batch.weights)
 
+    def use_here(self, device: torch.device) -> None:
+        """Order the current stream's later kernels behind what made this on another stream."""
+        if self.ready is None:
+            return
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(self.ready)
+        for used in (self.bounds, self.workspace, self.batch.ids, self.batch.weights):
+            if used is not None:  # its memory must not be used anew while kernels here read it
+                used.record_stream(stream)
+
     def arguments(self) -> tuple[Any, ...]:
         """What the operators on a batch take first."""
         b = self.batch
@@ -87,6 +97,10 @@ class Prepared:
 
 class DeviceTables(ShardedTables):
     """`ShardedTables` whose arenas are device memory and whose batches are device tensors.
+
+    Virtual ranks of one process (`ThreadGroup`) meet on the host. Autograd has one thread for all
+    backward passes on a device, in which they could not: call `forward(batch, collective=True)` and
+    `apply_gradients` on their own threads.
 
     Args:
         plan, features, group, optimizers, gradient_scale: as for `ShardedTables`.
@@ -101,7 +115,7 @@ class DeviceTables(ShardedTables):
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._key_tensors: dict[tuple[int, ...], tuple[torch.Tensor, int, bool]] = {}
-        self._spare: list[torch.Tensor] = []
+        self._spare: dict[int, list[torch.Tensor]] = {}  # workspaces by stream
         self._recent: Prepared | None = None
         super().__init__(plan, features, group, optimizers, gradient_scale)
 
@@ -309,16 +323,24 @@ class DeviceTables(ShardedTables):
         return self._key_tensors[known]
 
     def _take_workspace(self, num_bytes: int) -> torch.Tensor:
-        for k, spare in enumerate(self._spare):
+        spares = self._spare.setdefault(self._stream(), [])
+        for k, spare in enumerate(spares):
             if spare.numel() >= num_bytes:
-                return self._spare.pop(k)
-        self._spare.clear()
+                return spares.pop(k)
+        spares.clear()
         return torch.empty(num_bytes + num_bytes // 4, dtype=torch.uint8, device=self.device)
 
     def _give_workspace(self, workspace: torch.Tensor) -> None:
-        # Later work on it is ordered behind this batch by the stream.
-        if len(self._spare) < 3:
-            self._spare.append(workspace)
+        # Later work on it is ordered behind this batch by the stream, which is why streams do not
+        # share them.
+        spares = self._spare.setdefault(self._stream(), [])
+        if len(spares) < 3:
+            spares.append(workspace)
+
+    def _stream(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def _num_rows(self, prepared: Prepared) -> int:
         """Output rows of an unpooled batch; waits for the device when only it knows."""
@@ -340,8 +362,7 @@ class DeviceTables(ShardedTables):
         if known is None:
             batch = self.bounds.repair(batch)
         prepared = self._prepare(batch) if known is None else known
-        if prepared.ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(prepared.ready)
+        prepared.use_here(self.device)
         rows, columns = ((batch.batch_size, self.output_columns) if batch.pooled
                          else (self._num_rows(prepared), self.directories[0].table.dim))
         out = torch.empty(rows, columns, dtype=torch.float32, device=self.device)
@@ -373,8 +394,7 @@ class DeviceTables(ShardedTables):
         self._raise_found()
         known = self._known(batch)
         prepared = known or self._with_workspace(batch, passed.offsets)
-        if prepared.ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(prepared.ready)
+        prepared.use_here(self.device)
         self._plan(prepared)
         grad = rows_in_order(passed.grad, batch.pooled)
         if grad.shape[0] == 0:

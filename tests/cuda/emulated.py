@@ -83,6 +83,31 @@ def load() -> None:
     torch.ops.load_library(str(build()))
 
 
+class _HostLookup(torch.autograd.Function):
+    """A lookup whose backward pass runs on the caller's thread: its tensors are the host's.
+
+    Autograd has one thread per device, in which virtual ranks could not wait for each other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None, tables: Any,
+                batch: Lookup) -> torch.Tensor:
+        out, offsets = tables.forward(batch, collective=True)
+        ctx.call = (tables, batch, offsets)
+        return out.cpu()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor
+                 ) -> tuple[None, torch.Tensor | None, None, None]:
+        tables, batch, offsets = ctx.call
+        gradient = grads[0].to(tables.device)
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            of_weights = tables.weight_gradient(gradient, batch, offsets).cpu()
+        tables.apply_gradients(gradient, batch, offsets)
+        return None, of_weights, None, None
+
+
 class FromHost:
     """Tables on a GPU that take batches in host memory and give results there, as tests do."""
 
@@ -98,8 +123,13 @@ class FromHost:
                        weights=None if batch.weights is None else batch.weights.to(to))
 
     def lookup(self, batch: Lookup) -> torch.Tensor:
-        out: torch.Tensor = self._tables.lookup(self._move(batch))
-        return out.cpu()
+        moved = self._move(batch)
+        if self._tables.optimizers is None or not torch.is_grad_enabled():
+            plain: torch.Tensor = self._tables.lookup(moved)
+            return plain.cpu()
+        out: torch.Tensor = _HostLookup.apply(  # type: ignore[no-untyped-call]
+            self._tables.anchor.detach().cpu().requires_grad_(), batch.weights, self._tables, moved)
+        return out
 
     def resolve(self, batch: Lookup) -> Lookup:
         found: Lookup = self._tables.resolve(self._move(batch))

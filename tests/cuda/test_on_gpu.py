@@ -183,6 +183,34 @@ def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
     tables.close()
 
 
+def test_batches_resolved_on_another_stream(emulation: pytest.MonkeyPatch) -> None:
+    case = dlrm_case("rowwise_adagrad", base_batch=500)
+    plan = uniform_plan(case.tables, 1)
+    steps = make_steps(case, 1, 12)
+    host = train_virtual(case, plan, steps, OPTIMIZER)
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    tables: Any = open_tables(case, plan, SingleGroup(), OPTIMIZER)
+    side = torch.cuda.Stream()
+    outputs, ahead = [], None
+    for k in range(len(steps)):
+        (batch,) = steps[k]
+        if ahead is None:
+            ahead = tables._move(batch.lookup(case))
+        now, ahead = ahead, None
+        if k + 1 < len(steps):
+            with torch.cuda.stream(side):
+                ahead = tables.resolve(steps[k + 1][0].lookup(case))
+        out = tables._tables.lookup(now)
+        runtime_support.rank_loss(out, batch.target.cuda()).backward()
+        outputs.append(out.detach())
+    tables.barrier()
+    for k, out in enumerate(outputs):
+        torch.testing.assert_close(out.cpu(), host.outputs[k][0], rtol=1e-5, atol=1e-5)
+    for name, weight in host.weights.items():
+        torch.testing.assert_close(tables.read(name), weight, rtol=1e-5, atol=1e-5)
+    tables.close()
+
+
 def test_a_batch_in_host_memory_is_refused() -> None:
     case = Case((TableSpec("t", 9, 4, ("a",), "sum"),), ("a",))
     tables = device_tables(uniform_plan(case.tables, 1), case.features, SingleGroup(), None)
