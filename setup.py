@@ -1,13 +1,15 @@
 """Builds the native libraries; everything else about the package is in ``pyproject.toml``.
 
-Two plain shared libraries come out, loaded at run time by ``torch.ops.load_library``:
+Plain shared libraries come out:
 
-* ``oper/_lib/liboper_host.so``, always;
-* ``oper/_lib/liboper_cuda.so``, when there are CUDA sources, nvcc is found, and torch has CUDA.
+* ``oper/_lib/liboper_search.so``, the planner's, which needs no torch and is loaded by ``ctypes``;
+* ``oper/_lib/liboper_host.so``, loaded by ``torch.ops.load_library``;
+* ``oper/_lib/liboper_cuda.so`` likewise, when there are CUDA sources, nvcc is found, and torch has
+  CUDA.
 
-Both use libtorch's stable C++ interface and no Python headers, so that one binary serves every
-Python and every torch from 2.11 on. torch must be there before the build; install it first and use
-``pip install --no-build-isolation``.
+The last two use libtorch's stable C++ interface and no Python headers, so that one binary serves
+every Python and every torch from 2.11 on. torch must be there before the build; install it first
+and use ``pip install --no-build-isolation``.
 
 Environment variables:
     OPER_CUDA: ``auto`` (default), ``0`` (never), ``1`` (also for a torch without CUDA).
@@ -36,7 +38,7 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
-HOST, CUDA = "oper._lib.liboper_host", "oper._lib.liboper_cuda"
+SEARCH, HOST, CUDA = (f"oper._lib.liboper_{name}" for name in ("search", "host", "cuda"))
 # The oldest torch that the libraries must load in.
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
 # No -march: kernels for newer processors are chosen at run time. No contraction to fused
@@ -170,8 +172,9 @@ class BuildNative(build_ext):
         # symbol that is used by name is found otherwise: keep it even when it seems unused.
         keep = ["-Xlinker", "--no-as-needed"]
         own = CUDA_FLAGS[3:5] if is_cuda else ["-pthread"]
-        run_tool([*compiler, "-shared", *own, *map(str, objects), *keep,
-                  *(f"-L{path}" for path in library_paths()), *TORCH_LIBRARIES,
+        torch = [] if ext.name == SEARCH else [
+            *keep, *(f"-L{path}" for path in library_paths()), *TORCH_LIBRARIES]
+        run_tool([*compiler, "-shared", *own, *map(str, objects), *torch,
                   *(["-lcudart"] if is_cuda else [])], library)
 
 
@@ -199,7 +202,7 @@ class PlatformWheel(bdist_wheel):
 torch_version()  # before pip resolves dependencies: it would fetch a torch of its own choice
 host_sources = [s for s in sources("csrc/host/*.cpp", "csrc/ops_*.cpp")
                 if not s.endswith("ops_cuda.cpp")]
-extensions = [Extension(HOST, host_sources)]
+extensions = [Extension(SEARCH, sources("csrc/search/*.cpp")), Extension(HOST, host_sources)]
 if cuda_sources():
     extensions.append(Extension(CUDA, cuda_sources()))
 setup(ext_modules=extensions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import importlib.metadata
 import json
@@ -166,7 +167,7 @@ def _examine_packages(report: Report) -> None:
 
 def _examine_libraries(report: Report) -> None:
     rebuild = "run make setup, or python setup.py build_ext --inplace"
-    for name, must in (("host", True), ("cuda", False)):
+    for name, must in (("search", True), ("host", True), ("cuda", False)):
         path = Path(__file__).resolve().parent / "_lib" / f"liboper_{name}.so"
         if not path.exists():
             state = "not built"
@@ -187,6 +188,9 @@ def _load_failure(name: str, path: Path) -> str | None:
             from oper.shmem.library import load
 
             load()
+            return None
+        if name == "search":
+            ctypes.CDLL(str(path))
             return None
         import torch
 

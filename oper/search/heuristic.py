@@ -1,9 +1,11 @@
 """The anytime search: relaxed solution -> recipes -> ranks -> improvement of the slowest rank.
 
 Deciding whether a step time can be reached is NP-hard (two equal ranks, whole tables: PARTITION),
-so the last part is local search. It looks at the phase that loses most to imbalance, at the rank
-which ends it, and moves, swaps, cuts, re-deals or re-tiers what that rank owns (`moves`). When no
-move helps, a few random moves are taken against the score and the best plan seen is kept.
+so what follows the relaxation is local search: pushed rows are annealed (`annealing`), the rest is
+dealt evenly. The last part sees the exact loads: it looks at the phase that loses most to
+imbalance, at the rank which ends it, and moves, swaps, cuts, re-deals or re-tiers what that rank
+owns (`moves`). When no move helps, a few random moves are taken against the score and the best plan
+seen is kept.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oper.search.annealing import Annealing, Packed
 from oper.search.bound import Bound
 from oper.search.moves import Moves
 from oper.search.owner_rows import PUSH
-from oper.search.packing import pack
-from oper.search.placing import Placer
+from oper.search.placing import Placement, Placer
 from oper.search.recipes import RecipeBook
 from oper.search.state import Attempt, Change, State
 
@@ -27,7 +29,7 @@ class Effort:
     """How long to search.
 
     Attributes:
-        max_rounds: neighbourhoods of the packing, fewer for more than two hundred tables.
+        max_anneals: times that pushed rows are put on ranks by annealing, from other seeds.
         max_trials: placements tried by the Markov chain.
         max_moves: placements tried by the local search.
         max_kicks: times it may pass through worse plans.
@@ -36,7 +38,7 @@ class Effort:
             equal seeds give equal plans.
     """
 
-    max_rounds: int
+    max_anneals: int
     max_trials: int
     max_moves: int
     max_kicks: int
@@ -48,9 +50,10 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(140, 4000, 500, 3, 10),
-           "thorough": Effort(6000, 60000, 20000, 40, 300)}
-_FINENESS = (1.0, 2.0, 0.7, 1.4, 3.0)
+EFFORTS = {"fast": Effort(4, 4000, 300, 3, 10),
+           "thorough": Effort(60, 60000, 20000, 40, 300)}
+_MOVES = 250_000  # of one annealing
+_RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
 
 def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, seed: int) -> State:
@@ -68,22 +71,35 @@ def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, see
     book = RecipeBook(bound)
     near = bound.lower_bound_us * (1.0 + 0.1 * target_gap)
     goal = lower_us * (1.0 + target_gap)
-    placements = []
     if relaxation.tables:
         book.descend(rng, near)
         book.refine(rng, near)
         book.simplify(near)
-        if any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options):
-            packed = pack(book, bound, effort.max_rounds, goal, rng, effort.over)
-            placements.append(Placer(relaxation, book.total).lay(packed.recipe, packed.layout()))
-    # Beside the packing, whole recipes by vector packing, pushed tiers cut more or less finely.
-    few = 1 + len(_FINENESS[1:]) * (len(relaxation.tables) <= 200) * bool(placements)
-    placements += [Placer(relaxation, book.total).place(book.chosen(), f) for f in _FINENESS[:few]]
-    states = [State(relaxation.model, relaxation.tables, relaxation.base_tally, p)
-              for p in placements]
-    improver = _Improver(min(states, key=lambda s: s.score), book, rng)
+    if any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options):
+        placement = _annealed(book, bound, effort, goal, seed)
+    else:
+        placement = Placer(relaxation, book.total).place(book.chosen())
+    state = State(relaxation.model, relaxation.tables, relaxation.base_tally, placement)
+    improver = _Improver(state, book, rng)
     improver.run(effort, goal)
     return improver.best
+
+
+def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed: int
+              ) -> list[Placement]:
+    """The best of several annealings."""
+    book.add_thresholds(_RECIPES)
+    annealing = Annealing(book, bound)
+    best: Packed | None = None
+    for n in range(effort.max_anneals):
+        left = 0.0 if effort.deadline is None else max(0.05, effort.deadline - time.monotonic())
+        found = annealing.run(_MOVES, goal, 1000 * seed + n, left)
+        if best is None or found.step_us < best.step_us:
+            best = found
+        if best.step_us <= goal or effort.over():
+            break
+    assert best is not None
+    return Placer(book.relaxation, book.total).lay(best.recipes, best.layout)
 
 
 class _Improver:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, TablePlan, Tier
+from oper.search.annealing import Shard
 from oper.search.cost import (
     HELD,
     ID_BYTES,
@@ -26,7 +27,6 @@ from oper.search.recipes import Recipe
 from oper.search.relax import Relaxation
 
 Placement = tuple[Piece, ...]
-Shard = tuple[int, tuple[int, ...]]  # columns, owners
 _POWER = 6.0  # how strongly the fullest resource counts when a tier looks for its owner
 
 
@@ -87,11 +87,11 @@ class Placer:
 
         Args:
             recipes: one per table.
-            layout: by table that pushes, its pieces: columns, and the ranks that own them.
+            layout: by table that pushes, its pieces.
         """
         columns = []
         for k in range(len(recipes)):
-            widths = [w for w, _ in layout.get(k, [])] or [self.relaxation.tables[k].spec.dim]
+            widths = [x[0] for x in layout.get(k, [])] or [self.relaxation.tables[k].spec.dim]
             columns.append([0, *np.cumsum(widths).tolist()])
         return self._assign(columns, list(enumerate(recipes)), layout)
 
@@ -109,7 +109,7 @@ class Placer:
                 start = 0
                 for n, (stop, option) in enumerate(zip(recipe.stops, recipe.options, strict=True)):
                     if layout and k in layout and self.relaxation.options[option].kind == PUSH:
-                        tier = self._pushed(k, start, stop, layout[k][piece][1])
+                        tier = self._pushed(k, start, stop, layout[k][piece])
                         placed[row, piece, n] = tier
                         self._book(k, tier, b - a)
                         start = stop
@@ -226,10 +226,11 @@ class Placer:
         self.held += machine.per_domain(rows[HELD])
         return placed
 
-    def _pushed(self, k: int, start: int, stop: int, ranks: tuple[int, ...]) -> Tier:
+    def _pushed(self, k: int, start: int, stop: int, shard: Shard) -> Tier:
+        _, ranks, weights = shard
         placements = self.model.problem.placements_of(self.relaxation.tables[k].spec.name)
         owned = len(ranks) == 1 and "owned" in placements
-        return Tier(start, stop, "owned" if owned else "striped", ranks, mode="push")
+        return Tier(start, stop, "owned" if owned else "striped", ranks, weights, "push")
 
     def _book(self, k: int, tier: Tier, width: int) -> None:
         """Book the load and memory of a tier whose ranks are settled."""

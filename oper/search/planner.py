@@ -203,7 +203,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     best: tuple[_Branch, State] | None = None
     num_tables = len(branches[0].bound.relaxation.tables)
     boxes = round(budget.max_boxes * 25 / max(25, num_tables))  # each time; more tables, fewer
-    rounds = max(1, round(budget.max_rounds * min(1.0, 200 / max(1, num_tables))))
+    anneals = budget.max_anneals
     for turn in range(2):
         for branch in sorted(branches, key=lambda x: x.lower_bound_us):
             known = np.inf if best is None else best[1].evaluation.step_us
@@ -215,11 +215,11 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
             branch.tighten(boxes, known, known, budget.deadline)
             if known <= branch.lower_bound_us:
                 continue
-            state = search(branch.bound, replace(budget, max_rounds=rounds), lower_us, target_gap,
+            state = search(branch.bound, replace(budget, max_anneals=anneals), lower_us, target_gap,
                            seed + turn)
             if best is None or state.score < best[1].score:
                 best = branch, state
-            rounds = max(1, rounds // 2)  # the likeliest branch gets most of the time
+            anneals = max(1, anneals // 2)  # the likeliest branch gets most of the time
     assert best is not None
     known = best[1].evaluation.step_us
     for branch in branches:

@@ -9,12 +9,13 @@ descent.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
 from oper.search.bound import Bound
-from oper.search.problem import ROWS, TableProblem
+from oper.search.owner_rows import PUSH, REPLICATED, SHARD
+from oper.search.problem import NUM_FEATURES, ROWS, TableProblem
 
 MAX_TIERS = 8  # a table's directory stays small, and no relaxed solution needs more
 _POOL = 24  # recipes kept per table
@@ -65,6 +66,7 @@ class RecipeBook:
         relaxation: what the resources belong to.
         recipes: per table, the recipes known.
         resources: per table, float64 [N, R].
+        amounts: per table, float64 [N, O, 4], features by option.
         pick: per table, index of the chosen recipe.
         total: float64 [R], resources of the chosen recipes, base included.
     """
@@ -74,6 +76,8 @@ class RecipeBook:
         num_tables = len(self.relaxation.tables)
         self.recipes: list[list[Recipe]] = [[] for _ in range(num_tables)]
         self.resources: list[np.ndarray] = [np.zeros((0, self.relaxation.num_rows))] * num_tables
+        none = np.zeros((0, len(self.relaxation.options), NUM_FEATURES))
+        self.amounts: list[np.ndarray] = [none] * num_tables
         self.pick = np.zeros(num_tables, np.int64)
         self._phases = [np.flatnonzero(self.relaxation.phase_of == p)
                         for p in range(int(self.relaxation.phase_of.max()) + 1)]
@@ -114,6 +118,27 @@ class RecipeBook:
             rows = self.relaxation.resources_at(amount, np.full(len(new), k),
                                                 self.relaxation.kinds(amount, k, self.prices))
             self.resources[k] = np.concatenate([self.resources[k], rows])
+            self.amounts[k] = np.concatenate([self.amounts[k], amount])
+
+    def add_thresholds(self, count: int) -> None:
+        """Recipes that replicate the hottest rows, pull the next, and push the rest, with edges on
+        a grid; about `count` in all tables together."""
+        options = self.relaxation.options
+        kinds = {kind: [o for o, x in enumerate(options) if x.kind == kind]
+                 for kind in (REPLICATED, SHARD, PUSH)}
+        chains = list(product(*(k or [-1] for k in kinds.values())))
+        per_table = count / max(1, len(self.recipes)) / len(chains)
+        for k, t in enumerate(self.relaxation.tables):
+            grid = np.linspace(0, t.edges.size - 1, max(3, round(np.sqrt(2 * per_table))))
+            edges = t.edges[np.unique(np.rint(grid).astype(np.int64))].tolist()
+            found = []
+            for chain, low, high in product(chains, edges, edges):
+                stops = (low, high, t.spec.num_rows)
+                begins = (0, low, high)
+                tiers = [(s, o) for p, s, o in zip(begins, stops, chain, strict=True) if s > p]
+                if low <= high and all(o >= 0 and self.relaxation.allowed[k, o] for _, o in tiers):
+                    found.append(Recipe(tuple(s for s, _ in tiers), tuple(o for _, o in tiers)))
+            self.add(k, found)
 
     def amount(self, t: TableProblem, recipe: Recipe) -> np.ndarray:
         """Features by option; float64 [O, 4]."""

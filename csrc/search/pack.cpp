@@ -1,0 +1,613 @@
+// Owners of pushed rows, by simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983).
+//
+// A state gives every table a recipe (which rows are pushed, pulled, replicated) and cuts its pushed
+// rows into column pieces, each dealt among a few owners by integer weights. A rank's load is a
+// vector over (phase, group of terms) and memory; what readers carry is alike for all ranks of a
+// class. A move changes one or two tables, so that few ranks' loads change, but the whole step is
+// looked at again: that is a pass over [loads, ranks] floats.
+#include "search/pack.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define OPER_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define OPER_CLONES
+#endif
+
+namespace {
+
+constexpr int kGroups = 5;        // terms of a phase that run beside each other
+constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
+constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
+constexpr int kMaxOwners = 16;    // of one piece
+constexpr int kMaxWeight = 48;    // weights of one piece, together
+constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
+constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
+constexpr double kHot = 0.008, kCold = 2e-5;  // temperature, as a share of the energy
+
+struct Random {  // xorshift64*, Vigna 2016
+  uint64_t s;
+  uint64_t next() {
+    s ^= s >> 12, s ^= s << 25, s ^= s >> 27;
+    return s * 0x2545F4914F6CDD1DULL;
+  }
+  int64_t below(int64_t n) {
+    return static_cast<int64_t>((static_cast<unsigned __int128>(next()) * uint64_t(n)) >> 64);
+  }
+  double unit() { return static_cast<double>(next() >> 11) * 0x1p-53; }
+};
+
+struct Piece {
+  int table = 0, width = 0, owners = 0, total = 0;
+  int rank[kMaxOwners], weight[kMaxOwners];
+};
+
+// busy[r] = what keeps rank r busy longest, floored at 0; returns the largest, adds up x^32.
+OPER_CLONES float phase_busy(const float* load, int64_t stride, const float* every, int64_t begin,
+                             int64_t end, float scale, float* busy, float* power) {
+  float most = 0, sum = 0;
+  for (int64_t r = begin; r < end; ++r) {
+    float b = std::max(0.0f, load[r] + every[0]);
+    for (int g = 1; g < kGroups; ++g) b = std::max(b, load[g * stride + r] + every[g]);
+    busy[r] = b;
+  }
+  for (int64_t r = begin; r < end; ++r) {
+    most = std::max(most, busy[r]);
+    float x = std::min(busy[r] * scale, 8.0f);
+    x *= x, x *= x, x *= x, x *= x, x *= x;
+    sum += x;
+  }
+  *power += sum;
+  return most;
+}
+
+OPER_CLONES float largest(const float* load, float every, int64_t begin, int64_t end) {
+  float most = 0;
+  for (int64_t r = begin; r < end; ++r) most = std::max(most, load[r] + every);
+  return most;
+}
+
+class Packing {
+ public:
+  explicit Packing(OperPacking& p) : p_(p), random_{p.seed * 2 + 0x9E3779B97F4A7C15ULL} {
+    W = p.num_ranks, C = p.num_classes, G = p.num_loads, P = (G - 1) / kGroups, T = p.num_tables;
+    recipe_.assign(p.recipe, p.recipe + T);
+    load_.assign(p.base, p.base + W * G);
+    every_.assign(C * G, 0.0);
+    flat_.resize(G * W);
+    for (int64_t r = 0; r < W; ++r) flatten(r);
+    for (int64_t k = 0; k < T; ++k) add_stay(k, 1);
+    of_table_.resize(T), on_rank_.resize(W);
+    owns_.assign(T * W, 0);
+    busy_.resize(P * W);
+    saved_mark_.assign(W, 0);
+    scale_.assign(P, 1.0f), busiest_.assign(P, 0);
+    for (int64_t c = 0, r = 0; c < C; ++c) {
+      const int64_t begin = r;
+      while (r < W && p.class_of[r] == c) ++r;
+      block_.push_back({begin, r});
+    }
+  }
+
+  void run() {
+    pour_all();
+    evaluate();
+    for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
+    energy_ = evaluate();
+    keep_best();
+    const auto begin = std::chrono::steady_clock::now();
+    for (int64_t n = 0; n < p_.max_moves && best_step_ > p_.goal; ++n) {
+      if (n % 1024 == 0) {
+        const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin;
+        if (p_.seconds > 0 && gone.count() > p_.seconds) break;
+        for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
+        energy_ = evaluate();
+      }
+      const double part = double(n) / double(p_.max_moves);
+      const double temperature = energy_ * kHot * std::pow(kCold / kHot, part);
+      step(temperature);
+      moves_ = n + 1;
+    }
+    restore_best();
+  }
+
+  void write() {
+    p_.moves = moves_;
+    p_.step = best_step_;
+    int64_t n = 0, number = 0;
+    for (int64_t k = 0; k < T; ++k) {
+      p_.recipe[k] = recipe_[k];
+      for (const int id : of_table_[k]) {
+        const Piece& x = pieces_[id];
+        for (int i = 0; i < x.owners && n < p_.capacity; ++i, ++n) {
+          p_.table[n] = k, p_.piece[n] = number, p_.width[n] = x.width;
+          p_.rank[n] = p_.rank_of[x.rank[i]], p_.weight[n] = x.weight[i];
+        }
+        ++number;
+      }
+    }
+    p_.count = n;
+  }
+
+ private:
+  // -- loads --------------------------------------------------------------------------------------
+
+  double* load(int64_t r) { return &load_[r * G]; }
+  void flatten(int64_t r) {
+    for (int64_t g = 0; g < G; ++g) flat_[g * W + r] = float(load_[r * G + g]);
+  }
+
+  void touch(int64_t r) {
+    if (saved_mark_[r] == stamp_) return;
+    saved_mark_[r] = stamp_;
+    saved_rank_.push_back(r);
+    saved_load_.insert(saved_load_.end(), load(r), load(r) + G);
+  }
+
+  void add_stay(int64_t k, double sign) {
+    const double* stay = p_.stay + (p_.first[k] + recipe_[k]) * C * G;
+    for (int64_t i = 0; i < C * G; ++i) every_[i] += sign * stay[i];
+  }
+
+  double sums(int64_t n, double share) const {
+    const double* y = p_.sums + n * (p_.num_shares + 1);
+    const double at = share * double(p_.num_shares);
+    const int64_t i = std::min<int64_t>(int64_t(at), p_.num_shares - 1);
+    return y[i] + (at - double(i)) * (y[i + 1] - y[i]);
+  }
+
+  void add_piece(const Piece& x, double sign) {
+    const int64_t n = p_.first[x.table] + recipe_[x.table];
+    for (int i = 0; i < x.owners; ++i) {
+      const int64_t r = x.rank[i], c = p_.class_of[r];
+      touch(r);
+      const double share = double(x.weight[i]) / x.total;
+      const double a = sign * share * x.width, b = sign * share,
+                   d = sign * x.width * sums(n, share);
+      const double *col = p_.column + (n * C + c) * G, *str = p_.stream + (n * C + c) * G,
+                   *part = p_.partial + c * G;
+      double* to = load(r);
+      for (int64_t g = 0; g < G; ++g) to[g] += a * col[g] + b * str[g] + d * part[g];
+      col = p_.column_read + (n * C + c) * C * G, str = p_.stream_read + (n * C + c) * C * G;
+      part = p_.partial_read + c * C * G;
+      for (int64_t g = 0; g < C * G; ++g) every_[g] += a * col[g] + b * str[g] + d * part[g];
+    }
+  }
+
+  // Energy of the present state; fills peak_, busiest_, step_.
+  double evaluate() {
+    double step = 0, power_mean = 0;
+    peak_.assign(P, 0.0);
+    for (int64_t ph = 0; ph < P; ++ph) {
+      float power = 0;
+      for (int64_t c = 0; c < C; ++c) {
+        float every[kGroups];
+        for (int g = 0; g < kGroups; ++g) every[g] = float(every_[c * G + ph * kGroups + g]);
+        const auto [a, b] = block_[c];
+        const double most = phase_busy(&flat_[ph * kGroups * W], W, every, a, b, scale_[ph],
+                                       &busy_[ph * W], &power);
+        peak_[ph] = std::max(peak_[ph], most);
+      }
+      step += peak_[ph];
+      power_mean += std::pow(double(power) / double(W), 1.0 / 32) / scale_[ph];
+    }
+    double over = 0;
+    for (int64_t c = 0; c < C; ++c) {
+      const auto [a, b] = block_[c];
+      over = std::max<double>(over, largest(&flat_[(G - 1) * W], float(every_[c * G + G - 1]), a,
+                                            b) - 1.0);
+    }
+    step_ = step * (1 + kOverflow * std::max(over, 0.0));
+    return (kMaxShare * step + (1 - kMaxShare) * power_mean) * (1 + kOverflow * std::max(over, 0.0));
+  }
+
+  // -- pieces -------------------------------------------------------------------------------------
+
+  int new_piece(const Piece& x) {
+    int id;
+    if (free_.empty()) {
+      id = int(pieces_.size());
+      pieces_.push_back(x);
+    } else {
+      id = free_.back();
+      free_.pop_back();
+      pieces_[id] = x;
+    }
+    return id;
+  }
+
+  // Put a piece into the state, or take it out; both are undone by `undo`.
+  void insert(const Piece& x) {
+    const int id = new_piece(x);
+    link(id);
+    add_piece(x, 1);
+    log_.push_back({id, true, x});
+  }
+  void erase(int id) {
+    add_piece(pieces_[id], -1);
+    log_.push_back({id, false, pieces_[id]});
+    unlink(id);
+    free_.push_back(id);
+  }
+  void link(int id) {
+    const Piece& x = pieces_[id];
+    of_table_[x.table].push_back(id);
+    for (int i = 0; i < x.owners; ++i) {
+      on_rank_[x.rank[i]].push_back(id);
+      ++owns_[x.table * W + x.rank[i]];
+    }
+  }
+  void unlink(int id) {
+    const Piece& x = pieces_[id];
+    drop(of_table_[x.table], id);
+    for (int i = 0; i < x.owners; ++i) {
+      drop(on_rank_[x.rank[i]], id);
+      --owns_[x.table * W + x.rank[i]];
+    }
+  }
+  static void drop(std::vector<int>& list, int id) {
+    auto at = std::find(list.begin(), list.end(), id);
+    *at = list.back();
+    list.pop_back();
+  }
+
+  void begin_move() {
+    ++stamp_;
+    saved_rank_.clear(), saved_load_.clear(), log_.clear(), recipes_log_.clear();
+    saved_every_ = every_;
+  }
+  void finish_move() {
+    for (const int64_t r : saved_rank_) flatten(r);
+  }
+  void undo() {
+    for (auto it = log_.rbegin(); it != log_.rend(); ++it) {
+      if (it->inserted) {
+        unlink(it->id);
+        free_.push_back(it->id);
+      } else {
+        const int id = new_piece(it->piece);
+        link(id);
+      }
+    }
+    for (auto it = recipes_log_.rbegin(); it != recipes_log_.rend(); ++it)
+      recipe_[it->first] = it->second;
+    for (size_t i = 0; i < saved_rank_.size(); ++i) {
+      std::memcpy(load(saved_rank_[i]), &saved_load_[i * G], G * sizeof(double));
+      flatten(saved_rank_[i]);
+    }
+    every_ = saved_every_;
+  }
+
+  void set_recipe(int64_t k, int64_t recipe) {  // its pieces are out
+    recipes_log_.push_back({k, recipe_[k]});
+    add_stay(k, -1);
+    recipe_[k] = recipe;
+    add_stay(k, 1);
+  }
+
+  bool pushes(int64_t k) const { return p_.pushes[p_.first[k] + recipe_[k]]; }
+  bool may(int64_t k, int64_t r) const { return p_.may[k * W + r]; }
+  bool free_for(int64_t k, int64_t r) const { return may(k, r) && !owns_[k * W + r]; }
+
+  // -- where to -----------------------------------------------------------------------------------
+
+  double harm(int64_t r) const {
+    double sum = 0;
+    for (int64_t ph = 0; ph < P; ++ph) {
+      double b = 0;
+      const int64_t c = p_.class_of[r];
+      for (int g = 0; g < kGroups; ++g)
+        b = std::max(b, load_[r * G + ph * kGroups + g] + every_[c * G + ph * kGroups + g]);
+      const double x = b * scale_[ph];
+      sum += x * x * x * x / scale_[ph];
+    }
+    return sum;
+  }
+
+  // A rank that may own table `k` and does not yet; the least harmful of a few, or -1.
+  int64_t pick_rank(int64_t k, int tries) {
+    int64_t best = -1;
+    double least = 0;
+    for (int i = 0; i < tries; ++i) {
+      const int64_t r = random_.below(W);
+      if (!free_for(k, r) || r == best) continue;
+      const double h = harm(r);
+      if (best < 0 || h < least) best = r, least = h;
+    }
+    return best;
+  }
+
+  int pick_piece() {
+    if (pieces_.size() == free_.size()) return -1;
+    const int64_t r = random_.unit() < 0.5 ? busiest_[random_.below(P)] : random_.below(W);
+    const auto& list = on_rank_[r];
+    return list.empty() ? -1 : list[random_.below(int64_t(list.size()))];
+  }
+
+  // Pieces of `width` columns dealt among `owners` each, where they harm least.
+  bool pour(int64_t k, int width, int owners) {
+    int left = int(p_.dim[k]);
+    if (!p_.may_split[k]) width = left;
+    width = std::clamp((width + kColumnStep - 1) / kColumnStep * kColumnStep, kMinColumns, 1 << 20);
+    std::vector<std::pair<double, int64_t>> order;
+    while (left > 0) {
+      Piece x;
+      x.table = int(k);
+      x.width = left - width < kMinColumns ? left : width;
+      order.clear();
+      for (int64_t r = 0; r < W; ++r)
+        if (free_for(k, r)) order.push_back({harm(r) * (1 + 0.02 * random_.unit()), r});
+      if (order.empty()) return false;
+      x.owners = int(std::min<size_t>(size_t(owners), order.size()));
+      std::partial_sort(order.begin(), order.begin() + x.owners, order.end());
+      for (int i = 0; i < x.owners; ++i) x.rank[i] = int(order[i].second), x.weight[i] = 1;
+      x.total = x.owners;
+      insert(x);
+      left -= x.width;
+    }
+    return true;
+  }
+
+  void pour_all() {
+    begin_move();
+    for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, p_.level[ph]));
+    for (int64_t i = 0; i < T; ++i) {
+      const int64_t k = p_.order[i];
+      if (!pushes(k)) continue;
+      int width = int(p_.first_width[k]);
+      const int owners = int(std::clamp<int64_t>(p_.first_owners[k], 1, max_owners(k)));
+      while (!pour(k, width, owners)) {  // more pieces than ranks: widen them
+        while (!of_table_[k].empty()) erase(of_table_[k].back());
+        width *= 2;
+      }
+    }
+    finish_move();
+  }
+
+  int max_owners(int64_t k) const {
+    return p_.may_stripe[k] ? int(std::min<int64_t>(kMaxOwners, p_.num_may[k])) : 1;
+  }
+
+  // -- moves --------------------------------------------------------------------------------------
+
+  void step(double temperature) {
+    begin_move();
+    if (!propose()) {
+      finish_move();
+      undo();
+      return;
+    }
+    finish_move();
+    const double found = evaluate();
+    if (found <= energy_ || random_.unit() < std::exp((energy_ - found) / temperature)) {
+      energy_ = found;
+      remember_busiest();
+      if (step_ < best_step_ * (1 - 1e-9)) keep_best();
+    } else {
+      undo();
+    }
+  }
+
+  void remember_busiest() {
+    for (int64_t ph = 0; ph < P; ++ph)
+      busiest_[ph] = std::max_element(&busy_[ph * W], &busy_[ph * W] + W) - &busy_[ph * W];
+  }
+
+  bool propose() {
+    const double u = random_.unit();
+    if (u < 0.10) return retier();
+    if (u < 0.13) return recut();
+    const int id = pick_piece();
+    if (id < 0) return retier();
+    if (u < 0.35) return relocate(id);
+    if (u < 0.50) return swap(id);
+    if (u < 0.75) return shift(id);
+    if (u < 0.83) return split(id);
+    if (u < 0.88) return merge(id);
+    return redeal(id);
+  }
+
+  bool relocate(int id) {
+    Piece x = pieces_[id];
+    const int i = int(random_.below(x.owners));
+    const int64_t r = pick_rank(x.table, 4);
+    if (r < 0) return false;
+    erase(id);
+    x.rank[i] = int(r);
+    insert(x);
+    return true;
+  }
+
+  bool swap(int id) {
+    Piece x = pieces_[id];
+    const int i = int(random_.below(x.owners));
+    const int64_t r = random_.below(W);
+    const auto& list = on_rank_[r];
+    if (list.empty() || r == x.rank[i] || !free_for(x.table, r)) return false;
+    const int other = list[random_.below(int64_t(list.size()))];
+    Piece y = pieces_[other];
+    if (y.table == x.table || !free_for(y.table, x.rank[i])) return false;
+    const int j = int(std::find(y.rank, y.rank + y.owners, int(r)) - y.rank);
+    erase(id), erase(other);
+    std::swap(x.rank[i], y.rank[j]);
+    insert(x), insert(y);
+    return true;
+  }
+
+  int columns(int most) {  // to shift or split off: fine steps mostly
+    if (most < kColumnStep) return 0;
+    const int steps = most / kColumnStep;
+    const int fine = int(random_.below(std::min(steps, 4))) + 1;
+    return kColumnStep * (random_.unit() < 0.7 ? fine : int(random_.below(steps)) + 1);
+  }
+
+  bool shift(int id) {
+    Piece x = pieces_[id];
+    const auto& family = of_table_[x.table];
+    if (family.size() < 2 || !p_.may_split[x.table]) return false;
+    const int other = family[random_.below(int64_t(family.size()))];
+    if (other == id) return false;
+    Piece y = pieces_[other];
+    const int d = columns(x.width - kMinColumns);
+    if (d == 0) return false;
+    erase(id), erase(other);
+    x.width -= d, y.width += d;
+    insert(x), insert(y);
+    return true;
+  }
+
+  bool split(int id) {
+    Piece x = pieces_[id];
+    if (!p_.may_split[x.table] || x.width < 2 * kMinColumns) return false;
+    const int d = kMinColumns - kColumnStep + columns(x.width - 2 * kMinColumns + kColumnStep);
+    if (d < kMinColumns || x.width - d < kMinColumns) return false;
+    Piece y = x;
+    y.owners = 0, y.total = 0;
+    const int wanted = random_.unit() < 0.5 ? x.owners : 1;
+    for (int i = 0; i < wanted; ++i) {
+      const int64_t r = pick_rank(x.table, 4);
+      if (r < 0 || std::find(y.rank, y.rank + y.owners, int(r)) != y.rank + y.owners) return false;
+      y.rank[y.owners] = int(r), y.weight[y.owners] = wanted == x.owners ? x.weight[i] : 1;
+      y.total += y.weight[y.owners++];
+    }
+    erase(id);
+    x.width -= d, y.width = d;
+    insert(x), insert(y);
+    return true;
+  }
+
+  bool merge(int id) {
+    Piece x = pieces_[id];
+    const auto& family = of_table_[x.table];
+    if (family.size() < 2) return false;
+    const int other = family[random_.below(int64_t(family.size()))];
+    if (other == id) return false;
+    Piece y = pieces_[other];
+    erase(id), erase(other);
+    y.width += x.width;
+    insert(y);
+    return true;
+  }
+
+  bool redeal(int id) {
+    Piece x = pieces_[id];
+    const int most = max_owners(x.table);
+    if (most == 1) return false;
+    const int i = int(random_.below(x.owners));
+    switch (random_.below(4)) {
+      case 0: {  // one owner more
+        const int64_t r = pick_rank(x.table, 4);
+        if (r < 0 || x.owners == most) return false;
+        x.rank[x.owners] = int(r), x.weight[x.owners] = 1 + int(random_.below(x.weight[i]));
+        x.total += x.weight[x.owners++];
+        break;
+      }
+      case 1:  // one less
+        if (x.owners == 1) return false;
+        x.total -= x.weight[i], --x.owners;
+        x.rank[i] = x.rank[x.owners], x.weight[i] = x.weight[x.owners];
+        break;
+      case 2: {  // other weights
+        if (x.owners == 1) return false;
+        const int j = int(random_.below(x.owners));
+        if (i == j || x.weight[i] == 1) return false;
+        --x.weight[i], ++x.weight[j];
+        break;
+      }
+      default: {  // finer weights
+        const int scale = random_.unit() < 0.5 ? 2 : 3;
+        if (x.owners == 1 || x.total * scale > kMaxWeight) return false;
+        for (int j = 0; j < x.owners; ++j) x.weight[j] *= scale;
+        x.total *= scale;
+        const int j = int(random_.below(x.owners));
+        if (i == j || x.weight[i] == 1) return false;
+        --x.weight[i], ++x.weight[j];
+      }
+    }
+    if (x.total > kMaxWeight) return false;
+    erase(id);
+    insert(x);
+    return true;
+  }
+
+  bool retier() {
+    const int64_t k = random_.below(T);
+    const int64_t count = p_.first[k + 1] - p_.first[k];
+    if (count < 2) return false;
+    int64_t recipe = random_.below(count);
+    if (random_.unit() < 0.5)
+      recipe = std::clamp<int64_t>(recipe_[k] + (random_.unit() < 0.5 ? -1 : 1), 0, count - 1);
+    if (recipe == recipe_[k]) return false;
+    std::vector<Piece> old;
+    while (!of_table_[k].empty()) {
+      old.push_back(pieces_[of_table_[k].back()]);
+      erase(of_table_[k].back());
+    }
+    set_recipe(k, recipe);
+    if (!pushes(k)) return true;
+    for (const Piece& x : old) insert(x);
+    return !old.empty() || pour(k, int(p_.dim[k]), int(1 + random_.below(max_owners(k))));
+  }
+
+  bool recut() {
+    const int64_t k = random_.below(T);
+    if (of_table_[k].empty()) return false;
+    const Piece first = pieces_[of_table_[k].front()];
+    const double now = double(p_.dim[k]) / double(of_table_[k].size());
+    const int width = int(std::clamp(now * std::exp(1.2 * (random_.unit() - 0.5)), 8.0, 1e6));
+    const int owners = std::clamp(first.owners + int(random_.below(3)) - 1, 1, max_owners(k));
+    while (!of_table_[k].empty()) erase(of_table_[k].back());
+    return pour(k, width, owners);
+  }
+
+  // -- the best -----------------------------------------------------------------------------------
+
+  void keep_best() {
+    best_step_ = step_, best_recipe_ = recipe_;
+    best_pieces_.clear();
+    for (int64_t k = 0; k < T; ++k)
+      for (const int id : of_table_[k]) best_pieces_.push_back(pieces_[id]);
+  }
+  void restore_best() {
+    recipe_ = best_recipe_;
+    pieces_ = best_pieces_;
+    for (auto& list : of_table_) list.clear();
+    for (size_t id = 0; id < pieces_.size(); ++id) of_table_[pieces_[id].table].push_back(int(id));
+  }
+
+  struct Logged {
+    int id;
+    bool inserted;
+    Piece piece;
+  };
+
+  OperPacking& p_;
+  Random random_;
+  int64_t W, C, G, P, T, moves_ = 0;
+  std::vector<int64_t> recipe_, best_recipe_, busiest_;
+  std::vector<double> load_, every_, saved_every_, saved_load_, peak_;
+  std::vector<float> flat_, busy_, scale_;
+  std::vector<Piece> pieces_, best_pieces_;
+  std::vector<int> free_;
+  std::vector<std::vector<int>> of_table_, on_rank_;
+  std::vector<uint8_t> owns_;
+  std::vector<std::pair<int64_t, int64_t>> block_, recipes_log_;
+  std::vector<int64_t> saved_rank_, saved_mark_;
+  std::vector<Logged> log_;
+  int64_t stamp_ = 0;
+  double energy_ = 0, step_ = 0, best_step_ = 0;
+};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void oper_pack(OperPacking* packing) {
+  Packing run(*packing);
+  run.run();
+  run.write();
+}

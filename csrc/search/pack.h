@@ -1,0 +1,44 @@
+// The search over owners of pushed rows, called from oper/search/annealing.py.
+#pragma once
+
+#include <cstdint>
+
+// Arrays are row-major. W ranks in the order of their classes, C classes, G loads (5 per phase, then
+// the share of memory), T tables, N recipes of all tables, K+1 shares 0, 1/K, ..., 1.
+struct OperPacking {
+  int64_t num_ranks, num_classes, num_loads, num_tables, num_shares;
+  const int64_t* class_of;     // [W], ascending
+  const int64_t* rank_of;      // [W], number by which the caller knows the rank
+  const double* base;          // [W, G], what a rank carries anyway
+  const double* partial;       // [C, G], a byte of partial sums at its owner
+  const double* partial_read;  // [C, C, G], and on readers of each class
+  const double* level;         // [phases], how busy ranks should be
+  const int64_t* first;        // [T + 1], where each table's recipes begin
+  const double* stay;          // [N, C, G], rows that are not pushed
+  const double* column;        // [N, C, G], a column of the pushed rows at its owner
+  const double* stream;        // [N, C, G], an id stream at its owner
+  const double* column_read;   // [N, C, C, G]
+  const double* stream_read;   // [N, C, C, G]
+  const double* sums;          // [N, K + 1], bytes of partial sums per column of a share's owner
+  const uint8_t* pushes;       // [N]
+  const int64_t* dim;          // [T], columns
+  const uint8_t* may_split;    // [T], by columns
+  const uint8_t* may_stripe;   // [T], by rows
+  const int64_t* num_may;      // [T], ranks that may own it
+  const uint8_t* may;          // [T, W]
+  const int64_t* order;        // [T], in which tables are placed first
+  const int64_t* first_width;  // [T], of their pieces at first
+  const int64_t* first_owners; // [T], of each piece at first
+  int64_t max_moves;
+  double seconds;  // 0 = no limit
+  double goal;     // stop at this step
+  uint64_t seed;
+  // Found:
+  int64_t* recipe;  // [T], in: where to begin
+  int64_t capacity, count;
+  int64_t *table, *piece, *width, *rank, *weight;  // [capacity], one entry per piece and owner
+  double step;
+  int64_t moves;
+};
+
+extern "C" void oper_pack(OperPacking* packing);

@@ -1,0 +1,278 @@
+"""Which rank owns which columns and rows of pushed tables, by simulated annealing in C++.
+
+Packing whole tables evenly is NP-hard, but pieces may be cut: by columns, which costs an id stream
+each, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves, swaps,
+shifts, splits, merges and re-deals pieces and exchanges recipes, and looks at the whole step every
+time. Pulled and replicated rows are divisible, so that here they load all ranks of a class alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from oper.errors import MissingDependencyError, fail
+from oper.search.bound import Bound
+from oper.search.cost import HELD, NUM_ROWS, PARTIALS, Tally
+from oper.search.machine import GROUPS
+from oper.search.owner_rows import PUSH
+from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, own_load
+from oper.search.problem import IDS, NUM_FEATURES
+from oper.search.recipes import Recipe, RecipeBook
+
+_SHARES = 96  # parts of a piece at which partial sums are tabulated
+_OWNERS = 16  # of one piece at most
+
+#: A column piece: its columns, its owners, and how many rows each of them takes in turn.
+Shard = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """What the search found.
+
+    Attributes:
+        recipes: per table.
+        layout: by table that pushes, its pieces.
+        step_us: modelled step, with all that is not pushed spread evenly.
+        num_moves: moves that were tried.
+    """
+
+    recipes: list[Recipe]
+    layout: dict[int, list[Shard]]
+    step_us: float
+    num_moves: int
+
+
+class _Packing(ctypes.Structure):
+    """`OperPacking` of ``csrc/search/pack.h``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((n, ctypes.c_int64) for n in (
+            "num_ranks", "num_classes", "num_loads", "num_tables", "num_shares")),
+        *((n, ctypes.c_void_p) for n in (
+            "class_of", "rank_of", "base", "partial", "partial_read", "level", "first", "stay",
+            "column", "stream", "column_read", "stream_read", "sums", "pushes", "dim", "may_split",
+            "may_stripe", "num_may", "may", "order", "first_width", "first_owners")),
+        ("max_moves", ctypes.c_int64), ("seconds", ctypes.c_double), ("goal", ctypes.c_double),
+        ("seed", ctypes.c_uint64), ("recipe", ctypes.c_void_p), ("capacity", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        *((n, ctypes.c_void_p) for n in ("table", "piece", "width", "rank", "weight")),
+        ("step", ctypes.c_double), ("moves", ctypes.c_int64)]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    path = Path(__file__).resolve().parent.parent / "_lib" / "liboper_search.so"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as e:
+        raise MissingDependencyError(fail(
+            "the planner's native library does not load", "file", str(path), str(e),
+            "build it: python setup.py build_ext --inplace, or install the package")) from None
+    library.oper_pack.argtypes = [ctypes.POINTER(_Packing)]
+    library.oper_pack.restype = None
+    return library
+
+
+class Loads:
+    """Loads of ranks: microseconds by (phase, group of terms), and the share of memory at the end.
+
+    Attributes:
+        num_loads: G = 5 P + 1.
+        class_of: int64 [W].
+        own_unit: float64 [C, 15, G], a unit of each tally row at its owner.
+        read_unit: float64 [C, 15, C, G], what it puts on readers by class.
+    """
+
+    def __init__(self, book: RecipeBook) -> None:
+        self.relaxation = book.relaxation
+        self.model = self.relaxation.model
+        self.class_of = self.relaxation.classes.of_rank
+        ranks = self.relaxation.classes.ranks
+        self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
+        self.num_loads = self.num_phases * len(GROUPS) + 1
+        self.own_unit = np.zeros((self.num_classes, NUM_ROWS, self.num_loads))
+        self.own_unit[..., :-1] = own_load(self.model, [int(r[0]) for r in ranks]).reshape(
+            self.num_classes, NUM_ROWS, -1)
+        machine = self.model.machine
+        for c, r in enumerate(ranks):
+            room = machine.capacity_bytes[machine.domain[r[0]]] / machine.num_near[r[0]]
+            self.own_unit[c, HELD, -1] = 1.0 / max(room, 1e-3)
+        self.read_unit = self.by_class(self.relaxation.unit)  # own load included
+        for c, r in enumerate(ranks):
+            self.read_unit[c, :, c] -= self.own_unit[c] / r.size
+
+    def by_class(self, rows: np.ndarray) -> np.ndarray:
+        """Resource rows (float64 [..., R]) as loads by class; float64 [..., C, G]."""
+        out = np.zeros((*rows.shape[:-1], self.num_classes, self.num_loads))
+        for n, (phase, group, c) in enumerate(self.relaxation.row_names):
+            out[..., c, phase * len(GROUPS) + GROUPS.index(group)] = rows[..., n]
+        machine, classes = self.model.machine, self.relaxation.classes
+        memory = self.relaxation.num_rows - classes.num_domain_classes
+        for c, ranks in enumerate(classes.ranks):
+            out[..., c, -1] = rows[..., memory + classes.of_domain[machine.domain[ranks[0]]]]
+        return out
+
+    def base(self) -> np.ndarray:
+        """What every plan puts on each rank; float64 [W, G]."""
+        model, tally = self.model, self.relaxation.base_tally
+        units = model.units(Tally(tally.rows, tally.partial_replicas))
+        units = units * model.machine.seconds_per_unit * 1e6
+        groups = np.concatenate([units[:, :2].sum(axis=1, keepdims=True), units[:, 2:]], axis=1)
+        groups -= 1e6 * model.hidden[:, None]  # beyond the dense compute that hides it
+        out = np.zeros((self.class_of.size, self.num_loads))
+        out[:, :-1] = groups.reshape(-1, self.class_of.size).T
+        machine = model.machine
+        held = machine.per_domain(tally.rows[HELD]) / np.maximum(machine.capacity_bytes, 1e-3)
+        out[:, -1] = held[machine.domain]
+        return out
+
+
+class Annealing:
+    """The search's view of a recipe book: arrays over recipes.
+
+    Args:
+        book: recipes; the chosen ones are where a search begins.
+        bound: says how wide pieces are at first and among how many owners they are dealt.
+    """
+
+    def __init__(self, book: RecipeBook, bound: Bound) -> None:
+        self.book, self.bound, self.loads = book, bound, Loads(book)
+        self.relaxation = book.relaxation
+        self.recipes = [self._ordered(k) for k in range(len(book.recipes))]
+        self.first = np.concatenate([[0], np.cumsum([len(r) for r in self.recipes])])
+        self.arrays = self._arrays()
+
+    def _ordered(self, k: int) -> list[int]:
+        """Recipes of table `k`, neighbours alike: by how much they push, then replicate."""
+        amount = self.book.amounts[k]
+        push = np.array([o.kind == PUSH for o in self.relaxation.options], bool)
+        return np.lexsort((amount[:, 0, IDS], amount[:, push, IDS].sum(axis=1))).tolist()
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        relaxation, loads = self.relaxation, self.loads
+        amount = np.concatenate([self.book.amounts[k][r] for k, r in enumerate(self.recipes)])
+        table = np.repeat(np.arange(len(self.recipes)), np.diff(self.first))
+        push = np.array([o.kind == PUSH for o in relaxation.options], bool)
+        features = amount[:, push].sum(axis=1)  # [N, 4]
+        stay = np.where(push[:, None], 0.0, amount)
+        one = np.ones(len(table))
+        tables, class_of = relaxation.tables, loads.class_of
+        column, stream = self._per_table()
+        rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in (column, stream)]
+        shares = np.linspace(0.0, 1.0, _SHARES + 1)
+        sums = np.stack([loads.model.partial_bytes(tables[k], 1, f * shares)
+                         for k, f in zip(table.tolist(), features[:, IDS], strict=True)])
+        order = np.argsort(class_of, kind="stable")
+        places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
+        split = "columns" in loads.model.problem.allow
+        dim = np.array([t.spec.dim for t in tables])
+        may = np.stack([self._may(k) for k in range(len(tables))])[:, order]
+        return {
+            "class_of": class_of[order], "rank_of": order, "base": loads.base()[order],
+            "partial": loads.own_unit[:, PARTIALS], "partial_read": loads.read_unit[:, PARTIALS],
+            "level": np.array([self.bound.phase_us(p) for p in range(loads.num_phases)]),
+            "first": self.first,
+            "stay": loads.by_class(relaxation.resources_of(stay, table, one, one)),
+            "column": np.einsum("ncq,cqg->ncg", rows[0], loads.own_unit),
+            "stream": np.einsum("ncq,cqg->ncg", rows[1], loads.own_unit),
+            "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit),
+            "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit),
+            "sums": sums, "pushes": (features[:, IDS] > 0).astype(np.uint8), "dim": dim,
+            "may_split": ((dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split).astype(
+                np.uint8),
+            "may_stripe": np.array(["striped" in p for p in places], np.uint8),
+            "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
+
+    def _per_table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tally rows of a column and of an id stream, by class and feature; [T, C, 4, 15] each."""
+        ranks = [int(r[0]) for r in self.relaxation.classes.ranks]
+        each = np.arange(len(ranks))
+        owner = np.zeros((len(ranks), NUM_FEATURES, NUM_FEATURES, self.loads.class_of.size))
+        for c, r in enumerate(ranks):
+            owner[c, np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), r] = 1.0
+        column, stream = [], []
+        for t in self.relaxation.tables:
+            once, twice = (self.loads.model.push_rows(t, w, owner)[each, ..., ranks]
+                           for w in (t.spec.dim, 2 * t.spec.dim))
+            column.append((twice - once) / t.spec.dim)
+            stream.append(2 * once - twice)
+        return np.stack(column), np.stack(stream)
+
+    def _may(self, k: int) -> np.ndarray:
+        """Ranks that may own pushed rows of table `k`; bool [W]."""
+        good = [o.rank_class for n, o in enumerate(self.relaxation.options)
+                if o.kind == PUSH and self.relaxation.allowed[k, n]]
+        return np.isin(self.loads.class_of, good)
+
+    def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0) -> Packed:
+        """Search.
+
+        Args:
+            max_moves: moves to try.
+            goal_us: stop at this step.
+            seed: equal seeds give equal results unless the time ends the search.
+            seconds: stop after so long; 0 = no limit.
+        """
+        relaxation, a = self.relaxation, self.arrays
+        num_tables, world = len(self.recipes), self.loads.class_of.size
+        chosen = np.array([r.index(p) for r, p in zip(self.recipes, self.book.pick.tolist(),
+                                                      strict=True)], np.int64)
+        cuts = np.array([self._first_cut(k) for k in range(num_tables)], np.int64)
+        size = a["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * a["dim"]
+        capacity = num_tables * _OWNERS * 64
+        arrays = {**a, "order": np.argsort(-size, kind="stable"), "first_owners": cuts[:, 0].copy(),
+                  "first_width": cuts[:, 1].copy(), "recipe": chosen.copy(),
+                  **{n: np.zeros(capacity, np.int64)
+                     for n in ("table", "piece", "width", "rank", "weight")}}
+        arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
+        packing = _Packing(
+            num_ranks=world, num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
+            num_tables=num_tables, num_shares=_SHARES, max_moves=max_moves, seconds=seconds,
+            goal=goal_us - relaxation.fixed_us, seed=seed, capacity=capacity,
+            **{n: x.ctypes.data for n, x in arrays.items()})
+        _library().oper_pack(ctypes.byref(packing))
+        picked = [self.book.recipes[k][r[n]] for k, (r, n) in enumerate(
+            zip(self.recipes, arrays["recipe"].tolist(), strict=True))]
+        return Packed(picked, _layout(arrays, packing.count), packing.step + relaxation.fixed_us,
+                      packing.moves)
+
+    def _first_cut(self, k: int) -> tuple[int, int]:
+        """Owners per piece, and columns of each piece, as the relaxation would have them."""
+        relaxation, t = self.relaxation, self.relaxation.tables[k]
+        amount = self.book.amounts[k][self.book.pick[k]]
+        kind = int(relaxation.kinds(amount[None], k, self.bound.prices)[0])
+        for o, option in enumerate(relaxation.options):
+            if option.kind == PUSH and amount[o, IDS] > 0:
+                types = relaxation.pieces.types[k][option.rank_class]
+                j = min(kind, types.mass.size - 1)
+                share = amount[o, IDS] / t.total[IDS] / max(float(types.mass[j]), 1e-3)
+                pieces = int(np.ceil(types.streams[j] - 1e-2))
+                return int(np.clip(np.ceil(share - 1e-2), 1, _OWNERS)), -(-t.spec.dim // pieces)
+        return 1, t.spec.dim
+
+
+def _layout(found: dict[str, np.ndarray], count: int) -> dict[int, list[Shard]]:
+    out: dict[int, list[Shard]] = {}
+    piece = found["piece"][:count]
+    for start, stop in zip(*_runs(piece), strict=True):
+        at = slice(start, stop)
+        weights = found["weight"][at] // np.gcd.reduce(found["weight"][at])
+        out.setdefault(int(found["table"][start]), []).append(
+            (int(found["width"][start]), tuple(found["rank"][at].tolist()),
+             () if (weights == 1).all() else tuple(weights.tolist())))
+    return out
+
+
+def _runs(values: np.ndarray) -> tuple[list[int], list[int]]:
+    """Where runs of equal values begin and end."""
+    if not values.size:
+        return [], []
+    edges = np.flatnonzero(np.diff(values)) + 1
+    return [0, *edges.tolist()], [*edges.tolist(), values.size]

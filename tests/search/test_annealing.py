@@ -1,0 +1,89 @@
+"""Owners of pushed rows by annealing: what comes out is a placement, and costs what it says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from oper.search import annealing
+from oper.search.annealing import Annealing, Packed
+from oper.search.bound import lower_bound
+from oper.search.cost import evaluate
+from oper.search.owner_rows import PUSH
+from oper.search.planner import plan_problem
+from oper.search.problem import Problem
+from oper.search.recipes import RecipeBook
+from tests.search.search_cases import gpus, problem
+
+PUSHED = frozenset({"striped", "owned", "push", "columns"})
+
+
+def _annealing(stated: Problem) -> Annealing:
+    bound = lower_bound(stated)
+    return Annealing(RecipeBook(bound), bound)
+
+
+def _check(stated: Problem, found: Packed) -> None:
+    for k, recipe in enumerate(found.recipes):
+        dim = stated.tables[k].spec.dim
+        pieces = found.layout.get(k, [])
+        assert sum(width for width, _, _ in pieces) == (dim if pieces else 0)
+        for width, ranks, weights in pieces:
+            assert len(set(ranks)) == len(ranks) and len(weights) in (0, len(ranks))
+            assert (width % 4 == 0 and width >= 8) or width == dim
+        assert not pieces or any(recipe.stops)
+
+
+@pytest.mark.parametrize("slow", [0, 4])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_layouts_hold_every_pushed_column_once(seed: int, slow: int) -> None:
+    stated = problem(12, seed, gpus(16, slow=slow), allow=PUSHED)
+    annealed = _annealing(stated)
+    found = annealed.run(20_000, 0.0, seed)
+    _check(stated, found)
+    pushes = [any(annealed.relaxation.options[o].kind == PUSH for o in r.options)
+              for r in found.recipes]
+    assert sorted(found.layout) == np.flatnonzero(pushes).tolist()
+    assert found.num_moves == 20_000
+
+
+def test_the_modelled_step_is_the_evaluated_one() -> None:
+    stated = problem(12, 3, gpus(16), allow=PUSHED)
+    annealed = _annealing(stated)
+    few, many = annealed.run(10, 0.0, 5), annealed.run(40_000, 0.0, 5)
+    assert many.step_us <= few.step_us
+    plan = plan_problem(stated, seed=5)
+    step = evaluate(plan, stated).step_us
+    # The plan pays barriers for its partial sums and squares, which annealing leaves out.
+    assert step <= many.step_us * 1.03 + 2 * stated.topology.costs.phase_us
+
+
+def test_equal_seeds_give_equal_layouts_and_others_other_ones() -> None:
+    annealed = _annealing(problem(8, 1, gpus(8), allow=PUSHED))
+    one, again, other = (annealed.run(5_000, 0.0, s) for s in (3, 3, 4))
+    assert one.layout == again.layout and one.step_us == again.step_us
+    assert one.layout != other.layout
+
+
+def test_it_stops_at_the_goal_and_at_the_end_of_its_time() -> None:
+    annealed = _annealing(problem(8, 1, gpus(8), allow=PUSHED))
+    assert annealed.run(10**9, 1e12, 0).num_moves == 0
+    assert annealed.run(10**9, 0.0, 0, seconds=0.05).num_moves < 10**9
+
+
+def test_owners_are_among_the_ranks_that_a_table_may_use() -> None:
+    held = {"tables": {"t2": {"ranks": [1, 5]}, "t3": {"placements": ["owned"]}}}
+    stated = problem(6, 2, gpus(8), allow=PUSHED, constraints=held)
+    found = _annealing(stated).run(30_000, 0.0, 1)
+    assert {r for _, ranks, _ in found.layout.get(2, []) for r in ranks} <= {1, 5}
+    assert all(len(ranks) == 1 for _, ranks, _ in found.layout.get(3, []))
+
+
+def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
+                                                tmp_path: object) -> None:
+    annealing._library.cache_clear()
+    monkeypatch.setattr(annealing, "__file__", f"{tmp_path}/search/annealing.py")
+    with pytest.raises(Exception, match="build_ext --inplace"):
+        annealing._library()
+    monkeypatch.undo()
+    annealing._library.cache_clear()
