@@ -1,0 +1,94 @@
+"""Concepts of items from the interactions themselves, and the graph among them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from oper.rl_rec.evaluation import training_histories
+from oper.rl_rec.interactions import Interactions
+from oper.rl_rec.models.cadvae import CaDVAEConfig, Concepts, log_odds
+from oper.rl_rec.models.causal_graph import fit_graph
+from oper.rl_rec.models.item_tables import positives
+
+FACTORS = 32
+ROUNDS = 50
+
+
+def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
+    """What `CaDVAE` needs to know of the concepts before training.
+
+    Item concepts (`config.concepts`), the log-odds' mean and standard deviation over the training
+    users, and the graph fitted on those labels (`config.graph`). The labels are standardised
+    before, so that directions among them are one reading of several.
+    """
+    k = config.num_concepts
+    if config.concepts == "learned":
+        return Concepts(graph=torch.zeros(k, k) if config.graph == "none" else None)
+    shares = item_clusters(data, k, sharpness=config.sharpness)
+    items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
+    labels = log_odds(shares, items, lengths)[lengths > 0]
+    mean, std = labels.mean(0), labels.std(0, correction=0)
+    std = torch.where(std > 1e-6, std, 1.0)
+    graph: torch.Tensor | None = torch.zeros(k, k)
+    if config.graph == "free":
+        graph = None
+    elif config.graph == "fit":
+        graph = fit_graph((labels - mean) / std, threshold=config.threshold).float()
+    return Concepts(shares, graph, mean, std)
+
+
+def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0.0,
+                  seed: int = 0) -> torch.Tensor:
+    """Clusters of items that the same users like: float32 [num_items, K], rows that sum to 1.
+
+    Items are described by the leading singular vectors of the users-by-items matrix of positive
+    training interactions, users and items scaled to length 1, and grouped by spherical k-means
+    (Dhillon & Modha 2001). Items without a training interaction belong to all clusters alike.
+
+    Args:
+        data: the interactions.
+        num_clusters: K.
+        sharpness: 0 = each item in one cluster; else softmax of sharpness * cosine to the centres.
+        seed: of the randomised decomposition and of the first centres; the same clusters whatever
+            torch's generator holds.
+    """
+    items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
+    user = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    count = torch.bincount(items, minlength=data.num_items).float()
+    scale = (lengths[user].float() * count[items]).rsqrt()
+    matrix = torch.sparse_coo_tensor(torch.stack([items, user]), scale,
+                                     (data.num_items, lengths.numel()),
+                                     check_invariants=True).coalesce()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        rank = min(FACTORS, *matrix.shape)
+        u, s, _ = torch.svd_lowrank(matrix, q=rank, niter=4)
+        # The first pair is popularity itself.
+        points = torch.nn.functional.normalize((u * s)[:, 1:] if rank > 1 else u, dim=1)
+        seen = count > 0
+        centres = _spherical_kmeans(points[seen], num_clusters)
+    cosine = points @ centres.T
+    if sharpness:
+        shares = (sharpness * cosine).softmax(1)
+    else:
+        shares = torch.nn.functional.one_hot(cosine.argmax(1), num_clusters).float()
+    shares[~seen] = 1 / num_clusters
+    return shares
+
+
+def _spherical_kmeans(points: torch.Tensor, k: int) -> torch.Tensor:
+    """Centres float32 [k, F] of unit points [n, F]; the first ones drawn far from each other."""
+    centres = points[torch.randint(len(points), (1,))]
+    for _ in range(k - 1):
+        far = (1 - (points @ centres.T).amax(1)).clamp(min=0) + 1e-12
+        centres = torch.cat([centres, points[torch.multinomial(far, 1)]])
+    for _ in range(ROUNDS):
+        nearest = (points @ centres.T).argmax(1)
+        sums = torch.zeros_like(centres).index_add(0, nearest, points)
+        moved = torch.nn.functional.normalize(sums, dim=1)
+        moved = torch.where(sums.norm(dim=1, keepdim=True) > 0, moved, centres)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return centres

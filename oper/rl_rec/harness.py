@@ -1,0 +1,197 @@
+"""Any model of the room, over several seeds, on the same users, with intervals.
+
+One process, unsharded, Adam on all weights: for comparing models with each other. Training in
+several processes with sharded tables is ``oper train``'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.rl_rec.evaluation import RankingResult, evaluate_ranking, training_histories
+from oper.rl_rec.interactions import Interactions
+from oper.rl_rec.intervals import Interval, bootstrap, difference
+from oper.rl_rec.models.base import Recommender
+from oper.rl_rec.registry import WORKLOADS
+
+CHOSEN_BY = "ndcg@10"
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """How a model is trained and when it has been trained enough.
+
+    Attributes:
+        epochs: passes over the training users, at most.
+        batch_size: users per step.
+        lr: Adam's learning rate.
+        weight_decay: Adam's L2 penalty.
+        max_norm: the gradient of all weights together is scaled to at most this norm.
+        eval_every: epochs between validations.
+        patience: validations without a better nDCG@10 before training ends.
+    """
+
+    epochs: int = 100
+    batch_size: int = 256
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    max_norm: float = 5.0
+    eval_every: int = 4
+    patience: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "lr", "max_norm", "eval_every", "patience"):
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(fail("invalid options", name, getattr(self, name), "> 0",
+                                             "correct it"))
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A trained model: its weights are those of the best validation.
+
+    Attributes:
+        model: in evaluation mode.
+        test: its ranking of the test users.
+        valid_ndcg: validation nDCG@10 of the weights kept.
+        epochs: passes made over the training users when they were kept.
+        seconds: training and validation together, building included.
+    """
+
+    model: Recommender
+    test: RankingResult
+    valid_ndcg: float
+    epochs: int
+    seconds: float
+
+
+def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptions) -> Fitted:
+    """Train `name` of the registry with `config` (None = its defaults) from a seed.
+
+    Early stopping looks at the validation targets only; the test targets are ranked once.
+    Sets torch's generator.
+
+    Raises:
+        InvalidInputError: no such model, or its loss is no longer a number.
+    """
+    if name not in WORKLOADS:
+        raise InvalidInputError(fail("no such recommender", "name", name,
+                                     f"one of {sorted(WORKLOADS)}", "choose one"))
+    begin = time.perf_counter()
+    workload = WORKLOADS[name]
+    torch.manual_seed(seed)
+    model = workload.build(workload.config() if config is None else config, data)
+    best, best_epoch = -1.0, 0
+    if any(p.requires_grad for p in model.parameters()):
+        best, best_epoch = _train(model, data, seed, options, workload.batches)
+    model.eval()
+    if not best_epoch:
+        best = evaluate_ranking(model, data, "valid", ks=(10,)).summary()[CHOSEN_BY]
+    seconds = time.perf_counter() - begin
+    return Fitted(model, evaluate_ranking(model, data, "test"), best, best_epoch, seconds)
+
+
+def _train(model: Recommender, data: Interactions, seed: int, options: FitOptions,
+           kind: str) -> tuple[float, int]:
+    """Best validation nDCG@10 and the epochs it took; the model holds those weights."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr,
+                                 weight_decay=options.weight_decay)
+    batches = _BATCHES[kind](data, options.batch_size, seed)
+    step, num_steps = 0, options.epochs * sum(1 for _ in batches())
+    best, best_epoch, best_state, waited = -1.0, 0, model.state_dict(), 0
+    for epoch in range(1, options.epochs + 1):
+        model.train()
+        for batch in batches():
+            model.schedule(step, num_steps)
+            optimizer.zero_grad()
+            loss, _ = model(batch)
+            if not bool(loss.isfinite()):
+                raise InvalidInputError(fail("cannot train", "loss", loss.item(),
+                                             "a finite number", "lower the learning rate"))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_norm)
+            optimizer.step()
+            step += 1
+        if epoch % options.eval_every and epoch < options.epochs:
+            continue
+        found = evaluate_ranking(model, data, "valid", ks=(10,)).summary()[CHOSEN_BY]
+        if found > best:
+            best, best_epoch, waited = found, epoch, 0
+            best_state = copy.deepcopy(model.state_dict())
+        else:
+            waited += 1
+            if waited >= options.patience:
+                break
+    model.load_state_dict(best_state)
+    return best, best_epoch
+
+
+def _history_batches(data: Interactions, batch_size: int, seed: int
+                     ) -> Callable[[], Iterator[Any]]:
+    """Training users in a new random order each time."""
+    rng = np.random.default_rng(seed)
+    users = np.flatnonzero(data.train_stop > data.offsets[:-1])
+
+    def batches() -> Iterator[Any]:
+        order = rng.permutation(users)
+        for first in range(0, order.size, batch_size):
+            yield training_histories(data, order[first:first + batch_size])
+
+    return batches
+
+
+_BATCHES: dict[str, Callable[[Interactions, int, int], Callable[[], Iterator[Any]]]] = {
+    "histories": _history_batches,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """One model over several seeds, always the same test users.
+
+    Attributes:
+        name: of the model.
+        seeds: of the runs.
+        per_user: float64 [S, U] by metric.
+        fitted: what else is known of each run, JSON-able.
+    """
+
+    name: str
+    seeds: tuple[int, ...]
+    per_user: dict[str, np.ndarray]
+    fitted: tuple[dict[str, Any], ...]
+
+    def intervals(self) -> dict[str, Interval]:
+        """Bootstrap over users and seeds, by metric."""
+        return {name: bootstrap(values) for name, values in self.per_user.items()}
+
+    def against(self, other: Runs) -> dict[str, Interval]:
+        """Paired differences, this model less the other, by metric."""
+        return {name: difference(values, other.per_user[name])
+                for name, values in self.per_user.items()}
+
+
+def run_seeds(name: str, config: Any, data: Interactions, seeds: Sequence[int],
+              options: FitOptions | None = None) -> Runs:
+    """Train and test `name` from each seed; arguments as of `fit`."""
+    if not seeds:
+        raise InvalidInputError(fail("nothing to run", "seeds", [], "one or more", "name a seed"))
+    results = []
+    for seed in seeds:
+        done = fit(name, config, data, seed, options or FitOptions())
+        results.append((done.test, {
+            "seed": seed, "epochs": done.epochs, "seconds": round(done.seconds, 1),
+            "valid_ndcg@10": round(done.valid_ndcg, 6),
+            "test_ndcg@10": round(done.test.summary()[CHOSEN_BY], 6)}))
+    tests = [r for r, _ in results]
+    return Runs(name, tuple(seeds),
+                {m: np.stack([t.per_user[m] for t in tests]) for m in tests[0].per_user},
+                tuple(f for _, f in results))

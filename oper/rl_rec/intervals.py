@@ -1,0 +1,102 @@
+"""Percentile bootstrap intervals (Efron 1979) of means, differences and ratios."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+
+SAMPLES = 2000
+LEVEL = 0.95
+BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and the interval that holds 95 % of its bootstrap samples."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
+    def to_json(self) -> dict[str, float]:
+        """Rounded to six decimals."""
+        return {"mean": round(self.mean, 6), "low": round(self.low, 6), "high": round(self.high, 6)}
+
+
+def bootstrap(values: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Interval:
+    """The mean.
+
+    Args:
+        values: float [N] users, or [S, N]: S training seeds by the same N users. Seeds and users
+            are both drawn with replacement, so that the interval holds both kinds of chance.
+        samples: bootstrap samples.
+        seed: of the drawing; equal seeds draw the same users.
+
+    Raises:
+        InvalidInputError: no values, or not finite.
+    """
+    table = np.atleast_2d(np.asarray(values, np.float64))
+    _check(table, samples)
+    num_seeds, num_users = table.shape
+    sums = resampled_sums(table, samples, seed)
+    drawn = np.random.default_rng([seed, 1]).integers(0, num_seeds, (samples, num_seeds))
+    means = np.take_along_axis(sums, drawn, 1).mean(1) / num_users
+    return interval(float(table.mean()), means)
+
+
+def difference(a: np.ndarray, b: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Interval:
+    """mean(a) - mean(b) on the same users, [N] or [S, N] each (paired by user and by seed)."""
+    a, b = np.atleast_2d(a), np.atleast_2d(b)
+    if a.shape[1:] != b.shape[1:]:
+        raise InvalidInputError(fail("cannot compare", "users", (a.shape[1], b.shape[1]),
+                                     "the same users on both sides", "evaluate the same split"))
+    if len(a) != len(b):
+        a, b = a.mean(0, keepdims=True), b.mean(0, keepdims=True)
+    return bootstrap(a - b, samples, seed)
+
+
+def ratio(numerator: np.ndarray, denominator: np.ndarray, samples: int = SAMPLES, seed: int = 0
+          ) -> Interval:
+    """sum(numerator) / sum(denominator), both float [N], drawn in pairs."""
+    pairs = np.stack([np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)])
+    _check(pairs, samples)
+    if not pairs[1].sum() > 0 or (pairs[1] < 0).any():
+        raise InvalidInputError(fail("cannot give a ratio", "sum of the denominators",
+                                     float(pairs[1].sum()), "> 0, none negative", "count again"))
+    sums = resampled_sums(pairs, samples, seed)
+    sums = sums[sums[:, 1] > 0]
+    return interval(float(pairs[0].sum() / pairs[1].sum()), sums[:, 0] / sums[:, 1])
+
+
+def resampled_sums(table: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> np.ndarray:
+    """Sums over N columns drawn with replacement: float64 [samples, M] of float64 [M, N]."""
+    rng = np.random.default_rng(seed)
+    num = table.shape[1]
+    sums = np.empty((samples, table.shape[0]))
+    for first in range(0, samples, BLOCK):
+        block = sums[first:first + BLOCK]
+        # How often each column is drawn, instead of copies of the columns.
+        times = np.stack([np.bincount(rng.integers(0, num, num), minlength=num) for _ in block])
+        block[:] = times.astype(np.float64) @ table.T
+    return sums
+
+
+def interval(mean: float, samples: np.ndarray) -> Interval:
+    """The interval of an estimate from its bootstrap samples [n]."""
+    low, high = np.percentile(samples, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+    return Interval(mean, float(low), float(high))
+
+
+def _check(table: np.ndarray, samples: int) -> None:
+    if table.ndim != 2 or not table.size or not np.isfinite(table).all():
+        raise InvalidInputError(fail("cannot give an interval", "values", table.shape,
+                                     "finite numbers, one or more", "measure something first"))
+    if samples < 1:
+        raise InvalidInputError(fail("cannot give an interval", "samples", samples, ">= 1",
+                                     "draw some"))

@@ -1,0 +1,70 @@
+"""Rows of unequal length: users' items, held-out positives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from oper.errors import InvalidInputError, fail
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """Rows of item ids one after another.
+
+    Attributes:
+        values: int64 [L].
+        offsets: int64 [N + 1], from 0 to L, never falling; row n is
+            ``values[offsets[n]:offsets[n + 1]]``.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+    def __post_init__(self) -> None:
+        o = self.offsets
+        if (o.ndim != 1 or o.numel() < 1 or int(o[0]) != 0 or int(o[-1]) != self.values.numel()
+                or self.values.ndim != 1 or bool((o.diff() < 0).any())):
+            raise InvalidInputError(fail(
+                "cannot read rows", "offsets", o.tolist()[:8],
+                f"int64 [N + 1] that rise from 0 to the {self.values.numel()} values",
+                "count the values of each row"))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> Jagged:
+        """From one sequence of ids per row."""
+        lengths = torch.tensor([len(r) for r in rows], dtype=torch.int64)
+        values = torch.tensor([x for r in rows for x in r], dtype=torch.int64)
+        return cls.from_lengths(values, lengths)
+
+    @classmethod
+    def from_lengths(cls, values: torch.Tensor, lengths: torch.Tensor) -> Jagged:
+        """From values [L] and the rows' lengths int64 [N]."""
+        return cls(values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+    def __len__(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [N]."""
+        return self.offsets.diff()
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The row of each value, int64 [L]."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    def __getitem__(self, chosen: torch.Tensor | slice) -> Jagged:
+        """The chosen rows, in that order: int64 [M] or a slice."""
+        rows = torch.arange(len(self))[chosen] if isinstance(chosen, slice) else chosen
+        lengths = self.lengths[rows]
+        picked = Jagged.from_lengths(self.values.new_empty(int(lengths.sum())), lengths)
+        start = torch.repeat_interleave(self.offsets[rows] - picked.offsets[:-1], lengths)
+        return Jagged(self.values[start + torch.arange(start.numel())], picked.offsets)
+
+    def row(self, n: int) -> torch.Tensor:
+        """Row n as a tensor."""
+        return self.values[int(self.offsets[n]):int(self.offsets[n + 1])]

@@ -1,0 +1,423 @@
+"""CaD-VAE: user representations split into concepts that may cause one another.
+
+A re-implementation from the abstract of Wang et al., "Causal Disentangled Variational Auto-Encoder
+for Preference Understanding in Recommendation" (SIGIR 2023), and from public related work:
+CausalVAE (Yang et al., CVPR 2021) for the structural layer, MacridVAE (Ma et al., NeurIPS 2019) for
+concepts of items and the decoder. It is not a reproduction and claims none of the paper's numbers.
+
+B users, K concepts, d columns per concept, H columns of the encoder, n candidate items; S_u are the
+items that user u liked. c [n, K], rows that sum to 1, says how much an item belongs to a concept.
+
+    labels      u_k = standardised log-odds of concept k among S_u against the last concept   [B, K]
+    encoder     y_k = |S_u|^(-1/2) sum_{i in drop(S_u)} c_{i,k} W_in[i]                    [B, K, H]
+                (mu_k, log sigma_k^2) = W_2 tanh(y_k + b) + b_2          shared over k     [B, K, d]
+                eps_k = mu_k + sigma_k * xi                              (evaluation: mu)  [B, K, d]
+    structure   linear      z = A' z + eps, that is z = (I - A')^(-1) eps                  [B, K, d]
+                non-linear  z_k = f_k((A' z)_k) + eps_k in topological order;
+                            f_k(x) = x + MLP_k(x), MLP_k d -> 32 -> d with ELU, 0 at the start
+                A [K, K], A_{jk} != 0 where concept j causes concept k
+    decoder     p(i | z) ~ sum_k c_{i,k} exp(cos(z_k, W_out[i]) / tau)                        [B, n]
+    loss        -sum_{i in S_u} log p(i | z)
+                + beta_eps sum_k KL(q(eps_k | x) || N(0, prior_std^2 I))
+                + beta_z   sum_k KL(q(z_k | x)   || N(u_k 1, label_std^2 I))
+                + label_weight |u - A' u|^2                              means over users
+                + mask_weight sum_k |f_k((A' z)_k) - (A' z)_k|^2         z of the linear layer
+                + multiplier h(A) + penalty / 2 h(A)^2 + l1 |A|_1        free graphs only
+    do(z_k = v) replaces row k and works its descendants out again from their causes and their own
+                eps (abduction, action, prediction; Pearl 2009), then decodes.
+
+Choices that keep A meaningful: it is fitted on the labels first, cut at a threshold, and only the
+kept edges are trained on (``graph`` given; h(A) = 0 throughout); the map of labels has unit gain,
+so that it cannot rescale A'u while A shrinks; log-odds against one concept instead of shares,
+which sum to 1. CausalVAE applies its non-linear layer once; here it defines the structural
+equations, so that interventions are exact in both layers.
+
+K = 1, A = 0, ``similarity="dot"``, tau = 1, no labels: MultVAE without a hidden decoder layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.models.causal_graph import acyclic_support, acyclicity, topological_order
+from oper.rl_rec.models.item_tables import (
+    Candidates,
+    ItemBags,
+    ItemRows,
+    annealed,
+    bag_weights,
+    gaussian_kl,
+    multinomial_nll,
+    positives,
+    rows_of,
+    sample,
+)
+
+LAYERS = ("linear", "nonlinear")
+SIMILARITIES = ("cosine", "dot")
+MAX_PENALTY = 1e6
+MASK_HIDDEN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class CaDVAEConfig:
+    """Sizes and weights.
+
+    Attributes:
+        num_concepts: K.
+        hidden: H, columns of the encoder's table.
+        dim: d, columns per concept.
+        layer: ``"linear"`` or ``"nonlinear"`` structural layer.
+        similarity: ``"cosine"`` or ``"dot"`` of a concept's z with an item's row.
+        temperature: tau.
+        concepts: where c comes from, when the model is built from data: ``"clusters"`` of items
+            that the same users like, or ``"learned"``: softmax over k of cos(W_out[i], m_k) / tau
+            with prototypes m [K, d] (MacridVAE).
+        sharpness: of the clusters: softmax of sharpness * cosine to their centres; 0 = each item
+            in one cluster only.
+        graph: ``"fit"`` on the labels before training, ``"free"`` (all edges, kept acyclic by the
+            augmented Lagrangian), or ``"none"`` (A = 0).
+        threshold: smallest weight of an edge.
+        dropout: chance that an item is dropped from the input.
+        prior_std, label_std: standard deviations of the two priors.
+        beta_eps, beta_z: weights of the KL terms at the end of annealing.
+        anneal: share of the steps over which they rise from 0.
+        label_weight, mask_weight, l1: see the loss.
+        sampled: candidates per step; 0 = the full softmax.
+    """
+
+    num_concepts: int = 4
+    hidden: int = 300
+    dim: int = 100
+    layer: str = "linear"
+    similarity: str = "cosine"
+    temperature: float = 0.1
+    concepts: str = "clusters"
+    sharpness: float = 4.0
+    graph: str = "fit"
+    threshold: float = 0.3
+    dropout: float = 0.5
+    prior_std: float = 1.0
+    label_std: float = 1.0
+    beta_eps: float = 0.2
+    beta_z: float = 0.02
+    anneal: float = 0.5
+    label_weight: float = 1.0
+    mask_weight: float = 0.1
+    l1: float = 0.01
+    sampled: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("layer", self.layer, LAYERS),
+                                     ("similarity", self.similarity, SIMILARITIES),
+                                     ("concepts", self.concepts, ("clusters", "learned")),
+                                     ("graph", self.graph, ("fit", "free", "none"))):
+            if value not in allowed:
+                raise ValueError(f"model.{name} = {value!r}: expected one of {allowed}")
+        for name in ("num_concepts", "hidden", "dim", "temperature", "prior_std", "label_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"model.{name} = {getattr(self, name)}: expected > 0")
+        if self.layer == "nonlinear" and self.graph == "free":
+            raise ValueError("model.graph = 'free': the non-linear layer follows a topological "
+                             "order; expected 'fit', 'none', or a given graph")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Concepts:
+    """What is known of the concepts before training.
+
+    Attributes:
+        shares: c, float32 [num_items, K], rows that sum to 1; None = learned.
+        graph: A to start from, float [K, K], whose non-zero entries are the edges; None = all
+            edges may be used (a free graph).
+        label_mean, label_std: of the log-odds over the training users, float32 [K]; None = labels
+            are not used.
+    """
+
+    shares: torch.Tensor | None = None
+    graph: torch.Tensor | None = None
+    label_mean: torch.Tensor | None = None
+    label_std: torch.Tensor | None = None
+
+
+class CaDVAE(Recommender):
+    """See the top of this file.
+
+    Args:
+        num_items: rows of the item tables, row 0 (padding) included.
+        config: sizes and weights.
+        concepts: what is known of the concepts; by default they are learned, without labels, with
+            a free graph.
+    """
+
+    shares: torch.Tensor | None
+    label_mean: torch.Tensor | None
+    label_std: torch.Tensor | None
+    edges: torch.Tensor
+    lagrange: torch.Tensor
+
+    def __init__(self, num_items: int, config: CaDVAEConfig | None = None,
+                 concepts: Concepts | None = None) -> None:
+        super().__init__()
+        c = self.config = config or CaDVAEConfig()
+        known = concepts or Concepts()
+        k, self.num_items, self.anneal = c.num_concepts, num_items, 1.0
+        _check(known, num_items, k)
+        self.item_in = ItemBags("item_in", num_items, c.hidden, k)
+        self.bias = nn.Parameter(torch.zeros(c.hidden))
+        self.posterior = nn.Linear(c.hidden, 2 * c.dim)
+        self.item_out = ItemRows("item_out", num_items, c.dim)
+        self.register_buffer("shares", None if known.shares is None else known.shares.float())
+        self.prototypes = nn.Parameter(torch.randn(k, c.dim)) if known.shares is None else None
+        self.register_buffer("label_mean", known.label_mean)
+        self.register_buffer("label_std", known.label_std)
+        off_diagonal = 1 - torch.eye(k)
+        self.free = known.graph is None
+        start = (0.1 * torch.randn(k, k) if known.graph is None else known.graph.float())
+        self.register_buffer("edges", off_diagonal if self.free else (start != 0).float())
+        self.weights = nn.Parameter(start * self.edges)
+        # lambda, c and the last h(A) of the augmented Lagrangian.
+        self.register_buffer("lagrange", torch.tensor([0.0, 1.0, float("inf")]))
+        self.order = [] if self.free else topological_order(self.edges.bool())
+        self.masks = nn.ModuleList(_Residual(c.dim) for _ in range(k)) if (
+            c.layer == "nonlinear") else None
+        if self.masks is not None and self.free:
+            raise ValueError("a free graph with the non-linear layer: expected a given graph")
+
+    @property
+    def adjacency(self) -> torch.Tensor:
+        """A, float32 [K, K]."""
+        return self.weights * self.edges
+
+    def support(self) -> torch.Tensor:
+        """The edges that interventions follow, bool [K, K]: acyclic, at least the threshold."""
+        if not self.free:
+            return self.edges.bool()
+        return acyclic_support(self.adjacency.detach(), self.config.threshold)
+
+    def labels(self, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        """u, float32 [B, K], or None without label statistics."""
+        if self.shares is None or self.label_mean is None or self.label_std is None:
+            return None
+        return (log_odds(self.shares, items, lengths) - self.label_mean) / self.label_std
+
+    def item_concepts(self, items: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """c of items int64 [n], float32 [n, K]; `rows` float32 [n, d] are needed to learn c."""
+        if self.shares is not None:
+            return self.shares[items]
+        assert self.prototypes is not None and rows is not None
+        cosine = _unit(rows) @ _unit(self.prototypes).T
+        return (cosine / self.config.temperature).softmax(1)
+
+    def infer(self, lengths: torch.Tensor, items: torch.Tensor, concepts: torch.Tensor
+              ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and log variance of eps, float32 [B, K, d] each; concepts float32 [L, K]."""
+        weights = bag_weights(lengths, self.config.dropout, self.training)
+        y = self.item_in(items, lengths, concepts.T * weights)
+        mean, log_var = self.posterior((y + self.bias).tanh()).chunk(2, dim=2)
+        return mean, log_var.clamp(-8, 4)
+
+    def structure(self, eps: torch.Tensor) -> torch.Tensor:
+        """z float32 [B, K, d] from eps."""
+        a = self.adjacency
+        if self.masks is None:
+            return solve(a, eps)
+        z: dict[int, torch.Tensor] = {}
+        for k in self.order:
+            causes = self.edges[:, k].nonzero()[:, 0].tolist()
+            z[k] = eps[:, k]
+            if causes:
+                inflow = torch.stack([a[j, k] * z[j] for j in causes]).sum(0)
+                z[k] = z[k] + self.masks[k](inflow)
+        return torch.stack([z[k] for k in range(len(a))], 1)
+
+    def intervene(self, z: torch.Tensor, concept: int, value: torch.Tensor) -> torch.Tensor:
+        """do(z_k = v): float32 [B, K, d].
+
+        Every concept keeps its own eps; only descendants of `concept` change with it.
+
+        Args:
+            z: float32 [B, K, d] as of `encode`.
+            concept: k.
+            value: v, float32 [d] or [B, d].
+        """
+        if not 0 <= concept < z.shape[1]:
+            raise ValueError(f"concept {concept}: expected 0 <= concept < {z.shape[1]}")
+        support = self.support()
+        a = self.adjacency * support
+        z, before = z.clone(), z
+        z[:, concept] = value
+        touched = {concept}
+        for k in topological_order(support):
+            causes = support[:, k].nonzero()[:, 0].tolist()
+            if k != concept and touched.intersection(causes):
+                touched.add(k)
+                own = before[:, k] - self._effect(k, a, before)
+                z[:, k] = self._effect(k, a, z) + own
+        return z
+
+    def _effect(self, k: int, a: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """What the causes of concept k add to it, float32 [B, d]."""
+        inflow = torch.einsum("j,bjd->bd", a[:, k], z)
+        return inflow if self.masks is None else self.masks[k](inflow)
+
+    def decode(self, z: torch.Tensor, rows: torch.Tensor, concepts: torch.Tensor) -> torch.Tensor:
+        """log sum_k c_{i,k} exp(similarity / tau), float32 [B, n], from rows float32 [n, d]."""
+        return (self._similarity(z, rows) + concepts.T.log()).logsumexp(1)
+
+    def _similarity(self, z: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if self.config.similarity == "cosine":
+            z, rows = _unit(z), _unit(rows)
+        return torch.einsum("bkd,nd->bkn", z, rows) / self.config.temperature
+
+    def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss float32 [] and its parts."""
+        items, lengths = positives(batch)
+        candidates = Candidates(self.num_items, self.config.sampled)
+        mine, others = candidates.rows(self.item_out, items, lengths.numel())
+        concepts = self.item_concepts(items, mine)
+        mean, log_var = self.infer(lengths, items, concepts)
+        z = self.structure(sample(mean, log_var, self.training))
+        scores = self.decode(z, others, self.item_concepts(candidates.items, others))
+        own = scores if candidates.all else self._own_scores(z, lengths, mine, concepts)
+        parts = {"nll": multinomial_nll(own, scores, items, lengths, candidates)}
+        labels = self.labels(items, lengths)
+        loss = parts["nll"] + self._divergences(mean, log_var, labels, parts)
+        loss = loss + self._causal_terms(mean, labels, parts)
+        return loss, {name: value.detach() for name, value in parts.items()}
+
+    def _own_scores(self, z: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor,
+                    concepts: torch.Tensor) -> torch.Tensor:
+        """Scores of the users' own items, float32 [L]."""
+        if self.config.similarity == "cosine":
+            z, rows = _unit(z), _unit(rows)
+        found = torch.einsum("lkd,ld->lk", z[rows_of(lengths)], rows) / self.config.temperature
+        return (found + concepts.log()).logsumexp(1)
+
+    def _divergences(self, mean: torch.Tensor, log_var: torch.Tensor,
+                     labels: torch.Tensor | None, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The two KL terms, of eps and of z as the linear layer gives it."""
+        c = self.config
+        parts["kl_eps"] = gaussian_kl(mean, log_var, 0.0, c.prior_std).sum((1, 2)).mean()
+        loss = self.anneal * c.beta_eps * parts["kl_eps"]
+        if labels is not None:
+            # z is a linear map M of eps; its marginals are Gaussian with variances M^2 sigma^2.
+            inverse = torch.linalg.solve(_unmixing(self.adjacency), torch.eye(
+                mean.shape[1], dtype=mean.dtype))
+            z_mean = torch.einsum("kj,bjd->bkd", inverse, mean)
+            z_var = torch.einsum("kj,bjd->bkd", inverse.square(), log_var.exp())
+            parts["kl_z"] = gaussian_kl(z_mean, z_var.log(), labels.unsqueeze(2),
+                                        c.label_std).sum((1, 2)).mean()
+            loss = loss + self.anneal * c.beta_z * parts["kl_z"]
+        return loss
+
+    def _causal_terms(self, mean: torch.Tensor, labels: torch.Tensor | None,
+                      parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Label map, mask and, for a free graph, acyclicity."""
+        c, a = self.config, self.adjacency
+        loss = 0.0 * a.sum()  # every parameter takes part, whatever is switched off
+        if labels is not None:
+            parts["label"] = (labels - labels @ a).square().sum(1).mean()
+            loss = loss + c.label_weight * parts["label"]
+        if self.masks is not None:
+            inflow = torch.einsum("jk,bjd->bkd", a, solve(a, mean))
+            parts["mask"] = torch.stack([
+                (mask(inflow[:, k]) - inflow[:, k]).square().sum(1).mean()
+                for k, mask in enumerate(self.masks)]).sum()
+            loss = loss + c.mask_weight * parts["mask"]
+        if self.free:
+            parts["acyclicity"] = h = acyclicity(a)
+            loss = (loss + self.lagrange[0] * h + 0.5 * self.lagrange[1] * h * h
+                    + c.l1 * a.abs().sum())
+        return loss
+
+    def lookups(self, batch: Histories) -> list[Any]:
+        """Of the encoder's bags (K features on one table) and of the decoder's rows."""
+        items, lengths = positives(batch)
+        weights = torch.ones(self.config.num_concepts, items.numel())
+        candidates = Candidates(self.num_items, self.config.sampled)
+        return [self.item_in.lookups(items, lengths, weights),
+                self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
+
+    def encode(self, histories: Histories) -> torch.Tensor:
+        """z float32 [B, K, d]."""
+        items, lengths = positives(histories)
+        rows = self.item_out(items) if self.shares is None else None
+        return self.structure(self.infer(lengths, items, self.item_concepts(items, rows))[0])
+
+    def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """float32 [B, n] of z float32 [B, K, d], as it comes from `encode` or `intervene`."""
+        rows = self.item_out(items)
+        return self.decode(encoded, rows, self.item_concepts(items, rows))
+
+    @torch.no_grad()
+    def schedule(self, step: int, num_steps: int) -> None:
+        """Anneals the KL terms; for a free graph, updates the multipliers twenty times in all."""
+        self.anneal = annealed(step, num_steps, self.config.anneal)
+        if self.free and step and step % max(1, num_steps // 20) == 0:
+            h, (multiplier, penalty, before) = acyclicity(self.adjacency), self.lagrange
+            self.lagrange[0] = multiplier + penalty * h
+            self.lagrange[1] = (penalty * (10 if h > before / 4 else 1)).clamp(max=MAX_PENALTY)
+            self.lagrange[2] = h
+
+
+class _Residual(nn.Module):
+    """``f(x) = x + MLP(x)``, the identity until it is trained."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        last = nn.Linear(MASK_HIDDEN, dim)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(nn.Linear(dim, MASK_HIDDEN), nn.ELU(), last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+def solve(a: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """z [B, K, d] with ``(I - A') z = eps``; A [K, K]."""
+    return torch.linalg.solve(_unmixing(a), eps)
+
+
+def log_odds(shares: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Concepts among each user's items: ``log((n_k + 1/2) / (n_K + 1/2))``, float32 [B, K].
+
+    The last concept is the reference, so its column is 0: shares of all concepts would be
+    collinear. 1/2 is Haldane's correction for concepts that a user has not met.
+
+    Args:
+        shares: c, float32 [num_items, K].
+        items: int64 [L].
+        lengths: int64 [B].
+    """
+    count = torch.zeros(lengths.numel(), shares.shape[1]).index_add(
+        0, rows_of(lengths), shares[items]) + 0.5
+    return (count / count[:, -1:]).log()
+
+
+def _unmixing(a: torch.Tensor) -> torch.Tensor:
+    """I - A'."""
+    return torch.eye(len(a), dtype=a.dtype) - a.T
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.normalize(x, dim=-1)
+
+
+def _check(known: Concepts, num_items: int, k: int) -> None:
+    if known.shares is not None:
+        sums = known.shares.sum(1)
+        if known.shares.shape != (num_items, k) or bool((known.shares < 0).any()) or (
+                not torch.allclose(sums, torch.ones_like(sums), atol=1e-4)):
+            raise ValueError(f"concepts of items, {tuple(known.shares.shape)}: expected "
+                             f"[{num_items}, {k}], >= 0, rows that sum to 1")
+    for name, value, shape in (("graph", known.graph, (k, k)), ("label_mean", known.label_mean,
+                               (k,)), ("label_std", known.label_std, (k,))):
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(f"{name} of shape {tuple(value.shape)}: expected {shape}")

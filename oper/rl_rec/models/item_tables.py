@@ -1,0 +1,208 @@
+"""What the autoencoders share: items as weighted bags and as rows, and the multinomial over items.
+
+Row 0 of every table is padding: no bag holds it and it is never a candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from oper.rl_rec.models.base import Histories
+
+
+class ItemBags(nn.Module):
+    """K weighted sums over the same items of one table: ``y_k = sum_i w_{k,i} W[i]``.
+
+    An ``EmbeddingBagCollection`` with K features on one table and weights per id. It equals the
+    first layer of an autoencoder, a dense product with the K weighted multi-hot vectors.
+
+    Args:
+        name: of the table.
+        num_items: rows, row 0 included.
+        dim: columns H.
+        num_sets: K.
+    """
+
+    def __init__(self, name: str, num_items: int, dim: int, num_sets: int = 1) -> None:
+        super().__init__()
+        self.features = [f"{name}{k}" for k in range(num_sets)]
+        # Glorot and Bengio 2010, as in MultVAE: the sum over a row of the multi-hot has variance
+        # about 1 / dim.
+        self.bags = EmbeddingBagCollection(
+            [EmbeddingBagConfig(name=name, num_embeddings=num_items, embedding_dim=dim,
+                                feature_names=self.features,
+                                init_fn=partial(nn.init.normal_,
+                                                std=math.sqrt(2 / (num_items + dim))))],
+            is_weighted=True, device=torch.device("cpu"))
+
+    def lookups(self, items: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
+                ) -> KeyedJaggedTensor:
+        """The KJT: items int64 [L], lengths int64 [B], weights float32 [K, L]."""
+        k = len(self.features)
+        return KeyedJaggedTensor(self.features, items.repeat(k), weights.reshape(-1),
+                                 lengths=lengths.repeat(k), stride=lengths.numel())
+
+    def forward(self, items: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
+                ) -> torch.Tensor:
+        """float32 [B, K, H] from items int64 [L], lengths int64 [B], weights float32 [K, L]."""
+        pooled = self.bags(self.lookups(items, lengths, weights)).values()
+        return pooled.view(lengths.numel(), len(self.features), -1)
+
+
+class ItemRows(nn.Module):
+    """Rows of candidate items, through an ``EmbeddingCollection``.
+
+    Args:
+        name: of the table.
+        num_items: rows, row 0 included.
+        dim: columns d.
+    """
+
+    def __init__(self, name: str, num_items: int, dim: int) -> None:
+        super().__init__()
+        self.feature = name
+        self.rows = EmbeddingCollection(
+            [EmbeddingConfig(name=name, num_embeddings=num_items, embedding_dim=dim,
+                             feature_names=[name],
+                             init_fn=partial(nn.init.normal_,
+                                             std=math.sqrt(2 / (num_items + dim))))],
+            device=torch.device("cpu"))
+
+    def lookups(self, items: torch.Tensor, samples: int = 1) -> KeyedJaggedTensor:
+        """The KJT of ids int64 [n], shared out among `samples`.
+
+        Which sample an id is counted for changes no number; it tells statistics that a batch of so
+        many samples looks up n ids.
+        """
+        at = torch.arange(samples)
+        lengths = items.numel() // samples + (at < items.numel() % samples).long()
+        return KeyedJaggedTensor([self.feature], items, stride=samples, lengths=lengths)
+
+    def forward(self, items: torch.Tensor, samples: int = 1) -> torch.Tensor:
+        """float32 [n, d] from items int64 [n]."""
+        return self.rows(self.lookups(items, samples))[self.feature].values()
+
+
+def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:
+    """Items with a positive reward, int64 [L], and how many of each user, int64 [B]."""
+    keep = histories.rewards > 0
+    user = rows_of(histories.lengths)[keep]
+    return histories.items[keep], torch.bincount(user, minlength=histories.lengths.numel())
+
+
+def rows_of(lengths: torch.Tensor) -> torch.Tensor:
+    """The row of each value, int64 [L], from lengths int64 [B]."""
+    return torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+
+
+def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.Tensor:
+    """Weights of a user's items, ``|S_u|^(-1/2)``, with inverted dropout; float32 [L].
+
+    A weight of 0 is a dropped item: the multi-hot vector, normalised to length 1, with dropout.
+    """
+    weights = lengths.float().clamp(min=1).rsqrt().repeat_interleave(lengths)
+    return nn.functional.dropout(weights, dropout, training)
+
+
+class Candidates:
+    """The items that a training step scores: all of them, or a sample.
+
+    With a sample, the partition function is estimated per user u as the exact sum over S_u plus
+    the sum over sampled items outside of S_u, each divided by how often it is expected in the
+    sample (importance sampling; the logQ correction of Bengio & Senecal 2008). The estimate is
+    unbiased, and with every item sampled once it is the full softmax.
+
+    Args:
+        num_items: rows of the table, row 0 included.
+        num_sampled: 0 = all items; else so many draws from a log-uniform distribution over ids,
+            which suits ids in order of popularity.
+    """
+
+    def __init__(self, num_items: int, num_sampled: int) -> None:
+        if num_items < 2 or num_sampled < 0:
+            raise ValueError(f"num_items = {num_items}, num_sampled = {num_sampled}: expected "
+                             ">= 2 rows (row 0 is padding) and >= 0 draws")
+        count = num_items - 1
+        self.all = num_sampled == 0
+        if self.all:
+            self.items = torch.arange(1, num_items)
+            self.log_expected = torch.zeros(count)
+        else:
+            # P(i) = log((i + 1) / i) / log(count + 1), by inversion of its distribution function.
+            draw = torch.rand(num_sampled, dtype=torch.float64) * math.log(count + 1)
+            self.items = draw.exp().long().clamp(1, count)
+            i = self.items.double()
+            chance = ((i + 1) / i).log() / math.log(count + 1)
+            self.log_expected = (num_sampled * chance).log().float()
+
+    def ids(self, own: torch.Tensor) -> torch.Tensor:
+        """What a training step looks up for users' own items int64 [L]: all, or own + sampled."""
+        return self.items if self.all else torch.cat([own, self.items])
+
+    def rows(self, table: ItemRows, own: torch.Tensor, users: int
+             ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of B users' own items, float32 [L, d], and of the candidates, float32 [n, d]."""
+        found = table(self.ids(own), max(users, 1))
+        if self.all:
+            return found[own - 1], found
+        return found[:own.numel()], found[own.numel():]
+
+
+def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor,
+                    lengths: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+    """``-sum_{i in S_u} log p(i | z_u)``, the mean over users; float32 [].
+
+    Args:
+        own: scores of each user's own items, float32 [L]; unused when all items are scored.
+        others: scores of the candidates, float32 [B, n].
+        items, lengths: the users' items int64 [L], and how many each has, int64 [B].
+        candidates: what the columns of `others` are.
+    """
+    row, users = rows_of(lengths), max(lengths.numel(), 1)
+    if candidates.all:
+        return -others.log_softmax(1)[row, items - 1].sum() / users
+    corrected = others - candidates.log_expected
+    corrected = corrected.masked_fill(_has(items, row, candidates.items, lengths.numel()),
+                                      float("-inf"))
+    # One log-sum-exp over a user's own items and the sampled others; shifted by its maximum.
+    top = corrected.detach().amax(1).scatter_reduce(0, row, own.detach(), "amax")
+    total = (corrected - top.unsqueeze(1)).exp().sum(1).index_add(0, row, (own - top[row]).exp())
+    return -(own - (top + total.log())[row]).sum() / users
+
+
+def _has(items: torch.Tensor, row: torch.Tensor, sampled: torch.Tensor, users: int
+         ) -> torch.Tensor:
+    """bool [B, n]: does user b have sampled item j?"""
+    found = torch.zeros(users, sampled.numel(), dtype=torch.bool)
+    order = sampled.argsort()
+    ids = sampled[order].contiguous()
+    low, high = torch.searchsorted(ids, items), torch.searchsorted(ids, items, right=True)
+    times = high - low
+    start = (low - (times.cumsum(0) - times)).repeat_interleave(times)
+    found[row.repeat_interleave(times), order[start + torch.arange(start.numel())]] = True
+    return found
+
+
+def gaussian_kl(mean: torch.Tensor, log_var: torch.Tensor, prior_mean: torch.Tensor | float = 0.0,
+                prior_std: float = 1.0) -> torch.Tensor:
+    """``KL(N(mean, exp(log_var)) || N(prior_mean, prior_std^2))``, elementwise."""
+    variance = prior_std * prior_std
+    return 0.5 * (math.log(variance) - log_var - 1
+                  + (log_var.exp() + (mean - prior_mean).square()) / variance)
+
+
+def sample(mean: torch.Tensor, log_var: torch.Tensor, training: bool) -> torch.Tensor:
+    """``mean + sigma * xi`` with xi standard normal in training, else the mean."""
+    return mean + (0.5 * log_var).exp() * torch.randn_like(mean) if training else mean
+
+
+def annealed(step: int, num_steps: int, share: float) -> float:
+    """Linear from 0 to 1 over the first `share` of the steps (Bowman et al. 2016)."""
+    return min(1.0, step / max(1.0, share * num_steps))

@@ -1,0 +1,128 @@
+"""MultVAE: variational autoencoder with a multinomial likelihood.
+
+Liang, Krishnan, Hoffman & Jebara, "Variational Autoencoders for Collaborative Filtering", WWW 2018.
+
+    y = |S_u|^(-1/2) sum_{i in drop(S_u)} W_in[i]                   [B, H]   a weighted bag
+    (mu, log sigma^2) = W_2 tanh(y + b) + b_2                       [B, d] each
+    z = mu + sigma * xi  (evaluation: mu)                           [B, d]
+    g = tanh(W_3 z + b_3), or z itself without a hidden layer       [B, G]
+    score(i) = <g, W_out[i]>                                        [B, n]
+    loss = mean_u( -sum_{i in S_u} log softmax(score)_i + beta * KL(q(z | x_u) || N(0, I)) )
+
+Differences: no bias per item in the last layer (a row of a table is a vector), unless
+``item_bias``, when the last column of W_out is the bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.models.item_tables import (
+    Candidates,
+    ItemBags,
+    ItemRows,
+    annealed,
+    bag_weights,
+    gaussian_kl,
+    multinomial_nll,
+    positives,
+    rows_of,
+    sample,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MultVAEConfig:
+    """Sizes and weights; the defaults are the paper's.
+
+    Attributes:
+        hidden: H, columns of the encoder's table.
+        dim: d, latent columns.
+        decoder_hidden: G, the decoder's hidden layer; 0 = none.
+        item_bias: a learned score per item.
+        dropout: chance that an item is dropped from the input.
+        beta: weight of the KL term at the end of annealing.
+        anneal: share of the steps over which it rises from 0.
+        sampled: candidates per step; 0 = the full softmax.
+    """
+
+    hidden: int = 600
+    dim: int = 200
+    decoder_hidden: int = 600
+    item_bias: bool = True
+    dropout: float = 0.5
+    beta: float = 0.2
+    anneal: float = 0.5
+    sampled: int = 0
+
+
+class MultVAE(Recommender):
+    """See the top of this file.
+
+    Args:
+        num_items: rows of the item tables, row 0 (padding) included.
+        config: sizes and weights.
+    """
+
+    def __init__(self, num_items: int, config: MultVAEConfig | None = None) -> None:
+        super().__init__()
+        c = self.config = config or MultVAEConfig()
+        self.num_items, self.beta = num_items, c.beta
+        width = c.decoder_hidden or c.dim
+        self.item_in = ItemBags("item_in", num_items, c.hidden)
+        self.bias = nn.Parameter(torch.zeros(c.hidden))
+        self.posterior = nn.Linear(c.hidden, 2 * c.dim)
+        self.decoder = (nn.Sequential(nn.Linear(c.dim, width), nn.Tanh()) if c.decoder_hidden
+                        else nn.Identity())
+        self.item_out = ItemRows("item_out", num_items, width + int(c.item_bias))
+
+    def infer(self, items: torch.Tensor, lengths: torch.Tensor
+              ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and log variance of z, float32 [B, d] each, from items int64 [L]."""
+        weights = bag_weights(lengths, self.config.dropout, self.training)
+        y = self.item_in(items, lengths, weights.unsqueeze(0))[:, 0]
+        mean, log_var = self.posterior((y + self.bias).tanh()).chunk(2, dim=1)
+        return mean, log_var
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        """float32 [B, G], or [B, G + 1] with the 1 that meets the items' bias."""
+        g = self.decoder(z)
+        return nn.functional.pad(g, (0, 1), value=1.0) if self.config.item_bias else g
+
+    def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss float32 [] and its parts ``nll`` and ``kl``."""
+        items, lengths = positives(batch)
+        candidates = Candidates(self.num_items, self.config.sampled)
+        mean, log_var = self.infer(items, lengths)
+        g = self.decode(sample(mean, log_var, self.training))
+        mine, rows = candidates.rows(self.item_out, items, lengths.numel())
+        others = g @ rows.T
+        own = others if candidates.all else (g[rows_of(lengths)] * mine).sum(1)
+        nll = multinomial_nll(own, others, items, lengths, candidates)
+        kl = gaussian_kl(mean, log_var).sum(1).mean()
+        return nll + self.beta * kl, {"nll": nll.detach(), "kl": kl.detach()}
+
+    def lookups(self, batch: Histories) -> list[Any]:
+        """Of the encoder's bags and of the decoder's rows."""
+        items, lengths = positives(batch)
+        candidates = Candidates(self.num_items, self.config.sampled)
+        weights = bag_weights(lengths, 0.0, False).unsqueeze(0)
+        return [self.item_in.lookups(items, lengths, weights),
+                self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
+
+    def encode(self, histories: Histories) -> torch.Tensor:
+        """What meets the items' rows, float32 [B, G]."""
+        return self.decode(self.infer(*positives(histories))[0])
+
+    def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """float32 [B, n]."""
+        return encoded @ self.item_out(items).T
+
+    def schedule(self, step: int, num_steps: int) -> None:
+        """Anneals beta."""
+        self.beta = self.config.beta * annealed(step, num_steps, self.config.anneal)

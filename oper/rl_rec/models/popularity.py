@@ -1,0 +1,45 @@
+"""The most popular items for everybody: what every other model must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oper.rl_rec.models.base import Histories, Recommender
+
+
+@dataclass(frozen=True, slots=True)
+class PopularityConfig:
+    """Nothing to choose."""
+
+
+class Popularity(Recommender):
+    """Scores an item by its training count.
+
+    Args:
+        counts: [num_items], row 0 (padding) included.
+    """
+
+    counts: torch.Tensor
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("counts", counts.float())
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Nothing is learned: a loss of 0."""
+        return torch.zeros(()), {}
+
+    def lookups(self, batch: Any) -> list[Any]:
+        """No tables."""
+        return []
+
+    def encode(self, histories: Histories) -> int:
+        """The number of users."""
+        return histories.num_users
+
+    def scores(self, encoded: int, items: torch.Tensor) -> torch.Tensor:
+        """float32 [B, n], equal rows."""
+        return self.counts[items].expand(encoded, -1)

@@ -1,0 +1,165 @@
+"""Ranking metrics over the whole catalogue, streamed over shards of items.
+
+Full ranking, never sampled candidates: metrics on sampled negatives are not comparable (Krichene &
+Rendle, KDD 2020). Conventions of RecBole and of Liang et al. (WWW 2018): binary relevance, the
+ideal DCG over ``min(k, positives)``, users without positives are skipped and counted. Equal scores
+are ranked by id, the smaller first, so that a result never depends on how items were cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.rl_rec.jagged import Jagged
+
+METRICS = ("precision", "recall", "ndcg", "hit_rate", "mrr")
+NOTHING = -1  # in a ranking: fewer items than places
+
+
+def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | None = None
+          ) -> torch.Tensor:
+    """The k best items of each row, merged from shards of the catalogue.
+
+    Args:
+        shards: (first id, scores float [B, R]): scores of the ids ``first .. first + R - 1``. Any
+            cut, in any order; each id once. ``-inf`` keeps an item out.
+        k: places.
+        exclude: ids that row b must not get, such as those the user has; len B.
+
+    Returns:
+        int64 [B, k], best first; `NOTHING` where fewer than k items are left.
+
+    Raises:
+        InvalidInputError: k < 1, no shards, NaN scores, rows that do not match.
+    """
+    if k < 1:
+        raise InvalidInputError(fail("cannot rank", "k", k, ">= 1", "ask for a place or more"))
+    best: tuple[torch.Tensor, torch.Tensor] | None = None
+    for first, scores in shards:
+        if scores.ndim != 2 or (best is not None and scores.shape[0] != best[0].shape[0]) or (
+                exclude is not None and scores.shape[0] != len(exclude)):
+            raise InvalidInputError(fail("cannot rank", "scores of a shard", tuple(scores.shape),
+                                         "[B, R] with one row per user", "score the same users"))
+        if bool(scores.isnan().any()):
+            raise InvalidInputError(fail("cannot rank", f"scores from id {first}", "NaN",
+                                         "numbers", "look for the step where the loss left them"))
+        if exclude is not None:
+            scores = _without(scores, first, exclude)
+        found = _best(scores, torch.arange(first, first + scores.shape[1]).expand(scores.shape), k)
+        if best is not None:
+            found = _best(torch.cat([best[0], found[0]], 1), torch.cat([best[1], found[1]], 1), k)
+        best = found
+    if best is None:
+        raise InvalidInputError(fail("cannot rank", "shards", 0, "one or more", "score the items"))
+    ids = best[1].masked_fill(best[0] == float("-inf"), NOTHING)
+    return torch.nn.functional.pad(ids, (0, k - ids.shape[1]), value=NOTHING)
+
+
+def _without(scores: torch.Tensor, first: int, exclude: Jagged) -> torch.Tensor:
+    column = exclude.values - first
+    here = (column >= 0) & (column < scores.shape[1])
+    return scores.index_put((exclude.rows[here], column[here]),
+                            scores.new_tensor(float("-inf")))
+
+
+def _best(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and ids [B, min(k, R)] of the best, by score down, then id up."""
+    k = min(k, scores.shape[1])
+    if k == 0:
+        return scores, ids
+    last = scores.topk(k, dim=1, sorted=True).values[:, -1:]
+    # topk takes any of the items that tie for the last place: take those of the smallest ids.
+    tied = scores == last
+    if bool((tied.sum(1) + (scores > last).sum(1) > k).any()):
+        order = ids.masked_fill(~tied, torch.iinfo(torch.int64).max).argsort(dim=1)
+        place = torch.empty_like(order).scatter_(
+            1, order, torch.arange(order.shape[1]).expand(order.shape))
+        keep = (scores > last) | (tied & (place < k - (scores > last).sum(1, keepdim=True)))
+    else:
+        keep = scores >= last
+    column = keep.nonzero()[:, 1].reshape(-1, k)
+    scores, ids = scores.gather(1, column), ids.gather(1, column)
+    order = ids.argsort(dim=1)
+    scores, ids = scores.gather(1, order), ids.gather(1, order)
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    return scores.gather(1, order), ids.gather(1, order)
+
+
+class RankingMetrics:
+    """Collects per-user metrics at several cut-offs, over batches of users.
+
+    With positives P of a user, h_r = 1 where the item at rank r is in P:
+
+        precision@k = sum h_r / k           recall@k = sum h_r / |P|  (or / min(k, |P|))
+        hit_rate@k = max h_r                mrr@k = 1 / (first rank with h_r = 1), else 0
+        ndcg@k = sum h_r / log2(r + 1) / sum_{r <= min(k, |P|)} 1 / log2(r + 1)
+
+    Args:
+        ks: cut-offs.
+        recall: ``"all"`` divides by all positives, ``"min"`` by ``min(k, positives)`` (Liang et
+            al. 2018, MacridVAE).
+
+    Attributes:
+        skipped: users without positives so far.
+    """
+
+    def __init__(self, ks: Sequence[int] = (5, 10, 20), recall: str = "all") -> None:
+        if not ks or min(ks) < 1:
+            raise InvalidInputError(fail("cannot measure rankings", "ks", list(ks),
+                                         "cut-offs >= 1", "correct them"))
+        if recall not in ("all", "min"):
+            raise InvalidInputError(fail("cannot measure rankings", "recall", recall,
+                                         "'all' or 'min'", "choose one"))
+        self.ks, self.recall = tuple(ks), recall
+        self.skipped = 0
+        self._parts: dict[str, list[torch.Tensor]] = {
+            f"{m}@{k}": [] for m in METRICS for k in self.ks}
+
+    def update(self, top: torch.Tensor, positives: Jagged) -> None:
+        """Add users.
+
+        Args:
+            top: int64 [B, K], K >= the largest cut-off, best first, as of `top_k`.
+            positives: what each of the B users has chosen; distinct ids.
+        """
+        if top.ndim != 2 or top.shape[1] < max(self.ks) or top.shape[0] != len(positives):
+            raise InvalidInputError(fail(
+                "cannot measure rankings", "top", tuple(top.shape),
+                f"[{len(positives)}, {max(self.ks)} or more]", "rank so many items per user"))
+        users = positives.lengths > 0
+        self.skipped += int((~users).sum())
+        hits = _hits(top, positives)[users].double()
+        count = positives.lengths[users].double()
+        gain = 1 / torch.arange(2, top.shape[1] + 2, dtype=torch.float64).log2()
+        for k in self.ks:
+            h = hits[:, :k]
+            found, ideal = h.sum(1), count.clamp(max=k)
+            first = h.argmax(1).double() + 1
+            for name, value in (
+                    ("precision", found / k),
+                    ("recall", found / (ideal if self.recall == "min" else count)),
+                    ("ndcg", (h * gain[:k]).sum(1) / gain.cumsum(0)[ideal.long() - 1]),
+                    ("hit_rate", (found > 0).double()),
+                    ("mrr", torch.where(found > 0, 1 / first, 0.0))):
+                self._parts[f"{name}@{k}"].append(value)
+
+    def per_user(self) -> dict[str, np.ndarray]:
+        """float64 [users with positives] by metric, in the order of the updates."""
+        return {name: (torch.cat(p) if p else torch.zeros(0, dtype=torch.float64)).numpy()
+                for name, p in self._parts.items()}
+
+
+def _hits(top: torch.Tensor, positives: Jagged) -> torch.Tensor:
+    """bool [B, K]: is the item among the row's positives."""
+    # Sorted (row, id) pairs as one number each; ids of a catalogue are below 2^40.
+    base = 1 << 40
+    wanted = (positives.rows * base + positives.values).sort().values
+    asked = torch.arange(top.shape[0]).unsqueeze(1) * base + top
+    if not wanted.numel():
+        return torch.zeros_like(top, dtype=torch.bool)
+    place = torch.searchsorted(wanted, asked).clamp(max=wanted.numel() - 1)
+    return (wanted[place] == asked) & (top != NOTHING)

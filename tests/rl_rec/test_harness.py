@@ -1,0 +1,119 @@
+"""Models over seeds on real interactions: what is measured, kept, and compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchrec")
+from oper.errors import InvalidInputError
+from oper.rl_rec.concepts import concepts_from, item_clusters
+from oper.rl_rec.evaluation import evaluate_ranking, training_histories
+from oper.rl_rec.harness import FitOptions, fit, run_seeds
+from oper.rl_rec.interactions import DataOptions, Interactions, Log, from_log
+from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.models.cadvae import CaDVAEConfig
+from oper.rl_rec.models.causal_graph import is_acyclic
+from oper.rl_rec.models.multvae import MultVAEConfig
+from oper.rl_rec.models.popularity import Popularity
+
+KINDS, ITEMS, USERS = 3, 60, 150
+
+
+@pytest.fixture(scope="module")
+def data() -> Interactions:
+    """Users of three tastes; an item belongs to taste id % 3; a tenth of the rows is disliked."""
+    rng = np.random.default_rng(0)
+    rows = [(u + 1, 1 + 3 * int(i) + (u % KINDS if rng.random() < 0.9 else rng.integers(KINDS)),
+             float(rng.random() < 0.9), t) for u in range(USERS)
+            for t, i in enumerate((rng.random(12) ** 2 * (ITEMS // KINDS)).astype(int))]
+    users, items, rewards, times = (np.array(x) for x in zip(*rows, strict=True))
+    return from_log(Log(users, items, rewards.astype(np.float32), times), DataOptions(k_core=3))
+
+
+class Oracle(Recommender):
+    """Puts one given item per user first."""
+
+    def __init__(self, wanted: dict[int, int]) -> None:
+        super().__init__()
+        self.wanted = wanted
+
+    def encode(self, histories: Histories) -> torch.Tensor:
+        return torch.tensor([self.wanted[int(u)] for u in histories.users])
+
+    def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return (items == encoded.unsqueeze(1)).float()
+
+
+def test_targets_are_ranked_and_histories_are_not(data: Interactions) -> None:
+    held = data.held_out("test")
+    assert (held.target_lengths == 1).all()
+    knows = Oracle(dict(zip(held.users.tolist(), held.targets.tolist(), strict=True)))
+    found = evaluate_ranking(knows, data, "test", block=7, batch_size=13)
+    assert found.summary()["ndcg@5"] == found.summary()["mrr@20"] == 1.0
+    assert np.array_equal(found.users, held.users) and found.skipped == 0
+    stale = Oracle({int(u): int(data.items[s - 1])
+                    for u, s in zip(held.users, held.stop, strict=True)})
+    assert evaluate_ranking(stale, data, "test").summary()["hit_rate@5"] < 0.9
+    share = evaluate_ranking(knows, data, "test", users=np.array([4, 2]))
+    assert share.users.tolist() == held.users[[4, 2]].tolist()
+
+
+def test_blocks_and_batches_change_nothing(data: Interactions) -> None:
+    model = Popularity(torch.from_numpy(data.popularity()))
+    one, other = (evaluate_ranking(model, data, "valid", block=b, batch_size=n).per_user
+                  for b, n in ((65536, 256), (5, 7)))
+    assert all(np.array_equal(one[m], other[m]) for m in one)
+
+
+def test_clusters_are_the_tastes(data: Interactions) -> None:
+    shares = item_clusters(data, KINDS)
+    assert torch.allclose(shares.sum(1), torch.ones(data.num_items))
+    again = item_clusters(data, KINDS)
+    assert torch.equal(shares, again)
+    popular = torch.arange(1, 31)
+    batch = training_histories(data, np.arange(1, data.num_users))
+    best = torch.zeros(data.num_items, KINDS)
+    for user, items in zip(batch.users, batch.items.split(batch.lengths.tolist()), strict=True):
+        best[items, int(torch.bincount(shares[items].argmax(1), minlength=KINDS).argmax())] += 1
+        assert user > 0
+    agree = (best.argmax(1) == shares.argmax(1))[popular].float().mean()
+    assert agree > 0.9
+    known = concepts_from(data, CaDVAEConfig(num_concepts=KINDS))
+    assert known.graph is not None and is_acyclic(known.graph != 0)
+
+
+def test_models_beat_popularity_and_their_runs_can_be_compared(data: Interactions) -> None:
+    options = FitOptions(epochs=16, batch_size=32, lr=0.01)
+    popular = run_seeds("popularity", None, data, [1], options)
+    config = MultVAEConfig(hidden=16, dim=8, decoder_hidden=0)
+    mult = run_seeds("multvae", config, data, [1, 2], options)
+    assert mult.per_user["ndcg@10"].shape == (2, data.held_out("test").users.size)
+    assert mult.intervals()["ndcg@10"].low > popular.intervals()["ndcg@10"].high
+    gain = mult.against(popular)["ndcg@10"]
+    assert 0 < gain.low <= gain.mean <= gain.high
+    again = fit("multvae", config, data, 2, options)
+    assert np.array_equal(again.test.per_user["ndcg@10"], mult.per_user["ndcg@10"][1])
+    assert again.valid_ndcg == evaluate_ranking(again.model, data, "valid").summary()["ndcg@10"]
+    assert not np.array_equal(mult.per_user["ndcg@10"][0], mult.per_user["ndcg@10"][1])
+
+
+def test_the_other_autoencoders_run_through_the_same_harness(data: Interactions) -> None:
+    options = FitOptions(epochs=8, batch_size=32, lr=0.01, eval_every=4)
+    floor = run_seeds("popularity", None, data, [1]).intervals()["ndcg@10"].mean
+    for name, config in (("macridvae", None), (
+            "cadvae", CaDVAEConfig(num_concepts=KINDS, hidden=16, dim=8))):
+        runs = run_seeds(name, config, data, [1], options)
+        assert runs.intervals()["ndcg@10"].mean > floor
+
+
+def test_bad_runs_are_refused(data: Interactions) -> None:
+    with pytest.raises(InvalidInputError, match="popularity"):
+        fit("nobody", None, data, 1, FitOptions())
+    with pytest.raises(InvalidInputError, match="seeds"):
+        run_seeds("popularity", None, data, [])
+    with pytest.raises(InvalidInputError, match="epochs"):
+        FitOptions(epochs=0)
+    with pytest.raises(InvalidInputError, match="loss"):
+        fit("multvae", MultVAEConfig(beta=float("nan")), data, 1, FitOptions(epochs=1))
