@@ -7,7 +7,7 @@ split by time, all items ranked, the user's history masked.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +94,7 @@ class Interactions:
         offsets: int64 [num_users + 1]: rows ``offsets[u]:offsets[u + 1]`` are user u's.
         train_stop: int64 [num_users]: rows ``offsets[u]:train_stop[u]`` are for training.
         num_users, num_items: rows of their tables, row 0 counted.
+        item_ids: int64 [num_items], the folder's id of each item; 0 for row 0.
         valid, test: what is held out.
         source: where the log comes from, for a person.
         left_out: rows of the log that are not here, by reason.
@@ -107,6 +108,7 @@ class Interactions:
     train_stop: np.ndarray
     num_users: int
     num_items: int
+    item_ids: np.ndarray
     valid: HeldOut
     test: HeldOut
     source: str = ""
@@ -196,12 +198,15 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
             fail("no interactions are left", "left out", left_out, "some rows",
                  "lower data.k_core, or preprocess with --min-count 1"))
     _, users = np.unique(log.users, return_inverse=True)
-    _, items = np.unique(log.items, return_inverse=True)
+    raw_items, items = np.unique(log.items, return_inverse=True)
     log = log._replace(users=users, items=items)
     cut = _Cut.of(log, options)
     is_training = np.arange(users.size) < cut.train_stop[users]
     ranks = [_by_count(ids, is_training) for ids in (users, items)]
-    return _numbered(log, cut, ranks[0], ranks[1], source, left_out)
+    item_ids = np.zeros(raw_items.size + 1, np.int64)
+    item_ids[ranks[1]] = raw_items
+    return replace(_numbered(log, cut, ranks[0], ranks[1]), item_ids=item_ids, source=source,
+                   left_out=left_out)
 
 
 def _first_of_pairs(log: Log) -> np.ndarray:
@@ -285,9 +290,8 @@ class _Cut:
         return _Cut(stops[0], (stops[0], stops[1]), (targets[0], targets[1]))
 
 
-def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray, source: str,
-              left_out: dict[str, int]) -> Interactions:
-    """The interactions under their final ids."""
+def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray) -> Interactions:
+    """The interactions under their final ids; without the folder's."""
     num_users = user_id.size + 1
     old_offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users))])
     users = user_id[log.users]
@@ -310,4 +314,5 @@ def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray, sou
         held.append(HeldOut(asked, by_user(stop)[asked], items[mask], lengths[asked]))
     return Interactions(
         users[order], items, log.rewards[order], log.times[order], offsets,
-        by_user(cut.train_stop), num_users, item_id.size + 1, held[0], held[1], source, left_out)
+        by_user(cut.train_stop), num_users, item_id.size + 1, np.zeros(0, np.int64), held[0],
+        held[1])

@@ -104,6 +104,7 @@ def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int)
                    key=lambda i: (-item_counts[i], i))
     new_item = {old: k for k, old in enumerate(every, 1)}
     assert data.num_items == len(every) + 1
+    assert data.item_ids.tolist() == [0, *every]
     splits = [held(data, data.valid), held(data, data.test)]
     for number, old in enumerate(by_count, 1):
         mine, train, found = expected[old]

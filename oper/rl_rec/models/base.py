@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +35,21 @@ class Histories:
     def num_users(self) -> int:
         """Users `B`."""
         return self.users.numel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences(Histories):
+    """Stretches of trajectories to train on.
+
+    Attributes:
+        skip: int64 [B]: the first interactions of a stretch are only seen by the state windows of
+            the later ones, which are the steps.
+        returns: float32 [L], return-to-go ``g_t = r_t + gamma g_{t+1}`` to the end of the user's
+            training interactions.
+    """
+
+    skip: torch.Tensor
+    returns: torch.Tensor
 
 
 class Recommender(nn.Module):
@@ -59,3 +80,112 @@ class Recommender(nn.Module):
 
     def schedule(self, step: int, num_steps: int) -> None:
         """Called before training step `step` (from 0) of `num_steps`; for annealed weights."""
+
+
+def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, device: str
+               ) -> EmbeddingCollection:
+    """Unpooled tables of items.
+
+    Args:
+        tables: the features of each table.
+        num_items: rows of each, row 0 (padding, never looked up) included.
+        dim: columns.
+        device: ``"cpu"``, or ``"meta"`` for tables that `oper.shard` fills shard by shard.
+    """
+    return EmbeddingCollection(device=torch.device(device), tables=[
+        EmbeddingConfig(name=name, num_embeddings=num_items, embedding_dim=dim,
+                        feature_names=list(features),
+                        init_fn=functools.partial(nn.init.normal_, std=dim ** -0.5))
+        for name, features in tables.items()])
+
+
+def one_bag(key: str, ids: torch.Tensor, batch_size: int) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """A feature whose ids int64 [n] belong to the whole batch: all in the first of its bags."""
+    lengths = torch.zeros(batch_size, dtype=torch.int64)
+    lengths[:1] = ids.numel()
+    return key, ids, lengths
+
+
+def make_kjt(*features: tuple[str, torch.Tensor, torch.Tensor]) -> KeyedJaggedTensor:
+    """A KJT from (key, ids int64 [L_k], lengths int64 [B]) of each feature."""
+    keys, ids, lengths = zip(*features, strict=True)
+    return KeyedJaggedTensor(list(keys), torch.cat(ids), lengths=torch.cat(lengths),
+                             stride=lengths[0].numel())
+
+
+def look_up(tables: EmbeddingCollection, feature: str, ids: torch.Tensor) -> torch.Tensor:
+    """Rows float32 [n, D] of ids int64 [n], looked up as one feature of a collection."""
+    none = torch.zeros(0, dtype=torch.int64)
+    found = tables(make_kjt(*(one_bag(key, ids if key == feature else none, 1)
+                              for config in tables.embedding_configs()
+                              for key in config.feature_names)))
+    rows: torch.Tensor = found[feature].values()
+    return rows
+
+
+def last(histories: Histories, count: int) -> Histories:
+    """The last `count` interactions of each user."""
+    ends = torch.cumsum(histories.lengths, 0)
+    left = torch.repeat_interleave(ends, histories.lengths) - torch.arange(histories.items.numel())
+    kept = left <= count
+    return Histories(histories.users, histories.items[kept], histories.rewards[kept],
+                     histories.lengths.clamp(max=count))
+
+
+def padded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Rows [L, D] of B sequences as [B, max length, D], zeros on the right."""
+    longest = int(lengths.max()) if lengths.numel() else 0
+    kept = torch.arange(longest) < lengths[:, None]
+    out = rows.new_zeros(lengths.numel(), longest, rows.shape[1])
+    return out.masked_scatter(kept.unsqueeze(-1), rows)
+
+
+class Candidates:
+    """Items that estimate the normaliser of a softmax over a catalogue.
+
+    Ids are in order of popularity, so the log-uniform distribution ``P(i) = log((i + 1) / i) /
+    log(num_items)``, i >= 1, is close to Zipf's law and needs no table of counts (the candidate
+    sampler of TensorFlow's sampled softmax).
+
+    Args:
+        num_items: rows of the item table, row 0 (padding) included.
+        count: items per draw, with repetition; 0 = every item once, which makes the loss exact.
+    """
+
+    def __init__(self, num_items: int, count: int) -> None:
+        self.num_items, self.count = num_items, count
+        self._log_range = math.log(num_items)
+
+    def draw(self) -> torch.Tensor:
+        """Ids int64 [n], by torch's generator."""
+        if not self.count:
+            return torch.arange(1, self.num_items)
+        u = torch.rand(self.count, dtype=torch.float64)
+        return torch.exp(u * self._log_range).long().clamp(1, self.num_items - 1)
+
+    def log_expected(self, ids: torch.Tensor) -> torch.Tensor:
+        """Log of the expected number of times that each id is in a draw, float32."""
+        if not self.count:
+            return torch.zeros(ids.shape)
+        return torch.log(self.count * torch.log1p(1 / ids.double()) / self._log_range).float()
+
+    def loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
+             drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of a softmax over all items, float32 [N].
+
+        ``-s(y) + log(exp s(y) + sum_{j != y} exp(s(j) - log E_j))`` over the drawn j, with
+        ``s(i) = <q, row_i>`` and ``E_j`` as `log_expected`: the sum over the other items is
+        unbiased (importance sampling, Bengio and Senecal 2008; the logQ correction). The target is
+        in it for certain and takes no correction.
+
+        Args:
+            queries: float32 [N, D].
+            targets: int64 [N].
+            target_rows: float32 [N, D].
+            drawn: int64 [n].
+            drawn_rows: float32 [n, D].
+        """
+        wanted = (queries * target_rows).sum(dim=1, keepdim=True)
+        others = queries @ drawn_rows.T - self.log_expected(drawn)
+        others = others.masked_fill(targets[:, None] == drawn[None, :], float("-inf"))
+        return torch.logsumexp(torch.cat([wanted, others], dim=1), dim=1) - wanted[:, 0]

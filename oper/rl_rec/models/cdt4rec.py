@@ -1,0 +1,496 @@
+"""CDT4Rec: a causal decision transformer for recommendation, and its ablations.
+
+Re-implementation from the abstract of Wang, Chen, Jannach and Yao (SIGIR 2023, arXiv 2304.07920)
+and related public work: the Decision Transformer (Chen et al. 2021) and the Causal Transformer
+(Melnychuk et al. 2022). The paper's equations and hyper-parameters were not available; no claim is
+made on its numbers.
+
+A user's trajectory of T steps, batch size B, width D:
+
+    window   w_t = (i_{t-l}, ..., i_{t-1})              the last l items before step t
+    state    e^s_t = W_s [ mean_{i in w_t} E[i] ; E^U[u] ] + b_s        [B, T, D]
+    action   e^a_t = W_a E[i_t] + b_a                                   [B, T, D]
+    outcome  e^o_t = e^a_t + r_t (W_r e^a_t + b_r)                      [B, T, D]
+    return   e^g_t = w_g g_t / scale + b_g     g_t = sum_{k>=t} gamma^(k-t) r_k
+
+each with a time embedding E^T[t] added, then LayerNorm and dropout.
+
+Multi-stream backbone (``backbone="causal"``). Two streams, the states S = (e^s_t) and the actions
+with their outcomes A = (e^o_{t-1}), of which A begins with a learned vector. A block does for each
+stream masked self-attention, masked cross-attention to the other one, and a feed-forward layer,
+each with residual and LayerNorm. Then
+
+    phi_t = ELU(W_1 mean(s_t, a_t) + b_1)                               [B, T, D]
+
+Neither a_t, r_t nor any return-to-go reaches phi_t: the return enters the action head only. So phi
+is a representation of the history on which the reward of *any* action can be regressed:
+
+    action head  q_t = phi_t + MLP [ phi_t ; e^g_t ]
+                 score_t(i) = <q_t, E^O[i]>,  E^O = E or its own table
+    reward head  r^_t(a) = w_2' ELU(W_4 [ phi_t ; e^a ] + b_4)
+
+Interleaved backbone (``backbone="interleaved"``, an ablation): tokens g_1, s_1, a_1, g_2, ... in
+one causal pre-LN transformer, phi_t = output at s_t. Here phi_t has seen g_t, which contains r_t,
+so its reward head is no outcome model. With ``reward_weight=0`` it is the Decision Transformer.
+
+Loss over the steps: mean CE(score_t, i_t) + reward_weight * mean BCE or (r^_t(i_t) - r_t)^2.
+Item rows come by lookup only; the cross-entropy's normaliser is estimated from drawn items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from oper.rl_rec.models.base import (
+    Candidates,
+    Histories,
+    Recommender,
+    Sequences,
+    item_table,
+    last,
+    look_up,
+    make_kjt,
+    one_bag,
+    padded,
+)
+from oper.rl_rec.models.transformer import Attention, Block, feed_forward
+
+BACKBONES = ("causal", "interleaved")
+REWARD_LOSSES = ("bce", "mse")
+RETURNS = ("logged", "estimated")
+
+
+@dataclass(frozen=True, slots=True)
+class CDT4RecConfig:
+    """Sizes and weights.
+
+    Attributes:
+        dim: width D of streams and item rows.
+        user_dim: columns of the user table; 0 = no user table.
+        layers, heads: of the backbone.
+        steps: T, steps of a stretch.
+        window: l, items of the state window.
+        dropout: on streams and on the outputs of attention and feed-forward layers.
+        backbone: ``"causal"`` (multi-stream) or ``"interleaved"``.
+        tied: item rows serve as output rows too.
+        negatives: items drawn per batch to estimate the softmax; 0 = all items, exactly.
+        reward_weight: weight of the reward loss; 0 = no reward head is trained.
+        reward_loss: ``"bce"`` (rewards in [0, 1]) or ``"mse"``.
+        returns: ``"logged"``, or ``"estimated"``: after the first third of training the rewards in
+            the return-to-go are those that the reward head estimates, without gradient.
+        gamma: discount of the return-to-go.
+        target_quantile: quantile of the training returns that is asked for when recommending.
+    """
+
+    dim: int = 64
+    user_dim: int = 0
+    layers: int = 2
+    heads: int = 2
+    steps: int = 30
+    window: int = 20
+    dropout: float = 0.1
+    backbone: str = "causal"
+    tied: bool = True
+    negatives: int = 1024
+    reward_weight: float = 1.0
+    reward_loss: str = "bce"
+    returns: str = "logged"
+    gamma: float = 0.9
+    target_quantile: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+                ("dim", self.dim >= 1, ">= 1"),
+                ("user_dim", self.user_dim >= 0, ">= 0"),
+                ("layers", self.layers >= 1, ">= 1"),
+                ("heads", self.heads >= 1 and self.dim % max(1, self.heads) == 0,
+                 f">= 1 and a divisor of dim={self.dim}"),
+                ("steps", self.steps >= 1, ">= 1"), ("window", self.window >= 1, ">= 1"),
+                ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
+                ("backbone", self.backbone in BACKBONES, f"one of {BACKBONES}"),
+                ("negatives", self.negatives >= 0, ">= 0"),
+                ("reward_weight", 0 <= self.reward_weight < float("inf"), ">= 0"),
+                ("reward_loss", self.reward_loss in REWARD_LOSSES, f"one of {REWARD_LOSSES}"),
+                ("returns", self.returns == "logged" or (
+                    self.returns == "estimated" and self.backbone == "causal"
+                    and self.reward_weight > 0),
+                 "logged, or estimated with the causal backbone and reward_weight > 0"),
+                ("gamma", 0 < self.gamma <= 1, "0 < gamma <= 1"),
+                ("target_quantile", 0 <= self.target_quantile <= 1, "0..1")):
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+
+
+# ---- backbones and heads -------------------------------------------------------------------------
+
+
+class MultiStreamBlock(nn.Module):
+    """Self-attention, cross-attention to the other stream, feed-forward; for two streams."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+
+        def norms() -> nn.ModuleList:
+            return nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+
+        self.own = nn.ModuleList(Attention(dim, heads, dropout) for _ in range(2))
+        self.cross = nn.ModuleList(Attention(dim, heads, dropout) for _ in range(2))
+        self.feed_forwards = nn.ModuleList(feed_forward(dim, dropout) for _ in range(2))
+        self.norms_1, self.norms_2, self.norms_3 = norms(), norms(), norms()
+
+    def forward(self, streams: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Two streams [B, T, D] from two."""
+        alone = [norm(x + attend(x, x))
+                 for x, attend, norm in zip(streams, self.own, self.norms_1, strict=True)]
+        joint = [norm(x + attend(x, other)) for x, other, attend, norm in zip(
+            alone, reversed(alone), self.cross, self.norms_2, strict=True)]
+        return [norm(x + layer(x))
+                for x, layer, norm in zip(joint, self.feed_forwards, self.norms_3, strict=True)]
+
+
+class MultiStream(nn.Module):
+    """The default backbone: phi_t from states up to t, actions and rewards before t."""
+
+    def __init__(self, config: CDT4RecConfig) -> None:
+        super().__init__()
+        dim = config.dim
+        self.reward = nn.Linear(dim, dim)
+        self.start = nn.Parameter(torch.zeros(dim))  # of the action stream
+        self.time = nn.Parameter(0.02 * torch.randn(config.steps, dim))
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            MultiStreamBlock(dim, config.heads, config.dropout) for _ in range(config.layers))
+        self.merge = nn.Linear(dim, dim)
+
+    def forward(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor,
+                returns: torch.Tensor) -> torch.Tensor:
+        """phi float32 [B, T, D] of e^s and e^a [B, T, D] and rewards [B, T].
+
+        The return-to-go is not looked at.
+        """
+        outcomes = actions + rewards.unsqueeze(-1) * self.reward(actions)
+        start = self.start.expand(states.shape[0], 1, -1)
+        streams = [states, torch.cat([start, outcomes[:, :-1]], dim=1)]
+        time = self.time[:states.shape[1]]
+        streams = [self.dropout(norm(x + time))
+                   for x, norm in zip(streams, self.norms, strict=True)]
+        for block in self.blocks:
+            streams = block(streams)
+        return F.elu(self.merge(torch.stack(streams).mean(dim=0)))
+
+
+class Interleaved(nn.Module):
+    """The Decision Transformer's backbone over (g_1, s_1, a_1, g_2, ...); phi_t is read at s_t."""
+
+    def __init__(self, config: CDT4RecConfig) -> None:
+        super().__init__()
+        dim = config.dim
+        self.returns = nn.Linear(1, dim)
+        self.time = nn.Parameter(0.02 * torch.randn(config.steps, dim))
+        self.norm, self.last_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            Block(dim, config.heads, config.dropout) for _ in range(config.layers))
+
+    def forward(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor,
+                returns: torch.Tensor) -> torch.Tensor:
+        """phi float32 [B, T, D] of e^s and e^a [B, T, D] and scaled returns-to-go [B, T].
+
+        Rewards are not looked at: they are the differences of the returns.
+        """
+        tokens = torch.stack([self.returns(returns.unsqueeze(-1)), states, actions], dim=2)
+        tokens = tokens + self.time[:states.shape[1], None]
+        x = self.dropout(self.norm(tokens.flatten(1, 2)))  # [B, 3 T, D]
+        for block in self.blocks:
+            x = block(x)
+        return self.last_norm(x[:, 1::3])
+
+
+class Heads(nn.Module):
+    """The action query q_t and the reward r^_t(a)."""
+
+    def __init__(self, config: CDT4RecConfig) -> None:
+        super().__init__()
+        dim = config.dim
+        # In the interleaved backbone phi has seen the return already.
+        self.returns = nn.Linear(1, dim) if config.backbone == "causal" else None
+        inner = 2 * dim if self.returns is not None else dim
+        self.action = nn.Sequential(nn.Linear(inner, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        self.w_4, self.w_2 = nn.Linear(2 * dim, dim), nn.Linear(dim, 1)
+
+    def queries(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+        """q float32 [..., D] of phi [..., D] and scaled returns-to-go [...]."""
+        seen = [phi] if self.returns is None else [phi, self.returns(returns.unsqueeze(-1))]
+        return phi + self.action(torch.cat(seen, dim=-1))
+
+    def rewards(self, phi: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """r^ float32 [...] (a logit for ``"bce"``) of phi and e^a, both [..., D]."""
+        hidden = F.elu(self.w_4(torch.cat([phi, actions], dim=-1)))
+        return self.w_2(hidden).squeeze(-1)
+
+
+def make_backbone(config: CDT4RecConfig) -> nn.Module:
+    """The backbone that the configuration names."""
+    return (MultiStream if config.backbone == "causal" else Interleaved)(config)
+
+
+def reward_loss(config: CDT4RecConfig, estimates: torch.Tensor, rewards: torch.Tensor
+                ) -> torch.Tensor:
+    """Element-wise loss of reward estimates (logits for ``"bce"``)."""
+    if config.reward_loss == "bce":
+        return F.binary_cross_entropy_with_logits(estimates, rewards, reduction="none")
+    return (estimates - rewards).square()
+
+
+# ---- the model over items ------------------------------------------------------------------------
+
+
+class Steps(NamedTuple):
+    """What the backbone is given: steps of B trajectories, padded on the right to T.
+
+    A causal mask is all that padding on the right needs: no real step sees a padded one.
+    """
+
+    states: torch.Tensor   # e^s  float32 [B, T, D]
+    actions: torch.Tensor  # e^a  float32 [B, T, D]
+    rows: torch.Tensor     # E[i_t] float32 [B, T, D]
+    rewards: torch.Tensor  # float32 [B, T]
+    at: torch.Tensor       # int64 [B, T], place of the step among the batch's interactions [L]
+    valid: torch.Tensor    # bool [B, T]
+
+
+class Encoded(NamedTuple):
+    """Users at the step to be recommended for: phi and q, float32 [B, D] each."""
+
+    phi: torch.Tensor
+    queries: torch.Tensor
+
+
+class CDT4Rec(Recommender):
+    """The model over a catalogue.
+
+    Args:
+        config: sizes and weights.
+        num_users, num_items: rows of the tables, row 0 (padding) included.
+        returns: what the return-to-go is divided by, and the one to ask for: (scale, target).
+        device: of the tables, ``"cpu"`` or ``"meta"``.
+    """
+
+    def __init__(self, config: CDT4RecConfig, num_users: int, num_items: int,
+                 returns: tuple[float, float], device: str = "cpu") -> None:
+        super().__init__()
+        self.config = config
+        self.candidates = Candidates(num_items, config.negatives)
+        self.scale, self.target = returns
+        self.estimate_returns = False
+        dim = config.dim
+        self.state = nn.Linear(dim + config.user_dim, dim)
+        self.action = nn.Linear(dim, dim)
+        self.backbone = make_backbone(config)
+        self.heads = Heads(config)
+        tables = {"item": ["seen", "drawn"]} if config.tied else {
+            "item": ["seen"], "item_out": ["chosen", "drawn"]}
+        self.items = item_table(tables, num_items, dim, device)
+        if config.user_dim:
+            self.users = EmbeddingBagCollection(device=torch.device(device), tables=[
+                EmbeddingBagConfig(name="user", num_embeddings=num_users, feature_names=["user"],
+                                   embedding_dim=config.user_dim)])
+
+    def schedule(self, step: int, num_steps: int) -> None:
+        """Use estimated returns after the first third of training, if at all."""
+        self.estimate_returns = self.config.returns == "estimated" and 3 * step >= num_steps
+
+    def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
+        """Items of the batch with freshly drawn candidates, and its users."""
+        return self._kjts(batch, self.candidates.draw())
+
+    def _kjts(self, batch: Histories, drawn: torch.Tensor) -> list[KeyedJaggedTensor]:
+        features = [("seen", batch.items, batch.lengths),
+                    one_bag("drawn", drawn, batch.num_users)]
+        if not self.config.tied:
+            features.append(("chosen", batch.items, batch.lengths))
+        found = [make_kjt(*features)]
+        if self.config.user_dim:
+            found.append(make_kjt(("user", batch.users, torch.ones_like(batch.users))))
+        return found
+
+    # ---- training ----
+
+    def forward(self, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss [] and its parts ``action`` and ``reward``."""
+        kjts = self.lookups(batch)
+        rows = self.items(kjts[0])
+        steps = self._steps(batch, rows["seen"].values(), kjts, batch.skip,
+                            batch.lengths - batch.skip)
+        returns = batch.returns[steps.at] / self.scale
+        phi = self.backbone(steps.states, steps.actions, steps.rewards, returns)
+        estimates = self.heads.rewards(phi, steps.actions)
+        if self.estimate_returns:
+            returns = self._estimated(returns, estimates, steps)
+        valid, at = steps.valid, steps.at[steps.valid]
+        out = steps.rows[valid] if self.config.tied else rows["chosen"].values()[at]
+        action = self.candidates.loss(
+            self.heads.queries(phi, returns)[valid], batch.items[at], out,
+            kjts[0]["drawn"].values(), rows["drawn"].values()).mean()
+        reward = reward_loss(self.config, estimates, steps.rewards)[valid].mean()
+        loss = action + self.config.reward_weight * reward
+        return loss, {"action": action.detach(), "reward": reward.detach()}
+
+    def _steps(self, batch: Histories, seen: torch.Tensor, kjts: list[KeyedJaggedTensor],
+               skip: torch.Tensor, num_steps: torch.Tensor) -> Steps:
+        """Steps `skip` ... `skip + num_steps - 1` of each trajectory; `seen` are its rows [L, D].
+
+        A window's mean is a difference of two prefix sums: every row is looked up once, though it
+        is in many windows. One step may lie past the last interaction: the one to recommend for,
+        of which only the state is used.
+        """
+        size, dim = batch.num_users, self.config.dim
+        most = int(num_steps.max()) if size else 0
+        first = torch.cumsum(batch.lengths, 0) - batch.lengths          # [B], of each trajectory
+        place = skip[:, None] + torch.arange(most)                       # [B, T], inside it
+        valid = torch.arange(most) < num_steps[:, None]
+        place = torch.minimum(place, batch.lengths[:, None])
+        sums = F.pad(padded(seen, batch.lengths).cumsum(dim=1), (0, 0, 1, 0))  # [B, P + 1, D]
+        begin = (place - self.config.window).clamp(min=0)
+        trajectory = torch.arange(size)[:, None]
+        window = sums[trajectory, place] - sums[trajectory, begin]
+        window = window / (place - begin).clamp(min=1).unsqueeze(-1)
+        at = first[:, None] + torch.minimum(place, (batch.lengths[:, None] - 1).clamp(min=0))
+        if seen.shape[0]:
+            at = at.clamp(max=seen.shape[0] - 1)
+            rows, rewards = seen[at], batch.rewards[at]
+        else:  # nobody has a history
+            rows, rewards = seen.new_zeros(size, most, dim), seen.new_zeros(size, most)
+        parts = [window]
+        if self.config.user_dim:
+            user = self.users(kjts[1]).values()
+            parts.append(user[:, None].expand(-1, most, -1))
+        return Steps(self.state(torch.cat(parts, dim=-1)), self.action(rows), rows, rewards, at,
+                     valid)
+
+    def _estimated(self, returns: torch.Tensor, estimates: torch.Tensor, steps: Steps
+                   ) -> torch.Tensor:
+        """Scaled returns-to-go with the steps' rewards as estimated.
+
+        ``g^_t = g_t + sum_{k >= t} gamma^(k - t) (r^_k - r_k)`` over the steps of the stretch.
+        """
+        estimated = torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates
+        change = torch.where(steps.valid, estimated.detach() - steps.rewards, 0.0) / self.scale
+        span = torch.arange(change.shape[1])
+        apart = (span[None, :] - span[:, None]).clamp(min=0)            # k - t
+        weight = torch.triu(self.config.gamma ** apart)                  # [t, k]
+        return returns + change @ weight.T
+
+    # ---- recommending ----
+
+    def encode(self, histories: Histories) -> Encoded:
+        """Users at their next step, asked for the target return; uses the last T + l - 1 items."""
+        recent = last(histories, self.config.steps + self.config.window - 1)
+        num_steps = (recent.lengths + 1).clamp(max=self.config.steps)  # with the coming one
+        skip = recent.lengths + 1 - num_steps
+        kjts = self._kjts(recent, torch.zeros(0, dtype=torch.int64))
+        seen = self.items(kjts[0])["seen"].values()
+        steps = self._steps(recent, seen, kjts, skip, num_steps)
+        phi = self.backbone(steps.states, steps.actions, steps.rewards,
+                            self._wanted_returns(steps.rewards, num_steps))
+        users = torch.arange(recent.num_users)
+        phi = phi[users, num_steps - 1]
+        wanted = torch.full((recent.num_users,), self.target / self.scale)
+        return Encoded(phi, self.heads.queries(phi, wanted))
+
+    def _wanted_returns(self, rewards: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
+        """Scaled returns-to-go [B, T] of which the target is left at the last step: backwards
+        ``g_t = r_t + gamma g_{t+1}``."""
+        found = torch.zeros_like(rewards)
+        coming = torch.full((rewards.shape[0],), self.target)
+        for t in reversed(range(rewards.shape[1])):
+            before = t < num_steps - 1
+            coming = torch.where(before, rewards[:, t] + self.config.gamma * coming, coming)
+            found[:, t] = coming
+        return found / self.scale
+
+    def scores(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
+        """``<q, E^O[i]>``, float32 [B, n]."""
+        return encoded.queries @ look_up(self.items, "drawn", items).T
+
+    def rewards(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
+        """Estimated rewards float32 [B, n] of any items int64 [n], recommended or not."""
+        actions = self.action(look_up(self.items, "seen", items))
+        shape = (encoded.phi.shape[0], *actions.shape)
+        estimates = self.heads.rewards(encoded.phi[:, None].expand(shape), actions.expand(shape))
+        return torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates
+
+
+# ---- continuous states and actions ---------------------------------------------------------------
+
+
+class Trajectories(NamedTuple):
+    """Trajectories of a simulator, padded on the right."""
+
+    states: torch.Tensor   # float32 [B, T, S]
+    actions: torch.Tensor  # float32 [B, T, A]
+    rewards: torch.Tensor  # float32 [B, T]
+    returns: torch.Tensor  # float32 [B, T]
+    valid: torch.Tensor    # bool [B, T]
+
+
+class ContinuousCDT4Rec(nn.Module):
+    """The model for actions in [-1, 1]^A: ``e^s_t = W_s x_t + b_s``, ``e^a_t = W_a a_t + b_a``,
+    and the action head ``a^_t = tanh(W_o q_t + b_o)`` with a squared error.
+
+    Args:
+        config: sizes and weights; what concerns items is not used.
+        state_dim, action_dim: S and A.
+        returns: what the return-to-go is divided by.
+        rewards: what rewards are divided by.
+    """
+
+    def __init__(self, config: CDT4RecConfig, state_dim: int, action_dim: int, *,
+                 returns: float = 1.0, rewards: float = 1.0) -> None:
+        super().__init__()
+        self.config, self.return_scale, self.reward_scale = config, returns, rewards
+        self.state = nn.Linear(state_dim, config.dim)
+        self.action = nn.Linear(action_dim, config.dim)
+        self.backbone = make_backbone(config)
+        self.heads = Heads(config)
+        self.out = nn.Linear(config.dim, action_dim)
+
+    def phi(self, batch: Trajectories) -> torch.Tensor:
+        """phi float32 [B, T, D]."""
+        found: torch.Tensor = self.backbone(
+            self.state(batch.states), self.action(batch.actions),
+            batch.rewards / self.reward_scale, batch.returns / self.return_scale)
+        return found
+
+    def forward(self, batch: Trajectories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss [] and its parts ``action`` and ``reward``."""
+        phi, valid = self.phi(batch), batch.valid
+        error = (self._actions(phi, batch.returns) - batch.actions).square().mean(dim=-1)
+        action = error[valid].mean()
+        estimates = self.heads.rewards(phi, self.action(batch.actions))
+        reward = reward_loss(self.config, estimates, batch.rewards / self.reward_scale)[valid]
+        loss = action + self.config.reward_weight * reward.mean()
+        return loss, {"action": action.detach(), "reward": reward.mean().detach()}
+
+    def act(self, batch: Trajectories) -> torch.Tensor:
+        """Actions float32 [B, T, A] of every step, given the returns-to-go of `batch`."""
+        return self._actions(self.phi(batch), batch.returns)
+
+    def rewards(self, phi: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """Estimated rewards [...] of any actions float32 [..., A] at phi [..., D]."""
+        estimates = self.heads.rewards(phi, self.action(actions))
+        if self.config.reward_loss == "bce":
+            estimates = torch.sigmoid(estimates)
+        return estimates * self.reward_scale
+
+    def _actions(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.out(self.heads.queries(phi, returns / self.return_scale)))

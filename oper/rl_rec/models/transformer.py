@@ -1,0 +1,54 @@
+"""Causal transformer blocks, shared by the sequence models."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention; step t of the queries sees steps 0..t of the keys.
+
+    Dropout is on the output, not on the attention weights: torch's fused kernels for CPUs have
+    none.
+    """
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key_value = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)
+        self.out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(dropout))
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """float32 [B, T, D] from queries `x` and keys `seen`, both [B, T, D]."""
+        def by_head(y: torch.Tensor) -> torch.Tensor:  # [B, T, D] -> [B, H, T, D/H]
+            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        key, value = self.key_value(seen).chunk(2, dim=-1)
+        found = F.scaled_dot_product_attention(
+            by_head(self.query(x)), by_head(key), by_head(value), is_causal=True)
+        attended: torch.Tensor = self.out(found.transpose(1, 2).flatten(2))
+        return attended
+
+
+def feed_forward(dim: int, dropout: float) -> nn.Sequential:
+    """Two layers of width 4 D and D, with GELU between."""
+    return nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim),
+                         nn.Dropout(dropout))
+
+
+class Block(nn.Module):
+    """A pre-LN transformer block, [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads, dropout)
+        self.feed_forward = feed_forward(dim, dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm_1(x)
+        x = x + self.attention(y, y)
+        x = x + self.feed_forward(self.norm_2(x))
+        return x

@@ -1,0 +1,52 @@
+"""Small invented logs and batches for the recommenders' tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.rl_rec.interactions import DataOptions, Interactions, Log, from_log
+from oper.rl_rec.models.base import Sequences
+from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig
+
+SMALL: dict[str, Any] = {"dim": 16, "user_dim": 4, "layers": 2, "heads": 2, "steps": 7,
+                         "window": 5, "dropout": 0.0, "negatives": 0}
+
+
+def invented(num_users: int = 30, num_items: int = 40, seed: int = 0, mean: int = 14
+             ) -> Interactions:
+    """Histories of 3 to about 2 * mean distinct items, skewed, with rewards of 0 and 1."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for user in range(1, num_users + 1):
+        count = min(num_items, 3 + int(rng.integers(0, 2 * mean)))
+        weight = 1 / np.arange(1, num_items + 1)
+        items = rng.choice(num_items, count, replace=False, p=weight / weight.sum()) + 1
+        rows += [(user, i, float(rng.random() < 0.6), 100 * k) for k, i in enumerate(items)]
+    users, items, rewards, times = zip(*rows, strict=True)
+    return from_log(Log(np.array(users), np.array(items), np.array(rewards, np.float32),
+                        np.array(times)), DataOptions(k_core=1))
+
+
+def cdt(num_users: int = 31, num_items: int = 41, seed: int = 0, **changes: Any) -> CDT4Rec:
+    """A small model whose rows are large enough to matter."""
+    torch.manual_seed(seed)
+    model = CDT4Rec(CDT4RecConfig(**SMALL | changes), num_users, num_items, (4.0, 3.0))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "embedding" in name:
+                p.normal_(0, 0.5)
+    return model
+
+
+def sequences(lengths: list[int], skip: list[int], seed: int = 0, num_items: int = 41
+              ) -> Sequences:
+    """Random stretches of the given lengths."""
+    g = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    rewards = (torch.rand(total, generator=g) < 0.5).float()
+    return Sequences(
+        torch.arange(1, len(lengths) + 1), torch.randint(1, num_items, (total,), generator=g),
+        rewards, torch.tensor(lengths), torch.tensor(skip), torch.rand(total, generator=g) * 4)
