@@ -3,7 +3,8 @@
 #   PYTHON      interpreter that .venv is made from (3.11 or newer)
 #   TORCH_SPEC  what pip is asked for when .venv has no torch yet, e.g. "torch==2.13.0"
 #   DATA        make demo: a click log in the Criteo format (.txt or .gz) instead of a synthetic one
-#   ARGS        more arguments for pytest (make test) or for `oper demo` (make demo)
+#   ARGS        more arguments for pytest (make test), `oper demo` (make demo), or the fault injection
+#               (make test-faults, e.g. ARGS="--tries 3 --only kill")
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,12 +22,13 @@ else
 TORCH_SPEC ?= torch==2.13.0
 endif
 
-.PHONY: help setup build demo test lint wheel-test clean
+.PHONY: help setup build demo test test-faults lint wheel-test clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo [DATA=train.txt]  the main job end to end, beside TorchRec"
 	@echo "make test [ARGS=...]        the tests"
+	@echo "make test-faults            kill, stop, slow down, fill up, damage; prints a table"
 	@echo "make lint                   ruff and mypy"
 	@echo "make wheel-test             build a wheel, install it elsewhere, try it"
 	@echo "make setup                  only install into $(VENV) and build"
@@ -64,6 +66,9 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-faults: setup
+	@$(BIN)/python -W ignore -m tests.faults $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

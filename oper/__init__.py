@@ -20,8 +20,8 @@ _PUBLIC = {
     "SavePlanner": "oper.integration.checkpoint",
     "LoadPlanner": "oper.integration.checkpoint",
     "rows_on_demand": "oper.integration.on_demand",
-    "save_checkpoint": "oper.integration.checkpoint",
-    "load_checkpoint": "oper.integration.checkpoint",
+    "save_checkpoint": "oper.integration.saving",
+    "load_checkpoint": "oper.integration.saving",
     "make_plan": "oper.search",
     "collect": "oper.analysis",
     "AccessStats": "oper.stats",
@@ -61,10 +61,12 @@ if TYPE_CHECKING:
     from oper.integration.checkpoint import (
         LoadPlanner as LoadPlanner,
         SavePlanner as SavePlanner,
+    )
+    from oper.integration.on_demand import rows_on_demand as rows_on_demand
+    from oper.integration.saving import (
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
-    from oper.integration.on_demand import rows_on_demand as rows_on_demand
     from oper.plan import Plan as Plan
     from oper.replanning import replan as replan
     from oper.search import make_plan as make_plan

@@ -9,6 +9,8 @@
 
 #include <climits>
 
+#include "host/faults.h"
+
 namespace oper::host {
 namespace {
 
@@ -67,11 +69,13 @@ Barrier::Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vect
 
 Barrier::Result Barrier::arrive(int32_t* culprit) {
   if (failed_ == Result::kOk) {
+    reach(FaultPoint::kBarrier);
     const uint32_t target = ++epoch_;
     BarrierLine& mine = lines_[rank_];
     // seq_cst on both sides: either the waker sees the sleeper or the sleeper sees the epoch.
     mine.epoch.store(target, std::memory_order_seq_cst);
     if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&mine.epoch);
+    reach(FaultPoint::kBarrier);  // before and after arrival
     for (int32_t k = 1; k < world_size_ && failed_ == Result::kOk; ++k) {
       const int32_t peer = (rank_ + k) % world_size_;
       failed_ = wait_for(peer, target);

@@ -8,6 +8,7 @@
 #include <new>
 
 #include "host/exchange.h"
+#include "host/faults.h"
 #include "host/kernels.h"
 #include "host/memory.h"
 #include "host/tasks.h"
@@ -212,6 +213,7 @@ void run_bag_tasks(Context& context, const Batch& batch, bool small, ParallelFor
 void refresh_replicas(const Context& context) {
   for (const Refresh& part : context.refreshes) {
     if (part.replicas == nullptr) continue;
+    reach(FaultPoint::kReplicas);
     const Table& table = context.tables[part.table];
     const size_t bytes = static_cast<size_t>(table.row_bytes());
     const uint32_t* touched = table.touched[part.owner];
@@ -271,6 +273,7 @@ Status pool_direct(Context& context, const Batch& batch, float* out, bool all,
                    ParallelFor parallel) {
   std::atomic<int64_t> bad{-1};
   const auto task = [&](size_t f, const BagRange& range, Scratch& scratch) {
+    reach(FaultPoint::kForward);
     const Table& table = context.tables[context.features[f].table];
     if (all || !table.has_push) note_bad(bad, kernels().pool(table, range, out, scratch));
   };
@@ -379,6 +382,7 @@ Status resolve(Context& context, const Batch& batch, int64_t* addresses, const R
                ParallelFor parallel) {
   std::atomic<int64_t> bad{-1};
   run_bag_tasks(context, batch, false, parallel, [&](size_t f, const BagRange& range, Scratch&) {
+    reach(FaultPoint::kResolve);
     const Table& table = context.tables[context.features[f].table];
     const int64_t at = range.bags.bounds[range.begin] - range.bags.bounds[0];
     note_bad(bad, kernels().locate(table, range, addresses + resolved.first[f] + at));
@@ -434,6 +438,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   const bool small = is_small(batch);
   run_tasks(context, T, small, parallel, [&](int64_t task, Scratch& scratch) {
     const int32_t t = order[task];
+    reach(FaultPoint::kOutbox);
     int64_t result = kReduceOk;
     if (context.tables[t].has_push) {
       result = kernels().request(context, t, batch);
@@ -472,6 +477,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
     if (status.code != 0) return status;
   }
   run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
+    reach(FaultPoint::kUpdate);
     kernels().update(context, order[task], gradient_scale);
   });
   clock.end(kUpdate);

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from oper.analysis import CountOptions, TableCounter
 from oper.analysis.presence import Lookups
-from oper.data.folder import Folder
+from oper.data.folder import Folder, reading
 from oper.errors import FileFormatError, fail
 from oper.stats import AccessStats
 
@@ -51,7 +51,12 @@ def analyze_folder(
         for part in folder.parts("train"):
             columns = (folder.bucket, *folder.sparse)
             file = folder.open_part(part, columns)
-            for batch in file.iter_batches(_BATCH_ROWS, columns=list(columns)):
+            batches = file.iter_batches(_BATCH_ROWS, columns=list(columns))
+            while True:
+                with reading(part):
+                    batch = next(batches, None)
+                if batch is None:
+                    break
                 buckets = _integers(part, folder.bucket, batch.column(folder.bucket))
                 _check_buckets(part, folder, buckets)
                 lookups = [_lookups(part, name, batch.column(name)) for name in folder.sparse]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oper.data.folder import Folder
+from oper.data.folder import Folder, reading
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 
@@ -178,7 +178,8 @@ class Batches:
     def _load(self, part: Path, group: int) -> tuple[np.ndarray, ...]:
         folder = self.folder
         file = folder.open_part(part, self._columns)
-        table = file.read_row_group(group, columns=list(self._columns))
+        with reading(part):
+            table = file.read_row_group(group, columns=list(self._columns))
 
         def stack(names: tuple[str, ...], dtype: type[np.generic]) -> np.ndarray:
             if not names:

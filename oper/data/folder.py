@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +120,7 @@ class Folder:
         """Open one part and check that it has `columns`; raises FileFormatError."""
         what = f"cannot read {str(path)!r}"
         try:
-            file = pq.ParquetFile(path)
+            file = pq.ParquetFile(path, page_checksum_verification=True)
         except (pa.ArrowInvalid, OSError) as error:
             raise FileFormatError(
                 fail(what, "content", str(error), "a complete Parquet file", "preprocess again")
@@ -129,3 +131,14 @@ class Folder:
                 fail(what, "missing columns", missing, "every column of the manifest",
                      "preprocess again"))
         return file
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What pyarrow raises on damaged pages of a part, as FileFormatError."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise FileFormatError(
+            fail(f"cannot read {os.fspath(path)!r}", "content", str(error)[:200],
+                 "undamaged pages", "preprocess again")) from None

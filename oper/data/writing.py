@@ -187,7 +187,8 @@ class _PartWriter:
                 name = f"part-{self._unit:05d}-{self._num_parts:03d}.parquet"
                 # Ids are dense integers already: a dictionary would cost time and save nothing.
                 self._writer = pq.ParquetWriter(self._folder / name, table.schema,
-                                                compression="lz4", use_dictionary=False)
+                                                compression="lz4", use_dictionary=False,
+                                                write_page_checksum=True)
                 self._num_parts += 1
             piece = table.slice(start, min(group, count - start))
             self._writer.write_table(piece, row_group_size=group)

@@ -1,4 +1,4 @@
-"""Checkpoints of bounded memory: planners for ``torch.distributed.checkpoint``, and save and load.
+"""Checkpoints of bounded memory: planners for ``torch.distributed.checkpoint``.
 
 The planners make and take `TableRows` chunk by chunk, so that saving or loading a table needs the
 memory of a few chunks. What they write is an ordinary checkpoint of tensors by name, which any
@@ -7,27 +7,19 @@ planner reads.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import warnings
+import io
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_local_load_plan,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -44,14 +36,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from oper.errors import InvalidInputError, OperError, fail
-from oper.integration.on_demand import CHUNK_BYTES, TableRows, rows_on_demand
-
-METADATA = ".metadata"  # written last by torch.distributed.checkpoint: marks a complete checkpoint
-_PLAIN = "_plain"
+from oper.errors import InvalidInputError, fail
+from oper.integration.on_demand import TableRows
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -105,7 +92,8 @@ class LoadPlanner(DefaultLoadPlanner):
     ``load_state_dict`` must follow, which makes the rows visible to all ranks. When a load fails,
     the tables hold a mixture: load again.
 
-    Every other value is loaded as torch's default planner does.
+    Every other value is loaded as torch's default planner does, but that only tensors and plain
+    values are unpickled.
     """
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
@@ -160,6 +148,14 @@ class LoadPlanner(DefaultLoadPlanner):
                 torch.Size([0] * len(chunk.sizes)), chunk.sizes))
         return items
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = torch.load(value, weights_only=True)
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         value = self.state_dict.get(read_item.dest_index.fqn)
         if isinstance(value, TableRows):
@@ -201,185 +197,3 @@ def _split(state_dict: Mapping[str, Any]) -> tuple[dict[str, TableRows], dict[st
     """The values that are rows on demand, and the others."""
     rows = {name: value for name, value in state_dict.items() if isinstance(value, TableRows)}
     return rows, {name: value for name, value in state_dict.items() if name not in rows}
-
-
-# ---- save and load -------------------------------------------------------------------------------
-
-
-def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None,
-                    extra: dict[str, Any] | None = None, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Save a model with sharded tables, and what belongs to it, in bounded memory. Collective.
-
-    The checkpoint is written beside `folder` and renamed when it is complete: a crash at any moment
-    leaves the previous one loadable by `load_checkpoint`. The folder must be on a file system that
-    all ranks share.
-
-    Args:
-        folder: where; a checkpoint that is there is replaced.
-        model: saved as ``model``; under DDP and DistributedModelParallel by the names of the module
-            inside.
-        optimizer: anything with ``state_dict``, saved as ``optimizer``: a ``fused_optimizer``, a
-            ``CombinedOptimizer``. The states of sharded ``nn.Embedding`` and ``nn.EmbeddingBag``
-            modules are saved in any case, as ``tables``.
-        extra: tensors and picklable values of your own (the step number, a scheduler's state),
-            equal on all ranks; saved as ``extra``.
-        chunk_bytes: rows are copied and written in chunks of at most this size.
-
-    Raises:
-        OperError: a rank could not write; the previous checkpoint is untouched.
-    """
-    path = Path(folder).absolute()
-    aside = path.with_name(path.name + ".saving")
-    before = path.with_name(path.name + ".previous")
-    _on_rank0(lambda: _make_room(path, aside, before), "cannot save a checkpoint", path)
-    with rows_on_demand(chunk_bytes):
-        state = _state_of(model, optimizer) | ({"extra": dict(extra)} if extra else {})
-        with _one_error("cannot save a checkpoint", path):
-            save(state, checkpoint_id=str(aside), planner=SavePlanner(),
-                 no_dist=not _distributed())
-    _on_rank0(lambda: _put_in_place(path, aside, before), "cannot save a checkpoint", path)
-
-
-def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None
-                    ) -> dict[str, Any]:
-    """Load what `save_checkpoint` wrote, under any plan and on any number of ranks. Collective.
-
-    Args:
-        folder: the checkpoint. When a crash has left it incomplete, the previous one is loaded.
-        model, optimizer: as for `save_checkpoint`; filled in place.
-
-    Returns:
-        ``extra`` as it was saved, {} without.
-
-    Raises:
-        InvalidInputError: there is no checkpoint, or one of another model.
-        OperError: a rank could not read; the tables then hold a mixture.
-    """
-    path = _complete(Path(folder).absolute())
-    with rows_on_demand():
-        state = _state_of(model, optimizer)
-        extra = _stored_extra(path)
-        if extra:
-            state["extra"] = extra
-        with _one_error("cannot load a checkpoint", path):
-            load(state, checkpoint_id=str(path), planner=LoadPlanner(),
-                 no_dist=not _distributed())
-        inner = _inner(model)
-        inner.load_state_dict(state["model"])
-        if optimizer is not None:
-            optimizer.load_state_dict(state["optimizer"])
-        for name, module in _bare_modules(inner).items():
-            module.load_optimizer_state_dict(state["tables"][name])
-    return dict(state.get("extra", {}))
-
-
-def _state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    inner = _inner(model)
-    state: dict[str, Any] = {"model": inner.state_dict()}
-    if optimizer is not None:
-        state["optimizer"] = optimizer.state_dict()
-    bare = {name: module.optimizer_state_dict() for name, module in _bare_modules(inner).items()}
-    return state | ({"tables": bare} if bare else {})
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The module inside a data-parallel wrapper, so that names do not tell of it."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def _bare_modules(model: nn.Module) -> dict[str, Any]:
-    """Trained sharded modules that no optimizer of TorchRec's kind stands for, by path."""
-    found = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None:
-            # Without DistributedModelParallel's wrappers, as in its state_dict.
-            path = name.removeprefix("_dmp_wrapped_module.").removeprefix("module.")
-            found[path or _PLAIN] = module
-    return found
-
-
-def _stored_extra(path: Path) -> dict[str, Any]:
-    """Places for the values of ``extra``, from the checkpoint's own description."""
-    metadata = FileSystemReader(str(path)).read_metadata()
-    places: dict[str, Any] = {}
-    for name, keys in (metadata.planner_data or {}).items():
-        if keys[0] != "extra":
-            continue
-        item = metadata.state_dict_metadata[name]
-        value = (torch.empty(item.size, dtype=item.properties.dtype)
-                 if isinstance(item, TensorStorageMetadata) else None)
-        set_element(places, keys, value)
-    return dict(places.get("extra", {}))
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _on_rank0(action: Callable[[], None], what: str, path: Path) -> None:
-    """Run `action` on rank 0; all ranks wait for it and learn of its error."""
-    problem: list[str | None] = [None]
-    if not _distributed() or dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            problem = [str(error)]
-    if _distributed():
-        dist.broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise OperError(fail(what, "folder", str(path), "a folder that can be written",
-                             problem[0]))
-
-
-def _make_room(path: Path, aside: Path, before: Path) -> None:
-    if path.exists() and not (path / METADATA).exists() and any(path.iterdir()):
-        raise OSError(f"{path} is no checkpoint: choose another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not (path / METADATA).exists() and (before / METADATA).exists():
-        before.rename(path)  # a crash between the two renames below; in place of an empty folder
-    for left in (aside, before):
-        if left.exists():
-            shutil.rmtree(left)
-
-
-def _put_in_place(path: Path, aside: Path, before: Path) -> None:
-    if path.exists():
-        path.rename(before)
-    aside.rename(path)
-    _sync(path.parent)
-    if before.exists():
-        shutil.rmtree(before)
-
-
-def _sync(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _complete(path: Path) -> Path:
-    for candidate in (path, path.with_name(path.name + ".previous")):
-        if (candidate / METADATA).exists():
-            return candidate
-    raise InvalidInputError(fail("cannot load a checkpoint", "folder", str(path),
-                                 f"a complete checkpoint with {METADATA}",
-                                 "name the folder that save_checkpoint wrote"))
-
-
-@contextlib.contextmanager
-def _one_error(what: str, path: Path) -> Iterator[None]:
-    """The ranks' own errors in one line; an error of ours stays what it is."""
-    try:
-        with warnings.catch_warnings():
-            # One rank without torch.distributed is what no_dist says.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        causes = {rank: cause[0] for rank, cause in sorted(error.failures.items())}
-        first = next(iter(causes.values()))
-        kind = InvalidInputError if isinstance(first, InvalidInputError) else OperError
-        raise kind(fail(what, "folder", str(path), "success on every rank",
-                        "; ".join(f"rank {r}: {e}" for r, e in causes.items()))) from error

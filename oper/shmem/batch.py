@@ -11,9 +11,9 @@ import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
 from oper.shmem.arena import OUTBOX_ENV
+from oper.shmem.group import DEADLINE_ENV
 from oper.tables import TableSpec
 
-DEADLINE_ENV = "OPER_DEADLINE_S"
 _INTEGERS = (torch.int64, torch.int32)
 
 

@@ -20,10 +20,10 @@ from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem import library
 from oper.shmem.arena import ROW_TYPES, ArenaLayout, KernelMaps
-from oper.shmem.batch import DEADLINE_ENV, FailedBatch, Lookup, raise_status, rows_in_order
+from oper.shmem.batch import FailedBatch, Lookup, raise_status, rows_in_order
 from oper.shmem.by_feature import Backward
 from oper.shmem.device_heap import PART_BYTES, DeviceHeap
-from oper.shmem.group import Group
+from oper.shmem.group import DEADLINE_ENV, Group
 from oper.shmem.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.runtime import ShardedTables
 from oper.traffic import Traffic

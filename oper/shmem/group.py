@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
 import threading
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
-from oper.errors import DeadlineError, fail
+from oper.errors import DeadlineError, PeerLostError, fail
+
+DEADLINE_ENV = "OPER_DEADLINE_S"
+_SLICE = timedelta(milliseconds=200)  # waits are cut, since gloo's own limit may be half an hour
 
 
 class Group(Protocol):
@@ -57,9 +65,53 @@ class ProcessGroup:
         return str(group.group_name)
 
     def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank. Collective.
+
+        Raises:
+            PeerLostError: a peer has ended. gloo does not say which; `LogicalRows.all_gather` does.
+            DeadlineError: a peer did not come in time; likewise.
+        """
         values: list[Any] = [None] * self.world_size
-        self._dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        if "gloo" not in self._dist.get_backend(self.process_group):
+            self._dist.all_gather_object(values, value, group=self.process_group)
+            return values
+        import torch
+
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([data.numel()]))
+        padded = torch.zeros(max(int(n) for n in sizes), dtype=torch.uint8)
+        padded[:data.numel()] = data
+        return [pickle.loads(x.numpy()[:int(n)].data)
+                for x, n in zip(self._gather(padded), sizes, strict=True)]
+
+    def _gather(self, data: Any) -> list[Any]:
+        """Tensors of one size from all ranks, over gloo."""
+        parts = [data.new_empty(data.shape) for _ in range(self.world_size)]
+        try:
+            work = self._dist.all_gather(parts, data, group=self.process_group, async_op=True)
+            _wait(work, float(os.environ.get(DEADLINE_ENV, "300")))
+        except RuntimeError as error:
+            text = str(error).strip().partition("\n")[0]
+            raise PeerLostError(
+                fail("a peer has gone during a collective", "rank", "unknown", "all ranks alive",
+                     f"look at the other ranks' logs ({text})")) from error
+        return parts
+
+
+def _wait(work: Any, deadline_s: float) -> None:
+    """Wait for a collective of gloo, at most so long."""
+    start = time.monotonic()
+    while True:
+        with contextlib.suppress(RuntimeError):  # the slice is over, or what is raised below
+            work.wait(_SLICE)
+        if work.is_completed():
+            work.wait()
+            return
+        if time.monotonic() - start > deadline_s:
+            raise DeadlineError(
+                fail("a peer did not arrive at a collective", "rank", "unknown",
+                     f"arrival within {DEADLINE_ENV}={deadline_s:g} s",
+                     "every rank must make the same calls; look at the other ranks"))
 
 
 class ThreadGroup:

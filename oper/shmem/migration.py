@@ -143,10 +143,10 @@ class Migration:
         touched = {name: np.unique(np.concatenate(ids)) for name, ids in self._touched.items()}
         self._touched = {}
         ready = all(r.done == r.view.shape[0] for r in self._regions)
-        everyone = self._source.group.all_gather((ready, touched))
+        everyone = self._source.all_gather((ready, touched))
         self._copy_again([ids for _, ids in everyone])
         if all(done for done, _ in everyone):
-            self._source.group.all_gather(None)  # nobody switches before all have finished
+            self._source.all_gather(None)  # nobody switches before all have finished
             if self._pages:
                 self._target.use_huge_pages()  # its own are there; maps the peers' likewise
             self._source.take_over(self._target)

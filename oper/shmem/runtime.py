@@ -18,7 +18,6 @@ from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem.arena import ArenaLayout, KernelMaps, outbox_bytes
 from oper.shmem.batch import (
-    DEADLINE_ENV,
     BatchChecks,
     FailedBatch,
     Lookup,
@@ -31,7 +30,7 @@ from oper.shmem.clipping import GradientClamp
 from oper.shmem.compiled import lookup_in_graph, register
 from oper.shmem.domains import DomainGroup, find_domains
 from oper.shmem.exchange import SENT, Exchange
-from oper.shmem.group import Group
+from oper.shmem.group import DEADLINE_ENV, Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
 from oper.shmem.migration import Migration, check_room

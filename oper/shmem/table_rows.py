@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from oper.directory import TableDirectory, TierLayout
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
 from oper.shmem.arena import ROW_TYPES, ArenaLayout
 from oper.shmem.exchange import Exchange, Wanted
 from oper.shmem.group import Group
@@ -49,6 +50,20 @@ class LogicalRows:
     def barrier(self) -> None:
         """Wait for all ranks."""
         raise NotImplementedError
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank. Collective; between batches.
+
+        Raises:
+            PeerLostError: a peer has ended; names it.
+            DeadlineError: a peer did not come in time; names it.
+        """
+        self.barrier()  # here peers are watched one by one
+        try:
+            return self.group.all_gather(value)
+        except (PeerLostError, DeadlineError):
+            self.barrier()
+            raise
 
     def _parts(self, piece: int, ids: np.ndarray
                ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

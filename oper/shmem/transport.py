@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from oper.errors import DeadlineError, PeerLostError, fail
-from oper.shmem.batch import DEADLINE_ENV
-from oper.shmem.group import Group, ProcessGroup, ThreadGroup
+from oper.shmem.group import DEADLINE_ENV, Group, ProcessGroup, ThreadGroup
 from oper.shmem.watch import Loss, Watch
 
 _SLICE = timedelta(milliseconds=200)  # how often a waiting rank looks whether its peers still live

@@ -1,0 +1,37 @@
+#include "host/faults.h"
+
+#include <time.h>
+#include <unistd.h>
+
+#include <csignal>
+
+namespace oper::host {
+namespace {
+
+Fault armed{};
+std::atomic<int64_t> left{0};
+
+}  // namespace
+
+std::atomic<int32_t> armed_point{0};
+
+void arm_fault(const Fault& fault) {
+  armed_point.store(0);
+  armed = fault;
+  left.store(fault.count);
+  armed_point.store(static_cast<int32_t>(fault.point));
+}
+
+void meet_fault() {
+  if (left.fetch_sub(1) != 1) return;
+  armed_point.store(0);
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  const int64_t ns = now.tv_sec * int64_t{1000000000} + now.tv_nsec;
+  // A note that cannot be written shows as a fault that never happened.
+  if (armed.note_fd >= 0 && write(armed.note_fd, &ns, sizeof ns) != sizeof ns) return;
+  if (armed.signal != 0) kill(getpid(), armed.signal);
+  if (armed.sleep_us > 0) usleep(static_cast<useconds_t>(armed.sleep_us));
+}
+
+}  // namespace oper::host

@@ -1,0 +1,137 @@
+"""The files of a checkpoint: checksums of all of them, and a reader that runs nothing it reads.
+
+``torch.distributed.checkpoint`` keeps the description of a checkpoint as a pickle, and torch does
+not check its archives' checksums. Here every file of a checkpoint is summed up (CRC-32, as in ZIP)
+in an array file of its own, and the description is unpickled with the few classes that it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from oper.errors import FileFormatError, fail
+from oper.files import read_arrays, write_arrays
+
+METADATA = ".metadata"  # written by torch.distributed.checkpoint
+CHECKSUMS = "checksums.oper"
+KIND, VERSION = "oper-checkpoint", 1
+_BLOCK = 4 << 20
+_MODULES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "device", *(n for n in dir(torch) if isinstance(getattr(torch, n),
+                                                                      torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+}
+
+
+class Reader(FileSystemReader):
+    """torch's reader of checkpoint folders, with a description that is checked and runs nothing."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The description; raises FileFormatError when it is damaged or foreign."""
+        folder = Path(self.path)
+        what = f"cannot read the checkpoint {str(folder)!r}"
+        try:
+            with open(folder / METADATA, "rb") as file:
+                metadata = _Unpickler(file).load()
+            _check(metadata, folder, what)
+        except FileFormatError:
+            raise
+        except FileNotFoundError as error:
+            raise FileFormatError(fail(what, "missing file", error.filename, "a complete folder",
+                                       "load another checkpoint")) from None
+        except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+            raise FileFormatError(fail(what, METADATA, f"{type(error).__name__}: {error}",
+                                       "what torch.distributed.checkpoint writes",
+                                       "load another checkpoint")) from error
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _MODULES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+        return super().find_class(module, name)
+
+
+def _check(metadata: Any, folder: Path, what: str) -> None:
+    """Sizes that the folder's files can hold, places inside of them."""
+    if not isinstance(metadata, Metadata):
+        raise FileFormatError(fail(what, METADATA, type(metadata).__name__, "Metadata",
+                                   "load another checkpoint"))
+    sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.is_file()}
+    for info in metadata.storage_data.values():
+        path, begin, length = info.relative_path, info.offset, info.length
+        end = sizes.get(path, -1) if os.path.basename(path) == path else -1
+        if not (begin >= 0 and length >= 0 and begin + length <= end):
+            raise FileFormatError(fail(what, "file, offset, bytes", (path, begin, length),
+                                       f"a part of a file there, which has {end} bytes",
+                                       "load another checkpoint"))
+    total = sum(sizes.values())
+    for name, item in metadata.state_dict_metadata.items():
+        if isinstance(item, TensorStorageMetadata):
+            num_bytes = item.size.numel() * item.properties.dtype.itemsize
+            inside = all(o >= 0 and n >= 0 and o + n <= whole for chunk in item.chunks
+                         for o, n, whole in zip(chunk.offsets, chunk.sizes, item.size, strict=True))
+            if min(item.size, default=0) < 0 or num_bytes > total or not inside:
+                raise FileFormatError(fail(what, name, tuple(item.size),
+                                           f"a tensor of at most {total} bytes, the files' size",
+                                           "load another checkpoint"))
+
+
+def sum_of(path: Path) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file."""
+    crc = size = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    return size, crc
+
+
+def write_checksums(folder: Path, sums: dict[str, tuple[int, int]]) -> None:
+    """Keep the files' sizes and sums, the last file of a checkpoint to be written."""
+    write_arrays(folder / CHECKSUMS, KIND, VERSION, {},
+                 {"files": {name: list(pair) for name, pair in sorted(sums.items())}})
+
+
+def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
+    """Compare every `turns`-th file of a checkpoint with its checksum, from the `turn`-th on.
+
+    A folder without checksums, which torch alone has written, passes.
+
+    Raises:
+        FileFormatError: a file is missing, cut, damaged or not this checkpoint's.
+    """
+    if not (folder / CHECKSUMS).exists():
+        return
+    what = f"cannot read the checkpoint {str(folder)!r}"
+    _, meta = read_arrays(folder / CHECKSUMS, KIND, VERSION)
+    wanted = meta.get("files")
+    if not isinstance(wanted, dict) or not all(
+            os.path.basename(n) == n and isinstance(v, list) for n, v in wanted.items()):
+        raise FileFormatError(fail(what, CHECKSUMS, meta, "sizes and sums by file",
+                                   "load another checkpoint"))
+    for name in sorted(wanted)[turn::turns]:
+        try:
+            found = list(sum_of(folder / name))
+        except FileNotFoundError:
+            found = []
+        if found != wanted[name]:
+            raise FileFormatError(
+                fail(what, f"{name}: bytes, CRC-32", found, f"{wanted[name]} as when it was saved",
+                     "the file is damaged; load another checkpoint"))
+

@@ -1,0 +1,391 @@
+"""Faults of a rank at a phase of training: what is injected, what was promised, what came of it.
+
+A small world trains. One of its ranks harms itself at a chosen point of a batch, in the kernels
+through ``torch.ops.oper.arm_fault``, in Python by a wrapper around the call. The parent process
+watches what the others say and when, and looks for what is left behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import struct
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import oper
+from oper.errors import OperError
+from oper.integration import checkpoint
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.shmem.batch import Lookup
+from oper.shmem.group import ProcessGroup
+from oper.shmem.migration import Migration
+from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from tests.faults import memory
+from tests.world_support import RankFailedError, World, leftovers, report, run_world, world
+
+FAULTS = ("kill", "stop", "slow")  # and "memory limit", see tests/faults/memory.py
+# As csrc/host/faults.h numbers them; the others are calls of Python.
+POINTS = {"resolve": 1, "forward": 2, "outbox": 3, "barrier": 4, "update": 5,
+          "replica broadcast": 6}
+PHASES = (*POINTS, "checkpoint write", "migration")
+# How often each point is met in a step, at least: the fault is set to one of so many occasions.
+_OCCASIONS = {"resolve": 3, "forward": 3, "outbox": 2, "barrier": 4, "update": 2,
+              "replica broadcast": 2, "checkpoint write": 4, "migration": 3}
+DEADLINE_S = 1.0
+KILL_PROMISE_S = 2.0
+STOP_PROMISE_S = DEADLINE_S + 2.0
+SLOW_S = 0.3
+_STEPS, _ARMED_AT = 6, 2
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """One fault.
+
+    Attributes:
+        fault: of `FAULTS`.
+        phase: of `PHASES`.
+        world_size: ranks.
+        victim: rank that harms itself.
+        occasion: at which meeting of the point, from the step on in which it is armed.
+        seed: of plans and batches.
+    """
+
+    fault: str
+    phase: str
+    world_size: int
+    victim: int
+    occasion: int
+    seed: int
+
+    @staticmethod
+    def draw(fault: str, phase: str, rng: random.Random) -> Injection:
+        world_size = rng.choice((2, 2, 3))
+        return Injection(fault, phase, world_size, rng.randrange(world_size),
+                         rng.randint(1, _OCCASIONS[phase]), rng.randrange(4))
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of an injection.
+
+    Attributes:
+        kept: whether all promises were.
+        detection_s: from the fault to the last survivor's error; None where none is due.
+        leftovers: processes, names, sockets and files that are still there.
+        broken: which promises were not kept.
+    """
+
+    kept: bool = True
+    detection_s: float | None = None
+    leftovers: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def break_promise(self, what: str) -> None:
+        self.kept = False
+        self.broken.append(what)
+
+# ---- the ranks -----------------------------------------------------------------------------------
+
+def _harm(injection: Injection, note: str) -> None:
+    """What `csrc/host/faults.cpp` does, for points in Python."""
+    with open(note, "wb", buffering=0) as file:
+        file.write(struct.pack("q", time.monotonic_ns()))
+    if injection.fault == "slow":
+        time.sleep(SLOW_S)
+    elif injection.fault == "memory limit":
+        memory.limit_this_process(64 << 20)
+        torch.ones(1 << 28)  # what the process has is not counted; this is too much
+    else:
+        os.kill(os.getpid(), _SIGNALS[injection.fault])
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": 0}
+
+def _arm(injection: Injection, note: str) -> None:
+    """Set the fault in this process, which is the victim."""
+    if injection.phase in POINTS and injection.fault != "memory limit":
+        fd = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        torch.ops.oper.arm_fault(POINTS[injection.phase], injection.occasion,
+                                 int(_SIGNALS[injection.fault]),
+                                 int(SLOW_S * 1e6) if injection.fault == "slow" else 0, fd)
+        return
+    owner, name = {"update": (ShardedTables, "apply_gradients"),
+                   "checkpoint write": (checkpoint.SavePlanner, "resolve_data"),
+                   "migration": (Migration, "_copy")}[injection.phase]
+    original = getattr(owner, name)
+    count = itertools.count(1)
+
+    def harmed(*args: Any) -> Any:
+        if next(count) == injection.occasion:
+            _harm(injection, note)
+        return original(*args)
+
+    setattr(owner, name, harmed)
+
+def _plan(specs: tuple[TableSpec, ...], world_size: int, seed: int) -> Plan:
+    """Every table has replicated, striped and owned rows, one of them a pushed tier."""
+    rng = np.random.default_rng(seed)
+    entries = []
+    for t in specs:
+        a, b = sorted(int(x) for x in rng.integers(1, t.num_rows, 2))
+        ranks = tuple(int(r) for r in rng.permutation(world_size))
+        tiers = [Tier(0, a, "replicated", ranks), Tier(b, t.num_rows, "owned", ranks[:1])]
+        if a < b:
+            mode = "push" if t.name == "pushed" else "pull"
+            tiers.insert(1, Tier(a, b, "striped", ranks, (), mode))
+        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),)))
+    return Plan(world_size, tuple(entries))
+
+_SPECS = tuple(TableSpec(n, r, d, (f"f_{n}",), "sum", optimizer="rowwise_adagrad")
+               for n, r, d in (("a", 400, 8), ("pushed", 300, 16), ("c", 50, 4)))
+
+def _batch(seed: int, size: int) -> Lookup:
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(_SPECS), size), generator=g)
+    ids = [torch.randint(0, s.num_rows, (int(n.sum()),), generator=g)
+           for s, n in zip(_SPECS, lengths, strict=True)]
+    return Lookup(torch.cat(ids), lengths.reshape(-1), torch.arange(len(_SPECS)), size)
+
+def train_tables(rank: int, world_size: int, injection: Injection | None, note: str, seed: int
+                 ) -> dict[str, Any]:
+    """Train tables for some steps, the fault armed in the middle; final rows, or the error."""
+    tables = ShardedTables(_plan(_SPECS, world_size, seed), [(f"f_{s.name}", s.name)
+                                                             for s in _SPECS],
+                           ProcessGroup(), RowWiseAdagrad(lr=0.1), 1.0 / world_size)
+    for s in _SPECS:
+        g = torch.Generator().manual_seed(seed)
+        tables.write(s.name, torch.rand(s.num_rows, s.dim, generator=g))
+    tables.publish()
+    try:
+        for step in range(_STEPS):
+            if injection is not None and step == _ARMED_AT:
+                if rank == injection.victim:
+                    _arm(injection, note)
+                if injection.phase == "migration":
+                    tables.start_migration(_plan(_SPECS, world_size, seed + 1), 1 << 12)
+            batch = tables.resolve(_batch(100 * seed + 10 * step + rank, 6 + rank))
+            tables.lookup(batch).square().sum().backward()
+        tables.finish_migration()
+        tables.barrier()
+        rows = {s.name: tables.read(s.name) for s in _SPECS}
+        tables.barrier()
+    except OperError as error:
+        found = _error(error)
+        tables.close()
+        return found | {"mapped": _mapped()}
+    tables.close()
+    return {"kind": "", "rows": rows, "mapped": _mapped()}
+
+class Small(nn.Module):
+    """A table of two kinds of bags and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.EmbeddingBag(300, 8, mode="sum")
+        self.dense = nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.dense(self.bags(ids)).square().sum()
+
+def small_model(world_size: int, seed: int) -> Any:
+    """`Small`, sharded."""
+    return oper.shard(Small(), optimizer=oper.RowWiseAdagrad(lr=0.1))
+
+def small_step(model: Any, seed: int) -> None:
+    """One step of the tables and, the same on all ranks, of the dense part."""
+    model.dense.zero_grad()
+    model(torch.randint(0, 300, (4, 3), generator=torch.Generator().manual_seed(seed))).backward()
+    with torch.no_grad():
+        for p in model.dense.parameters():
+            p -= 1e-3 * torch.ones_like(p)
+
+def small_state(model: Any) -> dict[str, torch.Tensor]:
+    """Rows, optimizer state and dense part, whole."""
+    tables = model.bags.tables
+    tables.barrier()
+    state = {part: tables.read("bags", part=part) for part in ("rows", "momentum1")}
+    tables.barrier()
+    return state | {n: p.detach().clone() for n, p in model.dense.named_parameters()}
+
+def save_twice(rank: int, world_size: int, injection: Injection | None, note: str, seed: int,
+               folder: str) -> dict[str, Any]:
+    """Save, report what was saved, train on and save again with the fault armed."""
+    model = small_model(world_size, seed)
+    for step in range(3):
+        small_step(model, 10 * step + rank)
+    oper.save_checkpoint(folder, model, extra={"step": 3})
+    report(small_state(model))
+    for step in range(3, 5):
+        small_step(model, 10 * step + rank)
+    if injection is not None and rank == injection.victim:
+        _arm(injection, note)
+    try:
+        oper.save_checkpoint(folder, model, extra={"step": 5}, chunk_bytes=256)
+        rows = small_state(model)
+    except OperError as error:
+        found = _error(error)
+        model.bags.tables.close()
+        return found | {"mapped": _mapped()}
+    model.bags.tables.close()
+    return {"kind": "", "rows": rows, "mapped": _mapped()}
+
+def load_and_save(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], Any]:
+    """Load a checkpoint, tell what it holds, and save it again."""
+    model = small_model(world_size, 0)
+    extra = oper.load_checkpoint(folder, model)
+    state = small_state(model)
+    oper.save_checkpoint(folder, model, extra=extra)
+    return extra, state
+
+def _error(error: OperError) -> dict[str, Any]:
+    return {"kind": type(error).__name__, "text": str(error), "time": time.monotonic(),
+            "rank": getattr(error, "rank", None)}
+
+def _mapped() -> int:
+    """Shared segments, watched processes and their like that this process still holds."""
+    links = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
+    return (Path("/proc/self/maps").read_text().count("memfd:oper")
+            + sum("memfd:oper" in link or "pidfd" in link for link in links))
+
+# ---- the parent ----------------------------------------------------------------------------------
+
+def _errors_of_survivors(running: World, injection: Injection, note: Path, outcome: Outcome
+                         ) -> None:
+    """Receive from all survivors; check kind, name and time of their errors."""
+    expected, limit = {"kill": ("PeerLostError", KILL_PROMISE_S),
+                       "memory limit": ("PeerLostError", KILL_PROMISE_S),
+                       "stop": ("DeadlineError", STOP_PROMISE_S)}[injection.fault]
+    last = 0.0
+    for rank in range(injection.world_size):
+        if rank == injection.victim:
+            continue
+        try:
+            found = running.receive(rank)
+        except RankFailedError as error:
+            outcome.break_promise(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
+            continue
+        # Of several survivors one may hear of the loss from another, who gives the victim's name.
+        if found["kind"] not in (expected, "PeerLostError"):
+            outcome.break_promise(f"rank {rank} said {found.get('kind')}: {found.get('text')}")
+        elif f"rank={injection.victim}," not in found["text"]:
+            outcome.break_promise(f"rank {rank} blames another one: {found['text']}")
+        if found["mapped"]:
+            outcome.break_promise(f"rank {rank} still holds {found['mapped']} segments")
+        last = max(last, found.get("time", 0.0))
+    outcome.detection_s = last - _check_note(note, outcome)
+    if outcome.detection_s > limit:
+        outcome.break_promise(f"noticed after {outcome.detection_s:.2f} s, promised {limit} s")
+
+def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
+    """A stopped rank that goes on must learn that it is alone."""
+    os.kill(running.pids[injection.victim], signal.SIGCONT)
+    try:
+        found = running.receive(injection.victim)
+    except RankFailedError as error:
+        outcome.break_promise(f"woken: {str(error).strip().splitlines()[-1]}")
+        return
+    if found["kind"] not in ("PeerLostError", "DeadlineError"):
+        outcome.break_promise(f"woken, it said {found['kind']!r}")
+
+def _same_numbers(running: World, injection: Injection, undisturbed: dict[str, torch.Tensor],
+                  outcome: Outcome) -> dict[str, torch.Tensor]:
+    """All ranks end with the rows of an undisturbed run; those of the last one."""
+    found: dict[str, Any] = {}
+    for rank in range(injection.world_size):
+        try:
+            found = running.receive(rank)
+        except RankFailedError as error:
+            outcome.break_promise(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
+            continue
+        if found["kind"]:
+            outcome.break_promise(f"rank {rank} gave up: {found['text']}")
+        elif any(not torch.equal(found["rows"][n], x) for n, x in undisturbed.items()):
+            outcome.break_promise(f"rank {rank} has other numbers")
+    rows: dict[str, torch.Tensor] = found.get("rows", {})
+    return rows
+
+
+def _check_note(note: Path, outcome: Outcome) -> float:
+    """When the fault happened, s; a promise that was never put to the test is not kept."""
+    if not note.exists() or note.stat().st_size != 8:
+        outcome.break_promise("the fault never happened")
+        return time.monotonic()
+    at: int = struct.unpack("q", note.read_bytes())[0]
+    return at / 1e9
+
+
+_UNDISTURBED: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
+
+def _undisturbed(body: Callable[..., Any], injection: Injection, *args: Any
+                 ) -> dict[str, torch.Tensor]:
+    """The rows of a run without faults, made once."""
+    key = (body, injection.world_size, injection.seed)
+    if key not in _UNDISTURBED:
+        results = run_world(injection.world_size, body, None, "", injection.seed, *args)
+        rows = results[0].get("rows")
+        if rows is None:  # the first report was another one
+            raise AssertionError("an undisturbed run gave no rows")
+        _UNDISTURBED[key] = rows
+    return _UNDISTURBED[key]
+
+def inject(injection: Injection) -> Outcome:
+    """Run one injection and judge it."""
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory(prefix="oper-fault-") as folder:
+        note, saved = Path(folder) / "note", Path(folder) / "c"
+        saves = injection.phase == "checkpoint write"
+        body, args = (save_twice, (str(saved),)) if saves else (train_tables, ())
+        env = {"OPER_DEADLINE_S": str(DEADLINE_S), "OPER_OUTBOX_BYTES": str(1 << 22)}
+        undisturbed, held = {}, {}
+        if injection.fault == "slow" and not saves:
+            undisturbed = _undisturbed(body, injection)
+        with world(injection.world_size, body, injection, str(note), injection.seed, *args,
+                   env=env, timeout_s=60) as running:
+            if saves:
+                held, *_ = [running.receive(r) for r in range(injection.world_size)]
+            if injection.fault == "slow":
+                found = _same_numbers(running, injection, undisturbed, outcome)
+                held = found if saves else held
+                _check_note(note, outcome)
+            else:
+                _errors_of_survivors(running, injection, note, outcome)
+            if injection.fault == "stop":
+                _wake(running, injection, outcome)
+            pids = running.pids
+            for process in running.processes:
+                process.join(10)
+                if process.is_alive():
+                    outcome.break_promise(f"process {process.pid} does not end")
+        if injection.fault == "memory limit":
+            memory.sweep(pids[injection.victim])
+        outcome.leftovers = leftovers(pids)
+        if saves:
+            _check_checkpoint(injection, saved, held, outcome)
+    return outcome
+
+def _check_checkpoint(injection: Injection, folder: Path, held: dict[str, torch.Tensor],
+                      outcome: Outcome) -> None:
+    """The previous checkpoint, or the new one as a whole, loads; saving again clears up."""
+    try:
+        [(extra, state)] = run_world(1, load_and_save, str(folder))
+    except RankFailedError as error:
+        outcome.break_promise(f"it does not load: {str(error).strip().splitlines()[-1]}")
+        return
+    wanted = 5 if injection.fault == "slow" else 3
+    if extra != {"step": wanted}:
+        outcome.break_promise(f"loaded {extra}, expected step {wanted}")
+    if not held or any(not torch.equal(state[n], x) for n, x in held.items()):
+        outcome.break_promise("the loaded checkpoint has other numbers")
+    outcome.leftovers += [str(p) for p in folder.parent.iterdir() if p.name not in ("c", "note")]

@@ -1,0 +1,238 @@
+"""Faults of the network between memory domains, by a proxy in user space.
+
+Every rank is a memory domain of its own, so that all rows travel over gloo. A preloaded library
+sends its connections, and those that watch the peers, through a proxy, which delays what it passes
+on, passes nothing on, or cuts all connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from tests.faults.injection import DEADLINE_S, KILL_PROMISE_S, STOP_PROMISE_S, Outcome
+from tests.support import ROOT
+from tests.world_support import leftovers
+
+FAULTS = ("cut", "lost", "delayed")
+_STEPS = 12
+_DELAY_S = 0.02
+
+
+class Proxy:
+    """Passes connections on. The first two bytes of each name the port it was meant for.
+
+    Attributes:
+        port: where it listens.
+        mode: ``"pass"``, ``"delayed"``, ``"lost"`` (keeps what it gets) or ``"cut"``.
+    """
+
+    def __init__(self) -> None:
+        self.mode = "pass"
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._server.accept()
+                (port,) = struct.unpack("!H", client.recv(2, socket.MSG_WAITALL))
+                server = socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                return
+            for here, there in ((client, server), (server, client)):
+                here.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._sockets.append(here)
+                thread = threading.Thread(target=self._pump, args=(here, there), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, here: socket.socket, there: socket.socket) -> None:
+        try:
+            while data := here.recv(1 << 16):
+                if self.mode == "delayed":
+                    time.sleep(_DELAY_S)
+                while self.mode == "lost":
+                    time.sleep(0.01)
+                there.sendall(data)
+        except OSError:
+            pass
+        finally:
+            for end in (here, there):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """End all connections as a lost machine's do: with a reset."""
+        self.mode = "cut"
+        for end in list(self._sockets):
+            try:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self.cut()
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        for thread in self._threads:
+            thread.join(5)
+        for end in self._sockets:
+            end.close()
+
+
+def build_redirect(folder: Path) -> Path | None:
+    """The library that is preloaded; None without a C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    library = folder / "redirect.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library,
+                    Path(__file__).with_name("redirect.c"), "-ldl"], check=True)
+    return library
+
+
+def inject(fault: str, rng: random.Random, library: Path) -> Outcome:
+    """Train in two or three domains and disturb their network once they exchange."""
+    outcome = Outcome()
+    world_size, seed = rng.choice((2, 2, 3)), rng.randrange(4)
+    with tempfile.TemporaryDirectory(prefix="oper-fault-") as folder:
+        proxy = Proxy()
+        ranks = _start(world_size, seed, folder, {
+            "LD_PRELOAD": str(library), "FAULT_PROXY_PORT": str(proxy.port)})
+        try:
+            for rank in ranks:
+                _answer(rank)  # it trains
+            time.sleep(rng.random() * 0.2)
+            since = time.monotonic()
+            if fault == "cut":
+                proxy.cut()
+            else:
+                proxy.mode = fault
+            answers = [_answer(rank) for rank in ranks]
+            if fault == "delayed":
+                _check_numbers(answers, world_size, seed, outcome)
+            else:
+                _check_errors(answers, fault, since, outcome)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+                assert process.stdout is not None
+                process.stdout.close()
+            proxy.close()
+        outcome.leftovers = leftovers([p.pid for p in ranks])
+    return outcome
+
+
+def _start(world_size: int, seed: int, folder: str, env: dict[str, str]
+           ) -> list[subprocess.Popen[str]]:
+    store = str(Path(folder) / f"store{len(env)}")
+    common = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OPER_DEADLINE_S": str(DEADLINE_S),
+              "OPER_OUTBOX_BYTES": str(1 << 22), "OMP_NUM_THREADS": "1",
+              "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    words = [sys.executable, "-m", "tests.faults.network"]
+    return [subprocess.Popen(
+        [*words, str(rank), str(world_size), str(seed), store],
+        env={**common, "OPER_DOMAIN": f"host{rank}", **env}, cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for rank in range(world_size)]
+
+
+def _answer(rank: subprocess.Popen[str]) -> dict[str, Any]:
+    assert rank.stdout is not None
+    alarm = threading.Timer(90, rank.kill)
+    alarm.start()
+    try:
+        line = rank.stdout.readline()
+    finally:
+        alarm.cancel()
+    return json.loads(line) if line else {"kind": "silence", "text": "", "time": 0.0}
+
+
+def _check_errors(answers: list[dict[str, Any]], fault: str, since: float, outcome: Outcome
+                  ) -> None:
+    kinds = {"cut": ("PeerLostError",), "lost": ("DeadlineError", "PeerLostError")}[fault]
+    for rank, found in enumerate(answers):
+        others = [f"rank={r}," for r in range(len(answers)) if r != rank]
+        if found["kind"] not in kinds:
+            outcome.break_promise(f"rank {rank}: {found['kind']!r} {found.get('text')}")
+        elif not any(name in found["text"] for name in others):
+            outcome.break_promise(f"rank {rank} names nobody: {found['text']}")
+    outcome.detection_s = max(f.get("time", 0.0) for f in answers) - since
+    if outcome.detection_s > (KILL_PROMISE_S if fault == "cut" else STOP_PROMISE_S):
+        outcome.break_promise(f"noticed after {outcome.detection_s:.2f} s")
+
+
+_UNDISTURBED: dict[tuple[int, int], int] = {}
+
+
+def _check_numbers(answers: list[dict[str, Any]], world_size: int, seed: int, outcome: Outcome
+                   ) -> None:
+    key = (world_size, seed)
+    if key not in _UNDISTURBED:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = _start(world_size, seed, folder, {})
+            for process in ranks:
+                _answer(process)
+            _UNDISTURBED[key] = _answer(ranks[0])["sum"]
+            for process in ranks:
+                process.communicate(timeout=60)
+    for rank, found in enumerate(answers):
+        if found.get("sum") != _UNDISTURBED[key]:
+            outcome.break_promise(f"rank {rank} has other numbers: {found}")
+
+
+def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
+    """A rank: train until something happens, at most so many steps of some milliseconds."""
+    import torch
+    import torch.distributed as dist
+
+    from oper.errors import OperError
+    from oper.shmem.group import ProcessGroup
+    from oper.shmem.optimizers import RowWiseAdagrad
+    from oper.shmem.runtime import ShardedTables
+    from tests.faults.injection import _SPECS, _batch, _plan
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+                            world_size=world_size)
+    tables = ShardedTables(_plan(_SPECS, world_size, seed), [(f"f_{s.name}", s.name)
+                                                             for s in _SPECS],
+                           ProcessGroup(), RowWiseAdagrad(lr=0.1), 1.0 / world_size)
+    for s in _SPECS:
+        tables.write(s.name, torch.rand(s.num_rows, s.dim,
+                                        generator=torch.Generator().manual_seed(seed)))
+    tables.publish()
+    print(json.dumps({"kind": "ready"}), flush=True)
+    try:
+        for step in range(_STEPS):
+            tables.lookup(_batch(100 * seed + 10 * step + rank, 6 + rank)).square().sum().backward()
+            time.sleep(0.03)
+        rows = [tables.read(s.name) for s in _SPECS]
+    except OperError as error:
+        return {"kind": type(error).__name__, "text": str(error), "time": time.monotonic()}
+    data = b"".join(r.numpy().tobytes() for r in rows)
+    return {"kind": "", "sum": zlib.crc32(data), "time": time.monotonic()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])),
+          flush=True)
+    os._exit(0)  # gloo's threads may wait for peers that will never answer

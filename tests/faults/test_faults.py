@@ -1,0 +1,73 @@
+"""A short form of ``python -m tests.faults``: every kind of fault, at one phase or another."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.faults import files, injection, network
+from tests.faults.injection import Injection, Outcome
+
+
+def check(outcome: Outcome) -> None:
+    assert outcome.kept, outcome.broken
+    assert outcome.leftovers == []
+
+
+@pytest.mark.parametrize("phase", injection.PHASES)
+def test_a_rank_is_killed(phase: str) -> None:
+    check(injection.inject(Injection.draw("kill", phase, random.Random(phase))))
+
+
+@pytest.mark.parametrize("phase", ["outbox", "update", "checkpoint write", "migration"])
+def test_a_rank_stalls(phase: str) -> None:
+    check(injection.inject(Injection.draw("stop", phase, random.Random(phase))))
+
+
+@pytest.mark.parametrize("phase", ["forward", "barrier", "replica broadcast"])
+def test_a_rank_is_slow(phase: str) -> None:
+    check(injection.inject(Injection.draw("slow", phase, random.Random(phase))))
+
+
+def test_the_judge_sees_what_is_wrong(tmp_path: Path) -> None:
+    """A fault that never happens, and a survivor that says nothing of its peer."""
+    never = Injection("kill", "update", 2, 0, 10**6, 0)
+    outcome = injection.inject(never)
+    assert not outcome.kept and any("never happened" in what for what in outcome.broken)
+
+
+@pytest.mark.parametrize("fault", ["cut", "lost"])
+def test_connections_between_domains(fault: str, tmp_path: Path) -> None:
+    library = network.build_redirect(tmp_path)
+    if library is None:
+        pytest.skip("no C compiler for the library that redirects connections")
+    check(network.inject(fault, random.Random(1), library))
+
+
+@pytest.mark.parametrize("what", files.WRITES)
+def test_there_is_no_room(what: str, tmp_path: Path) -> None:
+    check(files.full_disk(what, random.Random(1), tmp_path, False))
+
+
+@pytest.mark.parametrize("what", files.WRITES)
+def test_a_folder_cannot_be_written(what: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:  # pytest's folders are closed to other users
+        check(files.read_only_folder(what, random.Random(1), Path(place)))
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, files.Sample]:
+    return files.make_samples(tmp_path_factory.mktemp("samples"))
+
+
+@pytest.mark.parametrize("kind", files.KINDS)
+@pytest.mark.parametrize("how", files.DAMAGES)
+def test_a_file_is_not_what_it_was(kind: str, how: str, samples: dict[str, files.Sample],
+                                   tmp_path: Path) -> None:
+    rng = random.Random(f"{kind} {how}")
+    for _ in range(6):
+        check(files.damaged_file(samples[kind], how, rng, tmp_path))
