@@ -23,7 +23,7 @@ from oper.files import read_arrays, write_arrays
 METADATA = ".metadata"  # written by torch.distributed.checkpoint
 CHECKSUMS = "checksums.oper"
 KIND, VERSION = "oper-checkpoint", 1
-_BLOCK = 4 << 20
+_BLOCK = 1 << 20
 _MODULES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
@@ -96,9 +96,10 @@ def _check(metadata: Any, folder: Path, what: str) -> None:
 def sum_of(path: Path) -> tuple[int, int]:
     """Bytes and CRC-32 of a file."""
     crc = size = 0
+    block = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            crc, size = zlib.crc32(block, crc), size + len(block)
+        while count := file.readinto(block):
+            crc, size = zlib.crc32(block[:count], crc), size + count
     return size, crc
 
 

@@ -347,7 +347,9 @@ def inject(injection: Injection) -> Outcome:
         note, saved = Path(folder) / "note", Path(folder) / "c"
         saves = injection.phase == "checkpoint write"
         body, args = (save_twice, (str(saved),)) if saves else (train_tables, ())
-        env = {"OPER_DEADLINE_S": str(DEADLINE_S), "OPER_OUTBOX_BYTES": str(1 << 22)}
+        # Who is killed must be noticed as such, however long a loaded machine takes to end it.
+        deadline_s = DEADLINE_S if injection.fault == "stop" else 20.0
+        env = {"OPER_DEADLINE_S": str(deadline_s), "OPER_OUTBOX_BYTES": str(1 << 22)}
         undisturbed, held = {}, {}
         if injection.fault == "slow" and not saves:
             undisturbed = _undisturbed(body, injection)

@@ -162,7 +162,7 @@ def test_memory_is_a_few_chunks(tmp_path: Path) -> None:
         # One logical row range per rank, with what gathering and writing it takes.
         assert plain <= 1.25 * table + slack, "plain save"
         # At two ranks a whole table on each would be `table`, and a chunk is 64 MiB.
-        assert plain_load <= 0.75 * table + slack, "plain load"
+        assert plain_load <= 0.85 * table + slack, "plain load"
         assert plain > 0.4 * table, "the measure sees what a plain save copies"
 
 
