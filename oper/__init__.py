@@ -16,6 +16,10 @@ _PUBLIC = {
     "shard": "oper.sharding",
     "migrate": "oper.sharding",
     "no_sync": "oper.sharding",
+    "publish": "oper.inference",
+    "attach": "oper.inference",
+    "Publication": "oper.inference",
+    "ServedModel": "oper.inference",
     "replan": "oper.replanning",
     "SavePlanner": "oper.integration.checkpoint",
     "LoadPlanner": "oper.integration.checkpoint",
@@ -57,6 +61,12 @@ if TYPE_CHECKING:
         PeerLostError as PeerLostError,
         PlanError as PlanError,
         PlanInfeasibleError as PlanInfeasibleError,
+    )
+    from oper.inference import (
+        Publication as Publication,
+        ServedModel as ServedModel,
+        attach as attach,
+        publish as publish,
     )
     from oper.integration.checkpoint import (
         LoadPlanner as LoadPlanner,

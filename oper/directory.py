@@ -13,7 +13,7 @@ import numpy as np
 
 from oper.errors import PlanError, fail
 from oper.plan import MEMORIES, TablePlan, Tier
-from oper.tables import DTYPE_BYTES
+from oper.tables import CODE_BITS, bytes_of_row
 
 MAX_ROWS = 2**32 - 1  # home keys and slots are 32-bit numbers
 
@@ -58,7 +58,7 @@ class TableDirectory:
         owner_begin: int64 [W + 1], first home key of each rank.
 
     Raises:
-        PlanError: a table of more rows than slots can number.
+        PlanError: a table of more rows than slots can number, or quantised rows in pieces.
     """
 
     def __init__(self, plan: TablePlan, world_size: int, piece: int = 0) -> None:
@@ -66,6 +66,12 @@ class TableDirectory:
         self.world_size = world_size
         self.column = plan.pieces[piece].start
         self.dim = plan.pieces[piece].stop - plan.pieces[piece].start
+        if plan.table.dtype in CODE_BITS and len(plan.pieces) > 1:
+            raise PlanError(
+                fail(f"cannot place table {self.table.name!r}", "columns",
+                     [(p.start, p.stop) for p in plan.pieces],
+                     f"whole rows for {plan.table.dtype}, whose codes share a scale",
+                     "plan without column splits"))
         tiers = plan.pieces[piece].tiers
         # With single dealt tiers the order of rows is irrelevant: arithmetic on the id. All pieces
         # of a table order its rows alike, since they meet by position.
@@ -102,7 +108,7 @@ class TableDirectory:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of the piece."""
-        return DTYPE_BYTES[self.table.dtype] * self.dim
+        return bytes_of_row(self.table.dtype, self.dim)
 
     def position_of(self, ids: np.ndarray) -> np.ndarray:
         """Positions (int64 [n]) of valid ids (int64 [n])."""

@@ -235,8 +235,17 @@ class Plan:
         """
         what = f"cannot read {os.fspath(path)!r} as a plan"
         try:
-            value = json.loads(Path(path).read_text(encoding="utf-8"),
-                               object_pairs_hook=_without_repeats)
+            text = Path(path).read_text(encoding="utf-8")
+        except ValueError as error:
+            raise FileFormatError(fail(what, "content", str(error), "a JSON plan file",
+                                       "pass a plan")) from None
+        return Plan.from_text(text, what)
+
+    @staticmethod
+    def from_text(text: str, what: str = "cannot read a plan") -> Plan:
+        """The plan whose `to_text` this is; errors as `load`, beginning with `what`."""
+        try:
+            value = json.loads(text, object_pairs_hook=_without_repeats)
             kind, version = value["kind"], value["version"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise FileFormatError(

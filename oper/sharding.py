@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import Plan
 from oper.stats import AccessStats
-from oper.tables import TableSpec, plan_names
+from oper.tables import TableSpec
 from oper.topology import Topology
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from oper.integration.targets import Target
     from oper.shmem.group import Group
     from oper.shmem.optimizers import Optimizer
     from oper.shmem.runtime import ShardedTables
 
 _DEFAULT_BATCH = 4096
-
-
-@dataclass(slots=True)
-class _Target:
-    """A module to be replaced: its path, its tables and how to read and rebuild it."""
-
-    path: str
-    module: Any
-    is_collection: bool
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # by table, own names
-    specs: list[TableSpec] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)  # own name -> name in the plan
 
 
 def shard(
@@ -90,13 +78,14 @@ def shard(
         >>> sharded(torch.tensor([[1, 2]])).shape
         torch.Size([1, 8])
     """
+    from oper.integration.targets import describe, find_targets, name_tables
     from oper.shmem.group import default_group
 
     group = default_group(process_group)
-    targets = _find_targets(module, modules)
+    targets = find_targets(module, modules)
     for target in targets:
-        _describe(target, objective, optimizer)
-    _name_tables(targets, module)
+        describe(target, objective, optimizer)
+    name_tables(targets, module)
     if group.world_size > 1 and any(
             hasattr(m, "_managed_collision_collection") and m.training for m in module.modules()):
         warnings.warn("managed-collision modules keep a map of ids on every rank, and maps that "
@@ -112,24 +101,6 @@ def shard(
         parent, _, child = target.path.rpartition(".")
         setattr(module.get_submodule(parent), child, new)
     return module
-
-
-def _all_targets(module: nn.Module) -> list[_Target]:
-    """Every module with tables, whether it is to be sharded or not."""
-    from torch import nn
-
-    # A model can only contain TorchRec modules when torchrec has been imported.
-    torchrec = sys.modules.get("torchrec.modules.embedding_modules")
-    collections: tuple[type, ...] = ()
-    if torchrec is not None:
-        collections = (torchrec.EmbeddingBagCollection, torchrec.EmbeddingCollection)
-    targets: list[_Target] = []
-    for path, child in module.named_modules():
-        if any(t.path == "" or path.startswith(f"{t.path}.") for t in targets):
-            continue  # a collection's own nn.EmbeddingBag
-        if type(child) in (*collections, nn.EmbeddingBag, nn.Embedding):
-            targets.append(_Target(path, child, type(child) in collections))
-    return targets
 
 
 def _tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
@@ -206,95 +177,6 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
             tables.finish_migration()
 
 
-def _find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[_Target]:
-    targets = [t for t in _all_targets(module) if wanted is None or t.path in wanted]
-    done = [path for path, child in module.named_modules() if hasattr(child, "tables")
-            and type(child).__module__.startswith("oper.integration")]
-    if done and not targets:
-        raise InvalidInputError(
-            fail("nothing to shard", "modules", done[:8], "modules that are not sharded yet",
-                 "shard a model once"))
-    missing = set(wanted or ()) - {t.path for t in targets}
-    if missing or not targets:
-        raise InvalidInputError(
-            fail("nothing to shard", "modules", sorted(missing) or type(module).__name__,
-                 "paths of EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag or "
-                 "nn.Embedding modules", "name embedding modules of this model"))
-    _refuse_shared_parameters(module, targets)
-    return targets
-
-
-def _refuse_shared_parameters(module: nn.Module, targets: list[_Target]) -> None:
-    owner: dict[int, str] = {}
-    paths = {t.path for t in targets}
-    for path, child in module.named_modules(remove_duplicate=False):
-        for name, parameter in child.named_parameters(recurse=False):
-            here = f"{path}.{name}".strip(".")
-            first = owner.setdefault(id(parameter), here)
-            ours = any(p in ("", x) or x.startswith(f"{p}.") for x in (first, here) for p in paths)
-            if first != here and ours:
-                raise InvalidInputError(
-                    fail("cannot shard a parameter shared between modules", "parameters",
-                         (first, here), "each table in one module", "untie them"))
-
-
-def _describe(target: _Target, objective: str, default: Optimizer | None) -> None:
-    """Fill in tables and optimizers."""
-    from torch import nn
-
-    # A collection's parameters are <kind>.<table>.weight, a torch module's is weight.
-    own = {p.split(".")[1] if target.is_collection else target.path or "weight": parameter
-           for p, parameter in target.module.named_parameters()}
-    if objective == "training":
-        for table, parameter in own.items():
-            if not parameter.requires_grad:
-                raise InvalidInputError(
-                    fail(f"cannot shard table {table!r} for training", "requires_grad", False,
-                         "a table that is to be trained",
-                         "set it, leave the module out of modules=, or use objective='inference'"))
-            tagged = None
-            if hasattr(parameter, "_optimizer_classes"):
-                from oper.integration.torchrec_modules import tagged_optimizer
-
-                tagged = tagged_optimizer(parameter)
-            chosen = tagged or default
-            if chosen is None:
-                raise InvalidInputError(
-                    fail("cannot shard for training",
-                         f"optimizer of table {table!r} in {target.path or 'the model'}", None,
-                         "one for every table",
-                         "pass optimizer=oper.RowWiseAdagrad(lr=...), or tag the tables with "
-                         "torchrec.optim.apply_optimizer_in_backward before sharding"))
-            target.optimizers[table] = chosen
-    names = {t: target.optimizers[t].name if target.optimizers else "none" for t in own}
-    if target.is_collection:
-        from oper.integration.torchrec_modules import table_specs
-
-        target.specs = table_specs(target.module, names)
-    else:
-        from oper.integration.torch_modules import module_spec
-
-        assert isinstance(target.module, nn.EmbeddingBag | nn.Embedding)
-        ((name, optimizer),) = names.items()
-        target.specs = [module_spec(name, target.module, optimizer)]
-
-
-def _own_names(target: _Target) -> list[str]:
-    if not target.is_collection:
-        return [target.path or "weight"]
-    from oper.integration.torchrec_modules import configs_of
-
-    return [c.name for c in configs_of(target.module)]
-
-
-def _name_tables(targets: list[_Target], module: nn.Module) -> None:
-    """Names in statistics and plans, as `oper.collect` gives them for the whole of `module`."""
-    names = plan_names((t.path, name) for t in _all_targets(module) for name in _own_names(t))
-    for target in targets:
-        target.names = {s.name: names[target.path, s.name] for s in target.specs}
-        target.specs = [replace(s, name=target.names[s.name]) for s in target.specs]
-
-
 def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, objective: str,
               batch_size: int | None, group: Group) -> Plan:
     """The plan to execute, the same on all ranks: rank 0 makes it."""
@@ -331,9 +213,10 @@ def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
                      batch_size=batch_size or _DEFAULT_BATCH)
 
 
-def _build(target: _Target, plan: Plan, objective: str, group: Group, bounds_check: Any
+def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_check: Any
            ) -> nn.Module:
     from oper.integration.table_state import load_weights
+    from oper.integration.targets import replacement
     from oper.shmem.by_feature import BoundsCheck
     from oper.shmem.runtime import ShardedTables
 
@@ -356,20 +239,10 @@ def _build(target: _Target, plan: Plan, objective: str, group: Group, bounds_che
     tables.bounds = BoundsCheck(bounds_check, features, tables.specs)
     load_weights(tables, _weights(target))
     tables.use_huge_pages()
-    if target.is_collection:
-        from oper.integration import torchrec_modules as edge
-
-        pooled = target.specs[0].pooling != "none"
-        return (edge.ShardedEmbeddingBags if pooled else edge.ShardedEmbeddings)(
-            target.module, tables, target.names)
-    from oper.integration import torch_modules as plain
-
-    make = plain.ShardedEmbedding if target.specs[0].pooling == "none" else (
-        plain.ShardedEmbeddingBag)
-    return make(target.module, tables, target.specs[0].name)
+    return replacement(target, tables)
 
 
-def _weights(target: _Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
+def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
     """Table, unsharded weight and init function of every table."""
     if not target.is_collection:
         yield target.specs[0].name, target.module.weight, None
@@ -381,7 +254,7 @@ def _weights(target: _Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
         yield target.names[config.name], weight, config.init_fn
 
 
-def _gradient_scale(target: _Target, group: Group) -> float:
+def _gradient_scale(target: Target, group: Group) -> float:
     """1 / W, as DDP averages; TorchRec users may have switched its division off."""
     if target.is_collection:
         from oper.integration.torchrec_modules import divides_gradients

@@ -11,6 +11,11 @@ from typing import Any
 from oper.errors import InvalidInputError, fail
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Rows that are only read, of codes with so many bits, in the layout of FBGEMM's IntNBit tables: a
+# float16 scale, a float16 bias, the codes.
+CODE_BITS = {"int8": 8, "int4": 4}
+SCALE_BIAS_BYTES = 4
+DTYPES = (*DTYPE_BYTES, *CODE_BITS)
 POOLINGS = ("sum", "mean", "none")
 # Bytes of optimizer state per row, given dim.
 OPTIMIZER_STATE_BYTES: dict[str, Callable[[int], int]] = {
@@ -23,6 +28,13 @@ OPTIMIZER_STATE_BYTES: dict[str, Callable[[int], int]] = {
 }
 
 
+def bytes_of_row(dtype: str, dim: int) -> int:
+    """Bytes of `dim` columns of one row stored as `dtype`."""
+    if dtype in CODE_BITS:
+        return SCALE_BIAS_BYTES + -(-dim * CODE_BITS[dtype] // 8)
+    return dim * DTYPE_BYTES[dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class TableSpec:
     """One embedding table.
@@ -33,7 +45,8 @@ class TableSpec:
         dim: columns `D`.
         features: the features that look up in this table, in order.
         pooling: ``"sum"``, ``"mean"`` or ``"none"`` (unpooled sequences).
-        dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; ``"int8"`` or ``"int4"`` (even dims)
+            for tables that are only read, which need ``optimizer="none"``.
         optimizer: a key of `OPTIMIZER_STATE_BYTES`; sizes the optimizer state.
     """
 
@@ -62,7 +75,7 @@ class TableSpec:
                 )
         for field, allowed in (
             ("pooling", POOLINGS),
-            ("dtype", tuple(DTYPE_BYTES)),
+            ("dtype", DTYPES),
             ("optimizer", tuple(OPTIMIZER_STATE_BYTES)),
         ):
             value = getattr(self, field)
@@ -70,12 +83,19 @@ class TableSpec:
                 raise InvalidInputError(
                     fail(what, field, value, f"one of {allowed}", "correct the table")
                 )
+        if self.dtype in CODE_BITS and self.optimizer != "none":
+            raise InvalidInputError(
+                fail(what, "optimizer", self.optimizer, f"'none' for rows of {self.dtype}",
+                     "train in a float type and quantise for inference"))
+        if self.dtype == "int4" and self.dim % 2:
+            raise InvalidInputError(
+                fail(what, "dim", self.dim, "an even number for int4 rows", "use int8"))
         object.__setattr__(self, "features", tuple(self.features))
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row's weights."""
-        return self.dim * DTYPE_BYTES[self.dtype]
+        return bytes_of_row(self.dtype, self.dim)
 
     @property
     def state_bytes(self) -> int:

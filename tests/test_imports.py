@@ -21,7 +21,8 @@ MODULES = {
 
 LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "plan", "directory",
                     "traffic"})
-ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "data"}
+ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
+                  "data"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}
 # Who may import whom inside the package; a room may always import itself. Taking a name from the
 # package's lazy public face counts as importing the module where it lives.
@@ -33,6 +34,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "data": LEAVES | {"analysis"},
     "integration": LEAVES | {"analysis", "search", "shmem"},
     "sharding": LEAVES | {"analysis", "search", "shmem", "integration"},
+    "inference": LEAVES | {"search", "shmem", "integration"},
     "replanning": LEAVES | {"analysis", "search"},
     "rl_rec": frozenset(ENGINE | {"rl_rec.models"}),
     "rl_rec.models": frozenset(),
@@ -58,7 +60,7 @@ LEAF_LIBRARIES = frozenset({"numpy"})
 MAX_LINES = 550
 MAX_PARAMETERS = 7
 # The public calls, and torch operators, whose parameters are tensors and numbers.
-MANY_PARAMETERS = {"oper.sharding.shard", "oper.search.planner.make_plan",
+MANY_PARAMETERS = {"oper.sharding.shard", "oper.inference.publish", "oper.search.planner.make_plan",
                    "oper.shmem.compiled.lookup_op", "oper.shmem.compiled.update_op",
                    "oper.shmem.compiled._"}
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "highspy", "scipy", "pyarrow")

@@ -103,7 +103,7 @@ struct Table {
   // Across memory domains: per rank, the rows of the slots in `touched`, side by side; null where
   // the masters can be read in place. Empty in a single domain.
   std::vector<const char*> packed_masters;
-  int64_t row_bytes() const { return dim * element_bytes(row_type); }
+  int64_t row_bytes() const { return bytes_of_row(row_type, dim); }
   // Gradients, pooled rows and partial sums are fp32 whatever the rows are.
   int64_t gradient_bytes() const { return static_cast<int64_t>(dim) * 4; }
   template <class E>

@@ -19,6 +19,7 @@ static_assert(kPrefetch <= kAddressesAhead);
 
 #define OPER_INLINE inline __attribute__((always_inline))
 
+#include "host/quantised.inl"
 #include "host/rows.inl"
 #include "host/resolve.inl"
 #include "host/lookup.inl"

@@ -10,7 +10,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 // After the standard headers: their inline functions must stay callable on any processor.
-#pragma GCC target("avx2,f16c,bmi,bmi2,popcnt,lzcnt")
+#pragma GCC target("avx2,fma,f16c,bmi,bmi2,popcnt,lzcnt")
 #define OPER_KERNELS kavx2
 #define OPER_KERNELS_TABLE kKernelsAvx2
 #define OPER_KERNELS_NAME "avx2"

@@ -8,35 +8,65 @@ OPER_INLINE int64_t rows_ahead(int64_t row_bytes) {
   return std::clamp<int64_t>(kBytes / row_bytes, 4, kPrefetch);
 }
 
+// Rows of codes, in FBGEMM's order: from zero on, and means by a factor.
+template <int N, bool kWeighted, class E>
+OPER_INLINE Row<N> pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
+                              int64_t ahead) {
+  const int dim = table.dim;
+  const int64_t row_bytes = table.row_bytes();
+  Row<N> row;
+  row.zero(dim);
+  for (int64_t i = 0; i < n; ++i) {
+    prefetch_codes(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
+    const E* p = reinterpret_cast<const E*>(at[i]);
+    ScaleBias of(p);
+    if (kWeighted) of.multiply(w[i]);
+    row.add_codes(p, of, dim);
+  }
+  if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
+  return row;
+}
+
+template <int N, bool kWeighted, class E>
+OPER_INLINE Row<N> pool_numbers(const Table& table, const int64_t* at, int64_t n, const float* w,
+                                int64_t ahead) {
+  const int dim = table.dim;
+  const int64_t row_bytes = N > 0 ? N * 16 * static_cast<int64_t>(sizeof(E)) : table.row_bytes();
+  Row<N> row;
+  prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
+  row.load(reinterpret_cast<const E*>(at[0]), dim);
+  if (kWeighted) row.scale(w[0], dim);
+  for (int64_t i = 1; i < n; ++i) {
+    prefetch_row(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
+    const E* p = reinterpret_cast<const E*>(at[i]);
+    if (kWeighted) {
+      row.add_scaled(p, w[i], dim);
+    } else {
+      row.add(p, dim);
+    }
+  }
+  if (table.mean && n > 1) row.divide(static_cast<float>(n), dim);
+  return row;
+}
+
 template <int N, bool kWeighted, bool kStream, class E>
 void pool_block(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
-  const int64_t row_bytes = N > 0 ? N * 16 * static_cast<int64_t>(sizeof(E)) : table.row_bytes();
-  const int64_t ahead = rows_ahead(row_bytes);
+  const int64_t ahead = rows_ahead(table.row_bytes());
   const int64_t* at = addresses;
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
+    const float* w = kWeighted ? weights + offsets[b] : nullptr;
     Row<N> row;
     if (n == 0) {
       row.zero(dim);
+    } else if constexpr (kIsCodes<E>) {
+      row = pool_codes<N, kWeighted, E>(table, at, n, w, ahead);
     } else {
-      prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
-      const float* w = kWeighted ? weights + offsets[b] : nullptr;
-      row.load(reinterpret_cast<const E*>(at[0]), dim);
-      if (kWeighted) row.scale(w[0], dim);
-      for (int64_t i = 1; i < n; ++i) {
-        prefetch_row(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
-        const E* p = reinterpret_cast<const E*>(at[i]);
-        if (kWeighted) {
-          row.add_scaled(p, w[i], dim);
-        } else {
-          row.add(p, dim);
-        }
-      }
-      if (table.mean && n > 1) row.divide(static_cast<float>(n), dim);
-      at += n;
+      row = pool_numbers<N, kWeighted, E>(table, at, n, w, ahead);
     }
+    at += n;
     if (kStream) {
       row.stream(out + b * stride);
     } else {
@@ -146,7 +176,7 @@ int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch&
   const int64_t bad = for_blocks<kRows, Id>(
       table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
         float* to = first + b * stride;
-        with_rows(table, [&](auto width, auto element) {
+        with_readable_rows(table, [&](auto width, auto element) {
           constexpr int N = decltype(width)::value;
           using E = decltype(element);
           if (weights != nullptr) {

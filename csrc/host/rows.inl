@@ -114,6 +114,21 @@ struct Row {
     for (int i = 0; i < n; ++i) v[i] += lanes_of(p + 16 * i) * w;
     if (part(dim)) v[n] += load_part(p + 16 * n, part(dim)) * w;
   }
+  // v = scale * codes + (v + bias), the product not rounded: the order of FBGEMM's IntNBit lookups,
+  // which multiply scale and bias by the sample's weight.
+  template <class E>
+  OPER_INLINE void add_codes(const E* p, const ScaleBias& of, int dim) {
+    const int n = full(dim);
+    const uint8_t* codes = reinterpret_cast<const uint8_t*>(p) + kScaleBiasBytes;
+    constexpr int kBytes = kCodeBytes<E>;
+    for (int i = 0; i < n; ++i)
+      v[i] = fused(codes_of(E{}, codes + kBytes * i), of.scale, v[i] + of.bias);
+    if (part(dim)) {
+      uint8_t rest[kBytes] = {};
+      std::memcpy(rest, codes + kBytes * n, static_cast<size_t>((part(dim) * kBytes + 15) / 16));
+      v[n] = fused(codes_of(E{}, rest), of.scale, v[n] + of.bias);
+    }
+  }
   OPER_INLINE void scale(float w, int dim) {
     const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] *= w;
@@ -168,6 +183,12 @@ OPER_INLINE void prefetch_row(const void* p, int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(p) + at, 0, 3);
 }
 
+// Rows that begin anywhere may touch one line more.
+OPER_INLINE void prefetch_codes(const void* p, int64_t bytes) {
+  prefetch_row(p, bytes);
+  __builtin_prefetch(static_cast<const char*>(p) + bytes - 1, 0, 3);
+}
+
 OPER_INLINE void prefetch_row_for_write(const void* p, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64)
     __builtin_prefetch(static_cast<const char*>(p) + at, 1, 3);
@@ -200,4 +221,14 @@ OPER_INLINE void with_rows(const Table& table, Body body) {
       default: return body(width, float{});
     }
   });
+}
+
+// The same, for lookups: also tables that are only read.
+template <class Body>
+OPER_INLINE void with_readable_rows(const Table& table, Body body) {
+  if (table.row_type == RowType::kInt8)
+    return with_row_width(table.dim, [&](auto width) { body(width, Int8{}); });
+  if (table.row_type == RowType::kInt4)
+    return with_row_width(table.dim, [&](auto width) { body(width, Int4{}); });
+  with_rows(table, body);
 }

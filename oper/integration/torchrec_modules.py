@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torchrec.distributed import comm_ops
@@ -33,6 +33,10 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
+from torchrec.quant.embedding_modules import (
+    EmbeddingBagCollection as QuantEmbeddingBagCollection,
+    EmbeddingCollection as QuantEmbeddingCollection,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
@@ -59,6 +63,9 @@ from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
+_QUANTISED = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
+Collection: TypeAlias = (EmbeddingBagCollection | EmbeddingCollection | QuantEmbeddingBagCollection
+              | QuantEmbeddingCollection)
 
 
 def divides_gradients() -> bool:
@@ -66,29 +73,38 @@ def divides_gradients() -> bool:
     return bool(comm_ops.get_gradient_division())
 
 
-def configs_of(collection: EmbeddingBagCollection | EmbeddingCollection
-               ) -> Sequence[BaseEmbeddingConfig]:
-    """The configurations of a pooled or unpooled collection."""
+def configs_of(collection: Collection) -> Sequence[BaseEmbeddingConfig]:
+    """The configurations of a pooled or unpooled collection, in the order of its outputs."""
+    if isinstance(collection, _QUANTISED):  # which put tables of one pooling, or type, together
+        return [c for group in collection._key_to_tables.values() for c in group]
     if isinstance(collection, EmbeddingCollection):
         return collection.embedding_configs()
     return collection.embedding_bag_configs()
 
 
-def table_specs(collection: EmbeddingBagCollection | EmbeddingCollection,
+def table_specs(collection: Collection,
                 optimizer: str | Mapping[str, str] = "rowwise_adagrad") -> list[TableSpec]:
     """The tables of a collection as plain data.
 
     Args:
-        collection: pooled or unpooled.
+        collection: pooled or unpooled; float, or quantised by TorchRec.
         optimizer: `TableSpec.optimizer`, for all tables or by table name.
     """
     specs = []
+    known = _DTYPES
+    if isinstance(collection, _QUANTISED):
+        known = {**_DTYPES, DataType.INT8: "int8", DataType.INT4: "int4"}
     for config in configs_of(collection):
-        dtype = _DTYPES.get(config.data_type)
+        dtype = known.get(config.data_type)
         if dtype is None:
             raise InvalidInputError(
                 fail(f"cannot shard table {config.name!r}", "data_type", config.data_type,
-                     f"one of {[d.name for d in _DTYPES]}", "convert the table"))
+                     f"one of {[d.name for d in known]}", "convert the table"))
+        kept = getattr(config, "num_embeddings_post_pruning", None)
+        if kept not in (None, config.num_embeddings):
+            raise InvalidInputError(
+                fail(f"cannot shard table {config.name!r}", "num_embeddings_post_pruning", kept,
+                     "no pruned rows", "quantise without pruning"))
         pooling = "none"
         if isinstance(config, EmbeddingBagConfig):
             pooling = "mean" if config.pooling == PoolingType.MEAN else "sum"
@@ -270,9 +286,11 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     kind: _Kind
 
-    def __init__(self, collection: EmbeddingBagCollection | EmbeddingCollection,
-                 tables: ShardedTables, names: Mapping[str, str]) -> None:
+    def __init__(self, collection: Collection, tables: ShardedTables, names: Mapping[str, str]
+                 ) -> None:
         super().__init__()
+        quantised = isinstance(collection, _QUANTISED)
+        self._output_dtype = collection.output_dtype() if quantised else torch.float32
         self._configs = list(configs_of(collection))
         self.tables = tables
         self._names = dict(names)
@@ -320,7 +338,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
             raise InvalidInputError(
                 fail("cannot look up", "missing features", missing[:8],
                      f"keys {self._features[:8]}...", "add them to the KeyedJaggedTensor"))
-        key_of = torch.tensor([at[f] for f in self._features], dtype=torch.int64)
+        with torch.inference_mode(False):  # kept for batches outside of it
+            key_of = torch.tensor([at[f] for f in self._features], dtype=torch.int64)
         self._key_of[keys] = key_of
         return key_of
 
@@ -401,8 +420,8 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     kind = _Kind("embedding_bags", EmbeddingBagCollection, True)
 
-    def __init__(self, collection: EmbeddingBagCollection, tables: ShardedTables,
-                 names: Mapping[str, str]) -> None:
+    def __init__(self, collection: EmbeddingBagCollection | QuantEmbeddingBagCollection,
+                 tables: ShardedTables, names: Mapping[str, str]) -> None:
         super().__init__(collection, tables, names)
         self._is_weighted = collection.is_weighted()
         self._dims = [c.embedding_dim for c in self._configs for _ in c.feature_names]
@@ -421,6 +440,8 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def _keyed(self, values: torch.Tensor, features: KeyedJaggedTensor) -> KeyedTensor:
         values = spread(values, self._dims, self._features, features)
+        if self._output_dtype != values.dtype:
+            values = values.to(self._output_dtype)
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
 
     @property
@@ -451,8 +472,8 @@ class ShardedEmbeddings(_ShardedCollection):
 
     kind = _Kind("embeddings", EmbeddingCollection, False)
 
-    def __init__(self, collection: EmbeddingCollection, tables: ShardedTables,
-                 names: Mapping[str, str]) -> None:
+    def __init__(self, collection: EmbeddingCollection | QuantEmbeddingCollection,
+                 tables: ShardedTables, names: Mapping[str, str]) -> None:
         super().__init__(collection, tables, names)
         self._need_indices = collection.need_indices()
 
@@ -472,6 +493,8 @@ class ShardedEmbeddings(_ShardedCollection):
             inputs = dict.fromkeys(self._features, none)
         else:
             inputs = features.to_dict()
+        if self._output_dtype != values.dtype:
+            values = values.to(self._output_dtype)
         of_feature = [inputs[f] for f in self._features]
         parts = torch.split(values, [jt.values().numel() for jt in of_feature])
         return {

@@ -14,7 +14,8 @@ from oper.shmem.optimizers import STATE_PARTS
 _PAGE = 4096
 _ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"
-ROW_TYPES = ("float32", "float16", "bfloat16")  # RowType in csrc/include/oper/elements.h
+# RowType in csrc/include/oper/elements.h
+ROW_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 
 
 def outbox_bytes() -> int:

@@ -126,13 +126,16 @@ class BatchChecks:
 
     def _check_keys(self, key_of: torch.Tensor) -> int:
         """The last key that a feature has."""
-        if self._keys is None or self._keys[0] is not key_of or self._keys[1] != key_of._version:
+        # Tensors made in inference mode may change without a trace: they are always looked at.
+        version = -1 if key_of.is_inference() else key_of._version
+        if version < 0 or self._keys is None or self._keys[0] is not key_of or (
+                self._keys[1] != version):
             first, last = (int(k) for k in torch.aminmax(key_of))
             if first < 0:
                 raise InvalidInputError(
                     fail("cannot look up", "key_of", key_of.tolist()[:8],
                          "a key for every feature", "add the missing features to the batch"))
-            self._keys, self._last_key = (key_of, key_of._version), last
+            self._keys, self._last_key = (key_of, version), last
         return self._last_key
 
 

@@ -32,8 +32,9 @@ def _page_up(num_bytes: int) -> int:
     return -(-num_bytes // 4096) * 4096
 
 
-def _create_segment(num_bytes: int) -> int:
-    fd = os.memfd_create("oper", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def create_segment(num_bytes: int, name: str = "oper") -> int:
+    """Descriptor of an anonymous memory file that keeps its size."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -77,7 +78,7 @@ class HostHeap:
         fds: list[int] = []
         try:
             for size in self._segment_sizes(group.rank):
-                fds.append(_create_segment(size))
+                fds.append(create_segment(size))
             if group.is_local:
                 # Descriptors are already ours; every virtual rank still maps for itself, so that
                 # one may close while another reads.

@@ -247,14 +247,15 @@ class Migration:
         return positions
 
 
-def check_room(num_bytes: list[int]) -> None:
+def check_room(num_bytes: list[int], what: str = "the new plan beside the old one",
+               todo: str = "save a checkpoint, stop, and load it under the new plan") -> None:
     """Raise OperError unless the machine has room for arenas of these sizes, in bytes."""
     free = _available_bytes()
     if sum(num_bytes) > free:
         raise OperError(
-            fail("no room for the new plan beside the old one", "bytes",
+            fail(f"no room for {what}", "bytes",
                  format_bytes(sum(num_bytes)), f"<= {format_bytes(free)}, the free memory",
-                 "save a checkpoint, stop, and load it under the new plan"))
+                 todo))
 
 
 def _available_bytes() -> int:

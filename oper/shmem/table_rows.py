@@ -15,9 +15,12 @@ from oper.shmem.exchange import Exchange, Wanted
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.optimizers import STATE_PARTS
-from oper.tables import TableSpec
+from oper.shmem.quantise import as_rows, dequantise
+from oper.tables import CODE_BITS, DTYPE_BYTES, TableSpec, bytes_of_row
 
-TORCH_DTYPES = {name: getattr(torch, name) for name in ROW_TYPES}
+# What rows are given out as: codes as the numbers that they stand for.
+TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES} | dict.fromkeys(
+    CODE_BITS, torch.float32)
 CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are read or written
 
 
@@ -76,7 +79,8 @@ class LogicalRows:
                 yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
 
     def view(self, part: str, piece: int, rank: int) -> torch.Tensor:
-        """A rank's shard of a piece or of its optimizer state, [slots, columns], mapped."""
+        """A rank's shard of a piece or of its optimizer state, [slots, columns], mapped; quantised
+        rows as uint8 [slots, bytes of a row]."""
         d = self.directories[piece]
         if self._heap is None:
             raise OperError(fail("sharded tables were closed", "table", d.table.name, "open tables",
@@ -87,7 +91,10 @@ class LogicalRows:
             int(d.num_slots[rank]), columns, d.table.dtype if part == "rows" else "float32")
 
     def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
-        """Mapped memory as [rows, columns] of `dtype`."""
+        """Mapped memory as [rows, columns] of `dtype`; quantised rows as bytes."""
+        if dtype in CODE_BITS:
+            width = bytes_of_row(dtype, columns)
+            return torch.ops.oper.segment_bytes(address, rows * width).view(rows, width)
         view: torch.Tensor = torch.ops.oper.segment_view(
             address, rows, columns, ROW_TYPES.index(dtype))
         return view
@@ -114,7 +121,8 @@ class LogicalRows:
         return (spec.num_rows,) if self._is_per_row(part, table) else (spec.num_rows, spec.dim)
 
     def dtype(self, table: str, part: str = "rows") -> torch.dtype:
-        """What a table's rows, or a part of its optimizer state (float32), are stored as."""
+        """What a table's rows, or a part of its optimizer state (float32), are stored as; float32
+        for quantised rows, as which `read` gives them."""
         return TORCH_DTYPES[self.specs[table].dtype] if part == "rows" else torch.float32
 
     def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
@@ -180,11 +188,19 @@ class LogicalRows:
         places = {}
         for rank, index, slot in self._parts(piece, ids):
             if self._addresses[rank]:
-                to[index] = self.view(part, piece, rank)[:, inside][slot].to(to.device)
+                rows = self.view(part, piece, rank)
+                to[index] = self._numbers(piece, rows, slot)[:, inside].to(to.device)
             else:
                 far[rank], places[rank] = (part, piece, slot), index
         for rank, rows in self._fetch(far).items():
-            to[places[rank]] = rows[:, inside]
+            to[places[rank]] = self._numbers(piece, rows)[:, inside]
+
+    def _numbers(self, piece: int, rows: torch.Tensor, at: torch.Tensor | None = None
+                 ) -> torch.Tensor:
+        """Rows (all, or those `at` int64 [n]) as numbers."""
+        rows = rows if at is None else rows[at]
+        table = self.directories[piece].table
+        return dequantise(rows, table.dtype, table.dim) if rows.dtype == torch.uint8 else rows
 
     def _fetch(self, wanted: dict[int, Wanted]) -> dict[int, torch.Tensor]:
         """Rows of ranks in other memory domains, by rank; collective where there are such."""
@@ -200,7 +216,9 @@ class LogicalRows:
         Args:
             table: its name.
             values: [n, columns], or [n] for a state with one number per row, of any float dtype
-                (rounded to nearest where rows are narrower); equal on all ranks.
+                (rounded to nearest where rows are narrower, quantised row by row where they are
+                codes); or uint8 [n, bytes of a row] for quantised rows as they are; equal on all
+                ranks.
             begin: first id.
             part: as for `read`.
             column: first column that `values` stands for.
@@ -208,6 +226,9 @@ class LogicalRows:
         Call `publish` afterwards.
         """
         values = values.detach().reshape(values.shape[0], -1)
+        if part == "rows" and self.specs[table].dtype in CODE_BITS:
+            self._write_codes(table, values, begin)
+            return
         for piece in self.pieces[table]:
             columns = self.columns(part, piece)
             first = max(columns.start, column)
@@ -220,7 +241,17 @@ class LogicalRows:
                 stop = min(values.shape[0], at + CHUNK_ROWS)
                 for rank, index, slot in self._parts(piece, np.arange(begin + at, begin + stop)):
                     if rank == self.group.rank:
-                        mine[slot] = values[index + at, first - column:last - column].to(mine)
+                        _put(mine, slot, values[:, first - column:last - column], index + at)
+
+    def _write_codes(self, table: str, values: torch.Tensor, begin: int) -> None:
+        (piece,) = self.pieces[table]
+        mine = self.view("rows", piece, self.group.rank)
+        for at in range(0, values.shape[0], CHUNK_ROWS):
+            stop = min(values.shape[0], at + CHUNK_ROWS)
+            for rank, index, slot in self._parts(piece, np.arange(begin + at, begin + stop)):
+                if rank == self.group.rank:
+                    codes = as_rows(values[index + at], self.specs[table])
+                    _put(mine, slot, codes, torch.arange(slot.numel()))
 
     def publish(self) -> None:
         """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
@@ -272,3 +303,13 @@ class LogicalRows:
         d = self.directories[piece]
         return self._segment(self._addresses[rank] + int(self._layout.replicas[piece, rank]),
                              int(d.num_replica_rows[rank]), d.dim, d.table.dtype)
+
+
+def _put(to: torch.Tensor, slot: torch.Tensor, values: torch.Tensor, index: torch.Tensor) -> None:
+    """``to[slot] = values[index]``; both int64 [n], ascending, n > 0. Runs are copied as such."""
+    n = slot.numel()
+    first, at = int(slot[0]), int(index[0])
+    if int(slot[-1]) - first == n - 1 and int(index[-1]) - at == n - 1:
+        to[first:first + n].copy_(values[at:at + n])
+    else:
+        to[slot] = values[index].to(to)

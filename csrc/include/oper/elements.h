@@ -1,6 +1,7 @@
 // What the elements of a row are stored as. Shared by host and device.
 //
-// Rows are float32, float16 (IEEE binary16) or bfloat16. Reading is exact; all arithmetic is fp32.
+// Rows are float32, float16 (IEEE binary16) or bfloat16, and 8-bit or 4-bit integers in tables that
+// are only read. Reading is exact; all arithmetic is fp32.
 // An update writes 16-bit elements by stochastic rounding: up with a probability equal to the part
 // of the step between two neighbours that lies below the number, so that the expected value is the
 // number itself (Gupta et al., "Deep learning with limited numerical precision", ICML 2015) and
@@ -12,7 +13,12 @@
 
 namespace oper {
 
-enum class RowType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum class RowType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3, kInt4 = 4 };
+
+// Read-only rows in the layout of FBGEMM's IntNBit tables on the CPU: a float16 scale, a float16
+// bias, then one code of 8 or 4 bits per column (the lower half of a byte first). A number is
+// scale * code + bias.
+constexpr int64_t kScaleBiasBytes = 4;
 
 struct Float16 {
   uint16_t bits;
@@ -21,7 +27,22 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-OPER_HD int64_t element_bytes(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
+// Codes of a row, or a part of them.
+struct Int8 {
+  uint8_t bits;
+};
+struct Int4 {  // two
+  uint8_t bits;
+};
+
+OPER_HD int64_t bytes_of_row(RowType type, int64_t dim) {
+  switch (type) {
+    case RowType::kFloat32: return dim * 4;
+    case RowType::kInt8: return kScaleBiasBytes + dim;
+    case RowType::kInt4: return kScaleBiasBytes + (dim + 1) / 2;
+    default: return dim * 2;
+  }
+}
 
 OPER_HD float float_of_bits(uint32_t bits) {
 #if defined(__CUDA_ARCH__)

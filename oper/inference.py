@@ -1,0 +1,368 @@
+"""`publish()` and `attach()`: one copy of a model's tables per host, read by any number of workers.
+
+A publisher process puts tables and dense weights into shared memory; workers attach to it by name.
+New weights replace the old ones atomically while requests flow. docs/inference.md tells how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.errors import InvalidInputError, fail
+from oper.integration.targets import (
+    Target,
+    describe,
+    find_targets,
+    name_tables,
+    replacement,
+    sharded_targets,
+)
+from oper.integration.weights import Source, Weights
+from oper.plan import Plan, uniform_plan
+from oper.shmem.publication import Publisher
+from oper.shmem.published import PublishedTables, Reader, numa_nodes
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+from oper.topology import Topology
+
+_BATCH = 2048  # that plans for several memory domains are made for
+
+
+class Publication:
+    """A published model: what `publish` returns.
+
+    Attributes:
+        name: by which workers attach.
+    """
+
+    def __init__(self, publisher: Publisher, keys: Mapping[str, str],
+                 held: Mapping[str, TableSpec]) -> None:
+        self.name = publisher.name
+        self._publisher = publisher
+        self._keys = dict(keys)  # by table
+        self._held = dict(held)
+
+    @property
+    def epoch(self) -> int:
+        """How many times weights were published."""
+        return self._publisher.epoch
+
+    def publish(self, weights: Source, timeout_s: float = 60.0) -> int:
+        """Replace all weights, tables and dense ones, at once for every worker.
+
+        Requests that are under way end with the old weights; those that begin afterwards see the
+        new ones; none sees both.
+
+        Args:
+            weights: a model, its ``state_dict``, the folder of a ``torch.distributed`` checkpoint
+                made under any plan, or a file of ``torch.save``. Same names and shapes as before.
+            timeout_s: how long to wait for workers that still read the epoch before the last.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            InvalidInputError, FileFormatError: weights that do not fit; the old ones stay.
+            DeadlineError: a worker does not finish (named by process id); the old ones stay.
+        """
+        dense = [e.key for e in self._publisher.layout.dense]
+        source = Weights(weights, [*self._keys.values(), *dense])
+        specs = self._publisher.layout.specs
+        return self._publisher.publish(
+            lambda name: source.rows(self._keys[name], self._held[name], specs[name]),
+            {key: source.tensor(key) for key in dense}, timeout_s)
+
+    def readers(self) -> list[int]:
+        """Process ids of the attached workers."""
+        return self._publisher.readers()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes: ``tables`` and ``dense`` of one epoch, ``spare`` held by the other buffer now."""
+        return self._publisher.memory_bytes()
+
+    @property
+    def page_kind(self) -> str:
+        """``"4KiB"`` or ``"2MiB"`` (or a mix in per cent)."""
+        return self._publisher.page_kind
+
+    def close(self) -> None:
+        """Let no more workers in and forget the tables; attached workers go on with theirs."""
+        self._publisher.close()
+
+    def __enter__(self) -> Publication:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def publish(model: nn.Module, name: str, *, weights: Source | None = None,
+            row_dtype: str | Mapping[str, str] | None = None,
+            stats: AccessStats | None = None, plan: Plan | None = None,
+            keep_spare: bool = False, checksum: bool = True) -> Publication:
+    """Put a model's weights where all worker processes of this host read them.
+
+    Args:
+        model: the model, or a collection itself: unsharded, quantised by TorchRec's
+            ``quantize_inference_model`` (its rows are taken as they are), or sharded by
+            `oper.shard`. It is not changed and need not be kept.
+        name: 1 to 64 of ``A-Z a-z 0-9 . _ -``, for `attach`; one publisher of a user has it.
+        weights: first weights, as for `Publication.publish`; by default the model's own. With
+            them the model may be on the meta device.
+        row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (FBGEMM's row-wise
+            quantisation) for all tables or by table name; by default as in the model.
+        stats: access statistics, for hosts of several NUMA nodes: the hottest rows get a copy on
+            every node, as far as memory goes, and the rest is dealt by bandwidth. A host of one
+            node holds one copy of everything.
+        plan: a placement on the NUMA nodes (its ranks), instead of that.
+        keep_spare: keep the buffer that is not in use. A publication then costs workers no page
+            faults, but the tables cost twice their memory all the time instead of while weights are
+            being published.
+        checksum: write checksums that ``Reader.verify`` compares; they cost a pass over the rows.
+
+    Raises:
+        InvalidInputError: nothing to publish, or weights that cannot be (see the message).
+        OperError: no memory, or the name is taken by a running publisher.
+
+    Example:
+        >>> import torch, oper
+        >>> bag = torch.nn.EmbeddingBag(100, 8, mode="sum")
+        >>> publication = oper.publish(bag, "example-publish")
+        >>> served = oper.attach(torch.nn.EmbeddingBag(100, 8, mode="sum"), "example-publish")
+        >>> served(torch.tensor([[1, 2]])).shape
+        torch.Size([1, 8])
+        >>> served.close(); publication.close()
+    """
+    targets = sharded_targets(model)
+    if not targets:
+        targets = _named_targets(model)
+    keys = {n: key for t in targets for n, key in t.keys().items()}
+    held = {s.name: s for t in targets for s in t.specs}
+    tables = _typed(list(held.values()), row_dtype)
+    placed = _placed(tables, stats, plan)
+    # A model on the meta device tells names and shapes all the same.
+    dense = _dense_of(model, targets)
+    publisher = Publisher(name, placed, dense, keep_spare, checksum)
+    publication = Publication(publisher, keys, held)
+    try:
+        publication.publish(model if weights is None else weights)
+    except BaseException:
+        publication.close()
+        raise
+    return publication
+
+
+class ServedModel(nn.Module):
+    """A model that runs on published weights: what `attach` returns.
+
+    Calls are those of the model. Every call is of one epoch, tables and dense weights alike, and
+    calls may come from several threads. Nothing is collective and nothing waits for anybody.
+    """
+
+    def __init__(self, reader: Reader, parts: tuple[nn.Module, nn.Module],
+                 tables: list[PublishedTables]) -> None:
+        super().__init__()
+        self._reader = reader
+        self._parts = parts  # one per buffer; a tuple, since they are no submodules to be moved
+        self._tables = tables
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's; no gradients."""
+        with self._reader.pinned() as epoch, torch.inference_mode():
+            return self._parts[epoch & 1](*args, **kwargs)
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch that was published."""
+        return self._reader.epoch
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[int]:
+        """Calls inside, on this thread, see one epoch, which is given. Publishers wait for it."""
+        with self._reader.pinned() as epoch:
+            yield epoch
+
+    @property
+    def publisher_alive(self) -> bool:
+        """Whether the publisher still runs; without it the last weights stay in use."""
+        return self._reader.publisher_alive
+
+    def rows_read(self) -> dict[str, int]:
+        """Rows read since `attach`, from this process's memory domain and from others."""
+        local = remote = 0
+        for tables in self._tables:
+            traffic = tables.traffic()
+            by_domain = traffic.counts.sum(axis=(0, 1))
+            local += int(by_domain[traffic.rank])
+            remote += int(by_domain.sum() - by_domain[traffic.rank])
+        return {"local": local, "remote": remote}
+
+    def memory_bytes(self) -> int:
+        """Bytes of one epoch's weights, which all workers of the host share."""
+        return self._reader.layout.num_bytes
+
+    def verify(self) -> int:
+        """Compare the weights with their checksums; see `Reader.verify`."""
+        return self._reader.verify()
+
+    def close(self) -> None:
+        """Detach. The model, and weights taken from it, must not be used afterwards."""
+        self._reader.close()
+
+
+def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0) -> ServedModel:
+    """Run a model on the weights that a publisher of this host shares.
+
+    Workers may come and go at any time; the end of one, however it ends, disturbs nobody.
+
+    Args:
+        model: of the published architecture; only its structure is used, so that it may be on the
+            meta device, and it must not be used afterwards. Buffers that are not in its
+            ``state_dict`` must have values.
+        name: the publication's.
+        timeout_s: how long to wait for a publisher of that name.
+
+    Raises:
+        OperError: no such publication.
+        InvalidInputError: the model is another one than the published.
+    """
+    targets = _named_targets(model)
+    dense = _dense_of(model, targets)
+    reader = Reader(name, timeout_s)
+    try:
+        _check_same(reader, targets, dense)
+        built = _Parts(reader, model, targets)
+    except BaseException:
+        reader.close()
+        raise
+    served = ServedModel(reader, built.parts, built.tables)
+    served.eval()
+    return served
+
+
+class _Parts:
+    """The model twice, on the weights of either buffer."""
+
+    def __init__(self, reader: Reader, model: nn.Module, targets: list[Target]) -> None:
+        self.tables: list[PublishedTables] = []
+        if targets[0].path == "":
+            made = [self._module(reader, targets[0], buffer) for buffer in range(2)]
+            self.parts = (made[0], made[1])
+            return
+        for target in targets:
+            _put(model, target.path, nn.Identity())
+        for owner, values, key in _dense_places(model):
+            values[key] = (nn.Parameter if values is owner._parameters else torch.Tensor)(
+                torch.empty_like(values[key], device="meta"))
+        copies = (model, copy.deepcopy(model))
+        for buffer, part in enumerate(copies):
+            part.load_state_dict(reader.dense(buffer), assign=True)
+            for target in targets:
+                _put(part, target.path, self._module(reader, target, buffer))
+            part.eval()
+        self.parts = copies
+
+    def _module(self, reader: Reader, target: Target, buffer: int) -> nn.Module:
+        features = [(f, spec.name) for spec in target.specs for f in spec.features]
+        tables = PublishedTables(reader, buffer, features)
+        self.tables.append(tables)
+        return replacement(target, tables).eval()
+
+
+def _put(model: nn.Module, path: str, child: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, child)
+
+
+def _named_targets(model: nn.Module) -> list[Target]:
+    targets = find_targets(model, None)
+    for target in targets:
+        describe(target, "inference", None)
+    name_tables(targets, model)
+    return targets
+
+
+def _typed(specs: list[TableSpec], row_dtype: str | Mapping[str, str] | None) -> list[TableSpec]:
+    if row_dtype is None:
+        return specs
+    if isinstance(row_dtype, str):
+        return [replace(s, dtype=row_dtype) for s in specs]
+    unknown = set(row_dtype) - {s.name for s in specs}
+    if unknown:
+        raise InvalidInputError(fail("cannot choose types of rows", "tables", sorted(unknown),
+                                     f"some of {[s.name for s in specs][:8]}", "correct it"))
+    return [replace(s, dtype=row_dtype.get(s.name, s.dtype)) for s in specs]
+
+
+def _placed(tables: list[TableSpec], stats: AccessStats | None, plan: Plan | None) -> Plan:
+    num_domains = len(numa_nodes()) if plan is None else plan.world_size
+    if plan is not None:
+        plan.check_for(tables, num_domains)
+        return replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in tables))
+    if num_domains == 1:
+        return uniform_plan(tables, 1, "owned", objective="inference")
+    from oper.search import make_plan
+
+    return make_plan(tables, stats, Topology.of_domains(list(range(num_domains))),
+                     objective="inference", batch_size=_BATCH)
+
+
+def _dense_of(model: nn.Module, targets: list[Target]) -> dict[str, torch.Tensor]:
+    """Weights beside the tables by ``state_dict`` key."""
+    inside = [f"{t.path}." for t in targets]
+    if any(t.path == "" for t in targets):
+        return {}
+    from oper.integration.on_demand import rows_on_demand
+
+    with rows_on_demand():
+        values = model.state_dict()
+    found = {}
+    for key, value in values.items():
+        if key.startswith(tuple(inside)):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise InvalidInputError(
+                fail("cannot publish a model", key, type(value).__name__,
+                     "tensors in its state_dict", "keep such modules outside of the model"))
+        found[key] = value.detach()
+    return found
+
+
+def _dense_places(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str]]:
+    """Owner, its dict and name of every parameter and persistent buffer of a model."""
+    for owner in model.modules():
+        for key, value in owner._parameters.items():
+            if value is not None:
+                yield owner, owner._parameters, key
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and key not in owner._non_persistent_buffers_set:
+                yield owner, owner._buffers, key
+
+
+def _check_same(reader: Reader, targets: list[Target], dense: Mapping[str, torch.Tensor]) -> None:
+    what = f"publication {reader.name!r} is of another model"
+    mine = {s.name: s for t in targets for s in t.specs}
+    theirs = reader.layout.specs
+    if set(mine) != set(theirs):
+        raise InvalidInputError(fail(what, "tables", sorted(set(mine) ^ set(theirs))[:8],
+                                     "the same tables", "build the published model"))
+    for table, spec in mine.items():
+        for field in ("num_rows", "dim", "pooling"):
+            if getattr(spec, field) != getattr(theirs[table], field):
+                raise InvalidInputError(
+                    fail(what, f"{field} of table {table!r}", getattr(spec, field),
+                         f"{getattr(theirs[table], field)}", "build the published model"))
+    entries = {e.key: e.shape for e in reader.layout.dense}
+    shapes = {key: tuple(value.shape) for key, value in dense.items()}
+    if entries != shapes:
+        different = sorted(k for k in {*entries, *shapes} if entries.get(k) != shapes.get(k))
+        raise InvalidInputError(
+            fail(what, "weights", {k: shapes.get(k) for k in different[:4]},
+                 f"{ {k: entries.get(k) for k in different[:4]} }", "build the published model"))

@@ -1,0 +1,198 @@
+"""Modules with embedding tables in a model: finding them, describing them, naming their tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from oper.errors import InvalidInputError, fail
+from oper.tables import TableSpec, plan_names
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from oper.shmem.optimizers import Optimizer
+
+
+@dataclass(slots=True)
+class Target:
+    """A module to be replaced: its path, its tables and how to read and rebuild it."""
+
+    path: str
+    module: Any
+    is_collection: bool
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # by table, own names
+    specs: list[TableSpec] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)  # own name -> name in the plan
+    is_quantised: bool = False  # TorchRec's, for inference
+
+    def keys(self) -> dict[str, str]:
+        """``state_dict`` key of every table, by name in the plan."""
+        dot = f"{self.path}." if self.path else ""
+        if not self.is_collection:
+            return {self.specs[0].name: f"{dot}weight"}
+        kind = "embeddings" if self.specs[0].pooling == "none" else "embedding_bags"
+        return {name: f"{dot}{kind}.{own}.weight" for own, name in self.names.items()}
+
+
+def all_targets(module: nn.Module) -> list[Target]:
+    """Every module with tables, whether it is to be sharded or not."""
+    from torch import nn
+
+    # A model can only contain TorchRec modules when torchrec has been imported.
+    torchrec = sys.modules.get("torchrec.modules.embedding_modules")
+    collections: tuple[type, ...] = ()
+    if torchrec is not None:
+        collections = (torchrec.EmbeddingBagCollection, torchrec.EmbeddingCollection)
+    quantised: tuple[type, ...] = ()
+    for_inference = sys.modules.get("torchrec.quant.embedding_modules")
+    if for_inference is not None:
+        quantised = (for_inference.EmbeddingBagCollection, for_inference.EmbeddingCollection)
+        collections = (*collections, *quantised)
+    targets: list[Target] = []
+    for path, child in module.named_modules():
+        if any(t.path == "" or path.startswith(f"{t.path}.") for t in targets):
+            continue  # a collection's own nn.EmbeddingBag
+        if type(child) in (*collections, nn.EmbeddingBag, nn.Embedding):
+            targets.append(Target(path, child, type(child) in collections,
+                                  is_quantised=type(child) in quantised))
+    return targets
+
+
+def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target]:
+    """The modules to be replaced: all, or those whose paths are `wanted`.
+
+    Raises:
+        InvalidInputError: nothing to shard, unknown paths, or parameters shared between modules.
+    """
+    targets = [t for t in all_targets(module) if wanted is None or t.path in wanted]
+    done = [path for path, child in module.named_modules() if hasattr(child, "tables")
+            and type(child).__module__.startswith("oper.integration")]
+    if done and not targets:
+        raise InvalidInputError(
+            fail("nothing to shard", "modules", done[:8], "modules that are not sharded yet",
+                 "shard a model once"))
+    missing = set(wanted or ()) - {t.path for t in targets}
+    if missing or not targets:
+        raise InvalidInputError(
+            fail("nothing to shard", "modules", sorted(missing) or type(module).__name__,
+                 "paths of EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag or "
+                 "nn.Embedding modules", "name embedding modules of this model"))
+    _refuse_shared_parameters(module, targets)
+    return targets
+
+
+def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
+    owner: dict[int, str] = {}
+    paths = {t.path for t in targets}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name, parameter in child.named_parameters(recurse=False):
+            here = f"{path}.{name}".strip(".")
+            first = owner.setdefault(id(parameter), here)
+            ours = any(p in ("", x) or x.startswith(f"{p}.") for x in (first, here) for p in paths)
+            if first != here and ours:
+                raise InvalidInputError(
+                    fail("cannot shard a parameter shared between modules", "parameters",
+                         (first, here), "each table in one module", "untie them"))
+
+
+def describe(target: Target, objective: str, default: Optimizer | None) -> None:
+    """Fill in tables and optimizers.
+
+    Raises:
+        InvalidInputError: training without an optimizer, or a module with refused options.
+    """
+    from torch import nn
+
+    if objective == "training":
+        if target.is_quantised:
+            raise InvalidInputError(
+                fail("cannot train quantised tables", "module", target.path or "the model",
+                     "a float collection", "pass objective='inference'"))
+        # A collection's parameters are <kind>.<table>.weight, a torch module's is weight.
+        own = {p.split(".")[1] if target.is_collection else target.path or "weight": parameter
+               for p, parameter in target.module.named_parameters()}
+        for table, parameter in own.items():
+            if not parameter.requires_grad:
+                raise InvalidInputError(
+                    fail(f"cannot shard table {table!r} for training", "requires_grad", False,
+                         "a table that is to be trained",
+                         "set it, leave the module out of modules=, or use objective='inference'"))
+            tagged = None
+            if hasattr(parameter, "_optimizer_classes"):
+                from oper.integration.torchrec_modules import tagged_optimizer
+
+                tagged = tagged_optimizer(parameter)
+            chosen = tagged or default
+            if chosen is None:
+                raise InvalidInputError(
+                    fail("cannot shard for training",
+                         f"optimizer of table {table!r} in {target.path or 'the model'}", None,
+                         "one for every table",
+                         "pass optimizer=oper.RowWiseAdagrad(lr=...), or tag the tables with "
+                         "torchrec.optim.apply_optimizer_in_backward before sharding"))
+            target.optimizers[table] = chosen
+    names = {t: target.optimizers[t].name if target.optimizers else "none"
+             for t in own_names(target)}
+    if target.is_collection:
+        from oper.integration.torchrec_modules import table_specs
+
+        target.specs = table_specs(target.module, names)
+    else:
+        from oper.integration.torch_modules import module_spec
+
+        assert isinstance(target.module, nn.EmbeddingBag | nn.Embedding)
+        ((name, optimizer),) = names.items()
+        target.specs = [module_spec(name, target.module, optimizer)]
+
+
+def own_names(target: Target) -> list[str]:
+    """Names of its tables in its own configuration."""
+    if not target.is_collection:
+        return [target.path or "weight"]
+    from oper.integration.torchrec_modules import configs_of
+
+    return [c.name for c in configs_of(target.module)]
+
+
+def name_tables(targets: list[Target], module: nn.Module) -> None:
+    """Names in statistics and plans, as `oper.collect` gives them for the whole of `module`."""
+    names = plan_names((t.path, name) for t in all_targets(module) for name in own_names(t))
+    for target in targets:
+        target.names = {s.name: names[target.path, s.name] for s in target.specs}
+        target.specs = [replace(s, name=target.names[s.name]) for s in target.specs]
+
+
+def sharded_targets(module: nn.Module) -> list[Target]:
+    """The modules that `oper.shard` has put into a model, with their tables as read-only ones."""
+    found = []
+    for path, child in module.named_modules():
+        tables = getattr(child, "tables", None)
+        if tables is None or not type(child).__module__.startswith("oper.integration"):
+            continue
+        is_collection = hasattr(child, "sharded_parameter_names")
+        names = dict(child._names) if is_collection else {child._name: child._name}
+        specs = [replace(tables.specs[name], optimizer="none") for name in names.values()]
+        found.append(Target(path, child, is_collection, specs=specs, names=names))
+    return found
+
+
+def replacement(target: Target, tables: Any) -> nn.Module:
+    """The module that looks up in `tables`, with the call of the one that it stands for.
+
+    Args:
+        target: the module.
+        tables: `ShardedTables`, or others with their lookup.
+    """
+    pooled = target.specs[0].pooling != "none"
+    if target.is_collection:
+        from oper.integration import torchrec_modules as edge
+
+        return (edge.ShardedEmbeddingBags if pooled else edge.ShardedEmbeddings)(
+            target.module, tables, target.names)
+    from oper.integration import torch_modules as plain
+
+    return (plain.ShardedEmbeddingBag if pooled else plain.ShardedEmbedding)(
+        target.module, tables, target.specs[0].name)

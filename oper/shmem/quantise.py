@@ -1,0 +1,90 @@
+"""Rows of 8-bit and 4-bit codes, as FBGEMM's IntNBit tables lay them out on the CPU.
+
+A row is a float16 scale, a float16 bias and one code per column; a column's number is
+``scale * code + bias``. Scale and bias are those of FBGEMM's
+``FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf``, with which TorchRec's
+``quantize_inference_model`` makes its tables: the same codes, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.tables import CODE_BITS, SCALE_BIAS_BYTES, TableSpec
+
+
+def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Rows of codes, uint8 [n, bytes of a row], of numbers [n, dim] of a float dtype.
+
+    Args:
+        values: the numbers; finite.
+        dtype: ``"int8"`` or ``"int4"`` (even dims).
+
+    Raises:
+        InvalidInputError: a number that is not finite, or a range that float16 cannot hold.
+    """
+    numbers = values.float()
+    low, high = torch.aminmax(numbers, dim=1, keepdim=True)
+    bias16 = low.half()
+    bias = bias16.float()
+    span = high - bias
+    largest = (1 << CODE_BITS[dtype]) - 1
+    # Divided in float32, as FBGEMM does; rows of one number get any scale.
+    scale16 = torch.where(span == 0, torch.ones_like(span), span / largest).half()
+    scale = scale16.float()
+    inverse = 1.0 / torch.where(scale == 0, torch.ones_like(scale), scale)
+    none = (scale == 0) | torch.isinf(inverse)
+    scale16 = torch.where(none, torch.ones_like(scale16), scale16)
+    inverse = torch.where(none, torch.ones_like(inverse), inverse)
+    bad = ~(torch.isfinite(bias16) & torch.isfinite(scale16)
+            & torch.isfinite(high)).reshape(-1)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise InvalidInputError(
+            fail("cannot quantise", "row", numbers[row, :4].tolist(),
+                 "finite numbers, their least and their range within float16's 65504",
+                 "keep this table in a float type"))
+    codes = ((numbers - bias) * inverse).round_().clamp_(0, largest).to(torch.uint8)
+    if dtype == "int4":
+        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return torch.cat([scale16.view(torch.uint8), bias16.view(torch.uint8), codes], dim=1)
+
+
+def dequantise(rows: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
+    """Numbers, float32 [n, dim], of rows of codes (uint8 [n, at least bytes of a row])."""
+    heads = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
+    codes = rows[:, SCALE_BIAS_BYTES:]
+    if dtype == "int4":
+        codes = torch.stack([codes & 15, codes >> 4], dim=2).reshape(rows.shape[0], -1)
+    # The product is exact in float32 (11 + 8 bits): rounded once, as by a fused operation.
+    return codes[:, :dim].float() * heads[:, :1] + heads[:, 1:]
+
+
+def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
+    """What is stored of a table for values that are numbers or rows of codes already.
+
+    Args:
+        values: float [n, dim], or uint8 [n, bytes of a row or more] (FBGEMM pads rows).
+        spec: the table.
+
+    Returns:
+        uint8 [n, bytes of a row] for quantised tables, else [n, dim] of the table's dtype.
+
+    Raises:
+        InvalidInputError: values of another width, or codes for a table of numbers.
+    """
+    is_codes = values.dtype == torch.uint8
+    wanted = spec.row_bytes if is_codes else spec.dim
+    fits = values.dim() == 2 and (
+        values.shape[1] >= wanted if is_codes else values.shape[1] == wanted)
+    if not fits or (is_codes and spec.dtype not in CODE_BITS):
+        raise InvalidInputError(
+            fail(f"cannot store rows of table {spec.name!r}", "values",
+                 (values.dtype, tuple(values.shape)),
+                 f"floats [n, {spec.dim}], or uint8 [n, {spec.row_bytes}] if it is quantised",
+                 "pass this table's rows"))
+    if is_codes:
+        return values[:, :wanted]
+    return quantise(values, spec.dtype) if spec.dtype in CODE_BITS else values.to(
+        getattr(torch, spec.dtype))

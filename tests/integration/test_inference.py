@@ -1,0 +1,199 @@
+"""`oper.publish` and `oper.attach`: the outputs of the model, wherever weights come from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+from torchrec.inference.modules import quantize_inference_model
+from torchrec.models.dlrm import DLRM
+
+import oper
+from oper.errors import FileFormatError, InvalidInputError, OperError
+
+KEYS = ["f0", "f1", "f2"]
+
+
+def model(device: str = "cpu", seed: int = 0) -> DLRM:
+    torch.manual_seed(seed)
+    tables = [EmbeddingBagConfig(name=f"t{i}", embedding_dim=16, num_embeddings=100 + i,
+                                 feature_names=[KEYS[i]],
+                                 pooling=PoolingType.MEAN if i == 1 else PoolingType.SUM)
+              for i in range(3)]
+    return DLRM(EmbeddingBagCollection(tables=tables, device=torch.device(device)), 5, [8, 16],
+                [8, 1]).eval()
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, KeyedJaggedTensor]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 5, (30,), generator=generator)
+    ids = torch.randint(0, 100, (int(lengths.sum()),), generator=generator)
+    return (torch.randn(10, 5, generator=generator),
+            KeyedJaggedTensor.from_lengths_sync(keys=KEYS, values=ids, lengths=lengths))
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{os.getpid()}-{time.monotonic_ns()}"
+
+
+@pytest.fixture
+def served(name: str) -> Iterator[tuple[oper.Publication, oper.ServedModel]]:
+    with oper.publish(model(), name) as publication:
+        attached = oper.attach(model(seed=9), name)
+        yield publication, attached
+        attached.close()
+
+
+def test_outputs_are_the_models(served, batch) -> None:
+    publication, attached = served
+    assert torch.equal(attached(*batch), model()(*batch))
+    rows = batch[1].values().numel()
+    assert attached.rows_read() == {"local": rows, "remote": 0}
+    assert publication.publish(model(seed=2)) == 2
+    assert torch.equal(attached(*batch), model(seed=2)(*batch))
+    assert attached.epoch == 2
+    with attached.pinned() as epoch:
+        before = attached(*batch)
+        publication.publish(model(seed=3))
+        assert epoch == 2
+        assert torch.equal(attached(*batch), before)
+    assert torch.equal(attached(*batch), model(seed=3)(*batch))
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "file", "nested", "distributed", "sharded", "oper"])
+def test_weights_come_from_anywhere(kind: str, served, batch, tmp_path: Path) -> None:
+    publication, attached = served
+    new = model(seed=4)
+    expected = new(*batch)
+    source: object = new.state_dict()
+    if kind == "file":
+        torch.save(source, tmp_path / "weights.pt")
+        source = tmp_path / "weights.pt"
+    elif kind == "nested":
+        torch.save({"step": 3, "x": {"model": source}}, tmp_path / "weights.pt")
+        source = str(tmp_path / "weights.pt")
+    elif kind == "distributed":
+        dcp.save({"model": source}, checkpoint_id=tmp_path / "saved", no_dist=True)
+        source = tmp_path / "saved"
+    elif kind in ("sharded", "oper"):
+        trained = oper.shard(new, optimizer=oper.SGD(lr=0.1))
+        trained(*batch).sum().backward()
+        with torch.no_grad():
+            expected = trained(*batch)
+        source = trained
+        if kind == "oper":
+            oper.save_checkpoint(tmp_path / "saved", trained)
+            source = tmp_path / "saved"
+    publication.publish(source)  # type: ignore[arg-type]
+    assert torch.equal(attached(*batch), expected)
+
+
+def test_torchrecs_quantised_model_is_taken_as_it_is(name: str, batch) -> None:
+    quantised = quantize_inference_model(model())
+    with oper.publish(quantised, name) as publication:
+        for like in (quantize_inference_model(model(seed=9)), model(seed=9)):
+            attached = oper.attach(like, name)
+            assert torch.equal(attached(*batch), quantised(*batch))
+            attached.close()
+        # A float model is quantised on its way: the same codes.
+        attached = oper.attach(model("meta"), name)
+        publication.publish(model(seed=3))
+        assert torch.equal(attached(*batch), quantize_inference_model(model(seed=3))(*batch))
+        attached.close()
+
+
+@pytest.mark.parametrize("row_dtype", ["float16", "int8", "int4"])
+def test_rows_of_other_types(row_dtype: str, name: str, batch, tmp_path: Path) -> None:
+    torch.save(model().state_dict(), tmp_path / "weights.pt")
+    # Neither side needs a model with values.
+    with oper.publish(model("meta"), name, weights=tmp_path / "weights.pt",
+                      row_dtype=row_dtype) as publication:
+        attached = oper.attach(model("meta"), name)
+        close = {"float16": 1e-4, "int8": 2e-3, "int4": 4e-2}[row_dtype]
+        assert torch.allclose(attached(*batch), model()(*batch), atol=close)
+        per_row = {"float16": 32, "int8": 20, "int4": 12}[row_dtype]
+        assert publication.memory_bytes()["tables"] == 303 * per_row
+        attached.close()
+
+
+def test_bare_modules_and_sequences(name: str) -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        config = EmbeddingConfig(name="s", embedding_dim=8, num_embeddings=20, feature_names=["s"])
+        return nn.ModuleDict({
+            "bag": nn.EmbeddingBag(30, 4, mode="mean"), "row": nn.Embedding(20, 6, padding_idx=2),
+            "norm": nn.BatchNorm1d(4), "seq": EmbeddingCollection(tables=[config])})
+
+    class Model(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.parts = make(seed)
+
+        def forward(self, ids: torch.Tensor, kjt: KeyedJaggedTensor) -> list[torch.Tensor]:
+            p = self.parts
+            return [p["norm"](p["bag"](ids)), p["row"](ids), p["seq"](kjt)["s"].values()]
+
+    like, other = Model(0).eval(), Model(1).eval()
+    ids = torch.tensor([[1, 2, 2], [0, 19, 3]])
+    kjt = KeyedJaggedTensor.from_lengths_sync(["s"], torch.tensor([3, 4, 4]), torch.tensor([1, 2]))
+    with oper.publish(like, name) as publication:
+        attached = oper.attach(Model(5), name)
+        for published in (like, other):
+            publication.publish(published)
+            for mine, theirs in zip(attached(ids, kjt), published(ids, kjt), strict=True):
+                assert torch.equal(mine, theirs)
+        attached.close()
+
+
+def test_a_collection_alone(name: str, batch) -> None:
+    collection = model().sparse_arch.embedding_bag_collection
+    with oper.publish(collection, name):
+        attached = oper.attach(model().sparse_arch.embedding_bag_collection, name)
+        out = attached(batch[1])
+        assert out.keys() == KEYS
+        assert torch.equal(out.values(), collection(batch[1]).values())
+        attached.close()
+
+
+def test_what_is_refused(served, name: str, batch, tmp_path: Path) -> None:
+    publication, attached = served
+    wrong = dict(model().state_dict())
+    wrong[next(k for k in wrong if "t1" in k)] = torch.zeros(5, 16)
+    (tmp_path / "no.pt").write_bytes(b"nothing")
+    for bad, error in ((nn.Linear(2, 2), InvalidInputError), ({"a": 1}, InvalidInputError),
+                       (wrong, InvalidInputError), (model("meta"), InvalidInputError),
+                       (tmp_path / "missing", FileFormatError),
+                       (tmp_path / "no.pt", FileFormatError), (tmp_path, FileFormatError)):
+        with pytest.raises(error):
+            publication.publish(bad)
+    assert attached.epoch == 1
+    assert torch.equal(attached(*batch), model()(*batch))
+    with pytest.raises(OperError, match="no running publisher"):
+        oper.publish(model(), name)
+    with pytest.raises(InvalidInputError, match="another model"):
+        oper.attach(nn.EmbeddingBag(3, 4, mode="sum"), name)
+    with pytest.raises(InvalidInputError, match="tables"):
+        oper.publish(model(), f"{name}-2", row_dtype={"nowhere": "int8"})
+    beyond = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.tensor([1, 2, 102]),
+                                                 torch.tensor([1, 1, 1]))
+    with pytest.raises(InvalidInputError, match=r"'f2' in table 't2': id=102"):
+        attached(torch.zeros(1, 5), beyond)
+    attached.close()
+    with pytest.raises(OperError, match="not open"):
+        attached(*batch)

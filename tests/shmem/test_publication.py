@@ -1,0 +1,298 @@
+"""Tables that processes share: whole epochs, one copy, readers and publishers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+import torch
+
+from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
+from oper.plan import Plan, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.publication import Publisher, Rows
+from oper.shmem.published import PublishedTables, Reader, near_domain, shared_pss_bytes
+from oper.tables import TableSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+SPECS = [TableSpec("a", 30000, 64, ("f",), "sum", "float32", "none"),
+         TableSpec("b", 900, 32, ("g",), "mean", "int8", "none")]
+FEATURES = [("f", "a"), ("g", "b")]
+READER = """
+import os, sys, time, torch
+from tests.shmem.test_publication import look
+from oper.shmem.published import Reader, shared_pss_bytes
+torch.set_num_threads(1)
+reader = Reader(sys.argv[1], 60.0, int(sys.argv[2]))
+print("ready", flush=True)
+if sys.argv[3:] == ["hold"]:
+    with reader.pinned():
+        time.sleep(600)
+print(*look(reader, int(sys.argv[1].rpartition("-")[2])), flush=True)
+sys.stdin.readline()
+print(shared_pss_bytes(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def plan(num_domains: int) -> Plan:
+    return uniform_plan(SPECS, num_domains, "owned" if num_domains == 1 else "striped")
+
+
+def constant(value: int, specs: list[TableSpec] = SPECS):
+    """All rows of all tables this number."""
+    def rows(name: str) -> Rows:
+        spec = next(s for s in specs if s.name == name)
+        for begin in range(0, spec.num_rows, 9000):
+            yield begin, torch.full((min(9000, spec.num_rows - begin), spec.dim), float(value))
+    return rows
+
+
+def dense(value: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((3000,), float(value)), "n": torch.tensor(value)}
+
+
+def look(reader: Reader, last: int) -> tuple[int, int, int]:
+    """Looks at everything until epoch `last`; looks, torn ones, epochs seen."""
+    tables = [PublishedTables(reader, buffer, FEATURES) for buffer in range(2)]
+    generator = torch.Generator().manual_seed(os.getpid())
+    looks = torn = 0
+    seen: set[int] = set()
+    while last not in seen:
+        ids = torch.cat([torch.randint(0, s.num_rows, (200,), generator=generator) for s in SPECS])
+        batch = Lookup(ids, torch.ones(400, dtype=torch.int64), torch.tensor([0, 1]), 200)
+        with reader.pinned() as epoch:
+            out = tables[epoch & 1].lookup(batch)
+            weights = reader.dense(epoch & 1)
+            same = (out == epoch).all() and (weights["w"] == epoch).all() and weights["n"] == epoch
+            out = tables[epoch & 1].lookup(batch)  # later in the same epoch
+            torn += not (same and (out == epoch).all())
+        seen.add(epoch)
+        looks += 1
+    return looks, torn, len(seen)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{os.getpid()}-{time.monotonic_ns()}-20"  # readers look until epoch 20
+
+
+class Process:
+    """A reader in a process of its own, which is up when this returns."""
+
+    def __init__(self, *words: str, code: str = READER) -> None:
+        self.run = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, text=True,
+                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.out: IO[str] = self.run.stdout  # type: ignore[assignment]
+        self.first = self.out.readline().strip()
+
+    def ask(self) -> str:
+        """Its next line."""
+        assert self.run.stdin is not None
+        self.run.stdin.write("\n")
+        self.run.stdin.flush()
+        return self.out.readline()
+
+    def end(self) -> None:
+        self.run.kill()
+        self.run.communicate()
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for process in started:
+        process.end()
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("num_domains", [1, 2])
+def test_readers_see_whole_epochs_of_one_copy(num_domains: int, name: str,
+                                              processes: list[Process]) -> None:
+    publisher = Publisher(name, plan(num_domains), dense(0))
+    publisher.publish(constant(1), dense(1))
+    for k in range(2):
+        processes.append(Process(name, str(k % num_domains)))
+    assert [p.first for p in processes] == ["ready"] * 2
+    assert publisher.readers() == sorted(p.run.pid for p in processes)
+    for epoch in range(2, 21):
+        assert publisher.publish(constant(epoch), dense(epoch)) == epoch
+    for process in processes:
+        looks, torn, epochs = map(int, process.out.readline().split())
+        assert torn == 0
+        assert looks >= epochs > 3
+    wait_for(lambda: publisher.memory_bytes()["spare"] == 0)
+    pss = [shared_pss_bytes(), *(int(p.ask()) for p in processes)]
+    held = publisher.memory_bytes()
+    # One copy, whoever reads it, in whole huge pages; three would be three times as much.
+    copy = held["tables"] + held["dense"]
+    assert 0.9 * copy < sum(pss) < copy + (num_domains + 1) * (2 << 20) + (1 << 20) < 2.2 * copy
+    publisher.close()
+
+
+def test_a_killed_reader_is_forgotten(name: str, processes: list[Process]) -> None:
+    publisher = Publisher(name, plan(1), dense(0))
+    publisher.publish(constant(1), dense(1))
+    processes.append(Process(name, "0", "hold"))  # within an epoch
+    other = Reader(name)
+    publisher.publish(constant(2), dense(2))
+    with pytest.raises(DeadlineError, match=str(processes[0].run.pid)):
+        publisher.publish(constant(3), dense(3), timeout_s=0.2)
+    assert other.epoch == 2
+    os.kill(processes[0].run.pid, signal.SIGKILL)
+    assert publisher.publish(constant(3), dense(3)) == 3
+    assert publisher.readers() == [os.getpid()]
+    with other.pinned() as epoch:
+        assert epoch == 3
+        assert (other.dense(1)["w"] == 3).all()
+    other.close()
+    wait_for(lambda: not publisher.readers())
+    publisher.close()
+
+
+PUBLISHER = """
+import sys, time
+from tests.shmem.test_publication import *
+publisher = Publisher(sys.argv[1], plan(1), dense(0))
+publisher.publish(constant(1), dense(1))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_publisher_leaves_its_readers_alone_and_nothing_behind(
+        name: str, processes: list[Process]) -> None:
+    before = set(os.listdir("/dev/shm"))
+    processes.append(Process(name, code=PUBLISHER))
+    reader = Reader(name)
+    assert reader.publisher_pid == processes[0].run.pid
+    assert reader.publisher_alive
+    os.kill(processes[0].run.pid, signal.SIGKILL)
+    processes[0].run.wait()
+    assert not reader.publisher_alive
+    tables = PublishedTables(reader, 1, FEATURES)
+    batch = Lookup(torch.tensor([5, 6]), torch.tensor([1, 1]), torch.tensor([0, 1]), 1)
+    with reader.pinned():
+        assert (tables.lookup(batch) == 1).all()
+    assert reader.verify() == 1
+    assert set(os.listdir("/dev/shm")) == before
+    with pytest.raises(OperError, match="no such publication"):
+        Reader(name, timeout_s=0.1)
+    # The name is free again at once.
+    again = Publisher(name, plan(1), dense(0))
+    again.publish(constant(1), dense(1))
+    Reader(name).close()
+    reader.close()
+    again.close()
+
+
+def test_memory_of_the_other_buffer(name: str) -> None:
+    for keep, most in ((False, 0), (True, 1)):
+        publisher = Publisher(name, plan(1), dense(0), keep_spare=keep)
+        publisher.publish(constant(1), dense(1))
+        reader = Reader(name)
+        with reader.pinned() as epoch:
+            publisher.publish(constant(2), dense(2))
+            assert (reader.dense(epoch & 1)["w"] == 1).all()  # not given back yet
+        wait_for(lambda p=publisher, most=most: (p.memory_bytes()["spare"] > 0) == (most > 0))
+        reader.close()
+        publisher.close()
+
+
+def test_weights_that_do_not_fit_change_nothing(name: str) -> None:
+    publisher = Publisher(name, plan(1), dense(0))
+    publisher.publish(constant(1), dense(1))
+    reader = Reader(name)
+    nan = constant(2)
+    bad: list[tuple[object, dict[str, torch.Tensor]]] = [
+        (lambda n: [(0, torch.zeros(5, next(s.dim for s in SPECS if s.name == n)))], dense(2)),
+        (lambda n: [(29999, torch.zeros(5, 64))], dense(2)),
+        (lambda n: [(0, torch.zeros(30000, 63))], dense(2)),
+        (lambda n: [(b, r * float("nan")) for b, r in nan(n)], dense(2)),
+        (constant(2), {"w": torch.zeros(3), "n": torch.tensor(1)}),
+        (constant(2), {"w": torch.zeros(3000)}),
+    ]
+    for rows, weights in bad:
+        with pytest.raises(InvalidInputError):
+            publisher.publish(rows, weights)  # type: ignore[arg-type]
+        assert reader.epoch == 1
+        assert reader.verify() == 1
+    assert publisher.publish(constant(2), dense(2)) == 2
+    reader.close()
+    publisher.close()
+
+
+def test_checksums_tell_damage(name: str) -> None:
+    publisher = Publisher(name, plan(1), dense(0))
+    publisher.publish(constant(1), dense(1))
+    reader = Reader(name)
+    assert reader.verify() == 1
+    address = publisher._state.buffers[1].addresses[0]
+    torch.ops.oper.segment_bytes(address, 100)[77] ^= 1
+    with pytest.raises(FileFormatError, match="domain 0"):
+        reader.verify()
+    reader.close()
+    publisher.close()
+
+
+def test_a_forked_child_is_no_reader_and_no_publisher(name: str) -> None:
+    publisher = Publisher(name, plan(1), dense(0))
+    publisher.publish(constant(1), dense(1))
+    reader = Reader(name)
+    child = os.fork()
+    if child == 0:
+        try:
+            reader.epoch  # noqa: B018
+        except OperError:
+            os._exit(7)
+        os._exit(8)
+    assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 7
+    assert publisher.publish(constant(2), dense(2)) == 2
+    assert publisher.readers() == [os.getpid()]
+    reader.close()
+    publisher.close()
+
+
+def test_threads_of_one_reader(name: str) -> None:
+    """Threads of one process share a place; each has its own epoch."""
+    publisher = Publisher(name, plan(1), dense(0))
+    publisher.publish(constant(1), dense(1))
+    reader = Reader(name)
+    found: list[tuple[int, int, int]] = []
+    threads = [threading.Thread(target=lambda: found.append(look(reader, 12))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for epoch in range(2, 13):
+        publisher.publish(constant(epoch), dense(epoch))
+    for thread in threads:
+        thread.join()
+    assert [torn for _, torn, _ in found] == [0, 0, 0]
+    with pytest.raises(OperError, match="outside of its epoch"):
+        PublishedTables(reader, 0, FEATURES).lookup(
+            Lookup(torch.tensor([5, 6]), torch.tensor([1, 1]), torch.tensor([0, 1]), 1))
+    reader.close()
+    publisher.close()
+
+
+def test_names_and_domains() -> None:
+    for bad in ("", "a/b", "x" * 65, "ä"):
+        with pytest.raises(InvalidInputError, match="name"):
+            Reader(bad)
+    mine = sorted(os.sched_getaffinity(0))
+    assert near_domain([[10**6], mine]) == 1
+    assert near_domain([mine, [10**6]]) == 0
