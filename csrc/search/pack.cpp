@@ -28,7 +28,7 @@ constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
 constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
 constexpr int kMaxOwners = 16;    // of one piece
 constexpr int kMaxWeight = 48;    // weights of one piece, together
-constexpr int kMaxUnits = 64;     // of pulled rows, on one rank
+constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
 constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
 constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
 constexpr double kHot = 0.5, kCold = 2e-5;  // temperature as a share of the energy: kHot / tables,

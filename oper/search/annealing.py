@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from oper.plan import MAX_PATTERN
 from oper.search import native
 from oper.search.bound import Bound
 from oper.search.cost import HELD, NUM_ROWS, PARTIALS, Tally
@@ -220,7 +221,7 @@ class Annealing:
         capacity = num_tables * _OWNERS * 64
         arrays = {**a, "order": np.argsort(-size, kind="stable"), "first_owners": cuts[:, 0].copy(),
                   "first_width": cuts[:, 1].copy(), "recipe": chosen.copy(),
-                  "units": np.full(world, max(2, _UNITS // world)),
+                  "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world)),
                   **{n: np.zeros(capacity, np.int64)
                      for n in ("table", "piece", "width", "rank", "weight")}}
         arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
