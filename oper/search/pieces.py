@@ -139,7 +139,8 @@ class Pieces:
         [T, C, 2, G]."""
         out = [np.stack([np.einsum("cq,cqpg->cpg", self._ids(k, w[n][0]), self.unit)
                          for n in (0, -1)], axis=1) for k, w in enumerate(self.widths)]
-        return np.array(out).reshape(len(self.tables), len(self._first), 2, -1)
+        num_loads = self.floor.shape[1] * self.floor.shape[2]
+        return np.array(out).reshape(len(self.tables), len(self._first), 2, num_loads)
 
     def set_box(self, box: Box) -> None:
         """Admit the pieces that plans of `box` may have."""

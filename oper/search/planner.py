@@ -141,7 +141,10 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Pla
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
              "gap_kind": "branching" if any(x.boxes.solved for x in fitting) else "relaxation",
-             "bound_boxes": sum(x.boxes.solved for x in fitting)}
+             "bound_boxes": sum(x.boxes.solved for x in fitting),
+             "relaxation_us": min(x.root_us for x in fitting)}
+    # Boxes bound the plans that are faster than a known one, so that this step caps the bound;
+    # `relaxation_us` is not capped and shows a bound that is wrong.
     return replace(plan, step_us=step_us, lower_bound_us=min(lower_us, step_us), notes=notes)
 
 
@@ -172,6 +175,7 @@ class _Branch:
     Attributes:
         boxes: what the bound comes from.
         extra_us: barriers that every plan of the branch pays and the relaxation does not see.
+        root_us: the bound before any branching, of which no known step is a part.
     """
 
     def __init__(self, problem: Problem, deadline: float | None) -> None:
@@ -181,6 +185,7 @@ class _Branch:
         barriers = ("push" in problem.allow and not base.num_pushed) + (
             {"push", "columns"} <= problem.allow and not base.num_split and _splits_pay(problem))
         self.extra_us = problem.topology.costs.phase_us * barriers * bool(bound.relaxation.tables)
+        self.root_us = self.lower_bound_us
 
     @property
     def bound(self) -> Bound:
