@@ -51,6 +51,9 @@ _OPTIONAL = {  # module: (distributions that provide it, what it is for, how to 
     "cvxpy": (("cvxpy",), "the readable statement of the planner", "pip install 'oper[plan]'"),
     "matplotlib": (("matplotlib",), "reports", "pip install 'oper[report]'"),
     "jinja2": (("jinja2",), "reports", "pip install 'oper[report]'"),
+    "uvicorn": (("uvicorn",), "oper serve", "pip install 'oper[serve]'"),
+    "prometheus_client": (("prometheus_client",), "oper serve", "pip install 'oper[serve]'"),
+    "mlperf_loadgen": (("mlcommons_loadgen",), "oper bench serve", "pip install 'oper[serve]'"),
 }
 _HUGE_BYTES = 2 << 20
 

@@ -21,7 +21,6 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,8 @@ class Tier:
         `pattern[k % len(pattern)]`."""
         if self.placement == "owned":
             return [self.ranks[0]]
-        if not self.weights:
-            return list(self.ranks)
-        return list(_spread(self.ranks, self.weights))
+        weights = self.weights or (1,) * len(self.ranks)
+        return _spread(self.ranks, weights)
 
     def notation(self) -> str:
         """Split / broadcast / partial as in OneFlow (Yuan et al. 2021): ``"S"`` rows are split over
@@ -82,17 +80,16 @@ class Tier:
         return "P" if self.mode == "push" else "S"
 
 
-@lru_cache(maxsize=4096)  # tiers of many tables are dealt alike
-def _spread(ranks: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, ...]:
+def _spread(ranks: Sequence[int], weights: Sequence[int]) -> list[int]:
     """Deal a weighted period as evenly as possible (largest deficit first, ties by order)."""
-    share, total = np.array(weights), sum(weights)
-    given = np.zeros(len(ranks), np.int64)
+    total = sum(weights)
+    given = [0] * len(ranks)
     pattern = []
     for turn in range(1, total + 1):
-        k = int((share * turn - given * total).argmax())
+        k = max(range(len(ranks)), key=lambda i: (weights[i] * turn - given[i] * total, -i))
         given[k] += 1
         pattern.append(ranks[k])
-    return tuple(pattern)
+    return pattern
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "rl_rec": frozenset(ENGINE | {"rl_rec.models"}),
     "rl_rec.models": frozenset(),
     "train": frozenset(WORKLOADS),
-    "serve": frozenset(WORKLOADS),
+    "serve": frozenset(WORKLOADS | {"train"}),
     "bench": frozenset(WORKLOADS | {"train", "serve"}),
     "report": frozenset(WORKLOADS | {"bench"}),
     "doctor": LEAVES | {"shmem"},

@@ -17,11 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from oper.errors import OperError, fail
+from oper.serve.allocator import MALLOC
 
-# glibc gives freed blocks above these sizes back and takes them anew, page fault by page fault.
-# TorchRec allocates its large buffers in every step and is up to 3 times faster without that.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592",
-          "MALLOC_TOP_PAD_": "268435456"}
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 

@@ -1,0 +1,176 @@
+"""MLPerf LoadGen: one run, its settings and what it says about it.
+
+``pip install mlcommons-loadgen`` provides the module ``mlperf_loadgen``. A run's verdict (VALID or
+INVALID) and its percentiles are read from LoadGen's own summary. MLPerf asks for runs of 10
+minutes; shorter ones are marked.
+
+Source: https://github.com/mlcommons/inference/tree/master/loadgen
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from oper.errors import MissingDependencyError, OperError, fail
+
+MLPERF_MIN_DURATION_S = 600.0
+PERCENTILES = ("50.00", "90.00", "99.00", "99.90")
+Issue = Callable[[list[tuple[int, int]]], None]  # pairs of query id and sample index
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run.
+
+    Attributes:
+        scenario: ``"Offline"``, ``"Server"`` (Poisson arrivals) or ``"SingleStream"``.
+        expected_qps: the target rate of Server; else about what is expected: LoadGen makes its
+            queries ahead.
+        min_duration_s, min_queries: of the run.
+        bound_ms, percentile: Server's latency bound and the share of queries that must meet it.
+        num_samples: of the library that sample indices are drawn from.
+        seed: of sample indices and arrivals.
+    """
+
+    scenario: str
+    expected_qps: float
+    min_duration_s: float = 3.0
+    min_queries: int = 64
+    bound_ms: float = 10.0
+    percentile: float = 0.99
+    num_samples: int = 512
+    seed: int = 20240229
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record."""
+        short = self.min_duration_s < MLPERF_MIN_DURATION_S
+        return {**asdict(self), "shortened": short,
+                "mlperf_min_duration_s": MLPERF_MIN_DURATION_S}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What LoadGen has found.
+
+    Attributes:
+        valid: its verdict, for the duration that the settings ask for.
+        rate: queries (samples, in its words) completed per second.
+        latency_ms: by percentile, e.g. ``"p99"``; with ``"mean"``.
+        notes: its lines about constraints that were not satisfied.
+    """
+
+    valid: bool
+    rate: float
+    latency_ms: dict[str, float]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record."""
+        return {"verdict": "VALID" if self.valid else "INVALID",
+                "queries_per_s": round(self.rate, 2), "latency_ms": self.latency_ms,
+                "notes": self.notes}
+
+
+def library() -> Any:
+    """The module ``mlperf_loadgen``; raises MissingDependencyError."""
+    try:
+        import mlperf_loadgen
+    except ImportError as error:
+        raise MissingDependencyError(fail("cannot generate load", "import", str(error),
+                                          "mlperf_loadgen", "install oper[serve]")) from error
+    return mlperf_loadgen
+
+
+def complete(ids: list[int]) -> None:
+    """Tell LoadGen that queries are answered; from any thread."""
+    lg = library()
+    lg.QuerySamplesComplete([lg.QuerySampleResponse(k, 0, 0) for k in ids])
+
+
+def run(settings: Settings, issue: Issue) -> Result:
+    """Run LoadGen against `issue`, which must lead to `complete` for every query it is given.
+
+    Raises:
+        OperError: `issue` has raised (LoadGen cannot carry exceptions), or LoadGen left no summary.
+    """
+    lg = library()
+    failures: list[Exception] = []
+
+    def issue_all(samples: Any) -> None:
+        pairs = [(s.id, s.index) for s in samples]
+        try:
+            issue(pairs)
+        except Exception as error:
+            failures.append(error)
+            complete([k for k, _ in pairs])
+
+    sut = lg.ConstructSUT(issue_all, lambda: None)
+    # Samples are in every contender's memory before the run, as MLPerf's rules have it.
+    qsl = lg.ConstructQSL(settings.num_samples, settings.num_samples, lambda _: None,
+                          lambda _: None)
+    with tempfile.TemporaryDirectory(prefix="oper-loadgen-") as folder:
+        try:
+            lg.StartTestWithLogSettings(sut, qsl, _test_settings(lg, settings),
+                                        _log_settings(lg, folder), "")
+        finally:
+            lg.DestroyQSL(qsl)
+            lg.DestroySUT(sut)
+        summary = Path(folder) / "mlperf_log_summary.txt"
+        text = summary.read_text() if summary.exists() else ""
+    if failures:
+        raise OperError(fail("a query could not be issued", "error", failures[0], "none",
+                             "look at the contender's log")) from failures[0]
+    return parse(text)
+
+
+def _test_settings(lg: Any, settings: Settings) -> Any:
+    test = lg.TestSettings()
+    test.scenario = getattr(lg.TestScenario, settings.scenario)
+    test.mode = lg.TestMode.PerformanceOnly
+    test.min_duration_ms = round(settings.min_duration_s * 1e3)
+    test.min_query_count = 1 if settings.scenario == "Offline" else settings.min_queries
+    test.server_target_qps = settings.expected_qps
+    test.server_target_latency_ns = round(settings.bound_ms * 1e6)
+    test.server_target_latency_percentile = settings.percentile
+    test.offline_expected_qps = settings.expected_qps
+    test.single_stream_expected_latency_ns = round(1e9 / settings.expected_qps)
+    for name in ("qsl", "sample_index", "schedule"):
+        setattr(test, f"{name}_rng_seed", settings.seed)
+    return test
+
+
+def _log_settings(lg: Any, folder: str) -> Any:
+    log, output = lg.LogSettings(), lg.LogOutputSettings()
+    output.outdir, output.copy_summary_to_stdout = folder, False
+    log.log_output, log.enable_trace = output, False
+    return log
+
+
+def parse(text: str) -> Result:
+    """LoadGen's summary as a `Result`; raises OperError on anything else."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, value = line.strip().partition(":")
+        if colon:
+            fields.setdefault(name.strip(), value.strip())
+    try:
+        found = {f"p{p.rstrip('0').rstrip('.')}": float(fields[f"{p} percentile latency (ns)"])
+                 for p in PERCENTILES}
+        found["mean"] = float(fields["Mean latency (ns)"])
+        rate = next(float(fields[k]) for k in (
+            "Completed samples per second", "Samples per second", "QPS w/ loadgen overhead")
+            if k in fields)
+        valid = fields["Result is"] == "VALID"
+    except (KeyError, ValueError, StopIteration) as error:
+        print(text, file=sys.stderr)
+        raise OperError(fail("cannot read LoadGen's summary", "field", str(error),
+                             "a summary of version 5 or later", "look at it above")) from None
+    notes = [re.sub(r"\s+", " ", f"{k}: {v}") for k, v in fields.items()
+             if k.endswith("satisfied") and v.upper() == "NO"]
+    return Result(valid, rate, {k: round(v / 1e6, 4) for k, v in found.items()}, notes)

@@ -1,0 +1,44 @@
+"""Memory of processes as the kernel counts it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from oper.errors import OperError, fail
+
+
+def pss_bytes(pid: int, mapping: str = "") -> int:
+    """Proportional set size: resident bytes, shared pages divided by the processes that map them.
+
+    Args:
+        pid: the process.
+        mapping: only mappings whose name contains this text; all by default.
+
+    Raises:
+        OperError: no such process, or none that we may look into.
+    """
+    try:
+        if not mapping:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+            return sum(int(x) << 10 for x in re.findall(r"^Pss:\s+(\d+) kB", text, re.M))
+        text = Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise OperError(fail("cannot read a process's memory", "pid", pid, "a running process",
+                             str(error))) from error
+    total, wanted = 0, False
+    for line in text.splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            wanted = mapping in line
+        elif wanted and line.startswith("Pss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def num_descriptors(pid: int) -> int:
+    """Open file descriptors of a process; raises OperError."""
+    try:
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    except OSError as error:
+        raise OperError(fail("cannot count descriptors", "pid", pid, "a running process",
+                             str(error))) from error

@@ -1,0 +1,166 @@
+"""Contenders under LoadGen: Offline, SingleStream and Server with its latency bound."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from oper.bench import loadgen, record
+from oper.bench.rate_search import Bracket, confirm, search
+from oper.bench.serve_models import ServeWork
+from oper.bench.serve_pool import Pool
+from oper.serve.batching import BatchOptions
+
+# Contender: kind of model, worker processes. Workers have one thread each; a peer in one process
+# has one or two, whichever it is faster with.
+CONTENDERS = {
+    "oper-1w": ("oper", 1), "oper-2w": ("oper", 2), "oper-4w": ("oper", 4),
+    "torchrec-1p": ("torchrec", 1), "torchrec-2p": ("torchrec", 2), "torch-1p": ("torch", 1),
+}
+_TUNED = ("torchrec-1p", "torch-1p")
+_EQUAL = 1e-6  # scores of two int8 models on the same rows: the dense part may round otherwise
+_NEAR = {"int8": 5e-3, "int4": 5e-2, "float16": 1e-4}  # scores of rounded rows, of float32 rows
+_CHECKED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCase:
+    """One case.
+
+    Attributes:
+        name: for the record.
+        served: what is scored.
+        bound_ms: latency bound of 99 % of the queries.
+        max_samples: of a batch.
+        search_s, steps: length and number of the runs that search the rate.
+        confirm_s: least length of the other runs.
+    """
+
+    name: str
+    served: ServeWork = field(default_factory=ServeWork)
+    bound_ms: float = 10.0
+    max_samples: int = 512
+    search_s: float = 2.0
+    steps: int = 6
+    confirm_s: float = 6.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record."""
+        return {**asdict(self), "served": self.served.to_json()}
+
+
+def run_server_case(case: ServerCase, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure all contenders; an entry of the record."""
+    load_before = record.load_average()
+    batching = BatchOptions(case.max_samples, 0.0, 1 << 40)
+    pools: dict[str, Pool] = {}
+    try:
+        for kind, count in (("oper", 2), ("torchrec", 2), ("torch", 1)):
+            progress(f"{case.name}: starting {kind}")
+            pools[kind] = Pool(kind, case.served, batching)
+            pools[kind].grow(count)
+        memory = {name: pools[kind].memory(count)
+                  for name, (kind, count) in CONTENDERS.items() if count <= 2}
+        pools["oper"].grow(4)
+        memory["oper-4w"] = pools["oper"].memory(4)
+        progress(f"{case.name}: comparing scores")
+        verification = _verify(pools, case.served)
+        entry = _measure(case, pools, progress)
+    finally:
+        for pool in pools.values():
+            pool.close()
+    for name, found in memory.items():
+        entry["contenders"][name]["memory"] = found
+    mine, theirs = memory["oper-2w"]["total_pss_bytes"], memory["torchrec-2p"]["total_pss_bytes"]
+    return {"name": case.name, "ratio_throughput": entry.pop("ratio_throughput"),
+            "ratio_memory": round(theirs / mine, 3), "p99_ms": entry.pop("p99_ms"),
+            "verified": all(v["passed"] for v in verification.values()),
+            "verification": verification, **entry, "case": case.to_json(),
+            "load_before": load_before, "load_after": record.load_average()}
+
+
+class _Runner:
+    """Runs LoadGen against contenders; knows how many threads each has."""
+
+    def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Callable[[str], None]
+                 ) -> None:
+        self._case, self._pools, self._progress = case, pools, progress
+        self.threads = dict.fromkeys(CONTENDERS, 1)
+
+    def __call__(self, name: str, settings: loadgen.Settings) -> loadgen.Result:
+        """One run."""
+        self._progress(f"{self._case.name}: {settings.scenario} {name}, "
+                       f"{settings.expected_qps:.0f}/s")
+        kind, count = CONTENDERS[name]
+        self._pools[kind].set_threads(count, self.threads[name])
+        with self._pools[kind].issuing(count) as issue:
+            return loadgen.run(settings, issue)
+
+    def tune(self, settings: loadgen.Settings) -> tuple[dict[str, float], dict[str, Any]]:
+        """Choose the threads; returns queries per second by contender, and by threads."""
+        rates = {name: self(name, settings).rate for name in CONTENDERS}
+        tried: dict[str, Any] = {}
+        for name in _TUNED:
+            self.threads[name] = 2
+            tried[name] = {1: round(rates[name], 1), 2: round(self(name, settings).rate, 1)}
+            self.threads[name] = max(tried[name], key=tried[name].__getitem__)
+            rates[name] = max(tried[name].values())
+        return rates, tried
+
+
+def _measure(case: ServerCase, pools: dict[str, Pool], progress: Callable[[str], None]
+             ) -> dict[str, Any]:
+    base = loadgen.Settings("Offline", 300, case.search_s, bound_ms=case.bound_ms,
+                            num_samples=case.served.num_queries)
+    run = _Runner(case, pools, progress)
+    guess, tried = run.tune(replace(base, min_duration_s=0.5))
+    # LoadGen makes all queries ahead; too few would end the run too early for its verdict.
+    offline = {name: run(name, replace(base, expected_qps=1.4 * guess[name]))
+               for name in CONTENDERS}
+    single = {name: run(name, replace(base, scenario="SingleStream",
+                                      expected_qps=2 * max(50.0, guess[name])))
+              for name in CONTENDERS}
+    server = replace(base, scenario="Server")
+    brackets = {name: Bracket(0.8 * offline[name].rate) for name in CONTENDERS}
+    search(brackets, lambda name, rate: run(name, replace(server, expected_qps=rate)), case.steps)
+    longer = replace(server, min_duration_s=case.confirm_s)
+    at_bound = confirm(brackets, lambda name, rate: run(name, replace(longer, expected_qps=rate)),
+                       5)
+    rates = {name: result.rate if result.valid else 0.0
+             for name, (_, result) in at_bound.items()}
+    found = {name: {
+        "kind": kind, "workers": count, "threads": run.threads[name],
+        "offline": offline[name].to_json(), "single_stream": single[name].to_json(),
+        "server": {"target_qps": round(at_bound[name][0], 2), **at_bound[name][1].to_json()},
+        "samples_per_s_at_bound": round(rates[name] * case.served.candidates, 1),
+        "search": brackets[name].runs} for name, (kind, count) in CONTENDERS.items()}
+    theirs = rates["torchrec-2p"]
+    return {
+        "ratio_throughput": round(rates["oper-2w"] / theirs, 4) if theirs else None,
+        "p99_ms": at_bound["oper-2w"][1].latency_ms["p99"],
+        "queries_per_s_at_bound": {n: round(r, 2) for n, r in rates.items()},
+        "contenders": found, "threads_tried": tried,
+        "loadgen": {"search": server.to_json(), "at_bound": longer.to_json(),
+                    "offline_and_single_stream": base.to_json(),
+                    "client_cores": f"none of its own: LoadGen shares {os.cpu_count()} cores with "
+                                    "the contender"}}
+
+
+def _verify(pools: dict[str, Pool], served: ServeWork) -> dict[str, dict[str, Any]]:
+    """OPER's scores against TorchRec's on equally rounded rows, both against float32."""
+    queries = range(min(_CHECKED, served.num_queries))
+    scores = {kind: pool.scores(queries) for kind, pool in pools.items()}
+    found = {}
+    for name, ours, reference, tolerance in (
+            ("oper-torchrec", "oper", "torchrec", _EQUAL),
+            ("oper-float32", "oper", "torch", _NEAR[served.row_dtype]),
+            ("torchrec-float32", "torchrec", "torch", _NEAR[served.row_dtype])):
+        diff = float(np.abs(scores[ours] - scores[reference]).max())
+        spread = float(scores[reference].std())
+        found[name] = {"passed": diff <= tolerance and spread > 0, "max_abs_diff": diff,
+                       "tolerance": tolerance, "std_of_scores": spread}
+    return found

@@ -1,0 +1,135 @@
+"""Embedding forwards without gradient: OPER's read-only tables in two processes, TorchRec's sharded
+plans in the same two, and unsharded collections in one process with as many threads."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from oper.bench import record
+from oper.bench.lookup_case import PEERS, _all_rows, _nothing, aligner, make_peers, on_threads
+from oper.bench.planning import chosen_plan, slowest, total, world
+from oper.bench.sides import build_torchrec, make_collection
+from oper.bench.torchrec_peer import PLAN_KINDS
+from oper.bench.train_case import Progress
+from oper.bench.verify import Verdict
+from oper.bench.workload import Workload, make_kjt, timed_ids
+
+_CHECKED_BATCHES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCase:
+    """One case.
+
+    Attributes:
+        name: for the record.
+        work: the workload.
+        num_batches: distinct batches that are timed.
+        num_stats_batches: other batches that the statistics come from.
+        rounds, per_round: see `record.interleave`.
+    """
+
+    name: str
+    work: Workload
+    num_batches: int = 32
+    num_stats_batches: int = 32
+    rounds: int = 10
+    per_round: int = 5
+
+    def to_json(self) -> dict[str, Any]:
+        """For `from_json` in a worker."""
+        return {**asdict(self), "work": self.work.to_json()}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """The case written by `to_json`."""
+        return cls(**{**value, "work": Workload.from_json(value["work"])})
+
+
+@torch.no_grad()
+def run_forward_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Build, verify and measure one case; the worker function. Collective.
+
+    Returns:
+        The case's entry of the record on rank 0, nothing elsewhere.
+    """
+    from oper.sharding import shard
+
+    case = ForwardCase.from_json(value)
+    work, (rank, world_size) = case.work, world()
+    load_before = record.load_average()
+    progress(f"{case.name}: drawing batches, planning")
+    ids = [timed_ids(work, r, world_size, case.num_batches) for r in range(world_size)]
+    plan, _ = chosen_plan(work, case.num_stats_batches, "inference")
+    progress(f"{case.name}: building")
+    collection = make_collection(work, "cpu")
+    model: Any = shard(collection, plan=plan, objective="inference")
+    joint = [np.concatenate(x, axis=1) for x in zip(*ids, strict=True)] if rank == 0 else []
+    peers = make_peers(work, collection, joint) if rank == 0 else {}
+    del collection
+    kjts = [make_kjt(work, x) for x in ids[rank]]
+    with torch.enable_grad():  # TorchRec puts its optimizers into the backward pass
+        sides = {kind: build_torchrec(work, False, kind, world_size) for kind in PLAN_KINDS}
+    gc.collect()
+    progress(f"{case.name}: comparing with the unsharded collection")
+    verification = _verify(model, sides, kjts, peers)
+    runs = {"oper": on_threads(1, functools.partial(_forward, model, kjts))}
+    for kind, side in sides.items():
+        runs[kind] = on_threads(1, functools.partial(_forward, side.model, kjts))
+    for name in PEERS:
+        runs[name] = on_threads(world_size if rank == 0 else 1, peers.get(name, _nothing))
+    progress(f"{case.name}: measuring, {case.rounds} rounds of {case.per_round}")
+    align = aligner(model.tables)
+    record.interleave(runs, align, 1, 2)
+    clock = record.BusyClock()
+    mine = record.interleave(runs, align, case.rounds, case.per_round)
+    others = clock.others(total)
+    timings = {n: record.summary(np.array(slowest(s.tolist()))) for n, s in mine.items()}
+    if dist.is_initialized():
+        dist.barrier()
+    model.tables.close()
+    if rank:
+        return {}
+    return {"name": case.name, **_figures(timings),
+            "verified": all(v["passed"] for v in verification.values()),
+            "verification": verification, "timings": timings, "workload": work.to_json(),
+            "world_size": world_size, "threads_per_rank": 1, "threads_of_unsharded": world_size,
+            "num_batches": case.num_batches, "other_busy_cores": round(others, 2),
+            "load_before": load_before, "load_after": record.load_average()}
+
+
+def _forward(model: Any, kjts: list[Any], number: int) -> torch.Tensor:
+    values: torch.Tensor = model(kjts[number % len(kjts)]).values()
+    return values
+
+
+def _figures(timings: dict[str, Any]) -> dict[str, Any]:
+    ms = {name: t["median_ms"] for name, t in timings.items()}
+    sharded, unsharded = min(PLAN_KINDS, key=ms.__getitem__), min(PEERS, key=ms.__getitem__)
+    return {"ratio_forward": round(ms[sharded] / ms["oper"], 3),
+            "ratio_unsharded": round(ms[unsharded] / ms["oper"], 3),
+            "torchrec_best": sharded, "unsharded_best": unsharded,
+            **{f"{name}_forward_ms": x for name, x in ms.items()}}
+
+
+def _verify(model: Any, sides: dict[str, Any], kjts: list[Any], peers: dict[str, Any]
+            ) -> dict[str, dict[str, Any]]:
+    """Every contender's outputs against the unsharded collection's; verdicts on rank 0."""
+    verdicts = {name: Verdict() for name in ("oper", *sides, "nn_embedding_bag", "fbgemm")}
+    for k in range(_CHECKED_BATCHES):
+        found = {"oper": _all_rows(model(kjts[k]).values())}
+        found |= {name: _all_rows(side.lookup(kjts[k])) for name, side in sides.items()}
+        if not peers:
+            continue
+        found["nn_embedding_bag"] = torch.cat(peers["nn_embedding_bag"](k), dim=1)
+        found["fbgemm"] = peers["fbgemm"](k)
+        for name, values in found.items():
+            verdicts[name].compare("pooled", values, peers["ebc"](k))
+    return {name: v.to_json() for name, v in verdicts.items()} if peers else {}

@@ -1,0 +1,236 @@
+"""The running server under LoadGen from another process: capacity, publications, a soak."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from oper.bench import loadgen, record
+from oper.bench.rate_search import Bracket, confirm, search
+from oper.bench.serve_client import LoadClient, Seen
+from oper.bench.serve_host import Host, Swap
+from oper.bench.serve_models import ServeWork
+from oper.errors import OperError
+from oper.serve.batching import BatchOptions
+
+_GROWTH_BYTES = 16 << 20  # of all processes together: allocators breathe
+_SOAK_SWAPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCase:
+    """One case over HTTP.
+
+    Attributes:
+        name: for the record.
+        kind: ``"http"``: capacity at the latency bound; ``"publish"``: new weights under load;
+            ``"soak"``: long, with a killed worker.
+        served: what is scored.
+        workers: of the server.
+        seconds: length of the main runs.
+        load: their rate as a share of the capacity.
+        swaps: publications, for ``"publish"``.
+        search_s, steps: length and number of the runs that search the capacity.
+        bound_ms: latency bound of 99 % of the queries.
+    """
+
+    name: str
+    kind: str
+    served: ServeWork = field(default_factory=ServeWork)
+    workers: int = 2
+    seconds: float = 10.0
+    load: float = 0.7
+    swaps: int = 50
+    search_s: float = 2.0
+    steps: int = 5
+    bound_ms: float = 10.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record."""
+        return {**asdict(self), "served": self.served.to_json()}
+
+
+@dataclass(slots=True)
+class _Live:
+    """A server and its client."""
+
+    case: LiveCase
+    host: Host
+    client: LoadClient
+    settings: loadgen.Settings
+    progress: Callable[[str], None]
+    separation: float = 0.0  # least distance between the two sets' scores of a query
+    std: float = 0.0
+
+    def at(self, rate: float, seconds: float) -> loadgen.Settings:
+        """Poisson arrivals at a rate."""
+        return replace(self.settings, expected_qps=rate, min_duration_s=seconds)
+
+    def capacity(self) -> tuple[float, dict[str, Any]]:
+        """Highest rate that is VALID at the latency bound; 0 when none was, and how it was found.
+        """
+        self.progress(f"{self.case.name}: looking for the capacity")
+        single = self.client.run(replace(self.settings, scenario="SingleStream", expected_qps=300))
+        bracket = {"server": Bracket(1.2 * single.result.rate)}
+        search(bracket, lambda _, r: self.client.run(self.at(r, self.case.search_s)).result,
+               self.case.steps)
+        rate, result = confirm(
+            bracket, lambda _, r: self.client.run(self.at(r, 2 * self.case.search_s)).result, 4
+        )["server"]
+        return (rate if result.valid else 0.0), {
+            "single_stream": single.result.to_json(), "search": bracket["server"].runs,
+            "server": {"target_qps": round(rate, 2), **result.to_json()}}
+
+
+@contextlib.contextmanager
+def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]:
+    progress(f"{case.name}: starting the server")
+    host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384))
+    try:
+        client = LoadClient(host.address, case.served)
+        try:
+            base = loadgen.Settings("Server", 100, case.search_s, bound_ms=case.bound_ms,
+                                    num_samples=case.served.num_queries)
+            live = _Live(case, host, client, base, progress)
+            first = client.learn()
+            host.publish()
+            second = client.learn()
+            live.separation = float(np.abs(first - second).max(axis=1).min())
+            live.std = float(first.std())
+            host.publish()
+            yield live
+        finally:
+            client.close()
+    finally:
+        code = host.close()
+    if code:
+        raise OperError(f"the server of case {case.name} ended with exit code {code}")
+
+
+def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure one case; an entry of the record."""
+    load_before = record.load_average()
+    with _running(case, progress) as live:
+        rate, how = live.capacity()
+        # A machine too busy for any valid rate still gets its load, and the record says so.
+        target = case.load * (rate or how["server"]["target_qps"])
+        entry = {"http": _http, "publish": _publish, "soak": _soak}[case.kind](live, target)
+        entry |= {"capacity_qps": round(rate, 2), "capacity": how,
+                  "server_memory_bytes": live.host.memory(),
+                  "separation_of_sets": live.separation, "std_of_scores": live.std}
+    entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
+    return {"name": case.name, **entry, "case": case.to_json(), "niceness": os.nice(0),
+            "client_cores": f"none of its own: the client shares {os.cpu_count()} cores with the "
+                            "server", "load_before": load_before,
+            "load_after": record.load_average()}
+
+
+def _summary(seen: Seen) -> dict[str, Any]:
+    return {**seen.result.to_json(), "requests": seen.begin.size, "wrong": seen.wrong,
+            "failed": seen.failed, "retries": seen.retries, "messages": seen.messages}
+
+
+def _errors(*runs: Seen) -> int:
+    return sum(s.wrong + s.failed for s in runs)
+
+
+def _http(live: _Live, target: float) -> dict[str, Any]:
+    """A longer run at the wanted share of the capacity."""
+    settings = live.at(target, live.case.seconds)
+    live.progress(f"{live.case.name}: {target:.0f} queries/s")
+    seen = live.client.run(settings)
+    return {"p99_ms": seen.result.latency_ms["p99"], "errors": _errors(seen),
+            "verified": not _errors(seen), "target_qps": round(target, 2),
+            "run": _summary(seen), "loadgen": settings.to_json()}
+
+
+def _publish(live: _Live, target: float) -> dict[str, Any]:
+    """Quiet runs before and after one with publications all the time."""
+    case, settings = live.case, live.at(target, live.case.seconds)
+    live.progress(f"{case.name}: {target:.0f} queries/s, quiet")
+    quiet = [live.client.run(settings)]
+    swaps: list[Swap] = []
+    during: list[Seen] = []
+    while len(swaps) < case.swaps:
+        live.progress(f"{case.name}: {target:.0f} queries/s, {len(swaps)} of {case.swaps} swaps")
+        live.client.start(settings)
+        until = time.monotonic() + case.seconds
+        time.sleep(0.2)
+        while time.monotonic() < until and len(swaps) < case.swaps:
+            swaps.append(live.host.publish())
+            time.sleep(0.05)
+        during.append(live.client.finish(case.seconds))
+    live.progress(f"{case.name}: {target:.0f} queries/s, quiet again")
+    quiet.append(live.client.run(settings))
+    touched = np.concatenate([s.latency_ms[_overlaps(s, swaps)] for s in during])
+    still = np.concatenate([s.latency_ms for s in quiet])
+    p99, quiet_p99 = float(np.percentile(touched, 99)), float(np.percentile(still, 99))
+    took = np.array([s.end - s.begin for s in swaps])
+    epochs = {int(e) for s in during for e in s.epoch}
+    errors = _errors(*quiet, *during)
+    return {"p99_ms": round(p99, 3), "quiet_p99_ms": round(quiet_p99, 3),
+            "ratio_p99": round(p99 / quiet_p99, 3), "errors": errors, "swaps": len(swaps),
+            "verified": not errors and len(swaps) >= case.swaps,
+            "swap_ms": {"median": round(float(np.median(took)) * 1e3, 2),
+                        "max": round(float(took.max()) * 1e3, 2)},
+            "requests_during_swaps": int(touched.size), "epochs_seen": len(epochs),
+            "target_qps": round(target, 2), "quiet": [_summary(s) for s in quiet],
+            "during": [_summary(s) for s in during], "loadgen": settings.to_json()}
+
+
+def _overlaps(seen: Seen, swaps: list[Swap]) -> np.ndarray:
+    """Requests in flight during any publication, bool [N]."""
+    found = np.zeros(seen.begin.size, bool)
+    for swap in swaps:
+        found |= (seen.begin < swap.end) & (seen.end > swap.begin)
+    return found
+
+
+def _soak(live: _Live, target: float) -> dict[str, Any]:
+    """One long run with publications now and then; a worker is killed after a quarter of it."""
+    case, settings = live.case, live.at(target, live.case.seconds)
+    live.client.start(settings)
+    begin, killed, swaps = time.monotonic(), 0, 0
+    samples: list[tuple[float, int, int]] = []
+    while (done := (time.monotonic() - begin) / case.seconds) < 1:
+        live.progress(f"{case.name}: {target:.0f} queries/s, {int(done * 10) * 10} %")
+        if not killed and done > 0.25:
+            killed = live.host.worker_pids()[0]
+            os.kill(killed, signal.SIGKILL)
+        if done > (swaps + 0.5) / _SOAK_SWAPS:
+            live.host.publish()
+            swaps += 1
+        with contextlib.suppress(OperError):  # a worker that ends while it is looked at
+            if live.host.counts()["workers"] == case.workers:
+                samples.append((done, *live.host.usage()))
+        time.sleep(min(1.0, case.seconds / 60))
+    seen = live.client.finish(case.seconds)
+    replaced = live.host.counts()["worker_restarts"] == 1 and killed not in live.host.worker_pids()
+    growth = _growth(samples)
+    errors = _errors(seen)
+    return {"p99_ms": seen.result.latency_ms["p99"], "errors": errors,
+            "verified": not errors and replaced and not growth["grows"], **growth,
+            "killed_worker_replaced": replaced, "seconds": case.seconds, "swaps": swaps,
+            "target_qps": round(target, 2), "run": _summary(seen), "loadgen": settings.to_json()}
+
+
+def _growth(samples: list[tuple[float, int, int]]) -> dict[str, Any]:
+    """Memory and descriptors of the last fifth against the fifth from 40 to 60 %."""
+    table = np.array(samples, np.float64).reshape(-1, 3)
+    middle = table[(table[:, 0] >= 0.4) & (table[:, 0] < 0.6)]
+    last = table[table[:, 0] >= 0.8]
+    if not middle.size or not last.size:
+        return {"grows": True, "samples": len(samples)}
+    pss = [float(np.median(part[:, 1])) for part in (middle, last)]
+    descriptors = [float(np.median(part[:, 2])) for part in (middle, last)]
+    return {"grows": pss[1] > pss[0] + _GROWTH_BYTES or descriptors[1] > descriptors[0] + 2,
+            "pss_bytes": {"middle": pss[0], "last": pss[1]},
+            "descriptors": {"middle": descriptors[0], "last": descriptors[1]},
+            "samples": len(samples)}

@@ -1,0 +1,268 @@
+"""Worker processes of the serving benchmark: LoadGen's queries reach every contender alike.
+
+A query is the index of a sample that all processes hold; a worker batches what waits, as the
+server's workers do, and tells which queries are done. The messages are small, the path is the same
+for all contenders, and no time is spent on a network.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import os
+import select
+import socket
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oper.bench import loadgen
+from oper.bench.memory import pss_bytes
+from oper.bench.serve_models import ServeWork, build, give_back_memory, make_predictor
+from oper.errors import OperError, fail
+from oper.serve.allocator import for_children
+from oper.serve.batching import Batcher, BatchOptions, Ticket
+from oper.serve.requests import Request
+
+TABLES = "/memfd:oper-tables"  # mappings of published tables
+_PAIRS = 512  # queries of one message
+_ANSWER_S = 600.0
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: Any
+    queries: socket.socket
+    control: Any
+    outstanding: int = 0
+
+
+class Pool:
+    """Processes of one kind of contender.
+
+    Args:
+        kind: of `oper.bench.serve_models.KINDS`.
+        served: what they score.
+        batching: of each worker.
+    """
+
+    def __init__(self, kind: str, served: ServeWork, batching: BatchOptions) -> None:
+        import multiprocessing
+
+        self.kind, self._served, self._batching = kind, served, batching
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[_Worker] = []
+        self._publisher: Any = None
+        self._name = f"bench-{os.getpid()}-{id(self) & 0xffffff:x}"
+        if kind == "oper":
+            self._publisher = self._start(_publish, (served.to_json(), self._name))
+            self._ask(self._publisher[1])  # published
+
+    def grow(self, count: int) -> None:
+        """Have at least `count` workers, ready to score."""
+        new = []
+        while len(self._workers) < count:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                process, control = self._start(_work, (
+                    theirs, self.kind, self._served.to_json(), self._name, self._batching))
+            self._workers.append(_Worker(process, ours, control))
+            new.append(self._workers[-1])
+        for worker in new:
+            self._ask(worker.control)
+
+    def _start(self, function: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=function, args=(theirs, *arguments), daemon=True)
+        with for_children():
+            process.start()
+        theirs.close()
+        return process, ours
+
+    def _ask(self, control: Any, *words: Any) -> Any:
+        if words:
+            control.send(words)
+        try:
+            if control.poll(_ANSWER_S):
+                return control.recv()
+        except EOFError:
+            pass
+        raise OperError(fail("a process of the serving benchmark has failed", "contender",
+                             self.kind, "an answer", "see its log above"))
+
+    def set_threads(self, count: int, threads: int) -> None:
+        """Give the models of the first `count` workers so many threads."""
+        for worker in self._workers[:count]:
+            self._ask(worker.control, "threads", threads)
+
+    def scores(self, indices: Sequence[int], worker: int = 0) -> np.ndarray:
+        """Scores float32 [queries, candidates] of queries that are scored together."""
+        found: np.ndarray = self._ask(self._workers[worker].control, "scores", list(indices))
+        return found
+
+    def memory(self, count: int) -> dict[str, Any]:
+        """PSS in bytes of the first `count` workers: what loading the model has added to each; of
+        OPER also the tables' part in each process, the publisher included."""
+        own = [self._ask(w.control, "memory") for w in self._workers[:count]]
+        found: dict[str, Any] = {"own_pss_bytes_per_worker": own, "total_pss_bytes": sum(own)}
+        if self._publisher is not None:
+            pids = [w.process.pid for w in self._workers[:count]]
+            found["tables_pss_bytes_per_worker"] = [pss_bytes(pid, TABLES) for pid in pids]
+            found["tables_pss_bytes_of_publisher"] = pss_bytes(self._publisher[0].pid, TABLES)
+            found["total_pss_bytes"] += (sum(found["tables_pss_bytes_per_worker"])
+                                         + found["tables_pss_bytes_of_publisher"])
+        return found
+
+    @contextlib.contextmanager
+    def issuing(self, count: int) -> Iterator[loadgen.Issue]:
+        """What LoadGen calls with queries; they go to the worker with the fewest outstanding."""
+        used = self._workers[:count]
+        stop = threading.Event()
+        lost: list[int] = []
+        receiver = threading.Thread(target=_receive, args=(used, stop, lost))
+        receiver.start()
+
+        def issue(pairs: list[tuple[int, int]]) -> None:
+            if lost:
+                raise OperError(fail("a worker has ended", "contender", self.kind, "running",
+                                     "see its log above"))
+            if len(pairs) == 1:
+                worker = min(used, key=lambda w: w.outstanding)
+                worker.outstanding += 1
+                worker.queries.send(array.array("Q", pairs[0]))
+                return
+            size = min(_PAIRS, max(1, len(pairs) // (8 * len(used))))
+            for k in range(0, len(pairs), size):
+                worker, part = used[k // size % len(used)], pairs[k:k + size]
+                worker.outstanding += len(part)
+                worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
+
+        try:
+            yield issue
+        finally:
+            stop.set()
+            receiver.join()
+        if lost:
+            raise OperError(fail("a worker has ended during the run", "contender", self.kind,
+                                 "running", "see its log above"))
+
+    def close(self) -> None:
+        """End the processes."""
+        everyone = [(w.process, w.control) for w in self._workers]
+        for process, control in [*everyone, *filter(None, [self._publisher])]:
+            control.close()
+            process.join(10)
+            process.kill()
+            process.join()
+        for worker in self._workers:
+            worker.queries.close()
+        self._workers.clear()
+
+
+def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int]) -> None:
+    """Tell LoadGen what is done, until `stop`."""
+    poll = select.poll()
+    by_number = {w.queries.fileno(): w for w in workers}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    while not stop.is_set():
+        for number, _ in poll.poll(50):
+            worker, done = by_number[number], array.array("Q")
+            data = worker.queries.recv(1 << 16)
+            if not data:
+                lost.append(worker.process.pid)
+                poll.unregister(number)
+                continue
+            done.frombytes(data)
+            worker.outstanding -= len(done)
+            loadgen.complete(done.tolist())
+
+
+# ---- in the processes ----------------------------------------------------------------------------
+
+
+def _publish(control: Any, value: dict[str, Any], name: str) -> None:
+    """Hold OPER's tables until the other end closes."""
+    import oper
+
+    publication = oper.publish(build(value, "cpu"), name, row_dtype=value["row_dtype"])
+    give_back_memory()
+    control.send(True)
+    with contextlib.suppress(EOFError):
+        control.recv()
+    publication.close()
+
+
+def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any], name: str,
+          batching: BatchOptions) -> None:
+    """A worker."""
+    import torch
+
+    torch.set_num_threads(1)
+    served = ServeWork.from_json(value)
+    library = served.library()
+    build(value, "meta")  # imports what the model needs: not part of its memory
+    give_back_memory()
+    before = pss_bytes(os.getpid())
+    predictor = make_predictor(kind, value, name)
+    give_back_memory()
+    loaded = pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
+    for request in library[:8]:
+        predictor.predict(request)
+    threaded = _Threaded(predictor)
+    batcher = Batcher(threaded, batching)
+    threading.Thread(target=_take, args=(queries, batcher, library), daemon=True).start()
+    control.send(True)
+    with contextlib.suppress(EOFError):
+        while True:
+            command, *words = control.recv()
+            if command == "threads":
+                threaded.threads = words[0]
+                control.send(True)
+            elif command == "scores":
+                found = [batcher.score(library[k])[0] for k in words[0]]
+                control.send(np.stack(found))
+            elif command == "memory":
+                control.send(loaded)
+    batcher.close()
+
+
+class _Threaded:
+    """A predictor with a changing number of threads, which PyTorch keeps per calling thread."""
+
+    def __init__(self, predictor: Any) -> None:
+        self._predictor, self.threads, self._now = predictor, 1, 0
+        self.signature, self.rows_read = predictor.signature, predictor.rows_read
+        self.epoch = predictor.epoch
+
+    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+        """See `Predictor`."""
+        if self.threads != self._now:
+            import torch
+
+            torch.set_num_threads(self.threads)
+            self._now = self.threads
+        found: tuple[np.ndarray, int] = self._predictor.predict(batch)
+        return found
+
+
+def _take(queries: socket.socket, batcher: Batcher, library: list[Any]) -> None:
+    """Bring queries from the socket to the batcher, and the ids of finished ones back."""
+    while data := queries.recv(1 << 16):
+        pairs = array.array("Q")
+        pairs.frombytes(data)
+        for k in range(0, len(pairs), 2):
+            answer = functools.partial(_done, queries, pairs[k:k + 1].tobytes())
+            batcher.submit(Ticket(library[pairs[k + 1]], answer))
+
+
+def _done(queries: socket.socket, answer: bytes, ticket: Ticket) -> None:
+    if ticket.error is not None:  # a contender that fails must not look fast
+        traceback.print_exception(ticket.error)
+        os._exit(1)
+    queries.send(answer)

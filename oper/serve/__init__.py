@@ -1,0 +1,35 @@
+"""Scoring server: requests are batched and scored by processes that share one set of tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from oper.lazy import lazy_exports
+
+_PUBLIC = {
+    "Batcher": "oper.serve.batching",
+    "BatchOptions": "oper.serve.batching",
+    "Client": "oper.serve.client",
+    "Predictor": "oper.serve.requests",
+    "PublishedModel": "oper.serve.model",
+    "Request": "oper.serve.requests",
+    "Server": "oper.serve.server",
+    "ServeOptions": "oper.serve.server",
+    "Signature": "oper.serve.requests",
+    "load_model": "oper.serve.model",
+}
+
+__all__ = sorted(_PUBLIC)
+
+if TYPE_CHECKING:
+    from oper.serve.batching import Batcher as Batcher, BatchOptions as BatchOptions
+    from oper.serve.client import Client as Client
+    from oper.serve.model import PublishedModel as PublishedModel, load_model as load_model
+    from oper.serve.requests import (
+        Predictor as Predictor,
+        Request as Request,
+        Signature as Signature,
+    )
+    from oper.serve.server import ServeOptions as ServeOptions, Server as Server
+
+__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -1,0 +1,28 @@
+"""How glibc's allocator is set for processes that run models."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+# glibc gives freed blocks above these sizes back and takes them anew, page fault by page fault.
+# PyTorch allocates its large buffers in every batch and is up to 3 times faster without that.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592",
+          "MALLOC_TOP_PAD_": "268435456"}
+
+
+@contextlib.contextmanager
+def for_children(without: str = "") -> Iterator[None]:
+    """Processes started inside have `MALLOC`, where the user has not set it, and not `without`."""
+    before = dict(os.environ)
+    os.environ.update({k: v for k, v in MALLOC.items() if k not in before})
+    os.environ.pop(without, None)
+    try:
+        yield
+    finally:
+        for name in {*MALLOC, without} - {""}:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)

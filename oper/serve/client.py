@@ -1,0 +1,241 @@
+"""A client of the scoring server: deadlines, retries, a pool of connections."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from oper.errors import DeadlineError, InvalidInputError, OperError, fail
+from oper.serve import wire
+from oper.serve.requests import Request
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.5
+_MAX_IDLE = 64  # connections kept
+_MAX_LOST = 3  # times that one request may take its connection down: it may be the cause
+TIMEOUT = "oper-timeout-ms"
+
+
+class ServerError(OperError, RuntimeError):
+    """The server has refused a request or failed on it; ``status`` is HTTP's."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class ClientCounts:
+    """What a client has seen.
+
+    Attributes:
+        requests: scored.
+        retries: sent again, because the connection was lost or the server was overloaded.
+    """
+
+    requests: int = 0
+    retries: int = 0
+
+
+class Client:
+    """Scores samples on a server; any number of threads may use one client.
+
+    A request is sent again after a pause when its connection breaks (the worker that had it has
+    ended, or the server is draining) or when the server is overloaded, until `timeout_s` has
+    passed. Scoring changes nothing on the server, so that sending twice does no harm.
+
+    Args:
+        address: ``host:port``, or the URL ``http://host:port``.
+        timeout_s: for a request with all its retries.
+        model: its name on the server; asked for when it is not given.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
+        host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
+        if not host or not port.isdigit():
+            raise InvalidInputError(fail("cannot connect", "address", address, "host:port",
+                                         "correct it"))
+        self._place = host.strip("[]"), int(port)
+        self.timeout_s, self.counts = timeout_s, ClientCounts()
+        self._model = model
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+
+    def score(self, dense: np.ndarray, features: Mapping[str, Any]) -> np.ndarray:
+        """Scores of samples.
+
+        Args:
+            dense: float [B, num_dense].
+            features: by name, one id per sample (int [B]), or a pair of ids (int [L]) and lengths
+                (int [B]). Features that are not named have empty bags.
+
+        Returns:
+            float32 [B].
+
+        Raises:
+            ServerError: refused, e.g. an unknown feature (status 400).
+            DeadlineError: no answer in time.
+        """
+        dense = np.ascontiguousarray(dense, np.float32)
+        size = dense.shape[0]
+        ids, lengths = [], []
+        for value in features.values():
+            pair = value if isinstance(value, tuple) else (value, np.ones(size, np.int32))
+            ids.append(np.asarray(pair[0], np.int64).reshape(-1))
+            lengths.append(np.asarray(pair[1], np.int32))
+            if lengths[-1].shape != (size,):
+                raise InvalidInputError(fail("cannot score", "shape of lengths",
+                                             lengths[-1].shape, f"({size},), one per sample",
+                                             "correct it"))
+        request = Request(dense, np.stack(lengths) if lengths else np.zeros((0, size), np.int32),
+                          np.concatenate(ids) if ids else np.zeros(0, np.int64))
+        return self.infer(*wire.encode_request(request, list(features)))[0]
+
+    def score_request(self, request: Request) -> tuple[np.ndarray, int]:
+        """Scores float32 [B] of a request in the model's order, and the epoch of the weights."""
+        return self.infer(*wire.encode_request(request))
+
+    def infer(self, body: bytes, header_length: int) -> tuple[np.ndarray, int]:
+        """As `score_request`, of a message that `oper.serve.wire.encode_request` made."""
+        headers = {wire.HEADER_LENGTH: str(header_length),
+                   "content-type": "application/octet-stream"}
+        answer, data = self._call("POST", f"/v2/models/{self.model}/infer", body, headers)
+        length = answer.headers.get(wire.HEADER_LENGTH)
+        self.counts.requests += 1
+        return wire.decode_scores(data, None if length is None else int(length))
+
+    @property
+    def model(self) -> str:
+        """The model's name on the server."""
+        if self._model is None:
+            self._model = str(json.loads(self._call("GET", "/v2")[1])["parameters"]["model"])
+        return self._model
+
+    def metadata(self) -> dict[str, Any]:
+        """Inputs and outputs of the model; its features are among the ``parameters``."""
+        found: dict[str, Any] = json.loads(self._call("GET", f"/v2/models/{self.model}")[1])
+        return found
+
+    def metrics(self) -> str:
+        """The server's metrics in Prometheus' text format."""
+        return self._call("GET", "/metrics")[1].decode()
+
+    def is_ready(self) -> bool:
+        """Whether the server takes requests now; does not retry."""
+        try:
+            return self._once("GET", "/v2/health/ready", b"", {}, 1.0)[0].status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: str, path: str, body: bytes = b"",
+              headers: Mapping[str, str] | None = None) -> tuple[http.client.HTTPResponse, bytes]:
+        until = time.monotonic() + self.timeout_s
+        pause, problem, lost = _FIRST_PAUSE_S, "", 0
+        while (left := until - time.monotonic()) > 0:
+            try:
+                answer, data = self._once(method, path, body, headers or {}, left)
+            except TimeoutError:
+                problem = problem or "no answer"
+                break
+            except (OSError, http.client.HTTPException) as error:
+                problem = f"{type(error).__name__}: {error}"
+                lost += not isinstance(error, ConnectionRefusedError)
+                if lost > _MAX_LOST:
+                    break
+            else:
+                if answer.status == 200:
+                    return answer, data
+                problem = _message(data)
+                if answer.status != 503:
+                    raise ServerError(answer.status, problem)
+            self.counts.retries += 1
+            # Clients that have lost the same worker should not all come back at once.
+            time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), until - time.monotonic())))
+            pause = min(2 * pause, _LAST_PAUSE_S)
+        if lost > _MAX_LOST:
+            raise ServerError(0, fail(
+                f"no scores from {self._place[0]}:{self._place[1]}", "connections lost", lost,
+                f"<= {_MAX_LOST} for one request", f"look at the server's log ({problem})"))
+        raise DeadlineError(fail(f"no scores from {self._place[0]}:{self._place[1]}",
+                                 "timeout_s", self.timeout_s, "an answer in time",
+                                 f"look at the server ({problem})"))
+
+    def _once(self, method: str, path: str, body: bytes, headers: Mapping[str, str],
+              left: float) -> tuple[http.client.HTTPResponse, bytes]:
+        connection = self._take(left)
+        try:
+            connection.request(method, path, body,
+                               {**headers, TIMEOUT: f"{left * 1e3:.0f}"})
+            answer = connection.getresponse()
+            data = answer.read()
+        except BaseException:
+            connection.close()
+            raise
+        if answer.will_close:
+            connection.close()
+        else:
+            with self._lock:
+                keep = len(self._idle) < _MAX_IDLE
+                if keep:
+                    self._idle.append(connection)
+            if not keep:
+                connection.close()
+        return answer, data
+
+    def _take(self, timeout: float) -> http.client.HTTPConnection:
+        connection = None
+        while connection is None:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else (
+                    http.client.HTTPConnection(*self._place))
+            if connection.sock is not None and _is_closed(connection.sock):
+                connection.close()  # the server has closed it meanwhile: no request was lost
+                connection = None
+        connection.timeout = timeout
+        if connection.sock is None:
+            connection.connect()
+            _socket(connection).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _socket(connection).settimeout(timeout)
+        return connection
+
+
+def _is_closed(idle: socket.socket) -> bool:
+    """Whether an idle connection has something to read: nothing but its end can be."""
+    poll = select.poll()
+    poll.register(idle, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _socket(connection: http.client.HTTPConnection) -> Any:
+    """The socket of an open connection."""
+    return connection.sock
+
+
+def _message(data: bytes) -> str:
+    """The text of an error answer."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(data)["error"])
+    return data[:200].decode("utf-8", "replace")

@@ -1,0 +1,214 @@
+"""A model whose tables and dense part all workers read from one published copy."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.serve.requests import Predictor, Request, Signature
+from oper.tables import TableSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+CONFIG, STATE = "config.json", "state.pt"  # as oper.train writes them
+
+
+def kjt_of(batch: Request, features: tuple[str, ...]) -> Any:
+    """The bags of a batch as TorchRec's ``KeyedJaggedTensor``."""
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(
+        list(features), torch.from_numpy(batch.ids),
+        lengths=torch.from_numpy(batch.lengths.reshape(-1)), stride=batch.num_samples)
+
+
+class PublishedModel:
+    """A `Source`: weights are published once on this host, workers attach to them.
+
+    Args:
+        build: makes the architecture, a module with ``forward(dense, kjt) -> logits [B]`` or
+            ``[B, 1]``, on the device it is given (workers ask for ``"meta"``: they hold no weights
+            of their own). Picklable: a function of a module, or `functools.partial` of one.
+        weights: what the first publication holds: a module of that architecture, a ``state_dict``
+            or a file or checkpoint folder that `oper.Publication.publish` reads.
+        signature: of the model.
+        row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` rows; by default as they
+            are in the model.
+        keep_spare: keep the memory of two sets of tables, so that a publication need not take the
+            second one from the system.
+    """
+
+    def __init__(self, build: Callable[[str], nn.Module], weights: Any, signature: Signature,
+                 row_dtype: str | None = None, keep_spare: bool = False) -> None:
+        import oper
+
+        self.signature, self._build = signature, build
+        model, rest = weights, None
+        if not hasattr(weights, "named_parameters"):
+            if isinstance(weights, Mapping):
+                model = build("meta")
+                _load(model, weights)
+            else:
+                model, rest = build("cpu"), weights
+        # Several servers of one user may run on a host.
+        name = f"{signature.name[:40]}-{os.getpid()}-{id(self) & 0xffffff:x}"
+        self._publication: Any = oper.publish(model, name, row_dtype=row_dtype,
+                                              keep_spare=keep_spare)
+        if rest is not None:
+            self._publication.publish(rest)
+        self._reads_again: Callable[[], Any] | None = None
+
+    def reads_again(self, read: Callable[[], Any]) -> PublishedModel:
+        """Say where `publish` without arguments takes new weights from; returns the model."""
+        self._reads_again = read
+        return self
+
+    def opener(self) -> Callable[[], Predictor]:
+        """See `Source`."""
+        return functools.partial(AttachedModel, self._build, self._publication.name,
+                                 self.signature)
+
+    def publish(self, weights: Any = None) -> int:
+        """See `Source`; by default reads the folder again that the model came from."""
+        if weights is None:
+            if self._reads_again is None:
+                raise InvalidInputError(fail("cannot publish", "weights", None,
+                                             "a module, state_dict, file or checkpoint folder",
+                                             "name the new weights"))
+            weights = self._reads_again()
+        return int(self._publication.publish(weights))
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of this host's one copy: ``tables``, ``dense``, ``spare``."""
+        return dict(self._publication.memory_bytes())
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._publication.close()
+
+
+class AttachedModel:
+    """A worker's `Predictor`: the architecture over the published weights.
+
+    Args:
+        build, signature: as of `PublishedModel`.
+        name: of the publication.
+    """
+
+    def __init__(self, build: Callable[[str], nn.Module], name: str, signature: Signature) -> None:
+        import oper
+
+        self.signature = signature
+        self._served: Any = oper.attach(build("meta"), name)
+
+    @property
+    def epoch(self) -> int:
+        """See `Predictor`."""
+        return int(self._served.epoch)
+
+    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+        """Probabilities float32 [B]: the logistic function of the model's logits."""
+        import torch
+
+        features = kjt_of(batch, self.signature.features)
+        with torch.no_grad(), self._served.pinned() as epoch:
+            logits = self._served(torch.from_numpy(batch.dense), features)
+            return torch.sigmoid(logits.reshape(-1)).numpy(), int(epoch)
+
+    def rows_read(self) -> dict[str, int]:
+        """See `Predictor`."""
+        return dict(self._served.rows_read())
+
+    def close(self) -> None:
+        """Detach."""
+        self._served.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """What a folder of ``oper train`` says about its model."""
+
+    tables: tuple[TableSpec, ...]
+    num_dense: int
+    config: dict[str, Any]
+
+
+def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[str, Any],
+                  device: str) -> nn.Module:
+    """The DLRM of a training run, without its loss, on `device`."""
+    from oper.train.config import ModelConfig
+    from oper.train.model import build_dlrm
+
+    # TorchRec's import sets off a remark that means nothing to the reader.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    model: Any = build_dlrm(tables, num_dense, ModelConfig(**{**config, "tables_on": device}), 0)
+    return typing.cast("nn.Module", model.model.eval())
+
+
+def load_model(folder: str | os.PathLike[str], name: str = "dlrm", row_dtype: str | None = None,
+               keep_spare: bool = False) -> PublishedModel:
+    """The model that ``oper train`` has written into `folder`, published on this host.
+
+    Args:
+        folder: with ``config.json`` and ``state.pt``.
+        name: of the model on the server.
+        row_dtype, keep_spare: see `PublishedModel`.
+
+    Raises:
+        FileFormatError: not such a folder, or a damaged one.
+        FileNotFoundError: no such folder.
+    """
+    folder = Path(folder)
+    trained = _describe(folder)
+    build = functools.partial(build_trained, trained.tables, trained.num_dense, trained.config)
+    rows = {f: t.num_rows for t in trained.tables for f in t.features}
+    signature = Signature(name, tuple(rows), tuple(rows.values()), trained.num_dense)
+    return PublishedModel(build, read_weights(folder), signature, row_dtype, keep_spare
+                          ).reads_again(functools.partial(read_weights, folder))
+
+
+def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Weights of a training folder, by their names in the model without its loss."""
+    from oper.train.model import load_state
+
+    state = load_state(Path(folder) / STATE)
+    return {name.removeprefix("model."): value for name, value in state.items()}
+
+
+def _describe(folder: Path) -> _Trained:
+    what = f"cannot serve {os.fspath(folder)!r}"
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        layers: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
+                  for k, v in config["config"]["model"].items()}
+        model = config["model"]
+        tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
+                                 tuple(t["features"])) for t in model["tables"])
+        return _Trained(tables, int(model["num_dense"]), layers)
+    except (ValueError, KeyError, TypeError, NotADirectoryError) as error:
+        raise FileFormatError(fail(what, CONFIG, f"{type(error).__name__}: {error}",
+                                   "the configuration of a training run with its tables",
+                                   "train again with this release")) from None
+
+
+def _load(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give a model without weights those of `state`, without a copy."""
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise InvalidInputError(fail("the weights do not fit the model", "state",
+                                     str(error).splitlines()[-1].strip(), "names and shapes of "
+                                     "the model", "serve the folder of one run")) from None

@@ -1,0 +1,170 @@
+"""What is scored: samples of dense features and bags of ids, alone and joined into batches.
+
+The layout is that of TorchRec's ``KeyedJaggedTensor``: lengths and ids feature by feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+
+WHAT = "cannot score the request"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a model takes.
+
+    Attributes:
+        name: of the model, as in the addresses of a server.
+        features: names of the features, in the order of requests.
+        num_rows: rows of each feature's table; ids are in [0, num_rows).
+        num_dense: dense features of a sample.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    num_rows: tuple[int, ...]
+    num_dense: int
+
+    def __post_init__(self) -> None:
+        if len(self.features) != len(self.num_rows) or len(set(self.features)) != len(
+                self.features):
+            raise InvalidInputError(fail(
+                "invalid signature", "features", self.features,
+                f"different names, {len(self.num_rows)} of them", "correct it"))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Samples to score, in the order of a `Signature`.
+
+    Attributes:
+        dense: float32 [B, num_dense].
+        lengths: ids of each bag, int32 [F, B].
+        ids: int64 [sum of lengths], bags of the first feature first.
+    """
+
+    dense: np.ndarray
+    lengths: np.ndarray
+    ids: np.ndarray
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, B."""
+        return int(self.dense.shape[0])
+
+    def check(self, signature: Signature) -> None:
+        """Raise InvalidInputError unless the request fits the model."""
+        _check_array("dense", self.dense, np.float32, 2)
+        _check_array("lengths", self.lengths, np.int32, 2)
+        _check_array("ids", self.ids, np.int64, 1)
+        want = (self.num_samples, signature.num_dense)
+        if self.dense.shape != want:
+            raise _bad("shape of dense", self.dense.shape, f"{want}")
+        want = (len(signature.features), self.num_samples)
+        if self.lengths.shape != want:
+            raise _bad("shape of lengths", self.lengths.shape, f"{want}, features by samples")
+        if not np.isfinite(self.dense).all():
+            raise _bad("dense", "inf or nan", "finite numbers")
+        if self.lengths.size and int(self.lengths.min()) < 0:
+            raise _bad("lengths", int(self.lengths.min()), ">= 0")
+        totals = self.lengths.sum(axis=1, dtype=np.int64)
+        if int(totals.sum()) != self.ids.size:
+            raise _bad("number of ids", self.ids.size, f"{int(totals.sum())}, the sum of lengths")
+        self._check_ids(signature, totals)
+
+    def _check_ids(self, signature: Signature, totals: np.ndarray) -> None:
+        """Every id lies inside its table."""
+        if not self.ids.size:
+            return
+        limits = np.repeat(np.array(signature.num_rows, np.int64), totals)
+        wrong = (self.ids < 0) | (self.ids >= limits)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            feature = signature.features[int(np.searchsorted(np.cumsum(totals), at, "right"))]
+            raise _bad(f"id of feature {feature!r}", int(self.ids[at]), f"in [0, {limits[at]})")
+
+
+def reorder(features: Sequence[str], lengths: np.ndarray, ids: np.ndarray, signature: Signature
+            ) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and ids given in the order of `features`, in the order of the signature.
+
+    Features that are not given have empty bags.
+
+    Raises:
+        InvalidInputError: an unknown or repeated feature, or lengths that do not fit.
+    """
+    known = {name: k for k, name in enumerate(signature.features)}
+    unknown = [name for name in features if name not in known]
+    if unknown:
+        raise _bad("unknown features", unknown, f"among {list(signature.features)}")
+    if len(set(features)) != len(features):
+        raise _bad("features", list(features), "every feature at most once")
+    _check_array("lengths", lengths, np.int32, 2)
+    if lengths.shape[0] != len(features):
+        raise _bad("rows of lengths", lengths.shape[0], f"{len(features)}, one per feature")
+    ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+    if (lengths < 0).any() or (int(ends[-1]) if ends.size else 0) != ids.size:
+        raise _bad("lengths", f"of {ids.size} ids", "counts >= 0 that add up to the ids")
+    parts = dict(zip(features, np.split(ids, ends[:-1]), strict=True)) if features else {}
+    out = np.zeros((len(known), lengths.shape[1]), np.int32)
+    for name, row in zip(features, lengths, strict=True):
+        out[known[name]] = row
+    found = [parts[name] for name in signature.features if name in parts]
+    return out, np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def join(requests: Sequence[Request]) -> Request:
+    """Several requests as one, samples in the order of the requests."""
+    if len(requests) == 1:
+        return requests[0]
+    dense = np.concatenate([r.dense for r in requests])
+    lengths = np.concatenate([r.lengths for r in requests], axis=1)
+    num_features = lengths.shape[0]
+    sizes = [r.ids.size for r in requests]
+    if lengths.size and (lengths == lengths[0, 0]).all() and num_features:
+        # Bags of one size: features are rows of a matrix.
+        ids = np.concatenate([r.ids.reshape(num_features, -1) for r in requests], axis=1)
+        return Request(dense, lengths, ids.reshape(-1))
+    starts = np.zeros((len(requests), num_features + 1), np.int64)
+    for k, r in enumerate(requests):
+        np.cumsum(r.lengths.sum(axis=1, dtype=np.int64), out=starts[k, 1:])
+    parts = [r.ids[starts[k, f]:starts[k, f + 1]]
+             for f in range(num_features) for k, r in enumerate(requests) if sizes[k]]
+    return Request(dense, lengths, np.concatenate(parts) if parts else requests[0].ids[:0])
+
+
+class Predictor(Protocol):
+    """What a worker scores with."""
+
+    signature: Signature
+
+    @property
+    def epoch(self) -> int:
+        """Version of the weights that the next batch is scored with."""
+        ...
+
+    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+        """Scores float32 [B] and the version of the weights that all of them come from."""
+        ...
+
+    def rows_read(self) -> dict[str, int]:
+        """Embedding rows read so far: ``"local"`` and ``"remote"``, by the row's memory domain."""
+        ...
+
+
+def _check_array(name: str, value: Any, dtype: Any, ndim: int) -> None:
+    if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != ndim:
+        kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(
+            value).__name__
+        raise _bad(name, kind, f"a {np.dtype(dtype).name} array with {ndim} dimensions")
+
+
+def _bad(name: str, value: object, expected: str) -> InvalidInputError:
+    return InvalidInputError(fail(WHAT, name, value, expected, "correct it"))

@@ -1,0 +1,439 @@
+"""The supervisor: one listener, worker processes, what happens when one ends, drain and reload."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from types import FrameType
+from typing import Any, Protocol, Self
+
+from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError, fail
+from oper.serve import metrics
+from oper.serve.allocator import for_children
+from oper.serve.batching import BatchOptions
+from oper.serve.requests import Predictor, Signature
+from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
+
+log = logging.getLogger("oper.serve")
+_BACKLOG = 1024
+_POLL_S = 0.2
+_NICE = 10  # of the thread that publishes: requests come first
+_COUNTED = ("workers", "worker_restarts", "publications", "failed_publications")
+_MAX_WAIT_S = 30.0  # between two starts of a worker that keeps ending
+
+
+class Source(Protocol):
+    """A model whose weights all workers share, as the supervisor sees it."""
+
+    signature: Signature
+
+    def opener(self) -> Callable[[], Predictor]:
+        """What a worker makes its predictor with; picklable."""
+        ...
+
+    def publish(self, weights: Any = None) -> int:
+        """Give all workers new weights; returns their epoch. Requests flow meanwhile."""
+        ...
+
+    def close(self) -> None:
+        """Free the tables."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a server runs.
+
+    Attributes:
+        host, port: where it listens; port 0 = any free one.
+        workers: processes that score.
+        threads: of each worker's model.
+        batching: how requests become batches, in each worker.
+        max_bytes: of a request's body.
+        max_connections: of each worker; more are answered 503.
+        keep_alive_s: how long an idle connection stays open.
+        drain_s: how long requests in flight may take once the server is told to stop.
+        start_s: how long a worker may take until it can serve.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8500
+    workers: int = 2
+    threads: int = 1
+    batching: BatchOptions = field(default_factory=BatchOptions)
+    max_bytes: int = 8 << 20
+    max_connections: int = 1024
+    keep_alive_s: int = 75
+    drain_s: float = 30.0
+    start_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        least = {"port": 0, "workers": 1, "threads": 1, "max_bytes": 1, "max_connections": 1,
+                 "keep_alive_s": 1, "drain_s": 0, "start_s": 0.1}
+        for name, value in least.items():
+            if not value <= getattr(self, name) < float("inf"):
+                raise InvalidInputError(fail("invalid serving options", name, getattr(self, name),
+                                             f">= {value}", "correct it"))
+        if self.port > 65535:
+            raise InvalidInputError(fail("invalid serving options", "port", self.port,
+                                         "<= 65535", "correct it"))
+
+
+class Counts(ctypes.Structure):
+    """What the supervisor counts, in memory that the workers see."""
+
+    _fields_ = [(name, ctypes.c_long) for name in _COUNTED]
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: Any
+    control: socket.socket
+    closed: Any
+    started: float
+    ready: bool = False
+    handed: int = 0
+
+    @property
+    def open_connections(self) -> int:
+        return self.handed - int(self.closed.value)
+
+    def watched(self) -> list[Any]:
+        """What tells that it is ready or has ended."""
+        return [self.process.sentinel, *([] if self.ready else [self.control])]
+
+
+class Server:
+    """A scoring server.
+
+    The supervisor listens and hands every connection to the worker with the fewest. A worker that
+    ends costs the requests that it had in hand; its place is filled, and other workers' connections
+    do not notice. Worker processes are started by ``spawn``: a script that makes a `Server` needs
+    the usual ``if __name__ == "__main__"``.
+
+    Args:
+        model: a `Source` such as `oper.serve.PublishedModel`, or any picklable `Predictor` (CPU
+            tensors in it are moved to shared memory, so that the workers share them).
+        options: how it runs.
+
+    Example:
+        >>> from oper.serve import Client, Server, load_model
+        >>> with Server(load_model("runs/dlrm")) as server:  # doctest: +SKIP
+        ...     scores = Client(server.address).score(dense, {"C1": ids})
+    """
+
+    def __init__(self, model: Source | Predictor, options: ServeOptions | None = None) -> None:
+        for name in ("uvicorn", "prometheus_client"):
+            if importlib.util.find_spec(name) is None:
+                raise MissingDependencyError(fail("cannot serve", "package", name, "installed",
+                                                  "install oper[serve]"))
+        self.options = options or ServeOptions()
+        self.model = model
+        self._listener: socket.socket | None = None
+        self._workers: list[_Worker] = []
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._started = threading.Event()
+        self._error: Exception | None = None
+        self._publishing = threading.Lock()
+        self._failures = 0  # starts of a worker that failed, in a row
+
+    @property
+    def address(self) -> str:
+        """``host:port``; raises InvalidInputError before the start."""
+        if self._listener is None:
+            raise InvalidInputError(fail("the server has no address", "state", "not started",
+                                         "started", "call start()"))
+        host, port = self._listener.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Processes of the workers that take requests."""
+        return [w.process.pid for w in list(self._workers) if w.ready]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Workers in service, restarts, publications, failed publications."""
+        return {name: int(getattr(self._counts, name)) for name in _COUNTED}
+
+    def start(self) -> Self:
+        """Start the workers and listen; returns when all of them can serve.
+
+        Raises:
+            OperError: a worker could not start; the port is taken.
+        """
+        import torch.multiprocessing as processes
+
+        if self._thread is not None:
+            raise InvalidInputError(fail("cannot start the server", "state", "started",
+                                         "not started", "make another one"))
+        self._context = processes.get_context("spawn")
+        self._counts = self._context.RawValue(Counts)
+        self._folder = tempfile.mkdtemp(prefix="oper-serve-")
+        try:
+            self._listener = self._bind()
+        except OSError as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise OperError(fail("cannot listen", "address",
+                                 f"{self.options.host}:{self.options.port}", "a free one",
+                                 f"choose another ({error.strerror})")) from error
+        self._thread = threading.Thread(target=self._supervise, name="oper-serve")
+        self._thread.start()
+        try:
+            self._started.wait()
+        except BaseException:  # Ctrl-C while the workers start
+            self.stop()
+            raise
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+        return self
+
+    def publish(self, weights: Any = None) -> int:
+        """Give all workers new weights while requests flow; returns the epoch. See `Source`.
+
+        Runs at low priority on a thread of its own; one publication at a time.
+        """
+        publish = getattr(self.model, "publish", None)
+        if publish is None:
+            raise InvalidInputError(fail("cannot publish new weights", "model",
+                                         type(self.model).__name__, "one with publish()",
+                                         "serve a PublishedModel"))
+        found: list[Any] = []
+
+        def work() -> None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            try:
+                found.append(publish(weights))
+            except Exception as error:
+                found.append(error)
+
+        with self._publishing:
+            thread = threading.Thread(target=work, name="oper-publish")
+            thread.start()
+            thread.join()
+            if isinstance(found[0], Exception):
+                self._counts.failed_publications += 1
+                raise found[0]
+            self._counts.publications += 1
+        return int(found[0])
+
+    def stop(self) -> None:
+        """Refuse new requests, finish those in flight, end the workers. Idempotent."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def serve_until_signalled(self, every: Callable[[], Any] | None = None) -> None:
+        """Serve until SIGTERM or SIGINT, then drain. SIGHUP publishes the model's weights again.
+
+        Args:
+            every: called about every second, e.g. to look for new weights.
+        """
+        wanted: set[str] = set()
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            wanted.add("reload" if number == signal.SIGHUP else "stop")
+
+        before = {n: signal.signal(n, on_signal)
+                  for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        try:
+            at = time.monotonic()
+            while "stop" not in wanted and self._thread is not None and self._thread.is_alive():
+                time.sleep(_POLL_S)
+                if "reload" in wanted:
+                    wanted.discard("reload")
+                    self.try_publish()
+                if every is not None and time.monotonic() - at >= 1:
+                    every()
+                    at = time.monotonic()
+            log.info("draining: finishing requests in flight")
+            self.stop()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self._error is not None:
+            raise self._error
+
+    def try_publish(self, weights: Any = None) -> None:
+        """Publish; a failure is logged and the old weights go on."""
+        try:
+            log.info("published epoch %d", self.publish(weights))
+        except (OperError, OSError) as error:
+            log.error("the old weights go on: %s", error)
+
+    # ---- the supervising thread ------------------------------------------------------------------
+
+    def _bind(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.options.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.options.host, self.options.port))
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+    def _supervise(self) -> None:
+        assert self._listener is not None
+        try:
+            for _ in range(self.options.workers):
+                self._start_worker()
+            self._wait_until_ready()
+            self._listener.listen(_BACKLOG)
+            self._listener.setblocking(False)
+            self._started.set()
+            while not self._stop.is_set():
+                self._turn()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._drain()
+            self._started.set()
+
+    def _start_worker(self) -> None:
+        ours, theirs = socket.socketpair()
+        closed = self._context.RawValue(ctypes.c_long)
+        opener = self.model.opener() if hasattr(self.model, "opener") else _Opener(self.model)
+        job = WorkerJob(opener, self.options, self._folder, self._counts, closed)
+        process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
+                                        name="oper-worker")
+        # A folder for metrics in the environment is not meant for the workers.
+        with theirs, for_children(without=metrics.FOLDER_VARIABLE):
+            process.start()
+        ours.setblocking(False)
+        self._workers.append(_Worker(process, ours, closed, time.monotonic()))
+
+    def _wait_until_ready(self) -> None:
+        until = time.monotonic() + self.options.start_s
+        while not all(w.ready for w in self._workers) and not self._stop.is_set():
+            wait([x for w in self._workers for x in w.watched()], _POLL_S)
+            for worker in list(self._workers):
+                self._look_at(worker)
+                if not worker.process.is_alive():
+                    raise OperError(fail("a worker could not start", "exit code",
+                                         worker.process.exitcode, "0", "see its log above"))
+            if time.monotonic() > until:
+                raise DeadlineError(fail("workers are not ready", "waited (s)",
+                                         self.options.start_s, "less", "allow more time"))
+
+    def _turn(self) -> None:
+        """Wait a little for something to happen and deal with it."""
+        assert self._listener is not None
+        can_hand = any(w.ready for w in self._workers)
+        watched = [x for w in self._workers for x in w.watched()]
+        wait([*watched, self._listener] if can_hand else watched, _POLL_S)
+        for worker in list(self._workers):
+            self._look_at(worker)
+            if not worker.process.is_alive():
+                self._replace(worker)
+        while can_hand and self._hand_over():
+            pass
+        self._counts.workers = sum(w.ready for w in self._workers)
+
+    def _look_at(self, worker: _Worker) -> None:
+        if not worker.ready:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                worker.ready = worker.control.recv(1) == READY
+
+    def _replace(self, worker: _Worker) -> None:
+        """Fill the place of a worker that has ended; not at once when it ended at its start."""
+        if worker.ready:
+            log.warning("worker %d ended (exit code %s); starting another one",
+                        worker.process.pid, worker.process.exitcode)
+            self._forget(worker)
+            self._counts.worker_restarts += 1
+            self._failures = 0
+            self._start_worker()
+            return
+        if time.monotonic() - worker.started < min(2.0 ** self._failures, _MAX_WAIT_S):
+            time.sleep(_POLL_S)  # its sentinel would wake the next turn at once
+            return
+        self._failures += 1
+        log.error("a new worker could not start (exit code %s); trying again",
+                  worker.process.exitcode)
+        self._forget(worker)
+        self._start_worker()
+
+    def _forget(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        worker.control.close()
+        worker.process.join()
+        metrics.forget(worker.process.pid, self._folder)
+
+    def _hand_over(self) -> bool:
+        """Give one waiting connection away; whether there was one."""
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return False
+        except OSError as error:  # no more descriptors: others may be closed in a moment
+            log.error("cannot accept a connection: %s", error)
+            time.sleep(_POLL_S)
+            return False
+        with connection:
+            for worker in sorted((w for w in self._workers if w.ready),
+                                 key=lambda w: w.open_connections):
+                try:
+                    socket.send_fds(worker.control, [CONNECTION], [connection.fileno()])
+                except OSError:  # it has ended, or does not read; the next one
+                    continue
+                worker.handed += 1
+                return True
+        return True
+
+    def _drain(self) -> None:
+        """Stop listening, let the workers finish, end those that do not."""
+        assert self._listener is not None
+        self._listener.close()
+        for worker in self._workers:
+            worker.control.close()
+        until = time.monotonic() + self.options.drain_s + 2
+        for worker in self._workers:
+            # A worker that is not ready yet has nothing to finish.
+            if not worker.ready:
+                worker.process.kill()
+            worker.process.join(max(0.0, until - time.monotonic()))
+            if worker.process.is_alive():
+                log.error("worker %d did not finish within %s s", worker.process.pid,
+                          self.options.drain_s)
+                worker.process.kill()
+            worker.process.join()
+        self._workers.clear()
+        self._counts.workers = 0
+        shutil.rmtree(self._folder, ignore_errors=True)
+        close = getattr(self.model, "close", None)
+        if close is not None:
+            close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Opener:
+    """A predictor that is sent as it is."""
+
+    predictor: Any
+
+    def __call__(self) -> Predictor:
+        return self.predictor

@@ -1,0 +1,116 @@
+"""``oper serve``: score requests until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_ROW_DTYPES = ("float32", "float16", "int8", "int4")
+
+
+def configure_serve(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper serve``."""
+    parser.add_argument("model", metavar="MODEL", help="folder that 'oper train' wrote, or "
+                        "MODULE:FUNCTION that makes a predictor (see docs/serving.md)")
+    parser.add_argument("--name", default="dlrm", help="of the model, in addresses (dlrm)")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8500, help="0 = any free one (8500)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that score (2)")
+    parser.add_argument("--threads", type=int, default=1, help="of each worker's model (1)")
+    parser.add_argument("--row-dtype", choices=_ROW_DTYPES,
+                        help="of the tables' rows; as trained by default")
+    parser.add_argument("--keep-spare", action="store_true",
+                        help="keep the memory for new weights between publications")
+    parser.add_argument("--max-batch", type=int, default=1024, metavar="SAMPLES",
+                        help="scored together at most (1024)")
+    parser.add_argument("--max-wait-ms", type=float, default=0.5, metavar="MS",
+                        help="that a request may wait for others while the model is idle (0.5)")
+    parser.add_argument("--max-queued", type=int, default=16_384, metavar="SAMPLES",
+                        help="that may wait in a worker; more are refused with 503 (16384)")
+    parser.add_argument("--max-bytes", type=int, default=8 << 20, metavar="N",
+                        help="of a request (8388608)")
+    parser.add_argument("--drain-s", type=float, default=30.0, metavar="S",
+                        help="for requests in flight after SIGTERM (30)")
+    parser.add_argument("--watch", action="store_true",
+                        help="publish the folder's weights whenever they change")
+    parser.add_argument("--json", action="store_true", help="say where it serves as JSON")
+    parser.epilog = ("SIGTERM or Ctrl-C: finish the requests in flight and exit with 0. SIGHUP: "
+                     "publish the folder's weights again.")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Run ``oper serve``; raises OperError."""
+    from oper.serve.batching import BatchOptions
+    from oper.serve.server import ServeOptions, Server
+
+    options = ServeOptions(
+        args.host, args.port, args.workers, args.threads,
+        BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
+        drain_s=args.drain_s)
+    watch = _Watch(args.model) if args.watch else None
+    print(f"loading {args.model}", file=sys.stderr, flush=True)
+    server = Server(_model(args), options).start()
+    where = {"address": server.address, "model": server.model.signature.name, "pid": os.getpid(),
+             "workers": server.worker_pids}
+    print(json.dumps(where) if args.json else
+          f"serving {where['model']} at http://{server.address} with {args.workers} workers",
+          flush=True)
+
+    def look() -> None:
+        if watch is not None and watch.changed():
+            server.try_publish()
+
+    server.serve_until_signalled(look)
+    return 0
+
+
+def _model(args: argparse.Namespace) -> Any:
+    from oper.errors import InvalidInputError, fail
+
+    module, colon, function = args.model.partition(":")
+    if not colon or os.path.exists(args.model):
+        from oper.serve.model import load_model
+
+        return load_model(args.model, args.name, args.row_dtype, args.keep_spare)
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise InvalidInputError(fail("cannot serve", "model", args.model,
+                                     "a folder, or MODULE:FUNCTION that can be imported",
+                                     str(error))) from error
+    return make()
+
+
+class _Watch:
+    """Notices when the weights of a folder have been replaced."""
+
+    def __init__(self, folder: str) -> None:
+        from oper.errors import InvalidInputError, fail
+        from oper.serve.model import STATE
+
+        self._path = Path(folder) / STATE
+        if not self._path.exists():
+            raise InvalidInputError(fail("cannot watch", "model", folder,
+                                         f"a folder with {STATE}", "leave --watch out"))
+        self._seen = self._stamp()
+
+    def _stamp(self) -> tuple[int, ...] | None:
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:  # being replaced
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def changed(self) -> bool:
+        """Whether there are other weights than at the last call."""
+        now = self._stamp()
+        if now is None or now == self._seen:
+            return False
+        self._seen = now
+        return True

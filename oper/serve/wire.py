@@ -1,0 +1,157 @@
+"""Requests and scores as bytes: the Open Inference Protocol (KServe V2) over HTTP, with its binary
+tensor data extension: a JSON header, then the tensors one after another, little-endian.
+
+A request has the inputs ``dense`` FP32 [B, D], ``lengths`` INT32 [F, B] and ``ids`` INT64 [L], as
+in `oper.serve.requests.Request`; its parameter ``features`` (text, names divided by commas) names
+the rows of ``lengths`` where they are not all features in the model's order. The answer has the
+output ``scores`` FP32 [B] and the parameter ``epoch``.
+
+Source: https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol and
+Triton's "Binary Tensor Data Extension".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from oper.errors import InvalidInputError, OperError, fail
+from oper.serve.requests import WHAT, Request, Signature, reorder
+
+HEADER_LENGTH = "inference-header-content-length"
+DTYPES: dict[str, np.dtype[Any]] = {
+    "FP32": np.dtype("<f4"), "INT32": np.dtype("<i4"), "INT64": np.dtype("<i8")}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INPUTS = {"dense": ("FP32", 2), "lengths": ("INT32", 2), "ids": ("INT64", 1)}
+_MAX_HEADER = 1 << 20  # bytes of JSON
+
+
+def encode(tensors: Mapping[str, np.ndarray], direction: str, parameters: Mapping[str, Any],
+           **fields: Any) -> tuple[bytes, int]:
+    """A message and the length of its JSON header.
+
+    Args:
+        tensors: by name, of the dtypes float32, int32 or int64.
+        direction: ``"inputs"`` or ``"outputs"``.
+        parameters: of the message.
+        fields: other fields of the header.
+    """
+    listed, blobs = [], []
+    for name, value in tensors.items():
+        data = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
+        listed.append({"name": name, "datatype": _NAMES[value.dtype.newbyteorder("<")],
+                       "shape": list(value.shape),
+                       "parameters": {"binary_data_size": len(data)}})
+        blobs.append(data)
+    header = json.dumps({**fields, "parameters": dict(parameters), direction: listed},
+                        separators=(",", ":")).encode()
+    return b"".join([header, *blobs]), len(header)
+
+
+def encode_request(request: Request, features: Sequence[str] | None = None) -> tuple[bytes, int]:
+    """A request as a message; `features` as in the head of this module."""
+    parameters = {"binary_data_output": True}
+    if features is not None:
+        parameters["features"] = ",".join(features)  # type: ignore[assignment]
+    return encode({"dense": request.dense, "lengths": request.lengths, "ids": request.ids},
+                  "inputs", parameters)
+
+
+def decode(body: bytes, header_length: int | None, direction: str
+           ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Header and tensors of a message.
+
+    Raises:
+        InvalidInputError: not such a message.
+    """
+    size = len(body) if header_length is None else header_length
+    if not 0 < size <= min(len(body), _MAX_HEADER):
+        raise _bad("header length", size, f"in [1, {min(len(body), _MAX_HEADER)}]")
+    try:
+        header = json.loads(body[:size])
+        listed = [(str(t["name"]), str(t["datatype"]), [int(x) for x in t["shape"]], t)
+                  for t in header[direction]]
+        parameters = dict(header.get("parameters") or {})
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise _bad("header", f"{type(error).__name__}: {error}", f"JSON with {direction}"
+                   ) from None
+    tensors: dict[str, np.ndarray] = {}
+    at = size
+    for name, datatype, shape, entry in listed:
+        if name in tensors:
+            raise _bad("tensor", name, "every name once")
+        if datatype not in DTYPES:
+            raise _bad(f"datatype of {name!r}", datatype, f"one of {sorted(DTYPES)}")
+        if any(x < 0 for x in shape) or len(shape) > 8:
+            raise _bad(f"shape of {name!r}", shape, "at most 8 numbers >= 0")
+        tensors[name], at = _tensor(name, datatype, shape, entry, (body, at))
+    if at != len(body):
+        raise _bad("size of the message", len(body), f"{at} bytes as its header says")
+    return {**header, "parameters": parameters}, tensors
+
+
+def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any],
+            place: tuple[bytes, int]) -> tuple[np.ndarray, int]:
+    """One tensor, from the binary part or from the header, and where the next one begins."""
+    body, at = place
+    dtype, count = DTYPES[datatype], math.prod(shape)
+    if "data" in entry:
+        try:
+            value = np.array(entry["data"], dtype).reshape(shape)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise _bad(f"data of {name!r}", str(error), f"{datatype} {shape}") from None
+        return value, at
+    size = (entry.get("parameters") or {}).get("binary_data_size")
+    if size != count * dtype.itemsize:
+        raise _bad(f"binary_data_size of {name!r}", size,
+                   f"{count * dtype.itemsize} bytes for {datatype} {shape}")
+    if at + size > len(body):
+        raise _bad("size of the message", len(body), f">= {at + size} bytes as its header says")
+    # A copy: where it lies in the message it is neither aligned nor writable, as PyTorch wants it.
+    return np.frombuffer(body, dtype, count, at).reshape(shape).copy(), at + size
+
+
+def decode_request(body: bytes, header_length: int | None, signature: Signature) -> Request:
+    """A checked request; raises InvalidInputError."""
+    header, tensors = decode(body, header_length, "inputs")
+    if set(tensors) != set(INPUTS):
+        raise _bad("inputs", sorted(tensors), f"{sorted(INPUTS)}")
+    for name, (datatype, ndim) in INPUTS.items():
+        value = tensors[name]
+        if value.dtype != DTYPES[datatype] or value.ndim != ndim:
+            raise _bad(f"input {name!r}", f"{_NAMES[value.dtype]} {list(value.shape)}",
+                       f"{datatype} with {ndim} dimensions")
+    lengths, ids = tensors["lengths"], tensors["ids"]
+    features = header["parameters"].get("features")
+    if features is not None:
+        if not isinstance(features, str):
+            raise _bad("features", features, "text, names divided by commas")
+        names = features.split(",") if features else []
+        lengths, ids = reorder(names, lengths, ids, signature)
+    request = Request(tensors["dense"], lengths, ids)
+    request.check(signature)
+    return request
+
+
+def encode_scores(scores: np.ndarray, epoch: int, model: str) -> tuple[bytes, int]:
+    """An answer: scores float32 [B]."""
+    return encode({"scores": scores}, "outputs", {"epoch": epoch}, model_name=model,
+                  model_version=str(epoch))
+
+
+def decode_scores(body: bytes, header_length: int | None) -> tuple[np.ndarray, int]:
+    """Scores float32 [B] and the epoch of the weights; raises OperError."""
+    header, tensors = decode(body, header_length, "outputs")
+    scores, epoch = tensors.get("scores"), header["parameters"].get("epoch")
+    if scores is None or not isinstance(epoch, int):
+        raise OperError(fail("cannot read the answer", "outputs", sorted(tensors),
+                             "scores and an epoch", "ask an oper server"))
+    return scores, epoch
+
+
+def _bad(name: str, value: object, expected: str) -> InvalidInputError:
+    return InvalidInputError(fail(WHAT, name, value, expected, "correct it"))

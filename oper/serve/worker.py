@@ -1,0 +1,167 @@
+"""A worker process: one model, one batcher, connections that the supervisor hands over."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from oper.errors import MissingDependencyError, fail
+from oper.serve import metrics
+from oper.serve.batching import Batcher
+from oper.serve.requests import Predictor
+
+if TYPE_CHECKING:
+    from oper.serve.server import ServeOptions
+
+# What goes over the control socket: a connection with CONNECTION (to the worker), READY (from it).
+# The end of the stream tells the worker to drain: the supervisor is stopping it, or has gone.
+CONNECTION, READY = b"c", b"r"
+_HANDOVERS = 64  # connections taken at once
+_REPORT_TICKS = 5  # of uvicorn, 0.1 s each
+_GRACE_S = 5.0  # beyond the drain time, before the process ends without more ado
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJob:
+    """What a worker is told.
+
+    Attributes:
+        opener: makes the predictor.
+        options: of the server.
+        folder: of the metrics files.
+        counts: what the supervisor counts, shared memory; see `oper.serve.server.Counts`.
+        closed: connections that this worker has closed so far; shared with the supervisor.
+    """
+
+    opener: Callable[[], Predictor]
+    options: ServeOptions
+    folder: str
+    counts: Any
+    closed: Any
+
+
+def run_worker(control: socket.socket, job: WorkerJob) -> None:
+    """What a worker process does, until the supervisor closes its end of `control`."""
+    # Ctrl-C in a terminal is for the supervisor, which drains; so is SIGHUP.
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    metrics.use_folder(job.folder)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    import torch
+
+    from oper.serve.app import App
+
+    torch.set_num_threads(job.options.threads)
+    predictor = job.opener()
+    counted = metrics.WorkerMetrics()
+    batcher = Batcher(predictor, job.options.batching, counted.observe_batch)
+    app = App(predictor.signature, batcher, counted, job.options.max_bytes,
+              lambda: metrics.page(job.folder, job.counts))
+
+    def report() -> None:
+        counted.queued.set(batcher.queued)
+        counted.observe_rows(predictor.rows_read())
+        counted.epoch.set(predictor.epoch)
+
+    # What lives by now lives for ever: looking at it again and again costs milliseconds.
+    gc.collect()
+    gc.freeze()
+    _make_server(app, control, job, report).run(sockets=[])
+    batcher.close()
+    report()
+    close = getattr(predictor, "close", None)
+    if close is not None:
+        close()
+
+
+def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Callable[[], None]
+                 ) -> Any:
+    """A uvicorn server without listeners, which takes connections from `control`."""
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise MissingDependencyError(fail("cannot serve", "import", str(error), "uvicorn",
+                                          "install oper[serve]")) from error
+
+    class Server(uvicorn.Server):  # type: ignore[misc]
+        """See above."""
+
+        taken = 0
+        adopting: ClassVar[set[Any]] = set()
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets=[])
+            control.setblocking(False)
+            asyncio.get_running_loop().add_reader(control.fileno(), self.take)
+            control.send(READY)
+
+        def take(self) -> None:
+            """Take what the supervisor has sent."""
+            try:
+                data, files, closed = _receive(control)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data, files, closed = b"", [], True
+            loop = asyncio.get_running_loop()
+            for number in files:
+                self.taken += 1
+                task = loop.create_task(self.adopt(socket.socket(fileno=number)))
+                self.adopting.add(task)  # the loop itself does not keep it
+                task.add_done_callback(self.adopting.discard)
+            if closed or not data:
+                loop.remove_reader(control.fileno())
+                self.should_exit = True
+                _end_after(job.options.drain_s + _GRACE_S)
+
+        async def adopt(self, connection: socket.socket) -> None:
+            """Serve a connection."""
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            factory = lambda: self.config.http_protocol_class(  # noqa: E731
+                config=self.config, server_state=self.server_state,
+                app_state=self.lifespan.state)
+            try:
+                await asyncio.get_running_loop().connect_accepted_socket(factory, connection)
+            except OSError:
+                connection.close()  # the client has gone already
+
+        async def on_tick(self, counter: int) -> bool:
+            job.closed.value = self.taken - len(self.server_state.connections)
+            if counter % _REPORT_TICKS == 0:
+                report()
+            return await super().on_tick(counter)
+
+    return Server(uvicorn.Config(
+        app, interface="asgi3", lifespan="off", ws="none", log_config=None, access_log=False,
+        server_header=False, date_header=False, timeout_keep_alive=job.options.keep_alive_s,
+        limit_concurrency=job.options.max_connections,
+        timeout_graceful_shutdown=int(job.options.drain_s) + 1))
+
+
+def _receive(control: socket.socket) -> tuple[bytes, list[int], bool]:
+    """Bytes and descriptors that wait, and whether the stream has ended."""
+    files = array.array("i")
+    data, extra, _, _ = control.recvmsg(_HANDOVERS, socket.CMSG_SPACE(
+        _HANDOVERS * files.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            files.frombytes(content[:len(content) - len(content) % files.itemsize])
+    return data, list(files), not data
+
+
+def _end_after(seconds: float) -> None:
+    """A model that never returns must not keep the process for ever."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()

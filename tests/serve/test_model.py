@@ -1,0 +1,145 @@
+"""Trained models: scores of the unsharded model, new weights while requests flow."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oper.errors import FileFormatError, InvalidInputError
+from oper.serve import Client, Request
+from oper.serve.model import CONFIG, STATE, PublishedModel, build_trained, kjt_of, load_model
+from oper.tables import TableSpec
+from oper.train.model import describe, save_state
+from tests.serve_support import wait_for
+from tests.support import ROOT
+
+TABLES = tuple(TableSpec(f"t{k}", rows, 8, (f"f{k}",)) for k, rows in enumerate((50, 7, 300)))
+CONFIGURATION = {"dim": 8, "dense_layers": [16], "over_layers": [16], "tables_on": "cpu"}
+
+
+def write_run(folder: Path, seed: int) -> torch.nn.Module:
+    """A folder as of ``oper train``, and its model."""
+    torch.manual_seed(seed)
+    model: Any = build_trained(TABLES, 3, CONFIGURATION, "cpu")
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(0, 0.5)
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(
+        {"config": {"model": CONFIGURATION}, "model": describe(TABLES, 3)}))
+    save_state(folder / STATE, {f"model.{n}": v for n, v in model.state_dict().items()})
+    return model
+
+
+def request_of(seed: int, num_samples: int) -> Request:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 4, (3, num_samples)).astype(np.int32)
+    ids = [rng.integers(0, t.num_rows, int(row.sum())) for t, row in zip(TABLES, lengths,
+                                                                          strict=True)]
+    return Request(rng.random((num_samples, 3), np.float32), lengths, np.concatenate(ids))
+
+
+@torch.no_grad()
+def scores_of(model: torch.nn.Module, request: Request) -> np.ndarray:
+    logits = model(torch.from_numpy(request.dense), kjt_of(request, ("f0", "f1", "f2")))
+    return torch.sigmoid(logits.reshape(-1)).numpy()
+
+
+@pytest.mark.parametrize(("row_dtype", "tolerance"), [(None, 1e-6), ("int8", 0.05)])
+def test_scores_of_a_worker_are_those_of_the_model(
+        tmp_path: Path, row_dtype: str | None, tolerance: float) -> None:
+    model, request = write_run(tmp_path, 1), request_of(0, 30)
+    published = load_model(tmp_path, row_dtype=row_dtype)
+    predictor: Any = published.opener()()
+    try:
+        scores, epoch = predictor.predict(request)
+        assert np.abs(scores - scores_of(model, request)).max() < tolerance
+        assert predictor.rows_read()["local"] == request.ids.size
+        other = write_run(tmp_path, 2)
+        assert published.publish() == predictor.epoch == epoch + 1
+        scores, after = predictor.predict(request)
+        assert after == epoch + 1
+        assert np.abs(scores - scores_of(other, request)).max() < tolerance
+        assert published.memory_bytes()["tables"] > 0
+    finally:
+        predictor.close()
+        published.close()
+
+
+def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
+    """One server for all of it: a start takes seconds."""
+    folder = tmp_path / "run"
+    models, request = {1: write_run(folder, 1)}, request_of(0, 20)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "oper", "serve", str(folder), "--port", "0", "--json", "--watch",
+         "--workers", "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    stop, wrong = threading.Event(), []
+    try:
+        assert process.stdout is not None
+        client = Client(json.loads(process.stdout.readline())["address"], timeout_s=30)
+
+        def flow() -> None:
+            while not stop.is_set():
+                scores, epoch = client.score_request(request)
+                if np.abs(scores - scores_of(models[epoch], request)).max() > 1e-6:
+                    wrong.append(epoch)
+
+        epoch = client.score_request(request)[1]
+        models = {epoch: models.pop(1)}
+        thread = threading.Thread(target=flow)
+        thread.start()
+        for seed in (2, 3):
+            models[epoch + 1] = _prepare(tmp_path, seed)
+            os.replace(tmp_path / "next" / STATE, folder / STATE)
+            wait_for(lambda e=epoch: client.score_request(request)[1] == e + 1)
+            epoch += 1
+        (folder / STATE).write_bytes(b"rubbish")
+        wait_for(lambda: "oper_failed_publications_total 1" in client.metrics())
+        assert client.score_request(request)[1] == epoch
+        stop.set()
+        thread.join()
+        assert not wrong
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "the old weights go on: cannot read" in log
+    finally:
+        stop.set()
+        process.kill()
+        process.wait()
+
+
+def _prepare(folder: Path, seed: int) -> torch.nn.Module:
+    return write_run(folder / "next", seed)
+
+
+@pytest.mark.parametrize("text", ["{}", "rubbish", '{"config": {"model": {}}, "model": {}}'])
+def test_other_folders_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / CONFIG).write_text(text)
+    with pytest.raises(FileFormatError, match="train again"):
+        load_model(tmp_path)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = write_run(tmp_path, 1)
+    state = {n: v for n, v in model.state_dict().items() if "t0" not in n}
+    build = functools.partial(build_trained, TABLES, 3, CONFIGURATION)
+    with pytest.raises(InvalidInputError, match="do not fit"):
+        PublishedModel(build, state, load_model(tmp_path, "other").signature)

@@ -1,0 +1,131 @@
+"""Requests: what is refused, joining, and the bytes on the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from oper.errors import InvalidInputError
+from oper.serve import Request, wire
+from oper.serve.requests import join, reorder
+from tests.serve_support import SIGNATURE, expected, random_request
+
+
+def same(a: Request, b: Request) -> bool:
+    return all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("dense", "lengths", "ids"))
+
+
+@given(st.integers(0, 1 << 30), st.lists(st.integers(0, 5), min_size=1, max_size=6), st.booleans())
+def test_joined_requests_score_as_each_alone(seed: int, sizes: list[int], uniform: bool) -> None:
+    rng = np.random.default_rng(seed)
+    requests = [random_request(rng, size, uniform) for size in sizes]
+    joined = join(requests)
+    joined.check(SIGNATURE)
+    assert np.array_equal(expected(joined), np.concatenate([expected(r) for r in requests]))
+
+
+@given(st.integers(0, 1 << 30), st.integers(0, 6))
+def test_the_wire_keeps_a_request(seed: int, size: int) -> None:
+    request = random_request(np.random.default_rng(seed), size)
+    request.check(SIGNATURE)
+    assert same(wire.decode_request(*wire.encode_request(request), SIGNATURE), request)
+
+
+def test_scores_come_back() -> None:
+    scores = np.arange(5, dtype=np.float32)
+    found, epoch = wire.decode_scores(*wire.encode_scores(scores, 3, "m"))
+    assert epoch == 3
+    assert np.array_equal(found, scores)
+
+
+def test_features_may_come_in_any_order_and_be_left_out() -> None:
+    whole = random_request(np.random.default_rng(0), 4)
+    per_feature = np.split(whole.ids, np.cumsum(whole.lengths.sum(axis=1))[:-1])
+    lengths, ids = reorder(["c", "a"], whole.lengths[[2, 0]],
+                           np.concatenate([per_feature[2], per_feature[0]]), SIGNATURE)
+    assert np.array_equal(lengths, np.stack([whole.lengths[0], 0 * whole.lengths[1],
+                                             whole.lengths[2]]))
+    assert np.array_equal(ids, np.concatenate([per_feature[0], per_feature[2]]))
+
+
+def test_tensors_may_come_as_json() -> None:
+    body = json.dumps({"inputs": [
+        {"name": "dense", "datatype": "FP32", "shape": [1, 2], "data": [[0.5, 1]]},
+        {"name": "lengths", "datatype": "INT32", "shape": [3, 1], "data": [1, 0, 2]},
+        {"name": "ids", "datatype": "INT64", "shape": [3], "data": [99, 0, 6]}]}).encode()
+    request = wire.decode_request(body, None, SIGNATURE)
+    assert expected(request).tolist() == [1500 + 99 + 18]
+
+
+def changed(**fields: Any) -> Request:
+    r = random_request(np.random.default_rng(1), 4, uniform=True)
+    return Request(**{"dense": r.dense, "lengths": r.lengths, "ids": r.ids} | fields)
+
+
+def with_id(at: int, value: int) -> np.ndarray:
+    ids = changed().ids.copy()
+    ids[at] = value
+    return ids
+
+
+@pytest.mark.parametrize(("request_", "words"), [
+    (changed(ids=with_id(0, 100)), r"id of feature 'a'=100, expected in \[0, 100\)"),
+    (changed(ids=with_id(4, -1)), r"id of feature 'b'=-1"),
+    (changed(ids=with_id(11, 7)), r"id of feature 'c'=7"),
+    (changed(ids=np.zeros(11, np.int64)), "number of ids=11, expected 12"),
+    (changed(ids=np.zeros(12, np.int32)), "ids='int32"),
+    (changed(dense=np.zeros((4, 3), np.float32)), "shape of dense"),
+    (changed(dense=np.zeros((4, 2))), "dense='float64"),
+    (changed(dense=np.full((4, 2), np.nan, np.float32)), "finite"),
+    (changed(lengths=np.ones((2, 4), np.int32)), "shape of lengths"),
+    (changed(lengths=np.array([[2, -1, 1, 1], [1] * 4, [2, 2, 1, 1]], np.int32)), "lengths=-1"),
+])
+def test_bad_requests_are_named(request_: Request, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        request_.check(SIGNATURE)
+
+
+@pytest.mark.parametrize(("features", "words"), [
+    (["a", "b", "z"], "unknown features"), (["a", "a", "b"], "at most once"),
+    (["a", "b"], "rows of lengths"),
+])
+def test_bad_features_are_named(features: list[str], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        wire.decode_request(*wire.encode_request(changed(), features), SIGNATURE)
+
+
+@given(st.integers(0, 1 << 30))
+def test_damaged_messages_never_do_more_than_fail(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    body, length = wire.encode_request(random_request(rng, 3))
+    kind = seed % 4
+    if kind == 0:
+        body = body[:rng.integers(0, len(body))]
+    elif kind == 1:
+        length = int(rng.integers(-5, 2 * len(body)))
+    else:
+        damaged = bytearray(body)
+        for at in rng.integers(0, length if kind == 2 else len(body), 3):
+            damaged[at] = int(rng.integers(0, 256))
+        body = bytes(damaged)
+    with contextlib.suppress(InvalidInputError):
+        wire.decode_request(body, length, SIGNATURE).check(SIGNATURE)
+
+
+@pytest.mark.parametrize("header", [
+    {}, {"inputs": 3}, [], {"inputs": [{"name": "dense"}]},
+    {"inputs": [{"name": "dense", "datatype": "FP64", "shape": [1], "data": [1]}]},
+    {"inputs": [{"name": "dense", "datatype": "FP32", "shape": [-1, 2], "data": [1]}]},
+    {"inputs": [{"name": "dense", "datatype": "FP32", "shape": [1 << 62, 1 << 62],
+                 "parameters": {"binary_data_size": 1 << 62}}]},
+    {"inputs": [{"name": "ids", "datatype": "INT64", "shape": [1], "data": [1 << 70]}]},
+    {"inputs": [{"name": "ids", "datatype": "INT64", "shape": [1], "data": ["x"]}]},
+])
+def test_odd_headers_are_refused(header: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        wire.decode_request(json.dumps(header).encode(), None, SIGNATURE)

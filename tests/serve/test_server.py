@@ -1,0 +1,378 @@
+"""The server as a whole: life cycle, bad requests, drain, a worker's death, metrics."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oper.errors import DeadlineError, InvalidInputError, OperError
+from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, wire
+from oper.serve.client import ServerError
+from tests.serve_support import SIGNATURE, Sums, expected, random_request, wait_for
+from tests.support import ROOT
+
+SLOW_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    options = ServeOptions(port=0, workers=2, max_bytes=1 << 20,
+                           batching=BatchOptions(max_samples=64, max_queued=5_000))
+    with Server(Sums(), options) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.address, timeout_s=30) as client:
+        yield client
+
+
+def post(server: Server, body: bytes, headers: dict[str, str] | None = None,
+         path: str = "/v2/models/sums/infer", method: str = "POST") -> tuple[int, Any]:
+    host, port = server.address.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    connection.request(method, path, body, headers or {})
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    return answer.status, json.loads(data) if data else None
+
+
+def value_of(metrics: str, name: str) -> float:
+    return sum(float(x) for x in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", metrics, re.M))
+
+
+# ---- scores --------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_the_model_under_load(server: Server, client: Client) -> None:
+    rng = np.random.default_rng(0)
+    requests = [random_request(rng, int(n)) for n in rng.integers(0, 20, 300)]
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(client.score_request, requests))
+    for (scores, _), request in zip(found, requests, strict=True):
+        assert np.array_equal(scores, expected(request))
+    assert client.counts.retries == 0
+    text = client.metrics()
+    assert value_of(text, "oper_batch_requests_sum") > value_of(text, "oper_batch_requests_count")
+
+
+def test_features_by_name(client: Client) -> None:
+    dense = np.array([[1, 0], [0, 2]])
+    scores = client.score(dense, {"c": np.array([6, 0]), "a": (np.array([1, 2, 3]), [3, 0])})
+    assert scores.tolist() == [1000 + 3 * 6 + 6, 2000]
+    with pytest.raises(ServerError, match="unknown features") as error:
+        client.score(dense, {"d": np.array([1, 2])})
+    assert error.value.status == 400
+    with pytest.raises(InvalidInputError, match="shape of lengths"):
+        client.score(dense, {"a": (np.array([1]), [1])})
+
+
+def test_bad_requests_harm_nobody(server: Server, client: Client) -> None:
+    """Good ones flow all the time, in the batches that bad ones would have met."""
+    stop, wrong = threading.Event(), []
+
+    def good(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not stop.is_set():
+            request = random_request(rng, 3)
+            if not np.array_equal(client.score_request(request)[0], expected(request)):
+                wrong.append(request)
+
+    threads = [threading.Thread(target=good, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    try:
+        body, length = wire.encode_request(random_request(np.random.default_rng(0), 2))
+        binary = {wire.HEADER_LENGTH: str(length)}
+        out_of_range = random_request(np.random.default_rng(1), 2, uniform=True)
+        out_of_range.ids[-1] = 7
+        failing = random_request(np.random.default_rng(2), 2)
+        failing.dense[0, 0] = 13
+        for status, words, answer in [
+            (400, "id of feature 'c'=7", post(server, *_message(out_of_range))),
+            (400, "size of the message", post(server, body[:-1], binary)),
+            (400, "header length", post(server, body, {wire.HEADER_LENGTH: "999999"})),
+            (400, "inference-header-content-length", post(server, body,
+                                                          {wire.HEADER_LENGTH: "-1"})),
+            (400, "header", post(server, b"\xff\x00junk")),
+            (413, "too large", post(server, b"x" * (1 << 20) + b"y")),
+            (404, "no such address", post(server, b"", path="/v2/models/other/infer")),
+            (405, "method", post(server, b"", method="GET")),
+            (500, "ValueError", post(server, *_message(failing))),
+        ]:
+            assert answer[0] == status
+            assert words in answer[1]["error"]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert client.counts.retries == 0
+
+
+def _message(request: Request) -> tuple[bytes, dict[str, str]]:
+    body, length = wire.encode_request(request)
+    return body, {wire.HEADER_LENGTH: str(length)}
+
+
+def test_a_body_without_announced_size_is_bounded_too(server: Server) -> None:
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n"
+                           b"transfer-encoding: chunked\r\n\r\n")
+        chunk = b"%x\r\n" % (1 << 16) + b"z" * (1 << 16) + b"\r\n"
+        with pytest.raises((BrokenPipeError, ConnectionResetError, AssertionError)):
+            for _ in range(200):
+                connection.sendall(chunk)
+            raise AssertionError(connection.recv(100))  # it was all read: never beyond 1 MiB
+
+
+def test_half_a_request_is_forgotten(server: Server, client: Client) -> None:
+    host, port = server.address.split(":")
+    before = value_of(client.metrics(), 'oper_requests_total{outcome="gone"}'.replace("{", r"\{"))
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(b"POST /v2/models/sums/infer HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc")
+    time.sleep(0.2)
+    connection.close()
+    wait_for(lambda: 'outcome="gone"' in client.metrics())
+    assert before == 0
+    assert value_of(client.metrics(), "oper_requests_in_flight") == 0
+
+
+def test_connections_that_the_server_closed_are_not_used() -> None:
+    options = ServeOptions(port=0, workers=1, keep_alive_s=1)
+    request = random_request(np.random.default_rng(0), 2)
+    with Server(Sums(0.02), options) as server, Client(server.address) as client:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(client.score_request, [request] * 16))
+        time.sleep(1.6)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(client.score_request, [request] * 16))
+        assert client.counts.retries == 0
+
+
+# ---- health, metadata, metrics -------------------------------------------------------------------
+
+
+def test_health_and_metadata(server: Server, client: Client) -> None:
+    assert client.is_ready()
+    assert client.model == "sums"
+    found = client.metadata()
+    assert found["parameters"] == {"features": list(SIGNATURE.features),
+                                   "num_rows": list(SIGNATURE.num_rows)}
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/sums/ready"):
+        assert post(server, b"", path=path, method="GET")[0] == 200
+
+
+def test_metrics_count_every_worker(server: Server) -> None:
+    with Client(server.address) as client:
+        before = client.metrics()
+        for _ in range(6):  # one connection per request: both workers have their share
+            with Client(server.address) as one:
+                one.score_request(random_request(np.random.default_rng(0), 5, uniform=True))
+        wait_for(lambda: value_of(client.metrics(), "oper_embedding_rows_read_total")
+                 - value_of(before, "oper_embedding_rows_read_total") == 6 * 15)
+        after = client.metrics()
+    for name, grown in (("oper_request_seconds_count", 6), ("oper_batch_samples_sum", 30)):
+        assert value_of(after, name) - value_of(before, name) == grown
+    assert value_of(after, "oper_workers") == 2
+    for name in ("oper_queued_samples", "oper_weights_epoch", "oper_request_seconds_bucket",
+                 "oper_worker_restarts_total", "oper_publications_total"):
+        assert re.search(rf"^{name}[ {{]", after, re.M)
+
+
+def test_connections_are_spread_evenly(server: Server) -> None:
+    clients = [Client(server.address) for _ in range(8)]
+    time.sleep(0.3)  # connections of earlier tests are gone
+    before = [w.handed for w in server._workers]
+    for client in clients:
+        assert client.is_ready()
+    assert [w.handed - n for w, n in zip(server._workers, before, strict=True)] == [4, 4]
+    for client in clients:
+        client.close()
+
+
+# ---- a worker's death (changes the workers: last of those that share the server) -----------------
+
+
+def test_a_dead_worker_is_replaced_and_clients_retry(server: Server, client: Client) -> None:
+    stop, wrong, done = threading.Event(), [], [0] * 6
+
+    def work(k: int) -> None:
+        rng = np.random.default_rng(k)
+        while not stop.is_set():
+            request = random_request(rng, 4)
+            if not np.array_equal(client.score_request(request)[0], expected(request)):
+                wrong.append(k)
+            done[k] += 1
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    first = server.worker_pids[0]
+    try:
+        wait_for(lambda: sum(done) > 50)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: server.counts["worker_restarts"] == 1)
+        at = sum(done)
+        wait_for(lambda: sum(done) > at + 50)  # the other worker serves meanwhile
+        wait_for(lambda: len(server.worker_pids) == 2)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert first not in server.worker_pids
+    assert 1 <= client.counts.retries <= 12  # connections of the dead worker
+    assert value_of(client.metrics(), "oper_worker_restarts_total") == 1
+
+
+def test_a_request_that_ends_workers_is_given_up(server: Server) -> None:
+    before = server.counts["worker_restarts"]
+    deadly = random_request(np.random.default_rng(0), 1)
+    deadly.dense[0, 0] = 666
+    with (Client(server.address, timeout_s=60) as client,
+          pytest.raises(ServerError, match="connections lost=4")):
+        client.score_request(deadly)
+    wait_for(lambda: server.counts["worker_restarts"] == before + 4)
+    wait_for(lambda: server.counts["workers"] == 2)
+    with Client(server.address) as client:
+        good = random_request(np.random.default_rng(1), 2)
+        assert np.array_equal(client.score_request(good)[0], expected(good))
+
+
+# ---- overload, deadlines, drain ------------------------------------------------------------------
+
+
+def test_overload_is_refused_and_deadlines_hold() -> None:
+    options = ServeOptions(port=0, workers=1, batching=BatchOptions(
+        max_samples=4, max_wait_ms=0, max_queued=8))
+    request = random_request(np.random.default_rng(0), 4)
+    with Server(Sums(SLOW_S), options) as server, ThreadPoolExecutor(12) as pool:
+        with Client(server.address, timeout_s=30) as patient:
+            found = list(pool.map(patient.score_request, [request] * 40))
+            assert all(np.array_equal(scores, expected(request)) for scores, _ in found)
+            assert patient.counts.retries > 0
+            assert 'outcome="overloaded"' in patient.metrics()
+        with Client(server.address, timeout_s=3 * SLOW_S) as hasty:
+            outcomes = list(pool.map(lambda r: _outcome(hasty, r), [request] * 12))
+        assert set(outcomes) >= {"late"}
+        assert set(outcomes) <= {"late", "ok"}
+
+
+def _outcome(client: Client, request: Request) -> str:
+    try:
+        client.score_request(request)
+    except DeadlineError:
+        return "late"
+    except ServerError as error:
+        assert error.status == 504
+        return "late"
+    return "ok"
+
+
+def test_the_command_drains_on_sigterm(tmp_path: Path) -> None:
+    (tmp_path / "slow_model.py").write_text(
+        "from tests.serve_support import Sums\ndef make():\n    return Sums(0.4)\n")
+    command = [sys.executable, "-m", "oper", "serve", "slow_model:make", "--port", "0",
+               "--workers", "2", "--json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               cwd=tmp_path, env=environment)
+    try:
+        assert process.stdout is not None
+        where = json.loads(process.stdout.readline())
+        assert len(where["workers"]) == 2
+        client = Client(where["address"], timeout_s=20)
+        request = random_request(np.random.default_rng(0), 3)
+        client.score_request(request)
+        with ThreadPoolExecutor(4) as pool:
+            flying = [pool.submit(client.score_request, request) for _ in range(4)]
+            time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            for future in flying:  # finished, although the server is going
+                assert np.array_equal(future.result()[0], expected(request))
+        assert process.wait(timeout=20) == 0
+        assert client.counts.retries == 0
+        with pytest.raises(DeadlineError, match="ConnectionRefusedError"):
+            Client(where["address"], timeout_s=0.3).metadata()
+        for pid in where["workers"]:
+            assert not Path(f"/proc/{pid}").exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
+    code = ("import json, time\nfrom oper.serve import *\nfrom tests.serve_support import Sums\n"
+            "if __name__ == '__main__':\n    s = Server(Sums(), ServeOptions(port=0, workers=1))\n"
+            "    s.start()\n    print(json.dumps(s.worker_pids), flush=True)\n    time.sleep(60)\n")
+    (tmp_path / "program.py").write_text(code)
+    process = subprocess.Popen([sys.executable, "program.py"], stdout=subprocess.PIPE, text=True,
+                               cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT),
+                                                  "TMPDIR": str(tmp_path)})
+    try:
+        assert process.stdout is not None
+        pids = json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20)
+
+
+# ---- starting ------------------------------------------------------------------------------------
+
+
+class Unloadable(Sums):
+    """Fails in the worker."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise OperError("cannot be loaded")
+
+
+def test_a_worker_that_cannot_start_is_an_error() -> None:
+    with pytest.raises(OperError, match="a worker could not start"):
+        Server(Unloadable(), ServeOptions(port=0, workers=1)).start()
+
+
+def test_a_taken_port_is_an_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OperError, match="cannot listen"):
+            Server(Sums(), ServeOptions(port=taken.getsockname()[1])).start()
+
+
+@pytest.mark.parametrize("fields", [{"workers": 0}, {"port": 70_000}, {"port": -1},
+                                    {"max_bytes": 0}, {"drain_s": -1.0}])
+def test_bad_options_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(fields))):
+        ServeOptions(**fields)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:x", ":80"])
+def test_bad_addresses_are_refused(address: str) -> None:
+    with pytest.raises(InvalidInputError, match="address"):
+        Client(address)
+
+
+def test_a_model_without_publish_says_so(server: Server) -> None:
+    with pytest.raises(InvalidInputError, match="publish"):
+        server.publish()

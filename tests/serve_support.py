@@ -1,0 +1,65 @@
+"""Predictors whose scores are known; what tests of serving share."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from oper.serve import Request, Signature
+
+SIGNATURE = Signature("sums", ("a", "b", "c"), (100, 50, 7), 2)
+
+
+def expected(request: Request) -> np.ndarray:
+    """Exact in float32: sums of small integers."""
+    sums = np.zeros(request.num_samples)
+    at = 0
+    for k, lengths in enumerate(request.lengths):
+        for sample, length in enumerate(lengths):
+            sums[sample] += (k + 1) * request.ids[at:at + length].sum()
+            at += length
+    return (sums + 1000 * request.dense.sum(axis=1)).astype(np.float32)
+
+
+class Sums:
+    """Weighted sums of ids; needs no tables. Certain samples make it misbehave."""
+
+    epoch = 1
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.signature, self.seconds, self.rows = SIGNATURE, seconds, 0
+
+    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+        if self.seconds:
+            time.sleep(self.seconds)
+        self.rows += batch.ids.size
+        if (batch.dense[:, 0] == 13).any():
+            raise ValueError("thirteen")
+        if (batch.dense[:, 0] == 666).any():
+            os._exit(9)
+        return expected(batch), 1
+
+    def rows_read(self) -> dict[str, int]:
+        return {"local": self.rows, "remote": 0}
+
+
+def random_request(rng: np.random.Generator, num_samples: int, uniform: bool = False) -> Request:
+    """A valid request with bags of several lengths, or all of one id."""
+    shape = (len(SIGNATURE.features), num_samples)
+    lengths = np.ones(shape) if uniform else rng.integers(0, 4, shape)
+    lengths = lengths.astype(np.int32)
+    ids = [rng.integers(0, rows, int(row.sum()))
+           for rows, row in zip(SIGNATURE.num_rows, lengths, strict=True)]
+    return Request(rng.integers(0, 5, (num_samples, 2)).astype(np.float32), lengths,
+                   np.concatenate(ids).astype(np.int64))
+
+
+def wait_for(condition: Any, seconds: float = 30) -> None:
+    """Wait until `condition` holds; fails after a while."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
