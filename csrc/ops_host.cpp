@@ -77,27 +77,46 @@ Context& context_of(int64_t handle) {
   return found->second->context;
 }
 
-// The rows of each tier that live on this rank, for the way from a slot back to its position.
-void fill_home_tiers(Table& table, int32_t rank) {
+// The rows of a tier that live on a rank.
+HomeTier home_tier(const Table& table, int32_t k, int32_t rank) {
   const int64_t first = table.owner_begin[rank], last = table.owner_begin[rank + 1];
-  for (int32_t k = 0; k < table.home.num_tiers; ++k) {
-    const TierMap& tier = table.home.tiers[k];
-    const int64_t stop =
-        k + 1 < table.home.num_tiers ? table.home.tiers[k + 1].start : table.home.num_rows;
-    HomeTier mine{0, 0, tier.start, tier.period, {}};
-    const int64_t turns = (stop - tier.start) / tier.period, rest = (stop - tier.start) % tier.period;
-    int64_t rows = 0;
-    for (int64_t o = 0; o < tier.period; ++o) {
-      // A key past this rank's range may only come from an offset that the tier does not reach.
-      if (tier.base[o] < first || tier.base[o] >= last) continue;
-      if (turns == 0 && o >= rest) continue;
-      if (mine.offsets.empty()) mine.slot_begin = tier.base[o] - first;
-      mine.offsets.push_back(o);
-      rows += turns + (o < rest ? 1 : 0);
-    }
-    mine.slot_end = mine.slot_begin + rows;
-    if (rows > 0) table.home_tiers.push_back(std::move(mine));
+  const TierMap& tier = table.home.tiers[k];
+  const int64_t stop =
+      k + 1 < table.home.num_tiers ? table.home.tiers[k + 1].start : table.home.num_rows;
+  HomeTier found{0, 0, tier.start, tier.period, {}};
+  const int64_t turns = (stop - tier.start) / tier.period, rest = (stop - tier.start) % tier.period;
+  int64_t rows = 0;
+  for (int64_t o = 0; o < tier.period; ++o) {
+    // A key past the rank's range may only come from an offset that the tier does not reach.
+    if (tier.base[o] < first || tier.base[o] >= last) continue;
+    if (turns == 0 && o >= rest) continue;
+    if (found.offsets.empty()) found.slot_begin = tier.base[o] - first;
+    found.offsets.push_back(o);
+    rows += turns + (o < rest ? 1 : 0);
   }
+  found.slot_end = found.slot_begin + rows;
+  return found;
+}
+
+// What follows from the home map: this rank's part of each tier, and which keys are pushed.
+void fill_home(Table& table, int32_t rank) {
+  const int32_t W = static_cast<int32_t>(table.owner_begin.size()) - 1;
+  for (int32_t k = 0; k < table.home.num_tiers; ++k) {
+    for (int32_t r = 0; r < W; ++r) {
+      HomeTier part = home_tier(table, k, r);
+      if (part.slot_end == part.slot_begin) continue;
+      if (table.pushes[k])
+        table.pushed_keys.emplace_back(
+            static_cast<uint32_t>(table.owner_begin[r] + part.slot_begin),
+            static_cast<uint32_t>(table.owner_begin[r] + part.slot_end));
+      if (r == rank) table.home_tiers.push_back(std::move(part));
+    }
+  }
+  const auto is_push = [](bool x) { return x; };
+  table.is_pushed = std::any_of(table.pushes.begin(), table.pushes.end(), is_push);
+  table.all_pushed = std::all_of(table.pushes.begin(), table.pushes.end(), is_push);
+  const bool owns_all = table.owner_begin[rank + 1] - table.owner_begin[rank] == table.home.num_rows;
+  table.has_push = table.is_pushed && !(table.all_pushed && owns_all);
 }
 
 void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
@@ -131,9 +150,6 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
       home.push_back(tier_map(maps, num_maps, x[kStart], x[kHomeAt], x[kHomePeriod]));
       table.pushes.push_back(x[kPush] != 0);
     }
-    table.has_push =
-        std::find(table.pushes.begin(), table.pushes.end(), true) != table.pushes.end();
-    context.has_push |= table.has_push;
     table.pushed.resize(static_cast<size_t>(W));
     table.row_columns = static_cast<int32_t>(d[kRowColumns]);
     for (int64_t p = 0; p < T; ++p)
@@ -157,7 +173,8 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
       context.flat_storage.push_back(flatten(*map));
       map->flat = context.flat_storage.back().get();
     }
-    fill_home_tiers(table, context.rank);
+    fill_home(table, context.rank);
+    context.has_push |= table.is_pushed;
   }
 }
 

@@ -7,6 +7,7 @@ Replicated rows have a home as well: it holds the master copy and the optimizer 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -194,3 +195,34 @@ def _lay_out(tier: Tier, world_size: int, slots: np.ndarray, replicas: np.ndarra
         replica_base[ranks] = replicas[ranks]
     return TierLayout(tier, pattern, within, weight.astype(np.int64), slots.copy(),
                       num_rows.astype(np.int64), replica_base)
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsAcross:
+    """What a plan needs between memory domains.
+
+    Attributes:
+        gathers: whether any rank asks other domains for rows.
+        refreshes: whether replicas of masters in other domains are refreshed.
+        shares: whether a rank reads a replica of a neighbour.
+    """
+
+    gathers: bool
+    refreshes: bool
+    shares: bool
+
+
+def needs_across(directories: Sequence[TableDirectory], domain_of: Sequence[int]) -> NeedsAcross:
+    """What a plan needs between the memory domains of its ranks; `domain_of` by rank."""
+    gathers = refreshes = shares = False
+    domains = np.asarray(domain_of)
+    for x in (x for d in directories for x in d.tiers):
+        owners = set(domains[x.pattern].tolist())
+        holds = x.replica_base >= 0
+        for domain in set(domain_of):
+            is_far = owners != {domain}
+            mine = holds[domains == domain]
+            gathers |= is_far and not mine.any()
+            refreshes |= is_far and bool(mine.any())
+            shares |= is_far and bool(mine.any() and not mine.all())
+    return NeedsAcross(gathers, refreshes, shares)

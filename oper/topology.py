@@ -234,9 +234,12 @@ class Topology:
         domains = tuple(
             replace(here.domains[0], ranks=tuple(range(start, end)), host=host, cross_gbps=1.25)
             for host, (start, end) in enumerate(zip(starts, ends, strict=True)))
-        # A collective over TCP costs some hundred microseconds before its first byte.
+        # A collective over TCP costs some hundred microseconds before its first byte. What tiers
+        # and pushed ids cost is of the order that calibration finds: little beside a network of
+        # this speed, but it decides between plans that send alike.
+        costs = replace(here.costs, phase_us=300.0, tier_ns=1.0, push_tier_ns=3.0, push_ns=3.0)
         return replace(here, name=f"hosts-{'-'.join(str(len(d.ranks)) for d in domains)}",
-                       domains=domains, costs=replace(here.costs, phase_us=300.0))
+                       domains=domains, costs=costs)
 
 
 _DOMAIN_KEYS = {"copies", "per_host", "ranks", "host", "memory_bytes", "read_gbps", "cache_gbps",

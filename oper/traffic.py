@@ -43,6 +43,10 @@ KINDS: dict[str, str] = {
     "gradient_id_weights": "backward", "bag_gradients": "backward", "gradient_rows": "backward",
     "squares": "backward", "updated_rows": "backward", "refreshed_rows": "backward"}
 KIND = {name: k for k, name in enumerate(KINDS)}
+#: What ranks of different memory domains send each other, in the order of the kernels' counters
+#: (`ShardedTables.sent_bytes`).
+SENT = ("headers", "row_ids", "rows", "ids", "id_weights", "partial_sums", "gradient_rows",
+        "gradient_ids", "gradient_id_weights", "bag_gradients", "squares", "refreshed_rows")
 #: Classes of links, nearest first.
 LINKS = ("own rank", "memory domain", "host", "cross host")
 #: Optimizers whose state is one number per row, which pieces of a row must agree on.

@@ -282,11 +282,12 @@ Status pool_direct(Context& context, const Batch& batch, float* out, bool all,
   return {};
 }
 
-// Tables with pushed tiers, one task each.
-std::vector<int32_t> push_tables(const Context& context) {
+// Tables with pushed tiers, one task each: those that any rank asks for, or this one.
+std::vector<int32_t> push_tables(const Context& context, bool of_this_rank) {
   std::vector<int32_t> result;
   for (size_t t = 0; t < context.tables.size(); ++t)
-    if (context.tables[t].has_push) result.push_back(static_cast<int32_t>(t));
+    if (of_this_rank ? context.tables[t].has_push : context.tables[t].is_pushed)
+      result.push_back(static_cast<int32_t>(t));
   return result;
 }
 
@@ -320,14 +321,16 @@ void count_gradients(Context& context) {
 }
 
 Status forward_with_push(Context& context, const Batch& batch, float* out, ParallelFor parallel) {
-  const std::vector<int32_t> tables = push_tables(context);
+  const std::vector<int32_t> tables = push_tables(context, false);
+  const std::vector<int32_t> own = push_tables(context, true);
   const int64_t n = static_cast<int64_t>(tables.size());
+  const int64_t num_own = static_cast<int64_t>(own.size());
   context.reset_outbox();
   Status status = pool_direct(context, batch, out, false, parallel);
   std::atomic<int64_t> bad{status.code ? status.detail : -1};
   std::atomic<bool> full{false};
-  run_tasks(context, n, false, parallel, [&](int64_t k, Scratch&) {
-    const int64_t result = kernels().request(context, tables[k], batch);
+  run_tasks(context, num_own, false, parallel, [&](int64_t k, Scratch& scratch) {
+    const int64_t result = kernels().request(context, own[k], batch, scratch);
     if (result == kReduceFull) full.store(true);
     note_bad(bad, result);
   });
@@ -343,10 +346,10 @@ Status forward_with_push(Context& context, const Batch& batch, float* out, Paral
   if (full.load()) return meet(context, Meeting::kPartials, batch, parallel, {3, -1});
   status = meet(context, Meeting::kPartials, batch, parallel);
   if (status.code != 0) return status;
-  run_tasks(context, n, false, parallel, [&](int64_t k, Scratch& scratch) {
-    kernels().pool_pushed(context, tables[k], batch, out, scratch);
+  run_tasks(context, num_own, false, parallel, [&](int64_t k, Scratch& scratch) {
+    kernels().pool_pushed(context, own[k], batch, out, scratch);
   });
-  for (int32_t t : tables)
+  for (int32_t t : own)
     for (int32_t r = 0; r < context.world_size; ++r)
       context.tables[t].counters.add(kPartialSums, r,
                                      context.partial_table(r, t, context.rank)->count);
@@ -441,7 +444,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
     reach(FaultPoint::kOutbox);
     int64_t result = kReduceOk;
     if (context.tables[t].has_push) {
-      result = kernels().request(context, t, batch);
+      result = kernels().request(context, t, batch, scratch);
       if (result == kReduceOk && !kernels().stage(context, t, batch, grad)) result = kReduceFull;
     }
     if (result == kReduceOk) result = kernels().reduce(context, t, batch, grad, scratch);
@@ -459,7 +462,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   clock.end(kWaitForGradients);
   count_gradients(context);
   if (context.has_push) {
-    const std::vector<int32_t> pushed = push_tables(context);
+    const std::vector<int32_t> pushed = push_tables(context, false);
     count_requests(context, pushed, false);
     const int64_t n = static_cast<int64_t>(pushed.size());
     run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch& scratch) {

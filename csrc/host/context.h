@@ -84,7 +84,12 @@ struct Table {
   RoundingKey rounding;              // likewise; for rows of 16-bit elements
   std::vector<int32_t> features;     // features that look up here
   std::vector<bool> pushes;          // per tier: exchange mode push
+  bool is_pushed;                    // any tier is
+  // Whether this rank asks owners to pool for it. Not where it owns the whole of a pushed table: its
+  // own lookups there are those of a pulled one, with the same bits.
   bool has_push;
+  bool all_pushed;  // every tier; then no id need be looked at one by one
+  std::vector<std::pair<uint32_t, uint32_t>> pushed_keys;  // ranges of home keys in pushed tiers
   // A table split by columns: its pieces in column order, this one included; else empty. Row-wise
   // optimizers add up the pieces' squares through `squares`, one number per slot and rank.
   std::vector<int32_t> pieces;
@@ -105,6 +110,11 @@ struct Table {
   std::vector<const char*> packed_masters;
   int64_t row_bytes() const { return bytes_of_row(row_type, dim); }
   // Gradients, pooled rows and partial sums are fp32 whatever the rows are.
+  bool is_pushed_key(uint32_t key) const {
+    bool found = false;
+    for (const auto& range : pushed_keys) found |= key >= range.first && key < range.second;
+    return found;
+  }
   int64_t gradient_bytes() const { return static_cast<int64_t>(dim) * 4; }
   template <class E>
   E* row(int64_t slot) const {
@@ -350,7 +360,9 @@ struct Batch {
 
 // Rows of one table in a batch that this rank cannot address.
 struct FarRows {
-  int64_t* places;    // by id through the table's features: address, or -1 - index in keys
+  // By id through the table's features: address, or -1 - index in keys, or 0 for ids that are pushed;
+  // null: this batch needs none.
+  int64_t* places;
   uint32_t* keys;     // distinct home keys, ascending
   int64_t num_keys;
 };

@@ -39,7 +39,9 @@ Exchange::Exchange(Context& context, ExchangeSetup setup)
   mirrors_.resize(static_cast<size_t>(W));
   far_rows_.resize(static_cast<size_t>(T));
   splits_.resize(static_cast<size_t>(T));
-  pushed_.resize(static_cast<size_t>(W * T));
+  bags_.resize(static_cast<size_t>(W * T));
+  asked_.resize(static_cast<size_t>(W * T));
+  asked_by_.resize(static_cast<size_t>(W * T));
   listed_.resize(static_cast<size_t>(W * T));
   asked_slots_.resize(static_cast<size_t>(W * T));
   gathered_.resize(static_cast<size_t>(W * T));
@@ -88,6 +90,7 @@ int64_t aligned(int64_t bytes) { return (bytes + 3) / 4 * 4; }
 }  // namespace
 
 int64_t Exchange::wire_bytes(const Shape& shape, int64_t n) const {
+  if (shape.is_runs) return runs_bytes(n);
   const int64_t bytes = n * shape.unit;
   return aligned(wire_of(shape) == RowType::kFloat32 ? bytes : bytes / 2);
 }
@@ -140,8 +143,11 @@ void Exchange::each_part(Meeting what, bool is_reply, bool weighted, Body body) 
       const Shapes shapes = shapes_of(what, is_reply, context_.tables[t]);
       for (int k = 0; k < shapes.n; ++k) {
         const Shape& shape = shapes.list[k];
-        const int64_t out = shape.is_weight && !weighted ? 0 : to[shape.count];
-        const int64_t in = shape.is_weight && !weighted_from(r) ? 0 : from[shape.count];
+        const auto number = [&](const uint32_t* counts, bool has_weights) -> int64_t {
+          const uint32_t n = counts[shape.count];
+          return n == kAsBefore || (shape.is_weight && !has_weights) ? 0 : n;
+        };
+        const int64_t out = number(to, weighted), in = number(from, weighted_from(r));
         body(r, t, k, shape, out > 0 ? out + shape.extra : 0, in > 0 ? in + shape.extra : 0);
       }
     }
@@ -152,6 +158,7 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
   const int32_t W = context_.world_size;
   std::vector<int64_t> send_bytes(static_cast<size_t>(W)), recv_bytes(send_bytes);
   int64_t sent = 0, received = 0, expanded = 0;
+  bool has_runs = false;
   parts_.clear();
   each_part(what, is_reply, weighted, [&](int32_t r, int64_t t, int k, const Shape& shape,
                                           int64_t out, int64_t in) {
@@ -163,24 +170,34 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     received += from;
     recv_bytes[r] += from;
     expanded += aligned(in * shape.unit);
+    has_runs |= shape.is_runs && in > 0;
   });
   const int64_t num_parts = static_cast<int64_t>(parts_.size());
-  char* send = send_.get(sent);
+  char* send = (what == Meeting::kRequests ? requests_ : send_).get(sent);
   run_tasks(context_, num_parts, sent < kSmallBytes, parallel, [&](int64_t k, Scratch&) {
     const Part& x = parts_[static_cast<size_t>(k)];
     if (x.out == 0) return;
     const Source from = source(what, is_reply, x.rank, x.table, x.index);
-    pack(send + x.out_at, from.data, from.rows, {x.out, x.shape.unit, wire_of(x.shape)});
+    if (x.shape.is_runs) {
+      pack_runs(send + x.out_at, reinterpret_cast<const uint32_t*>(from.data), x.out);
+    } else {
+      pack(send + x.out_at, from.data, from.rows, {x.out, x.shape.unit, wire_of(x.shape)});
+    }
   });
+  if (what == Meeting::kRequests) keep_requests(send);
   char* to = inbox_[is_reply ? kInRows : static_cast<int>(what)].get(expanded);
-  char* raw = received == expanded ? to : received_.get(received);
+  char* raw = received == expanded && !has_runs ? to : received_.get(received);
   ++num_exchanges;
   if (setup_.transport(1, send, send_bytes.data(), raw, recv_bytes.data()) != 0)
     return failed({7, -1});
   if (raw != to)
     run_tasks(context_, num_parts, expanded < kSmallBytes, parallel, [&](int64_t k, Scratch&) {
       const Part& x = parts_[static_cast<size_t>(k)];
-      unpack(to + x.expanded_at, raw + x.in_at, {x.in, x.shape.unit, wire_of(x.shape)});
+      if (x.shape.is_runs) {
+        unpack_runs(reinterpret_cast<uint32_t*>(to + x.expanded_at), raw + x.in_at, x.in);
+      } else {
+        unpack(to + x.expanded_at, raw + x.in_at, {x.in, x.shape.unit, wire_of(x.shape)});
+      }
     });
   const char* arrays[Shapes::kMost];
   for (const Part& x : parts_) {
@@ -194,11 +211,21 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
   return {};
 }
 
+// What was just sent stays where it is until the next requests.
+void Exchange::keep_requests(const char* send) {
+  for (const Part& x : parts_) {
+    Requested& asked = asked_[cell(x.rank, x.table)];
+    if (x.index == 0) asked = {send + x.out_at, nullptr, nullptr, x.out};
+    if (x.index == 1) asked.bags = send + x.out_at;
+    if (x.index == 2 && x.out > 0) asked.weights = send + x.out_at;
+  }
+}
+
 Status Exchange::meet(Meeting what, const Batch& batch, ParallelFor parallel, Status mine) {
   if (failed_.code != 0) return failed_;
   if (what == Meeting::kRefreshes && !setup_.refreshes) return mine.code ? failed(mine) : mine;
   const bool weighted = batch.weights != nullptr;
-  if (mine.code == 0) count(what, parallel);
+  if (mine.code == 0) count(what, weighted, parallel);
   Status status = exchange_heads(what, weighted, mine);
   if (status.code == 0) status = exchange_payload(what, false, weighted, parallel);
   round_ = what == Meeting::kSquares ? round_ + 1 : 0;

@@ -19,16 +19,16 @@ namespace oper::host {
 using Transport = int64_t (*)(int64_t is_payload, const void* send, const int64_t* send_bytes,
                               void* recv, const int64_t* recv_bytes);
 
-// What is sent, in bytes by kind and receiver; the order is that of KINDS in oper/shmem/exchange.py.
+// What is sent, in bytes by kind and receiver; the order is that of SENT in oper/traffic.py.
 enum Sent {
   kSentHeaders,
   kSentRowIds,         // forward: distinct rows asked for
   kSentRows,           // forward: those rows
-  kSentIds,            // forward: ids in pushed tiers, and their bags
+  kSentIds,            // forward: ids in pushed tiers, and where their bags begin
   kSentIdWeights,      // forward: their weights
-  kSentPartialSums,    // forward: partial sums, and their bags
+  kSentPartialSums,    // forward: partial sums, in the order of the bags that were asked for
   kSentGradientRows,   // backward: reduced gradients, and their rows' slots
-  kSentGradientIds,    // backward: ids in pushed tiers, and their bags
+  kSentGradientIds,    // backward: ids in pushed tiers, unless they are those of the last forward pass
   kSentGradientWeights,
   kSentBagGradients,   // backward: gradients of the bags of those ids
   kSentSquares,        // backward: sums of squares of the pieces of a row, and their slots
@@ -87,6 +87,8 @@ class Exchange {
  private:
   static constexpr int kCounts = 3;  // per table, see shapes_of
   static constexpr int64_t kSmallBytes = 64 << 10;  // not worth waking other threads
+  // In the place of a count: the requests of the last forward pass hold for this backward pass too.
+  static constexpr uint32_t kAsBefore = UINT32_MAX;
   enum Head { kPhase, kSequence, kCode, kCulprit, kWeighted, kWire, kHeadWidth };
   static constexpr int kInRows = static_cast<int>(Meeting::kRefreshes) + 1, kNumInboxes = kInRows + 1;  // one per meeting
 
@@ -97,6 +99,7 @@ class Exchange {
     int64_t unit;
     bool is_rounded = false;  // fp32 numbers that `wire` applies to
     bool is_weight = false;   // only there when the sender's batch has weights
+    bool is_runs = false;     // bags of ids, sent as bits
     int64_t extra = 0;        // units beyond the count, unless that is 0
   };
   struct Shapes {
@@ -118,8 +121,12 @@ class Exchange {
     int64_t out, in;
     int64_t out_at, in_at, expanded_at;
   };
-  struct Pushed {  // requests of one table to one rank, with bags numbered among those sent
-    std::vector<uint32_t> bags, distinct;
+  // The arrays of requests of one table between two ranks; `weights` may be null.
+  struct Requested {
+    const char* slots = nullptr;
+    const char* bags = nullptr;  // uint32 [n] where they were received, bits where they were sent
+    const char* weights = nullptr;
+    int64_t n = 0;
   };
   struct Listed {  // [0] = count, then slots; and numbers beside them
     std::vector<uint32_t> slots;
@@ -149,12 +156,15 @@ class Exchange {
     return static_cast<size_t>(peer) * context_.tables.size() + static_cast<size_t>(table);
   }
   // Fills in the counts of what this rank has for the others.
-  void count(Meeting what, ParallelFor parallel);
-  void count_table(Meeting what, int64_t table);
+  void count(Meeting what, bool weighted, ParallelFor parallel);
+  void count_table(Meeting what, bool weighted, int64_t table);
   void list_squares(int64_t table);
   void list_refreshes(int64_t table);
   Source source(Meeting what, bool is_reply, int32_t peer, int64_t table, int part) const;
   Source source_in_outbox(Meeting what, int32_t peer, int64_t table, int part) const;
+  void keep_requests(const char* send);
+  void list_bags(int64_t table, int32_t peer);
+  bool is_as_before(int64_t table, int32_t peer, bool weighted) const;
   void deliver(Meeting what, bool is_reply, int32_t peer, int64_t table, const char* const* arrays);
   void address_rows(Batch& batch, ParallelFor parallel);
   Status exchange_heads(Meeting what, bool weighted, Status mine);
@@ -170,11 +180,12 @@ class Exchange {
   uint32_t sequence_ = 0;
   int32_t round_ = 0;  // of squares in this backward pass
   Status failed_;
-  Buffer send_, received_, inbox_[kNumInboxes], places_, keys_;
+  Buffer send_, requests_, received_, inbox_[kNumInboxes], places_, keys_;
   std::vector<Part> parts_;
   std::vector<FarRows> far_rows_;             // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
-  std::vector<Pushed> pushed_;                // [W * T]
+  std::vector<std::vector<uint32_t>> bags_;   // [W * T] distinct bags of this rank's requests
+  std::vector<Requested> asked_, asked_by_;   // [W * T] in the last forward pass: sent, received
   std::vector<Listed> listed_;                // [W * T]
   std::vector<const uint32_t*> asked_slots_;  // [W * T] of this rank
   std::vector<const char*> gathered_;         // [W * T] rows

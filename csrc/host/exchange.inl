@@ -2,6 +2,54 @@
 //
 // The read map of a row that cannot be addressed gives -1 - its home key, see KernelMaps.
 
+// Home key of a place that cannot be addressed.
+OPER_INLINE uint32_t far_key(int64_t place) { return static_cast<uint32_t>(-1 - place); }
+
+// Numbers the distinct rows among `n` places that cannot be addressed, in the order of their keys:
+// their places become -1 - number. Adds to `counts` how many of the places are each owner's.
+void number_sorted(const Table& table, int64_t n, FarRows& out, int64_t* counts, Scratch& scratch) {
+  uint64_t* pairs = scratch.get<uint64_t>(2, n);
+  uint64_t* spare = scratch.get<uint64_t>(3, n);
+  int64_t num_far = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    pairs[num_far] =
+        (static_cast<uint64_t>(far_key(out.places[i])) << 32) | static_cast<uint64_t>(i);
+    num_far += out.places[i] < 0;
+  }
+  const uint64_t* sorted =
+      radix_sort(pairs, spare, num_far, 32, bits_for(static_cast<uint64_t>(table.home.num_rows)));
+  uint64_t last = ~uint64_t{0};
+  int32_t owner = 0;
+  for (int64_t i = 0; i < num_far; ++i) {
+    const uint64_t key = sorted[i] >> 32;
+    while (static_cast<int64_t>(key) >= table.owner_begin[owner + 1]) ++owner;
+    ++counts[owner];
+    if (key != last) out.keys[out.num_keys++] = static_cast<uint32_t>(key);
+    last = key;
+    out.places[sorted[i] & 0xffffffffu] = -out.num_keys;
+  }
+}
+
+// The same by a number for every row of the table: for tables with few rows beside the ids.
+void number_in_place(const Table& table, int64_t n, FarRows& out, int64_t* counts,
+                     Scratch& scratch) {
+  const int64_t rows = table.home.num_rows;
+  uint32_t* number = scratch.get<uint32_t>(2, rows);
+  std::memset(number, 0, static_cast<size_t>(rows) * sizeof(uint32_t));
+  for (int64_t i = 0; i < n; ++i)
+    if (out.places[i] < 0) ++number[far_key(out.places[i])];
+  int32_t owner = 0;
+  for (int64_t key = 0; key < rows; ++key) {
+    if (number[key] == 0) continue;
+    while (key >= table.owner_begin[owner + 1]) ++owner;
+    counts[owner] += number[key];
+    out.keys[out.num_keys++] = static_cast<uint32_t>(key);
+    number[key] = static_cast<uint32_t>(out.num_keys);
+  }
+  for (int64_t i = 0; i < n; ++i)
+    if (out.places[i] < 0) out.places[i] = -static_cast<int64_t>(number[far_key(out.places[i])]);
+}
+
 template <class Id>
 int64_t far_rows_ids(const Table& table, const Batch& batch, Moved kind, bool skip_pushed, FarRows& out,
                      Scratch& scratch) {
@@ -16,37 +64,28 @@ int64_t far_rows_ids(const Table& table, const Batch& batch, Moved kind, bool sk
       const int64_t bad = resolve(table.read, ids + first, n, n, out.places + at);
       if (bad >= 0) return first + bad;
     }
-    if (skip_pushed)
-      for (int64_t i = 0; i < n; ++i)
-        if (is_pushed(table, static_cast<int64_t>(ids[first + i]))) {
-          out.places[at + i] = 0;
-          ++num_pushed;
-        }
+    if (skip_pushed) {
+      uint32_t* keys = scratch.get<uint32_t>(1, n);
+      resolve(table.home, ids + first, n, n, keys);
+      for (int64_t i = 0; i < n; ++i) {
+        if (!table.is_pushed_key(keys[i])) continue;
+        out.places[at + i] = 0;
+        ++num_pushed;
+      }
+    }
     at += n;
-  }
-  uint64_t* pairs = scratch.get<uint64_t>(2, at);
-  uint64_t* spare = scratch.get<uint64_t>(3, at);
-  int64_t n = 0;
-  for (int64_t i = 0; i < at; ++i) {
-    pairs[n] = (static_cast<uint64_t>(-1 - out.places[i]) << 32) | static_cast<uint64_t>(i);
-    n += out.places[i] < 0;
   }
   // Rows by owner, as if all were read in place; what is no address counts as the first arena's.
   int64_t* counts = scratch.rows_read(kind, table.index);
   count_rows(table, out.places, at, kind, scratch);
-  counts[table.arenas->rank[0]] -= n + num_pushed;
-  const uint64_t* sorted =
-      radix_sort(pairs, spare, n, 32, bits_for(static_cast<uint64_t>(table.home.num_rows)));
+  int64_t num_far = 0;
+  for (int64_t i = 0; i < at; ++i) num_far += out.places[i] < 0;
+  counts[table.arenas->rank[0]] -= num_far + num_pushed;
   out.num_keys = 0;
-  uint64_t last = ~uint64_t{0};
-  int32_t owner = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint64_t key = sorted[i] >> 32;
-    while (static_cast<int64_t>(key) >= table.owner_begin[owner + 1]) ++owner;
-    ++counts[owner];
-    if (key != last) out.keys[out.num_keys++] = static_cast<uint32_t>(key);
-    last = key;
-    out.places[sorted[i] & 0xffffffffu] = -out.num_keys;
+  if (table.home.num_rows <= 4 * at) {
+    number_in_place(table, at, out, counts, scratch);
+  } else {
+    number_sorted(table, at, out, counts, scratch);
   }
   return -1;
 }

@@ -17,31 +17,33 @@ Exchange::Shapes Exchange::shapes_of(Meeting what, bool is_reply, const Table& t
       if (is_reply) return {{{kSentRows, 0, row, table.row_type == RowType::kFloat32}}, 1};
       return {{{kSentRowIds, 0, 4}}, 1};
     case Meeting::kRequests:
-      return {{{kSentIds, 0, 4}, {kSentIds, 0, 4}, {kSentIdWeights, 0, 4, false, true}}, 3};
+      return {{{kSentIds, 0, 4}, {kSentIds, 0, 4, false, false, true},
+               {kSentIdWeights, 0, 4, false, true}},
+              3};
     case Meeting::kPartials:
-      return {{{kSentPartialSums, 0, 4}, {kSentPartialSums, 0, gradient, true}}, 2};
+      return {{{kSentPartialSums, 0, gradient, true}}, 1};
     case Meeting::kGradients:
       return {{{kSentGradientRows, 0, 4}, {kSentGradientRows, 0, gradient, true},
-               {kSentGradientIds, 1, 4}, {kSentGradientIds, 1, 4},
+               {kSentGradientIds, 1, 4}, {kSentGradientIds, 1, 4, false, false, true},
                {kSentGradientWeights, 1, 4, false, true}, {kSentBagGradients, 2, gradient, true}},
-              table.has_push ? 6 : 2};
+              table.is_pushed ? 6 : 2};
     case Meeting::kSquares:
       return {{{kSentSquares, 0, 4}, {kSentSquares, 0, 4}}, 2};
     case Meeting::kRefreshes:
-      return {{{kSentRefreshedRows, 0, 4, false, false, 1}, {kSentRefreshedRows, 0, row}}, 2};
+      return {{{kSentRefreshedRows, 0, 4, false, false, false, 1}, {kSentRefreshedRows, 0, row}}, 2};
   }
   return {};
 }
 
 // ---- what this rank has for others -------------------------------------------------------------
 
-void Exchange::count(Meeting what, ParallelFor parallel) {
+void Exchange::count(Meeting what, bool weighted, ParallelFor parallel) {
   run_tasks(context_, static_cast<int64_t>(context_.tables.size()),
             what != Meeting::kGradients && what != Meeting::kSquares, parallel,
-            [&](int64_t t, Scratch&) { count_table(what, t); });
+            [&](int64_t t, Scratch&) { count_table(what, weighted, t); });
 }
 
-void Exchange::count_table(Meeting what, int64_t t) {
+void Exchange::count_table(Meeting what, bool weighted, int64_t t) {
   const Table& table = context_.tables[t];
   if (what == Meeting::kSquares) list_squares(t);
   if (what == Meeting::kRefreshes) list_refreshes(t);
@@ -52,30 +54,55 @@ void Exchange::count_table(Meeting what, int64_t t) {
     std::fill(counts, counts + kCounts, 0u);
     if (what == Meeting::kGather && !splits_[t].empty())
       counts[0] = static_cast<uint32_t>(splits_[t][r + 1] - splits_[t][r]);
-    if (what == Meeting::kRequests && table.has_push)
+    if (what == Meeting::kRequests && table.is_pushed) {
       counts[0] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
-    if (what == Meeting::kPartials && table.has_push)
+      list_bags(t, r);
+    }
+    if (what == Meeting::kPartials && table.is_pushed)
       counts[0] = static_cast<uint32_t>(context_.partial_table(context_.rank, t, r)->count);
     if (what == Meeting::kGradients) {
       counts[0] = static_cast<uint32_t>(reduced[r + 1] - reduced[r]);
-      if (!table.has_push) continue;
-      counts[1] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
+      if (!table.is_pushed) continue;
+      list_bags(t, r);
+      counts[1] = is_as_before(t, r, weighted) ? kAsBefore
+                                               : static_cast<uint32_t>(asked[r + 1] - asked[r]);
       // Only the gradients of bags that this owner holds rows of are sent.
-      Pushed& pushed = pushed_[cell(r, t)];
-      pushed.bags.clear();
-      pushed.distinct.clear();
-      const RequestTable* entry = context_.request_table(context_.rank, t);
-      const uint32_t* bags = reinterpret_cast<const uint32_t*>(context_.outbox[context_.rank] +
-                                                               entry->bags_offset);
-      for (int64_t i = asked[r]; i < asked[r + 1]; ++i) {
-        if (pushed.distinct.empty() || pushed.distinct.back() != bags[i])
-          pushed.distinct.push_back(bags[i]);
-        pushed.bags.push_back(static_cast<uint32_t>(pushed.distinct.size() - 1));
-      }
-      counts[2] = static_cast<uint32_t>(pushed.distinct.size());
+      counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
     }
     if (what == Meeting::kSquares || what == Meeting::kRefreshes) counts[0] = listed_[cell(r, t)].slots[0];
   }
+}
+
+// The bags of this rank's requests to a rank, each once: in the order in which it pools them.
+void Exchange::list_bags(int64_t t, int32_t r) {
+  std::vector<uint32_t>& distinct = bags_[cell(r, t)];
+  distinct.clear();
+  RequestTable* entry = context_.request_table(context_.rank, t);
+  const int64_t* begin = Context::request_begin(entry);
+  const uint32_t* bags =
+      reinterpret_cast<const uint32_t*>(context_.outbox[context_.rank] + entry->bags_offset);
+  for (int64_t i = begin[r]; i < begin[r + 1]; ++i)
+    if (distinct.empty() || distinct.back() != bags[i]) distinct.push_back(bags[i]);
+}
+
+// Whether a rank still has the requests for its rows: those of the last forward pass were the same.
+bool Exchange::is_as_before(int64_t t, int32_t r, bool weighted) const {
+  const Requested& before = asked_[cell(r, t)];
+  RequestTable* entry = context_.request_table(context_.rank, t);
+  const int64_t* begin = Context::request_begin(entry);
+  const int64_t n = begin[r + 1] - begin[r];
+  if (n != before.n || (n > 0 && weighted != (before.weights != nullptr))) return false;
+  const char* base = context_.outbox[context_.rank];
+  const auto equal = [&](int64_t offset, const char* other) {
+    return std::memcmp(base + offset + begin[r] * 4, other, static_cast<size_t>(n * 4)) == 0;
+  };
+  if (n == 0) return true;
+  if (!equal(entry->slots_offset, before.slots)) return false;
+  if (weighted && !equal(entry->weights_offset, before.weights)) return false;
+  std::vector<char> runs(static_cast<size_t>(runs_bytes(n)));
+  const char* bags = base + entry->bags_offset + begin[r] * 4;
+  pack_runs(runs.data(), reinterpret_cast<const uint32_t*>(bags), n);
+  return std::memcmp(runs.data(), before.bags, runs.size()) == 0;
 }
 
 // Owners of the other pieces of a row need this piece's sum of squares.
@@ -96,7 +123,7 @@ void Exchange::list_squares(int64_t t) {
     const uint32_t* in =
         reinterpret_cast<const uint32_t*>(context_.outbox[r] + entry->slots_offset);
     slots.insert(slots.end(), in + begin[context_.rank], in + begin[context_.rank + 1]);
-    if (table.has_push)
+    if (table.is_pushed)
       slots.insert(slots.end(), table.pushed[r].slots.begin(), table.pushed[r].slots.end());
   }
   std::sort(slots.begin(), slots.end());
@@ -157,7 +184,7 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
   const int64_t gradient = context_.tables[t].gradient_bytes();
   if (what == Meeting::kPartials) {
     const PartialTable* entry = context_.partial_table(context_.rank, t, r);
-    return {base + (part == 0 ? entry->bags_offset : entry->rows_offset)};
+    return {base + entry->rows_offset};
   }
   if (what == Meeting::kGradients && part < 2) {
     OutboxTable* entry = context_.outbox_table(context_.rank, t);
@@ -167,17 +194,15 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
   }
   RequestTable* entry = context_.request_table(context_.rank, t);
   const int64_t first = Context::request_begin(entry)[r];
-  const Pushed& pushed = pushed_[cell(r, t)];
   switch (what == Meeting::kRequests ? part : part - 2) {
     case 0:
       return {base + entry->slots_offset + first * 4};
     case 1:
-      if (what == Meeting::kGradients) return {reinterpret_cast<const char*>(pushed.bags.data())};
       return {base + entry->bags_offset + first * 4};
     case 2:
       return {base + entry->weights_offset + first * 4};
     default:
-      return {base + entry->gradients_offset, pushed.distinct.data()};
+      return {base + entry->gradients_offset, bags_[cell(r, t)].data()};
   }
 }
 
@@ -189,13 +214,13 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
   const uint32_t* counts = counts_from(r, t);
   const char* base = context_.outbox[r];
   const uint32_t* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
-  const auto lay_out_requests = [&](const char* const* in, int64_t n, const char* gradients) {
+  const auto lay_out_requests = [&](const Requested& in, const char* gradients) {
     RequestTable* entry = context_.request_table(r, t);
-    *entry = {in[0] - base, in[1] - base, in[2] ? in[2] - base : 0,
+    *entry = {in.slots - base, in.bags - base, in.weights ? in.weights - base : 0,
               gradients ? gradients - base : 0};
     int64_t* begin = Context::request_begin(entry);
     begin[context_.rank] = 0;
-    begin[context_.rank + 1] = n;
+    begin[context_.rank + 1] = in.n;
   };
   switch (what) {
     case Meeting::kGather:
@@ -206,11 +231,13 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
       }
       break;
     case Meeting::kRequests:
-      lay_out_requests(arrays, counts[0], nullptr);
+      asked_by_[cell(r, t)] = {arrays[0], arrays[1], arrays[2], counts[0]};
+      lay_out_requests(asked_by_[cell(r, t)], nullptr);
       break;
     case Meeting::kPartials:
-      *context_.partial_table(r, t, context_.rank) = {counts[0], arrays[0] - base,
-                                                      arrays[1] - base};
+      *context_.partial_table(r, t, context_.rank) = {
+          counts[0], reinterpret_cast<const char*>(bags_[cell(r, t)].data()) - base,
+          arrays[0] - base};
       break;
     case Meeting::kGradients: {
       OutboxTable* entry = context_.outbox_table(r, t);
@@ -218,7 +245,11 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
       int64_t* begin = Context::outbox_begin(entry);
       begin[context_.rank] = 0;
       begin[context_.rank + 1] = counts[0];
-      if (table.has_push) lay_out_requests(arrays + 2, counts[1], arrays[5]);
+      if (table.is_pushed)
+        lay_out_requests(counts[1] == kAsBefore
+                             ? asked_by_[cell(r, t)]
+                             : Requested{arrays[2], arrays[3], arrays[4], counts[1]},
+                         arrays[5]);
       break;
     }
     case Meeting::kSquares: {
@@ -243,8 +274,13 @@ Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor p
   const int64_t num_far = static_cast<int64_t>(far_tables_.size());
   int64_t total = 0;
   std::vector<int64_t> first;
+  // Tables that are pushed as a whole, which their owners pool.
+  const auto is_skipped = [&](const Table& table) {
+    return collective && table.has_push && table.all_pushed;
+  };
   for (int32_t t : far_tables_) {
     first.push_back(total);
+    if (is_skipped(context_.tables[t])) continue;
     for (int32_t f : context_.tables[t].features) {
       const FeatureBags& bags = batch.features[f];
       total += bags.bounds[bags.num_bags] - bags.bounds[0];
@@ -257,6 +293,11 @@ Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor p
     const int32_t t = far_tables_[k];
     const Table& table = context_.tables[t];
     FarRows& rows = far_rows_[t];
+    if (is_skipped(table)) {
+      rows = {nullptr, nullptr, 0};
+      splits_[t].assign(static_cast<size_t>(W) + 1, 0);
+      return;
+    }
     rows = {places + first[k], keys + first[k], 0};
     const int64_t found =
         kernels().far_rows(table, batch, kind, collective && table.has_push, rows, scratch);
@@ -288,6 +329,7 @@ void Exchange::address_rows(Batch& batch, ParallelFor parallel) {
     const int32_t t = far_tables_[k];
     const Table& table = context_.tables[t];
     const FarRows& rows = far_rows_[t];
+    if (rows.places == nullptr) return;
     int64_t* address = scratch.get<int64_t>(0, rows.num_keys);
     for (int32_t r : far_)
       for (int64_t i = splits_[t][r]; i < splits_[t][r + 1]; ++i)

@@ -41,7 +41,7 @@ struct Kernels {
   void (*update)(const Context& context, int32_t table, float gradient_scale);
   // Push mode, see push.inl. They return false when the outbox is full, `request` a bad id's index
   // or kReduceOk or kReduceFull.
-  int64_t (*request)(Context& context, int32_t table, const Batch& batch);
+  int64_t (*request)(Context& context, int32_t table, const Batch& batch, Scratch& scratch);
   bool (*pool_for)(Context& context, int32_t table, int32_t reader);
   void (*pool_pushed)(const Context& context, int32_t table, const Batch& batch, float* out,
                       Scratch& scratch);

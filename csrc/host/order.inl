@@ -1,9 +1,5 @@
 // From ids to their order by home key, the id-only part of the backward pass. Part of kernels.inl.
 
-OPER_INLINE bool is_pushed(const Table& table, int64_t id) {
-  return table.pushes[tier_of(table.home, position_of(table.home.head, id))];
-}
-
 int num_passes(int bits) { return (bits + 10) / 11; }
 
 // Stable LSD radix sort on bits [shift, shift + bits); returns the sorted array, `a` or `b`.
@@ -109,7 +105,6 @@ int64_t arrange_dense(const Table& table, const Batch& batch, OrderMemory& memor
 template <class Id, class K>
 int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memory,
                        Scratch& scratch, TableOrder& order) {
-  const Id* ids = static_cast<const Id*>(batch.ids);
   const bool weighted = batch.weights != nullptr;
   const int shift = order.payload_bits;
   K* result = memory.take<K>(2, order.n, &order.pairs);
@@ -132,7 +127,7 @@ int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memo
           return;
         }
         for (int64_t i = 0; i < n; ++i) {
-          if (table.has_push && is_pushed(table, static_cast<int64_t>(ids[first + i]))) continue;
+          if (table.has_push && table.is_pushed_key(key[i])) continue;
           if (weighted) {
             bags[at] = bag;
             positions[at] = first + i;
@@ -161,6 +156,12 @@ int64_t arrange_ids(const Table& table, const Batch& batch, OrderMemory memory, 
     const FeatureBags& bags = batch.features[f];
     order.n += bags.bounds[bags.num_bags] - bags.bounds[0];
     order.num_bags += bags.num_bags;
+  }
+  if (table.has_push && table.all_pushed) {  // owners sort them
+    order.n = 0;
+    order.pair_bytes = 4;
+    memory.take<uint32_t>(2, 0, &order.pairs);
+    return -1;
   }
   // Sums of a small table stay in the cache, which then beats sorting.
   constexpr int64_t kDenseBytes = 256 << 10;

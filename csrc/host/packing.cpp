@@ -50,4 +50,24 @@ void unpack(char* to, const char* from, const WireArray& array) {
   if (array.wire == RowType::kBFloat16) expand<BFloat16>(to, from, bytes / 4);
 }
 
+void pack_runs(char* to, const uint32_t* bags, int64_t n) {
+  uint32_t* words = reinterpret_cast<uint32_t*>(to);
+  for (int64_t first = 0; first < n; first += 32) {
+    const int64_t end = first + 32 < n ? first + 32 : n;
+    uint32_t word = 0;
+    for (int64_t i = first; i < end; ++i)
+      word |= static_cast<uint32_t>(i == 0 || bags[i] != bags[i - 1]) << (i - first);
+    words[first / 32] = word;
+  }
+}
+
+void unpack_runs(uint32_t* bags, const char* from, int64_t n) {
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(from);
+  uint32_t bag = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    bag += words[i / 32] >> (i % 32) & 1;
+    bags[i] = bag - 1;
+  }
+}
+
 }  // namespace oper::host

@@ -11,62 +11,82 @@ int64_t num_bags_of(const Table& table, const Batch& batch) {
   return n;
 }
 
-// Calls body(index of the id in the batch, bag, home key) for every id in a pushed tier.
-template <class Id, class Body>
-int64_t for_pushed(const Table& table, const Batch& batch, Body body) {
-  const Id* ids = static_cast<const Id*>(batch.ids);
-  uint32_t bag = 0;
+// The ids of a batch in pushed tiers, in input order.
+struct PushedIds {
+  uint32_t* keys;      // home keys
+  uint32_t* bags;
+  int64_t* positions;  // in the batch; with weights only
+  int64_t n = 0;
+};
+
+// Returns the first bad id's index, or -1.
+template <class Id>
+int64_t list_pushed(const Table& table, const Batch& batch, PushedIds& out, Scratch& scratch) {
+  int64_t total = 0;
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
-    for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {
-      for (int64_t i = bags.bounds[b]; i < bags.bounds[b + 1]; ++i) {
-        const int64_t id = static_cast<int64_t>(ids[i]);
-        if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(table.home.num_rows)) return i;
-        const int64_t position = position_of(table.home.head, id);
-        const int32_t tier = tier_of(table.home, position);
-        if (table.pushes[tier]) body(i, bag, locate_in_tier(table.home.tiers[tier], position));
-      }
-    }
+    total += bags.bounds[bags.num_bags] - bags.bounds[0];
   }
-  return -1;
+  out.keys = scratch.get<uint32_t>(2, total);
+  out.bags = scratch.get<uint32_t>(3, total);
+  out.positions = batch.weights ? scratch.get<int64_t>(4, total) : nullptr;
+  int64_t at = 0;
+  const int64_t bad = for_keys<Id>(
+      table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
+        if (table.all_pushed) {
+          for (int64_t i = 0; i < n; ++i) out.keys[at + i] = key[i];
+          for (int64_t i = 0; i < n; ++i) out.bags[at + i] = bag;
+          if (out.positions)
+            for (int64_t i = 0; i < n; ++i) out.positions[at + i] = first + i;
+          at += n;
+          return;
+        }
+        for (int64_t i = 0; i < n; ++i) {
+          out.keys[at] = key[i];
+          out.bags[at] = bag;
+          if (out.positions) out.positions[at] = first + i;
+          at += table.is_pushed_key(key[i]);
+        }
+      });
+  out.n = at;
+  return bad;
 }
 
 template <class Id>
-int64_t request_ids(Context& context, int32_t index, const Batch& batch) {
+int64_t request_ids(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
   const Table& table = context.tables[index];
   const int32_t W = context.world_size;
+  PushedIds in;
+  const int64_t bad = list_pushed<Id>(table, batch, in, scratch);
+  if (bad >= 0) return bad;
   RequestTable* entry = context.request_table(context.rank, index);
   int64_t* begin = Context::request_begin(entry);
   std::vector<int64_t> at(static_cast<size_t>(W) + 1, 0);
-  const int64_t bad = for_pushed<Id>(table, batch, [&](int64_t, uint32_t, int64_t key) {
-    ++at[table.owner_of(key) + 1];
-  });
-  if (bad >= 0) return bad;
+  for (int64_t i = 0; i < in.n; ++i) ++at[table.owner_of(in.keys[i]) + 1];
   for (int32_t r = 0; r < W; ++r) at[r + 1] += at[r];
   for (int32_t r = 0; r <= W; ++r) begin[r] = at[r];
-  const int64_t n = begin[W];
-  entry->slots_offset = context.take_bytes(n * 4);
-  entry->bags_offset = context.take_bytes(n * 4);
-  entry->weights_offset = batch.weights ? context.take_bytes(n * 4) : 0;
+  entry->slots_offset = context.take_bytes(in.n * 4);
+  entry->bags_offset = context.take_bytes(in.n * 4);
+  entry->weights_offset = batch.weights ? context.take_bytes(in.n * 4) : 0;
   if (entry->slots_offset < 0 || entry->bags_offset < 0 || entry->weights_offset < 0)
     return kReduceFull;
   char* base = context.outbox[context.rank];
   uint32_t* slots = reinterpret_cast<uint32_t*>(base + entry->slots_offset);
   uint32_t* bags = reinterpret_cast<uint32_t*>(base + entry->bags_offset);
   float* weights = reinterpret_cast<float*>(base + entry->weights_offset);
-  for_pushed<Id>(table, batch, [&](int64_t i, uint32_t bag, int64_t key) {
-    const int32_t owner = table.owner_of(key);
+  for (int64_t i = 0; i < in.n; ++i) {
+    const int32_t owner = table.owner_of(in.keys[i]);
     const int64_t to = at[owner]++;
-    slots[to] = static_cast<uint32_t>(key - table.owner_begin[owner]);
-    bags[to] = bag;
-    if (batch.weights) weights[to] = batch.weights[i];
-  });
+    slots[to] = in.keys[i] - static_cast<uint32_t>(table.owner_begin[owner]);
+    bags[to] = in.bags[i];
+    if (in.positions) weights[to] = batch.weights[in.positions[i]];
+  }
   return kReduceOk;
 }
 
-int64_t request(Context& context, int32_t index, const Batch& batch) {
-  return batch.ids_are_32_bit ? request_ids<int32_t>(context, index, batch)
-                              : request_ids<int64_t>(context, index, batch);
+int64_t request(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
+  return batch.ids_are_32_bit ? request_ids<int32_t>(context, index, batch, scratch)
+                              : request_ids<int64_t>(context, index, batch, scratch);
 }
 
 // One rank's requests to this rank.
@@ -139,6 +159,31 @@ struct Partial {
   int64_t at, end;
 };
 
+struct IdRange {
+  int64_t first, n;  // in the batch
+};
+
+// Addresses of the rows of ids, 0 for those in pushed tiers.
+template <class Id>
+const int64_t* pulled_rows(const Table& table, const FeatureBags& bags, const Id* ids, IdRange of,
+                           Scratch& scratch) {
+  if (bags.rows != nullptr) return bags.rows + (of.first - bags.bounds[0]);  // of an exchange
+  int64_t* rows = scratch.get<int64_t>(0, 2 * of.n);
+  uint32_t* keys = scratch.get<uint32_t>(1, of.n);
+  resolve(table.home, ids + of.first, of.n, of.n, keys);
+  resolve(table.read, ids + of.first, of.n, of.n, rows);
+  int64_t* read = rows + of.n;  // side by side, to be counted
+  int64_t num_read = 0;
+  for (int64_t i = 0; i < of.n; ++i) {
+    const bool pushed = table.is_pushed_key(keys[i]);
+    read[num_read] = rows[i];
+    num_read += !pushed;
+    if (pushed) rows[i] = 0;
+  }
+  count_rows(table, read, num_read, kRows, scratch);
+  return rows;
+}
+
 template <int N, class E, class Id>
 void pool_with_partials(const Context& context, int32_t index, const Batch& batch, float* out,
                         Scratch& scratch) {
@@ -157,24 +202,18 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
     const FeatureBags& bags = batch.features[f];
     for (int64_t b = 0; b < bags.num_bags; ++b, ++bag) {
       const int64_t first = bags.bounds[b], n = bags.bounds[b + 1] - first;
-      const int64_t* rows = nullptr;
-      if (bags.rows != nullptr) {
-        rows = bags.rows + (first - bags.bounds[0]);
-      } else {
-        int64_t* found = scratch.get<int64_t>(0, n);
-        resolve(table.read, ids + first, n, n, found);
-        rows = found;
-      }
       Row<N> sum;
       sum.zero(dim);
-      for (int64_t i = 0; i < n; ++i) {
-        if (is_pushed(table, static_cast<int64_t>(ids[first + i]))) continue;
-        const E* row = reinterpret_cast<const E*>(rows[i]);
-        if (bags.rows == nullptr) count_rows(table, rows + i, 1, kRows, scratch);
-        if (batch.weights) {
-          sum.add_scaled(row, batch.weights[first + i], dim);
-        } else {
-          sum.add(row, dim);
+      if (!table.all_pushed) {
+        const int64_t* rows = pulled_rows(table, bags, ids, {first, n}, scratch);
+        for (int64_t i = 0; i < n; ++i) {
+          if (rows[i] == 0) continue;
+          const E* row = reinterpret_cast<const E*>(rows[i]);
+          if (batch.weights) {
+            sum.add_scaled(row, batch.weights[first + i], dim);
+          } else {
+            sum.add(row, dim);
+          }
         }
       }
       for (Partial& p : partials)

@@ -135,10 +135,13 @@ void merge_all(const Context& context, int32_t index, float gradient_scale, Body
              reinterpret_cast<const float*>(context.outbox[r] + entry->rows_offset),
              begin[context.rank], begin[context.rank + 1]};
   }
-  merge_rows<N>(context, table, in, gradient_scale, body);
-  if (!table.has_push) return;
+  // Where this rank owns the whole of a pushed table, its own rows are among the reduced ones.
+  const bool at_once = table.is_pushed && !table.has_push;
+  if (!at_once) merge_rows<N>(context, table, in, gradient_scale, body);
+  if (!table.is_pushed) return;
   for (int32_t r = 0; r < context.world_size; ++r)
-    in[r] = {table.pushed[r].slots.data(), table.pushed[r].rows.data(), 0,
+    if (!at_once || r != context.rank)
+      in[r] = {table.pushed[r].slots.data(), table.pushed[r].rows.data(), 0,
              static_cast<int64_t>(table.pushed[r].slots.size())};
   merge_rows<N>(context, table, in, gradient_scale, body);
 }

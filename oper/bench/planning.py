@@ -67,21 +67,21 @@ def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
 
 def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_host: bool = True
                 ) -> tuple[Plan, float]:
-    """The plan that ``oper plan`` chooses for this host, and the seconds that choosing took.
+    """The plan that `oper.shard` chooses for this host, and the seconds that choosing took.
 
     Unless `is_one_host`, it is one for as many hosts as there are ranks.
 
     Statistics come from batches that are never timed; every rank counts its part. Collective.
     """
-    from oper.search import make_plan
+    from oper.search import executed_space, make_plan
 
     rank, world_size = world()
     parts = gather(collect_stats(work, rank, world_size, num_stats_batches))
     made: Any = None
     begin = time.perf_counter()
     if rank == 0:
-        made = make_plan(work.tables(), AccessStats.merge_all(parts),
-                         Topology.of_domains([0] * world_size if is_one_host
-                                             else range(world_size)), objective=objective,
-                         batch_size=work.batch_size // world_size)
+        topology = Topology.of_domains([0] * world_size if is_one_host else range(world_size))
+        made = make_plan(work.tables(), AccessStats.merge_all(parts), topology,
+                         objective=objective, batch_size=work.batch_size // world_size,
+                         allow=executed_space(topology))
     return gather((made, time.perf_counter() - begin))[0]

@@ -83,8 +83,9 @@ def _wire(entry: dict[str, Any]) -> str:
     sent = ", ".join(f"{label} {entry['loopback_bytes_per_step'][name] / 1e6:.2f} MB"
                      for name, label in names.items())
     own = sum(entry["oper_sent_bytes_per_step"].values())
+    equal = "the same" if entry["simulated_equals_sent"] else "OTHERS"
     return (f"{entry['name']}: sent per step over loopback: {sent}; OPER counts {own / 1e6:.2f} MB "
-            "of it\n")
+            f"of it, its simulator {entry['simulated_bytes_per_step'] / 1e6:.2f} MB ({equal})\n")
 
 
 def _complaints(entry: dict[str, Any]) -> str:

@@ -20,6 +20,8 @@ from oper.bench.torchrec_peer import PLAN_KINDS
 from oper.bench.verify import Checks, Reference, Verdict, verify
 from oper.bench.workload import TIMED, Workload, make_batch, timed_ids
 from oper.plan import Plan
+from oper.search.simulate import Bags
+from oper.search.wire import WireReplay
 from oper.shmem.domains import DOMAIN_ENV
 
 _PHASE_STEPS = 16
@@ -196,14 +198,31 @@ class _Runner:
             side.model.train()
             dist.barrier()
             before = record.loopback_bytes()
-            for batch in batches[:_PHASE_STEPS]:
-                side.step(batch)
+            for k in range(_PHASE_STEPS):
+                side.step(batches[k % len(batches)])
             dist.barrier()
             found[side.name] = round((record.loopback_bytes() - before) / _PHASE_STEPS)
         sent = {kind: sum(to) for kind, to in self._tables.sent_bytes().items()}
-        joint = total([x / _PHASE_STEPS for x in sent.values()])
+        joint = total(list(sent.values()))
         return {"loopback_bytes_per_step": found, "oper_sent_bytes_per_step": {
-            kind: round(x) for kind, x in zip(sent, joint, strict=True)}}
+            kind: round(x / _PHASE_STEPS) for kind, x in zip(sent, joint, strict=True)},
+            **self._simulated_bytes(round(sum(joint)))}
+
+    def _simulated_bytes(self, executed: int) -> dict[str, Any]:
+        """What the simulator says of the bytes that all ranks have sent in the counted steps."""
+        if self.rank:
+            return {}
+        everyone = [timed_ids(self.work, r, self.world_size, self.case.num_batches)
+                    for r in range(self.world_size)]
+        lengths = np.full(self.work.batch_size // self.world_size, self.work.pooling, np.int64)
+        replay = WireReplay(self._tables.plan, range(self.world_size), training=True)
+        simulated = 0
+        for k in range(_PHASE_STEPS):
+            simulated += int(replay.step([
+                {f: Bags(ids[k % len(ids)][n], lengths) for n, f in enumerate(self.work.features)}
+                for ids in everyone]).sum())
+        return {"simulated_bytes_per_step": round(simulated / _PHASE_STEPS),
+                "simulated_equals_sent": simulated == executed}
 
     def _phases(self, batches: Sequence[Any]) -> dict[str, float]:
         """Where OPER's step goes: median milliseconds by phase, mean over ranks."""

@@ -22,6 +22,7 @@ _PUBLIC = {
     "TableConstraint": "oper.search.constraints",
     "EXECUTABLE": "oper.search.space",
     "EVERYTHING": "oper.search.space",
+    "executed_space": "oper.search.space",
     "topology_preset": "oper.search.presets",
 }
 
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from oper.search.planner import make_plan as make_plan
     from oper.search.presets import topology_preset as topology_preset
     from oper.search.problem import Problem as Problem, make_problem as make_problem
-    from oper.search.space import EVERYTHING as EVERYTHING, EXECUTABLE as EXECUTABLE
+    from oper.search.space import (
+        EVERYTHING as EVERYTHING,
+        EXECUTABLE as EXECUTABLE,
+        executed_space as executed_space,
+    )
 
 __getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -97,6 +97,7 @@ class Placed:
         self.directory = TableDirectory(plan, world_size, piece)
         tiers = plan.pieces[piece].tiers
         self._starts = np.array([x.start for x in tiers])
+        self._num_rows = plan.table.num_rows
         self._pushes = np.array([x.mode == "push" and not one_sided for x in tiers])
         self.has_push = bool(self._pushes.any())
         self._holds = np.zeros((world_size, len(tiers)), bool)
@@ -113,6 +114,14 @@ class Placed:
     def pushed(self, tier: np.ndarray) -> np.ndarray:
         """bool [n], whether the rows of a tier number (int64 [n]) are pushed."""
         return self._pushes[tier]
+
+    def pushed_by(self, reader: int, tier: np.ndarray) -> np.ndarray:
+        """bool [n], whether `reader` asks owners to pool the rows of a tier number (int64 [n]).
+
+        Not where it owns the whole of a pushed piece, which it reads as if it were pulled.
+        """
+        alone = self._pushes.all() and self.directory.num_slots[reader] == self._num_rows
+        return self.pushed(tier) & (not alone)
 
     def held(self, rank: int, tier: np.ndarray) -> np.ndarray:
         """bool [n], whether `rank` has a copy of the rows of a tier number (int64 [n])."""
@@ -181,7 +190,7 @@ def _count_forward(counts: np.ndarray, placed: Placed, reader: int, batch: Table
     world = counts.shape[1]
     tier, owner = placed.resolve(batch.ids)
     seen = np.where(placed.held(reader, tier), reader, owner)
-    pushed = placed.pushed(tier)
+    pushed = placed.pushed_by(reader, tier)
     counts[KIND["rows"], reader] += np.bincount(seen[~pushed], minlength=world)
     if training and batch.trains_weights:
         counts[KIND["weight_rows"], reader] += np.bincount(seen, minlength=world)
@@ -202,7 +211,7 @@ def _count_gradients(counts: np.ndarray, placed: Placed, sender: int, batch: Tab
     world = counts.shape[1]
     ids, number = np.unique(batch.ids, return_counts=True)
     tier, owner = placed.resolve(ids)
-    pushed = placed.pushed(tier)
+    pushed = placed.pushed_by(sender, tier)
     counts[KIND["gradient_rows"], :, sender] += passes * np.bincount(owner[~pushed],
                                                                      minlength=world)
     asked = np.bincount(owner[pushed], number[pushed], minlength=world).astype(np.int64)

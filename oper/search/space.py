@@ -6,14 +6,21 @@ from collections.abc import Iterable
 
 from oper.errors import InvalidInputError, fail
 from oper.plan import PLACEMENTS, Plan
+from oper.topology import Topology
 
 FEATURES = frozenset({*PLACEMENTS, "pull", "push", "columns"})
 #: The default of `make_plan`. The host runtime executes pushed tiers and column pieces as well, but
 #: among ranks that share a memory they never pay.
 EXECUTABLE = frozenset({"replicated", "striped", "owned", "pull"})
+#: What pays where ranks share no memory: partial sums instead of rows over the network.
+ACROSS_DOMAINS = EXECUTABLE | {"push"}
 #: The whole space that the search knows.
 EVERYTHING = FEATURES
 
+
+def executed_space(topology: Topology) -> frozenset[str]:
+    """What `oper.shard` lets a plan for the ranks of `topology` use."""
+    return EXECUTABLE if len(topology.domains) == 1 else ACROSS_DOMAINS
 
 
 def check_allow(allow: Iterable[str]) -> frozenset[str]:

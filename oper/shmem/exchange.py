@@ -16,14 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from oper.directory import TableDirectory, TierLayout
+from oper.directory import TableDirectory, needs_across
 from oper.errors import InvalidInputError, OperError, PeerLostError, fail
 from oper.shmem.group import Group
 from oper.shmem.transport import transport_of
 
-#: What is sent between domains, in the order of the kernels' counters (`ShardedTables.sent_bytes`).
-SENT = ("headers", "row_ids", "rows", "ids", "id_weights", "partial_sums", "gradient_rows",
-        "gradient_ids", "gradient_id_weights", "bag_gradients", "squares", "refreshed_rows")
 WIRE_ENV = "OPER_WIRE"
 WIRES = ("exact", "fp16", "bf16")
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
@@ -70,7 +67,7 @@ class Exchange:
 
     def attach(self, handle: int, directories: Sequence[TableDirectory]) -> None:
         """Give a context of the kernels its exchange."""
-        facts = _facts(directories, self._domain_of)
+        needs = needs_across(directories, self._domain_of)
         rank = self._group.rank
         targets = [
             [t, reader, int(x.slot_base[rank]), int(x.slot_base[rank] + x.num_rows[rank])]
@@ -81,7 +78,7 @@ class Exchange:
         torch.ops.oper.context_set_exchange(
             handle, self.members,
             torch.tensor(sorted(targets), dtype=torch.int64).reshape(-1, 4),  # slots ascend
-            *facts, wire_format(), address)
+            needs.gathers, needs.refreshes, needs.shares, wire_format(), address)
 
     # ---- bytes -----------------------------------------------------------------------------------
 
@@ -170,29 +167,6 @@ class Exchange:
             found[r] = rows[at:at + sizes[r]].clone().view(like.dtype).reshape(n, like.shape[1])
             at += sizes[r]
         return found
-
-
-def _facts(directories: Sequence[TableDirectory], domain_of: Sequence[int]
-           ) -> tuple[bool, bool, bool]:
-    """Whether any rank of this plan asks other domains for rows, refreshes replicas of masters in
-    other domains, reads a replica of a neighbour."""
-    gathers = refreshes = shares = False
-    domains = np.asarray(domain_of)
-    for x in (x for d in directories for x in d.tiers):
-        owners = set(domains[x.pattern].tolist())
-        holders = domains[x.replica_base >= 0].tolist()
-        for domain in set(domain_of):
-            is_far = owners != {domain}
-            gathers |= is_far and domain not in holders
-            refreshes |= is_far and domain in holders
-            shares |= is_far and _has_reader(x, domains == domain)
-    return gathers, refreshes, shares
-
-
-def _has_reader(x: TierLayout, members: np.ndarray) -> bool:
-    """Whether some but not all ranks of a domain hold a replica."""
-    holds = x.replica_base[members] >= 0
-    return bool(holds.any() and not holds.all())
 
 
 def _blame_of(error: BaseException, rank: int) -> tuple[int, int]:

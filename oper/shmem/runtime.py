@@ -29,7 +29,7 @@ from oper.shmem.by_feature import Backward, BoundsCheck, as_one
 from oper.shmem.clipping import GradientClamp
 from oper.shmem.compiled import lookup_in_graph, register
 from oper.shmem.domains import DomainGroup, find_domains
-from oper.shmem.exchange import SENT, Exchange
+from oper.shmem.exchange import Exchange
 from oper.shmem.group import DEADLINE_ENV, Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
@@ -38,7 +38,7 @@ from oper.shmem.optimizers import Optimizer
 from oper.shmem.rounding import rounding_key
 from oper.shmem.table_rows import LogicalRows
 from oper.tables import TableSpec
-from oper.traffic import Traffic
+from oper.traffic import SENT, Traffic
 
 MAX_DIM = 1024
 # As csrc/host/context.h numbers them.
@@ -215,8 +215,10 @@ class ShardedTables(LogicalRows):
         Args:
             batch: the batch.
             collective: all ranks take part, and tiers in push mode are pooled by their owners;
-                otherwise every row is read directly.
+                otherwise every row is read directly. Between memory domains all ranks take part
+                anyway.
         """
+        collective |= self._exchange is not None and self.optimizers is not None
         known = self._known(batch)
         if known is None or batch.weights is not known.batch.weights:
             self._checks.check(batch)
@@ -360,7 +362,7 @@ class ShardedTables(LogicalRows):
             reset: start again from 0.
 
         Returns:
-            int [W] for each kind of `oper.shmem.exchange.SENT`; empty in a single domain.
+            int [W] for each kind of `oper.traffic.SENT`; empty in a single domain.
         """
         _, *flat = torch.ops.oper.context_sent_bytes(self._handle, reset) or [0]
         size = self.group.world_size

@@ -29,7 +29,9 @@ def test_ranks_that_share_no_memory() -> None:
     sent = sum(entry["oper_sent_bytes_per_step"].values())
     # TCP's headers come on top; nothing else uses the interface as much.
     assert 0 < sent <= entry["loopback_bytes_per_step"]["oper"]
-    assert "OPER counts" in train.report([entry])
+    assert entry["simulated_equals_sent"] is True
+    assert abs(entry["simulated_bytes_per_step"] - sent) <= len(entry["oper_sent_bytes_per_step"])
+    assert "(the same)" in train.report([entry])
 
 
 def test_two_processes_measure_and_verify() -> None:

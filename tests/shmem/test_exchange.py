@@ -12,11 +12,11 @@ import torch
 
 from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.exchange import SENT
 from oper.shmem.group import ThreadGroup
 from oper.shmem.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.runtime import Lookup
 from oper.tables import TableSpec
+from oper.traffic import SENT
 from tests.runtime_support import (
     OPTIMIZERS,
     OTHER_OPTIMIZERS,
@@ -129,10 +129,13 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
             return lookups(group, case, plan, batches, pooled)
 
         one, several = run_ranks(size, body), run_ranks(size, body, domains=domains)
-        for a, b in zip(one, several, strict=True):
+        for (before, *a), (far_before, *b) in zip(one, several, strict=True):
             for x, y in zip(a, b, strict=True):
                 if x is not None:
                     assert_bitwise(x, y, "one domain and several")
+            # Between domains owners pool pushed tiers without gradients too.
+            assert_bitwise(far_before, a[0], "without gradients")
+            torch.testing.assert_close(far_before, before, rtol=1e-5, atol=1e-6)
 
 
 def test_a_plan_with_copies_everywhere_reads_alone() -> None:
