@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,22 +99,65 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
 
 def coverage(problem: Problem) -> str:
     """Share of a table's lookups that meet its hottest rows, for the tables looked up most."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(7.0, 3.6))
+    figure, axis = axes("share of rows, hottest first", "share of lookups", "x")
     tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:_MAX_CURVES]
     for k, t in enumerate(tables):
         share = t.cumulative[IDS] / max(float(t.total[IDS]), 1e-300)
-        rows = t.edges / t.spec.num_rows
-        axis.plot(rows[1:], share[1:], color=_TERM_COLOURS[k % len(_TERM_COLOURS)],
-                  linestyle=("-", "--")[k // len(_TERM_COLOURS)],
-                  label=f"{t.spec.name} ({t.spec.num_rows:,} rows)", linewidth=1.4)
-    axis.set_xscale("log")
+        axis.plot(t.edges[1:] / t.spec.num_rows, share[1:], **line(k, marked=False),
+                  label=f"{t.spec.name} ({t.spec.num_rows:,} rows)")
     axis.set_ylim(0, 1.02)
-    axis.set_xlabel("share of rows, hottest first")
-    axis.set_ylabel("share of lookups")
+    return with_legend(figure, axis, "coverage")
+
+
+def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: str) -> str:
+    """Horizontal bars made of named parts; a part has the same colour in all of them."""
+    plt = pyplot()
+    parts = list(dict.fromkeys(part for _, found in bars for part in found))
+    figure, axis = plt.subplots(figsize=(8.0, 0.9 + 0.3 * len(bars)))
+    for y, (_, found) in enumerate(bars):
+        left = 0.0
+        for part, value in found.items():
+            axis.barh(y, value, 0.7, left, color=colour(parts.index(part)), label=part)
+            left += value
+    axis.set_yticks(range(len(bars)), [title for title, _ in bars], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(label)
     axis.spines[["top", "right"]].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(k)) for k in range(len(parts))]
+    axis.legend(handles, parts, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, frameon=False,
+                fontsize=8)
+    return svg_of(figure, name)
+
+
+def colour(k: int) -> str:
+    """The colour of the k-th of several parts or curves."""
+    return _TERM_COLOURS[k % len(_TERM_COLOURS)]
+
+
+def line(k: int, marked: bool = True) -> dict[str, Any]:
+    """The look of the k-th curve: colour and dashes together tell eighteen apart."""
+    look: dict[str, Any] = {"color": colour(k), "linewidth": 1.3,
+                            "linestyle": ("-", "--", ":")[k // len(_TERM_COLOURS) % 3]}
+    return {**look, "marker": "o", "markersize": 3.5} if marked else look
+
+
+def axes(xlabel: str, ylabel: str, log: str = "") -> tuple[Any, Any]:
+    """A figure for curves and its axes; `log` names the logarithmic ones."""
+    figure, axis = pyplot().subplots(figsize=(7.6, 3.8))
+    axis.set_xlabel(xlabel)
+    axis.set_ylabel(ylabel)
+    axis.spines[["top", "right"]].set_visible(False)
+    if "x" in log:
+        axis.set_xscale("log")
+    if "y" in log:
+        axis.set_yscale("log")
+    return figure, axis
+
+
+def with_legend(figure: Any, axis: Any, name: str) -> str:
+    """The figure with the names of its curves beside them, as SVG."""
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    return svg_of(figure, "coverage")
+    return svg_of(figure, name)
 
 
 def placement_kind(tier: Tier) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from oper.errors import MissingDependencyError, fail
 
-# Plots keep a light ground of their own, so that their colours stay what they are in the dark.
+# Plots take the page's colours for text and axes. Labels inside of coloured bars, whose elements
+# are named "inside...", stay dark on either ground.
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -16,25 +19,31 @@ _PAGE = """<!doctype html>
 <meta name="color-scheme" content="light dark">
 <title>{{ title }}</title>
 <style>
-:root { --text: #222; --ground: #fff; --faint: #666; --line: #ddd; --plot: #fff; }
+:root { --text: #1d2126; --soft: #5c6570; --line: #d6dade; --back: #fff; --panel: #f4f6f8; }
 @media (prefers-color-scheme: dark) {
-  :root { --text: #e6e6e6; --ground: #16181c; --faint: #a0a4ab; --line: #3a3d44; --plot: #f4f4f2; }
+  :root { --text: #e6e9ec; --soft: #9ba5af; --line: #3a424a; --back: #15181b; --panel: #1e2327; }
 }
 * { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--ground);
-       max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 0.8rem; }
-dl div { border: 1px solid var(--line); border-radius: 6px; padding: 0.5rem 0.8rem; }
-dt, .note, figcaption { color: var(--faint); font-size: 0.85rem; }
-dd { margin: 0; font-size: 1.25rem; }
-figure { margin: 0.5rem 0; } figure .plot { background: var(--plot); border-radius: 6px;
-  padding: 0.5rem; overflow-x: auto; }
-svg { width: 100%; min-width: 30rem; max-width: 56rem; height: auto; display: block; }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back);
+       max-width: 72rem; margin: 1.5rem auto 4rem; padding: 0 1rem; overflow-wrap: break-word; }
+h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.6rem, 1fr)); gap: 0.6rem; }
+dl div { border: 1px solid var(--line); border-radius: 6px; padding: 0.5rem 0.7rem; }
+dt { color: var(--soft); font-size: 0.8rem; } dd { margin: 0; font-size: 1.2rem; }
+figure { margin: 0.5rem 0; } figcaption, .note { color: var(--soft); font-size: 0.9rem; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.85rem; } th, td { text-align: right;
-  padding: 0.2rem 0.7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+.wide svg { display: block; width: 100%; height: auto; max-width: 60rem; min-width: 30rem; }
+svg text { fill: var(--text) !important; }
+svg [id^="inside"] text { fill: #111 !important; }
+svg [style*="stroke: #000000"] { stroke: var(--soft) !important; }
+svg [style*="fill: #000000"] { fill: var(--text) !important; }
+table { border-collapse: collapse; font-size: 0.9rem; }
+th, td { text-align: left; padding: 0.3rem 1.2rem 0.3rem 0; border-bottom: 1px solid var(--line);
+         white-space: nowrap; vertical-align: top; }
+th { color: var(--soft); font-weight: normal; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+pre { overflow-x: auto; background: var(--panel); padding: 1rem; border-radius: 6px;
+      font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 </style>
 </head>
 <body>
@@ -43,20 +52,59 @@ th:first-child, td:first-child { text-align: left; }
 <dl>
 {% for name, value in tiles %}<div><dt>{{ name }}</dt><dd>{{ value }}</dd></div>
 {% endfor %}</dl>
-{% for heading, caption, svg in plots %}<h2>{{ heading }}</h2>
-<figure><div class="plot">{{ svg|safe }}</div><figcaption>{{ caption }}</figcaption></figure>
-{% endfor %}{% for heading, head, rows in tables %}<h2>{{ heading }}</h2>
-<div class="wide"><table><thead><tr>{% for x in head %}<th>{{ x }}</th>{% endfor %}</tr></thead>
-<tbody>{% for row in rows %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>
+{% for block in blocks %}<h2>{{ block.heading }}</h2>
+{% if block.svg is defined %}<figure><div class="wide">{{ block.svg|safe }}</div>\
+<figcaption>{{ block.caption }}</figcaption></figure>
+{% elif block.head is defined %}{% if block.note %}<p class="note">{{ block.note }}</p>
+{% endif %}{% set numbers = block.numbers() %}<div class="wide"><table><thead><tr>\
+{% for x in block.head %}<th{% if numbers[loop.index0] %} class="number"{% endif %}>{{ x }}</th>\
+{% endfor %}</tr></thead>
+<tbody>{% for row in block.rows %}<tr>{% for x in row %}\
+<td{% if numbers[loop.index0] %} class="number"{% endif %}>{{ x }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table></div>
-{% endfor %}</body>
+{% if block.after %}<p class="note">{{ block.after }}</p>
+{% endif %}{% else %}<pre>{{ block.text }}</pre>
+{% endif %}{% endfor %}</body>
 </html>
 """
+_NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(\.[0-9]+)?(e[-+]?[0-9]+)?( ?(%|[KMGTP]?i?B|us|ms|s))?|-|")
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """An SVG element under a heading, explained by a caption."""
+
+    heading: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under a heading; a note before and one after, both optional."""
+
+    heading: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+    after: str = ""
+
+    def numbers(self) -> list[bool]:
+        """Which columns hold numbers, and are therefore set to the right."""
+        return [all(_NUMBER.fullmatch(str(row[k])) for row in self.rows)
+                for k in range(len(self.head))]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text as it is, under a heading."""
+
+    heading: str
+    text: str
 
 
 def render(title: str, about: str, tiles: Sequence[tuple[str, str]],
-           plots: Sequence[tuple[str, str, str]],
-           tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[Any]]]]) -> str:
+           blocks: Sequence[Plot | Table | Text]) -> str:
     """The page as text; names and values are escaped, plots (SVG) are not.
 
     Raises:
@@ -68,5 +116,5 @@ def render(title: str, about: str, tiles: Sequence[tuple[str, str]],
         raise MissingDependencyError(fail("cannot write a page", "jinja2", None, "installed",
                                           "pip install 'oper[report]'")) from None
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    text: str = template.render(title=title, about=about, tiles=tiles, plots=plots, tables=tables)
+    text: str = template.render(title=title, about=about, tiles=tiles, blocks=blocks)
     return text

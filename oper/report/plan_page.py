@@ -3,79 +3,23 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
-from oper.errors import MissingDependencyError, fail
 from oper.files import write_text
 from oper.plan import Plan
 from oper.report import figures
+from oper.report.page import Plot, Table, Text, render
 from oper.search.baselines import peers
 from oper.search.bottleneck import bottlenecks
 from oper.search.cost import Evaluation, evaluate
 from oper.search.explain import KEY, replica_share, summary
+from oper.search.machine import TERMS
 from oper.search.problem import Problem
 from oper.tables import format_bytes
 
 _COMPARED = "largest-first-lookups"
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{{ title }}</title>
-<style>
-:root { --text: #1d2126; --soft: #5c6570; --line: #d6dade; --back: #fff; --panel: #f4f6f8; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e6e9ec; --soft: #9ba5af; --line: #3a424a; --back: #15181b; --panel: #1e2327; }
-}
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back);
-       max-width: 70rem; margin: 1.5rem auto 4rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.6rem, 1fr)); gap: 0.6rem; }
-dl div { border: 1px solid var(--line); border-radius: 6px; padding: 0.5rem 0.7rem; }
-dt { color: var(--soft); font-size: 0.8rem; } dd { margin: 0; font-size: 1.2rem; }
-figure { margin: 0.5rem 0; } figcaption, .note { color: var(--soft); font-size: 0.9rem; }
-.wide { overflow-x: auto; -webkit-overflow-scrolling: touch; }
-.wide svg { display: block; width: auto; height: auto; max-width: 100%; min-width: 40rem; }
-svg text { fill: var(--text) !important; }
-svg [id^="inside"] text { fill: #111 !important; }
-svg [style*="stroke: #000000"] { stroke: var(--soft) !important; }
-svg [style*="fill: #000000"] { fill: var(--text) !important; }
-table { border-collapse: collapse; width: 100%; font-size: 0.92rem; }
-th, td { text-align: left; padding: 0.35rem 0.8rem 0.35rem 0; border-bottom: 1px solid var(--line);
-         white-space: nowrap; }
-th { color: var(--soft); font-weight: normal; }
-.number { text-align: right; padding-right: 1.6rem; font-variant-numeric: tabular-nums; }
-pre { overflow-x: auto; background: var(--panel); padding: 1rem; border-radius: 6px;
-      font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p class="note">{{ about }}</p>
-<dl>
-{% for name, value in tiles %}<div><dt>{{ name }}</dt><dd>{{ value }}</dd></div>
-{% endfor %}</dl>
-<h2>What binds</h2>
-<p class="note">{{ binding }}</p>
-<div class="wide"><table>
-<tr><th>table</th><th>rows</th><th>placed</th><th class="number">load, us</th>\
-<th class="number">saves, us</th><th>when placed as</th></tr>
-{% for b in bottlenecks %}<tr><td>{{ b.table }}</td>\
-<td>{{ b.rows[0] }}:{{ b.rows[1] }}{{ " [%d:%d]"|format(*b.columns) if b.is_cut }}</td>\
-<td>{{ b.tier }}</td><td class="number">{{ "%.1f"|format(b.load_us) }}</td>\
-<td class="number">{{ "%.1f"|format(b.saves_us) }}</td>\
-<td>{{ b.move or "no better place" }}</td></tr>
-{% endfor %}</table></div>
-<p class="note">{{ key }}, x8: over 8 ranks.</p>
-{% for heading, caption, svg in plots %}<h2>{{ heading }}</h2>
-<figure><div class="wide">{{ svg|safe }}</div><figcaption>{{ caption }}</figcaption></figure>
-{% endfor %}<h2>All figures</h2>
-<pre>{{ text }}</pre>
-</body>
-</html>
-"""
+_LINKS = {"memory": "own memory", "link_in": "in, within the host",
+          "link_out": "out, within the host", "cross_in": "in, between hosts",
+          "cross_out": "out, between hosts"}
 
 
 def write_page(path: str | os.PathLike[str], plan: Plan, problem: Problem) -> None:
@@ -90,24 +34,39 @@ def write_page(path: str | os.PathLike[str], plan: Plan, problem: Problem) -> No
 
 def page(plan: Plan, problem: Problem) -> str:
     """The page of `write_page` as text."""
-    try:
-        import jinja2
-    except ImportError:
-        raise MissingDependencyError(fail("cannot write a page", "jinja2", None, "installed",
-                                          "pip install 'oper[report]'")) from None
     found = evaluate(plan, problem)
     before = _whole_tables(problem)
     topology = problem.topology
-    template = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    text: str = template.render(
-        title=f"Plan for {topology.name}, {problem.objective}", text=summary(plan, problem),
-        about=f"{len(problem.tables)} tables, "
-              f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}, "
-              f"{problem.machine.world_size} ranks, {problem.batch_size:,} samples per rank; "
-              f"times are modelled with {topology.source} constants.",
-        binding=_binding(found), bottlenecks=bottlenecks(plan, problem), key=KEY,
-        tiles=_tiles(plan, problem, found, before), plots=_plots(plan, problem, found, before))
-    return text
+    about = (f"{len(problem.tables)} tables, "
+             f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}, "
+             f"{problem.machine.world_size} ranks, {problem.batch_size:,} samples per rank; "
+             f"times are modelled with {topology.source} constants.")
+    return render(f"Plan for {topology.name}, {problem.objective}", about,
+                  _tiles(plan, problem, found, before), [
+        _bottlenecks(plan, problem, found), *_plots(plan, problem, found, before),
+        _bytes(found), Text("All figures", summary(plan, problem))])
+
+
+def _bottlenecks(plan: Plan, problem: Problem, found: Evaluation) -> Table:
+    rows = [[b.table, f"{b.rows[0]}:{b.rows[1]}" + (
+        f" [{b.columns[0]}:{b.columns[1]}]" if b.is_cut else ""), b.tier, f"{b.load_us:.1f}",
+        f"{b.saves_us:.1f}", b.move or "no better place"] for b in bottlenecks(plan, problem)]
+    return Table("What binds", ["table", "rows", "placed", "load, us", "saves, us",
+                                "when placed as"], rows, _binding(found),
+                 f"{KEY}, x8: over 8 ranks.")
+
+
+def _bytes(found: Evaluation) -> Table:
+    """Modelled bytes by phase and link, of all ranks and of the busiest."""
+    rows = []
+    for phase in found.phases:
+        for k, term in enumerate(TERMS):
+            if term != "compute" and phase.units[k].max() > 0:
+                rows.append([phase.name, _LINKS[term], format_bytes(round(phase.units[k].sum())),
+                             format_bytes(round(phase.units[k].max())),
+                             f"{phase.seconds[k].max() * 1e6:.1f}"])
+    return Table("Bytes by link", ["phase", "link", "all ranks", "busiest rank", "us there"], rows,
+                 "Modelled, of one step.")
 
 
 def _binding(found: Evaluation) -> str:
@@ -141,15 +100,21 @@ def _tiles(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation |
 
 
 def _plots(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation | None
-           ) -> list[tuple[str, str, Any]]:
+           ) -> list[Plot]:
     mapped = min(len(problem.tables), figures.MAX_MAPPED)
+    phases = {p.name: p.time_us for p in found.phases}
+    bars = [("this plan", phases)]
+    if before is not None:
+        bars.append(("whole tables", {p.name: p.time_us for p in before.phases}))
     return [
-        ("Load of every rank", "Memory and compute of a rank add up; its links run beside them. "
-         "Marks: the same phase with whole tables, largest number of lookups first.",
-         figures.loads(found, before)),
-        ("Where the rows live", f"The {mapped} tables with the most lookups. Replicated rows are "
-         "read locally by every rank, striped rows are dealt over ranks, owned rows live on one.",
-         figures.placement_map(plan, problem)),
-        ("How much the hottest rows cover", "Without statistics all rows count as equally hot.",
-         figures.coverage(problem)),
+        Plot("A step, phase by phase", "Every phase ends with its slowest rank; modelled.",
+             figures.stacked(bars, "microseconds", "phases")),
+        Plot("Load of every rank", "Memory and compute of a rank add up; its links run beside "
+             "them. Marks: the same phase with whole tables, largest number of lookups first.",
+             figures.loads(found, before)),
+        Plot("Where the rows live", f"The {mapped} tables with the most lookups. Replicated rows "
+             "are read locally by every rank, striped rows are dealt over ranks, owned rows live "
+             "on one.", figures.placement_map(plan, problem)),
+        Plot("How much the hottest rows cover", "Without statistics all rows count as equally "
+             "hot.", figures.coverage(problem)),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from oper.errors import InvalidInputError, fail
 from oper.search import verbs
@@ -34,13 +35,21 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
         sub = kinds.add_parser(kind, help=f"a page about {about}")
         sub.add_argument("file", metavar="FILE", help=about)
         sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
+    sub = kinds.add_parser("drift", help="a page about what later statistics cost an old plan")
+    sub.add_argument("old", metavar="OLD", help="statistics, those that the plan was made from")
+    sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in order of time")
+    sub.add_argument("--plan", metavar="PLAN", help="the plan that runs: when does another pay?")
+    verbs.add_machine(sub, required=False)
+    sub.add_argument("--copy-gbps", type=float, default=1.0, metavar="GBPS",
+                     help="rate at which a rank copies rows when the plan changes (default 1)")
+    sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
     configure_explain(kinds.add_parser("plan", help="a page about a plan, as explain --html"))
 
 
 def run_report(args: argparse.Namespace) -> int:
     """Write one page that opens offline."""
     from oper.files import write_text
-    from oper.report import stats_page
+    from oper.report import bench_page, stats_page
     from oper.stats import AccessStats
 
     if args.kind == "plan":
@@ -48,8 +57,32 @@ def run_report(args: argparse.Namespace) -> int:
             raise InvalidInputError(fail("cannot write a page", "--html", None, "a file to write",
                                          "name one"))
         return run_explain(args)
-    text = (stats_page.stats_page(AccessStats.load(args.file)) if args.kind == "stats"
-            else stats_page.bench_page(stats_page.load_record(args.file)))
+    if args.kind == "drift":
+        text = _drift_page(args)
+    elif args.kind == "stats":
+        text = stats_page.stats_page(AccessStats.load(args.file))
+    else:
+        text = bench_page.bench_page(bench_page.load_record(args.file))
     write_text(args.html, text)
     print(f"wrote {args.html}")
     return 0
+
+
+def _drift_page(args: argparse.Namespace) -> str:
+    from oper.plan import Plan
+    from oper.report.drift_page import drift_page, drifts, verdict
+    from oper.search.presets import topology_preset
+    from oper.stats import AccessStats
+
+    if (args.plan is None) != (args.topology is None):
+        raise InvalidInputError(
+            fail("cannot cost a plan", "--plan, --topology", (args.plan, args.topology), "both",
+                 "name the other one too"))
+    planned = None if args.plan is None else (
+        Plan.load(args.plan), topology_preset(args.topology, args.world_size))
+    old = AccessStats.load(args.old)
+    later = [(Path(p).stem, AccessStats.load(p)) for p in args.later]
+    found = drifts(old, later, planned, args.copy_gbps)
+    for each in found:
+        print(verdict(each))
+    return drift_page(old, found, planned)

@@ -100,11 +100,12 @@ def test_page_is_complete_in_itself(files, tmp_path, capsys) -> None:
     assert [r for r in seen.found if not r.strip("'\"").startswith("#")] == []
     assert "://" not in text and "@import" not in text
     assert not {"script", "link", "iframe", "img", "object", "b"} & set(seen.tags)
-    assert seen.tags.count("svg") == 3
+    assert seen.tags.count("svg") == 4
     plan = Plan.load(files["plan"])
     words = " ".join(seen.words)
     for part in (f"{plan.lower_bound_us:,.1f} us", "imbalance", "forward", "rank", "update",
-                 "share of lookups", "replicated", "<b>&t0"):
+                 "share of lookups", "replicated", "<b>&t0", "Bytes by link",
+                 "own memory", "out, within the host"):
         assert part in words, part
     for k in range(1, NUM_TABLES):
         assert f"t{k}" in seen.words  # a label of the placement map

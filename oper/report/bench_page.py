@@ -1,0 +1,146 @@
+"""Pages about benchmark records."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from oper.errors import FileFormatError, fail
+from oper.report.figures import colour, pyplot, stacked, svg_of
+from oper.report.page import Plot, Table, render
+from oper.tables import format_bytes
+
+_MAX_BARS = 40
+
+
+def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A benchmark record; raises FileFormatError."""
+    what = f"cannot read {os.fspath(path)!r} as a benchmark record"
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        if all(isinstance(c["name"], str) for c in value["cases"]) and value["benchmark"]:
+            found: dict[str, Any] = value
+            return found
+    except (ValueError, KeyError, TypeError) as error:
+        raise FileFormatError(fail(what, "content", str(error), "what oper bench --json writes",
+                                   "pass such a file")) from None
+    raise FileFormatError(fail(what, "cases", value.get("cases"), "cases with names",
+                               "pass what oper bench --json writes"))
+
+
+def bench_page(value: Mapping[str, Any]) -> str:
+    """Every number of a benchmark record.
+
+    Contenders side by side, the phases of a step and the bytes by link where cases tell them, a
+    plot per number that several cases share, and a table of all.
+    """
+    cases = value["cases"]
+    numbers = [{k: float(v) for k, v in c.items() if _is_number(v)} for c in cases]
+    keys = list(dict.fromkeys(k for found in numbers for k in found))
+    shared = [k for k in keys if sum(k in found for found in numbers) >= 2]
+    plots: list[Plot | Table] = [*_contenders(cases), *_phases(cases), *_links(cases)]
+    plots += [Plot(k.replace("_", " "), f"{k} by case.", _bars(k, [
+        (c["name"], found[k]) for c, found in zip(cases, numbers, strict=True) if k in found]))
+        for k in shared]
+    rows = [[k, *(f"{found[k]:,.4g}" if k in found else "-" for found in numbers)] for k in keys]
+    names = [c["name"] + ("" if c.get("verified") else " (not verified)") for c in cases]
+    machine = value.get("machine", {})
+    about = "; ".join(str(x) for x in (value.get("command"), machine.get("cpu"),
+                                       f"{machine.get('cores', '?')} cores") if x)
+    tiles = [("cases", f"{len(cases)}"),
+             ("verified", f"{sum(bool(c.get('verified')) for c in cases)}")]
+    versions = sorted(value.get("versions", {}).items())
+    return render(f"Benchmark: {value['benchmark']}", about, tiles, [
+        *plots, Table("All figures", ["", *names], rows),
+        Table("Versions", ["package", "version"], versions)])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
+    """Median milliseconds of every contender, with the 10th and 90th percentile."""
+    found = []
+    for what in ("step", "forward"):
+        bars: list[tuple[str, list[tuple[str, Mapping[str, float]]]]] = []
+        for c in cases:
+            plans = c.get("plans")
+            times = [(name, p[what]) for name, p in plans.items()
+                     if isinstance(p, dict) and isinstance(p.get(what), dict)
+                     and {"median_ms", "p10_ms", "p90_ms"} <= p[what].keys()
+                     ] if isinstance(plans, dict) else []
+            if times:
+                bars.append((c["name"], times))
+        if bars:
+            title = "training steps" if what == "step" else "forward passes"
+            found.append(Plot(f"Contenders: {title}", "Median; the line spans the 10th to the 90th "
+                              "percentile.", _grouped(bars, what)))
+    return found
+
+
+def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, float]]]]], name: str
+             ) -> str:
+    plt = pyplot()
+    names = list(dict.fromkeys(n for _, times in cases for n, _ in times))
+    figure, axis = plt.subplots(figsize=(8.0, 0.9 + 0.22 * sum(len(t) + 1 for _, t in cases)))
+    y, ticks = 0, []
+    for title, times in cases:
+        ticks.append((y + (len(times) - 1) / 2, title))
+        for contender, t in times:
+            axis.barh(y, t["median_ms"], 0.8, color=colour(names.index(contender)))
+            axis.plot([t["p10_ms"], t["p90_ms"]], [y, y], color="#7f7f7f", linewidth=1.5)
+            y += 1
+        y += 1
+    axis.set_yticks([at for at, _ in ticks], [title for _, title in ticks], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("milliseconds")
+    axis.spines[["top", "right"]].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(k)) for k in range(len(names))]
+    axis.legend(handles, names, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4,
+                frameon=False, fontsize=8)
+    return svg_of(figure, f"contenders {name}")
+
+
+def _phases(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
+    bars = [(c["name"], {k: float(v) for k, v in c["oper_phases_ms"].items() if _is_number(v)})
+            for c in cases if isinstance(c.get("oper_phases_ms"), dict)]
+    if not bars:
+        return []
+    return [Plot("OPER's step, phase by phase", "Median milliseconds inside the library, mean over "
+                 "ranks.", stacked(bars, "milliseconds", "phases"))]
+
+
+def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
+    """Bytes that OPER's plan has read, by link."""
+    bars, rows = [], []
+    for c in cases:
+        if not isinstance(c.get("bytes_read"), dict):
+            continue
+        links: dict[str, float] = {}
+        for phase, found in c["bytes_read"].items():
+            for link, count in found.items() if isinstance(found, dict) else ():
+                if _is_number(count):
+                    links[link] = links.get(link, 0.0) + count / 1e6
+                    rows.append([c["name"], phase, link, format_bytes(int(count))])
+        if links:
+            bars.append((c["name"], links))
+    if not bars:
+        return []
+    return [Plot("Bytes by link", "Rows, gradients and partial sums that a step reads, all ranks "
+                 "together, by where they lie.", stacked(bars, "megabytes", "links")),
+            Table("Bytes by phase and link", ["case", "phase", "link", "bytes"], rows)]
+
+
+def _bars(key: str, values: Sequence[tuple[str, float]]) -> str:
+    values = values[:_MAX_BARS]
+    figure, axis = pyplot().subplots(figsize=(7.6, 0.7 + 0.26 * len(values)))
+    axis.barh(range(len(values)), [v for _, v in values], color=colour(0))
+    axis.set_yticks(range(len(values)), [n for n, _ in values], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(key)
+    axis.spines[["top", "right"]].set_visible(False)
+    return svg_of(figure, f"bars {key}")

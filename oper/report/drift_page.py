@@ -1,0 +1,164 @@
+"""How far accesses have drifted from the statistics of a plan, and when another plan pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oper.analysis import distance
+from oper.errors import InvalidInputError, fail
+from oper.plan import Plan
+from oper.replanning import Replanning, replan, step_us
+from oper.report.figures import axes, line, with_legend
+from oper.report.page import Plot, Table, render
+from oper.stats import AccessStats
+from oper.tables import format_bytes
+from oper.topology import Topology
+
+_MAX_CURVES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Later statistics against the old ones.
+
+    Attributes:
+        name: of the later statistics.
+        distances: by table, total variation distance, 0 to 1.
+        replanning: what another plan would bring; None without a plan.
+    """
+
+    name: str
+    distances: dict[str, float]
+    replanning: Replanning | None
+
+    @property
+    def mean(self) -> float:
+        """Mean distance over tables."""
+        return float(np.mean(list(self.distances.values()))) if self.distances else 0.0
+
+
+def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
+           planned: tuple[Plan, Topology] | None = None, copy_gbps: float = 1.0) -> list[Drift]:
+    """Compare statistics with later ones, and cost a plan on these.
+
+    Args:
+        old: what the plan was made from.
+        later: names and statistics, in order of time.
+        planned: the plan that runs and its machine; None = distances only.
+        copy_gbps: rate at which a rank copies rows into a new arena, in GB/s.
+
+    Raises:
+        InvalidInputError: other tables, or tables without accesses.
+        PlanError: a plan for other tables or ranks.
+    """
+    found = []
+    for name, stats in later:
+        if stats.tables.keys() != old.tables.keys():
+            raise InvalidInputError(
+                fail("cannot compare statistics", "tables",
+                     sorted(stats.tables.keys() ^ old.tables.keys())[:8],
+                     "the same tables in both", "count the same tables"))
+        change = None if planned is None else replan(
+            planned[0], stats, planned[1], copy_gbps=copy_gbps)
+        found.append(Drift(name, {n: distance(t, stats.tables[n])
+                                  for n, t in old.tables.items()}, change))
+    return found
+
+
+def verdict(drift: Drift) -> str:
+    """One line for a person."""
+    text = f"{drift.name}: mean distance {drift.mean:.3f}"
+    change = drift.replanning
+    if change is None:
+        return text
+    gain = _saved(change)
+    text += (f"; a step takes {change.old_step_us:,.1f} us with this plan, "
+             f"{change.new_step_us:,.1f} us with another (modelled)")
+    if gain <= 0:
+        return f"{text}: keep the plan"
+    return (f"{text}: another plan saves {gain:.1f} % and pays after "
+            f"{change.break_even_steps:,.0f} steps")
+
+
+def drift_page(old: AccessStats, found: Sequence[Drift],
+               planned: tuple[Plan, Topology] | None = None) -> str:
+    """The page about `drifts`."""
+    blocks: list[Plot | Table] = [
+        Plot("How far lookups have moved", "Total variation distance from the old statistics, 0 = "
+             "alike, 1 = nothing in common; rare ids add noise. The busiest tables.",
+             _distances(old, found))]
+    tiles = [("tables", f"{len(old.tables):,}"), ("compared", f"{len(found):,}"),
+             ("mean distance, last", f"{found[-1].mean:.3f}" if found else "-")]
+    if planned is not None and found:
+        blocks += _costs(old, found, *planned)
+        last = found[-1].replanning
+        if last is not None:
+            tiles += [("another plan saves", f"{_saved(last):.1f} %"),
+                      ("and pays after", _steps(last))]
+    names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)
+    rows = [[n, f"{old.tables[n].num_rows:,}", f"{old.tables[n].num_accesses:,}",
+             *(f"{d.distances[n]:.3f}" for d in found)] for n in names]
+    blocks.append(Table("Distance by table", ["table", "rows", "lookups, old",
+                                              *(d.name for d in found)], rows))
+    return render("Drift of access statistics", f"From: {old.source or 'statistics'}.", tiles,
+                  blocks)
+
+
+def _saved(change: Replanning) -> float:
+    """Per cent of a step that another plan saves; 0 where it saves less than can be shown."""
+    found = 100 * (1 - change.new_step_us / change.old_step_us)
+    return found if abs(found) >= 0.05 else 0.0
+
+
+def _steps(change: Replanning) -> str:
+    steps = change.break_even_steps
+    return f"{steps:,.0f} steps" if np.isfinite(steps) and _saved(change) > 0 else "never"
+
+
+def _costs(old: AccessStats, found: Sequence[Drift], plan: Plan, topology: Topology
+           ) -> list[Plot | Table]:
+    start = step_us(plan, old, topology)
+    changes = [(d.name, d.replanning) for d in found if d.replanning is not None]
+    rows = [[name, f"{c.old_step_us:,.1f}", f"{c.new_step_us:,.1f}", f"{_saved(c):.1f} %",
+             format_bytes(c.moved_bytes), f"{c.copy_us / 1e3:,.1f}", _steps(c)]
+            for name, c in changes]
+    note = (f"Modelled for {topology.name}. On the statistics that it was made from a step of the "
+            f"plan takes {start:,.1f} us. A change of plan copies all rows into new arenas: it "
+            "pays once the steps that it saves add up to that.")
+    return [Plot("What the old plan costs", "A training or inference step, modelled on each of the "
+                 "later statistics: with the plan that runs, and with one made for them.",
+                 _cost_curve(start, changes)),
+            Table("When another plan pays", ["statistics", "this plan, us", "another, us", "saves",
+                                             "rows that move", "copy, ms", "pays after"],
+                  rows, note)]
+
+
+def _distances(old: AccessStats, found: Sequence[Drift]) -> str:
+    figure, axis = axes("", "distance from the old statistics")
+    names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)[:_MAX_CURVES]
+    for k, name in enumerate(names):
+        axis.plot(range(len(found)), [d.distances[name] for d in found], **line(k), label=name)
+    _name_ticks(axis, [d.name for d in found])
+    axis.set_ylim(0, 1.02)
+    return with_legend(figure, axis, "distances")
+
+
+def _cost_curve(start: float, changes: Sequence[tuple[str, Replanning]]) -> str:
+    figure, axis = axes("", "microseconds a step")
+    for k, (label, values) in enumerate((
+            ("the plan that runs", [c.old_step_us for _, c in changes]),
+            ("a plan made for them", [c.new_step_us for _, c in changes]))):
+        axis.plot(range(len(changes) + 1), [start, *values], **line(k), label=label)
+    _name_ticks(axis, ["old", *(name for name, _ in changes)])
+    axis.set_ylim(0, 1.1 * max([start, *(c.old_step_us for _, c in changes),
+                                *(c.new_step_us for _, c in changes)]))
+    return with_legend(figure, axis, "costs")
+
+
+def _name_ticks(axis: Any, names: Sequence[str]) -> None:
+    axis.set_xticks(range(len(names)), names, fontsize=8, rotation=30, ha="right")
+    axis.set_xlim(-0.3, max(1, len(names)) - 0.7)

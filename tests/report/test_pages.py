@@ -1,0 +1,202 @@
+"""Pages of statistics and benchmark records, also in a real browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oper.analysis import Collector, distance
+from oper.cli import main
+from oper.data.generator import workload_from_dict
+from oper.data.lookups import count_workload
+from oper.errors import FileFormatError, InvalidInputError
+from oper.report.bench_page import bench_page, load_record
+from oper.report.drift_page import drift_page, drifts
+from oper.report.plan_page import page as plan_page
+from oper.report.stats_page import stats_page
+from oper.search import make_plan, make_problem
+from oper.search.presets import topology_preset
+from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+
+
+@pytest.fixture
+def stats() -> AccessStats:
+    spec = {"days": 3, "table": [
+        {"name": "<b>a&b", "rows": 5000, "exponent": 1.1, "lengths": [0, 2, 9],
+         "weights": [1, 1, 1]}, {"name": "c", "rows": 50}]}
+    return count_workload(workload_from_dict(spec), 6000)
+
+
+def check_page(page: str) -> None:
+    """Complete in itself: nothing is fetched, no script runs."""
+    assert not re.search(r"<script|https?://|\bsrc=|<link|@import|url\((?!#)", page)
+    assert page.count("<html") == 1 and "prefers-color-scheme: dark" in page
+
+
+def test_statistics(stats: AccessStats) -> None:
+    page = stats_page(stats)
+    check_page(page)
+    for heading in ("cover", "How often", "Distinct rows", "Bag lengths", "Drift"):
+        assert heading in page
+    assert page.count("<svg") == 5 and "&lt;b&gt;a&amp;b" in page and "<b>" not in page
+    assert f"{stats.tables['c'].num_accesses:,}" in page
+    collector = Collector([TableSpec("t", 5, 4, ("t",))])
+    collector.add({"t": np.array([1, 1, 2])})
+    check_page(stats_page(collector.finish()))  # nothing but one-hot bags, no days
+
+
+def test_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"benchmark": "data", "command": "oper bench data", "versions": {"oper": "1"},
+              "machine": {"cpu": "x<y", "cores": 2},
+              "cases": [{"name": "one", "verified": True, "rate": 5.0, "only": 1},
+                        {"name": "two", "verified": False, "rate": 7}]}
+    page = bench_page(record)
+    check_page(page)
+    assert page.count("<svg") == 1 and "x&lt;y" in page and '<td class="number">7</td>' in page
+    assert "two (not verified)" in page
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(record))
+    assert main(["report", "bench", str(path), "--html", str(tmp_path / "r.html")]) == 0
+    assert (tmp_path / "r.html").read_text() == bench_page(load_record(path))
+    for text in ("{", "[]", '{"benchmark": "x", "cases": [1]}', '{"benchmark": "", "cases": []}'):
+        path.write_text(text)
+        with pytest.raises(FileFormatError):
+            load_record(path)
+
+
+RECORD = {"benchmark": "train", "cases": [
+    {"name": name, "verified": True, "ratio_step": 2.5,
+     "plans": {who: {"step": {"median_ms": ms, "p10_ms": ms - 1, "p90_ms": ms + 2}}
+               for who, ms in (("oper", 4.0), ("table_wise", 9.0))} | {"odd": None},
+     "oper_phases_ms": {"forward": 1.0, "update": 2.0},
+     "bytes_read": {"forward": {"own rank": 5e6, "memory domain": 7e6}}}
+    for name in ("one", "two")]}
+
+
+def test_records_tell_steps_phases_and_links() -> None:
+    page = bench_page(RECORD)
+    check_page(page)
+    for words in ("Contenders: training steps", "phase by phase", "Bytes by link", "table_wise",
+                  "memory domain", "ratio step"):
+        assert words in page
+    assert page.count("<svg") == 4
+    # Records that hold other things under these names are shown without them.
+    odd = {"benchmark": "x", "cases": [{"name": "a", "plans": 3, "oper_phases_ms": [1],
+                                        "bytes_read": {"forward": 5}}]}
+    check_page(bench_page(odd))
+
+
+@pytest.fixture
+def drifting() -> list[AccessStats]:
+    """Three days, on each of which a fifth of the hot ranks has passed to other rows."""
+    rng = np.random.default_rng(0)
+    found = []
+    rows = np.arange(4000)
+    for _ in range(3):
+        counts = np.zeros(4000, np.int64)
+        counts[rows] = np.rint(1e6 / np.arange(1, 4001)).astype(np.int64)
+        ids = np.flatnonzero(counts)
+        table = TableStats.from_counts(4000, ids, counts[ids], (
+            np.array([4]), np.array([int(counts.sum()) // 4])))
+        found.append(AccessStats(100_000, {"<b>item": table}, "generated"))
+        rows = rows.copy()
+        hot = rng.choice(200, 40, replace=False)
+        cold = rng.choice(np.arange(200, 4000), 40, replace=False)
+        rows[hot], rows[cold] = rows[cold], rows[hot]
+    return found
+
+
+def test_drift_says_when_another_plan_pays(
+        tmp_path: Path, drifting: list[AccessStats], capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / f"day{k}.npz" for k in range(3)]
+    for path, stats in zip(paths, drifting, strict=True):
+        stats.save(path)
+    topology = topology_preset("h100-8", None)
+    table = TableSpec("<b>item", 4000, 64, ("item",))
+    plan = make_plan([table], drifting[0], topology, batch_size=2048, objective="inference")
+    plan.save(tmp_path / "plan.json")
+    words = ["report", "drift", *map(str, paths), "--html", str(tmp_path / "d.html")]
+    assert main(words) == 0
+    out, page = capsys.readouterr().out, (tmp_path / "d.html").read_text()
+    check_page(page)
+    want = distance(drifting[0].tables["<b>item"], drifting[2].tables["<b>item"])
+    assert f"day2: mean distance {want:.3f}" in out and f"{want:.3f}" in page
+    assert page.count("<svg") == 1 and "<b>" not in page
+    assert main([*words, "--plan", str(tmp_path / "plan.json"), "--topology", "h100-8"]) == 0
+    out, page = capsys.readouterr().out, (tmp_path / "d.html").read_text()
+    check_page(page)
+    assert page.count("<svg") == 2 and "When another plan pays" in page
+    found = drifts(drifting[0], [("day2", drifting[2])], (plan, topology))[0]
+    change = found.replanning
+    assert change is not None and f"{change.old_step_us:,.1f}" in page
+    saves = change.new_step_us < 0.9995 * change.old_step_us
+    assert ("day2" in out) and ("pays after" in out.splitlines()[1]) == saves
+    assert main([*words, "--plan", str(tmp_path / "plan.json")]) == 1  # on which machine?
+    assert "--topology" in capsys.readouterr().err
+    with pytest.raises(InvalidInputError, match="same tables"):
+        drifts(drifting[0], [("other", AccessStats(1, {}))])
+
+
+def ink(path: Path, width: int) -> tuple[float, float]:
+    """Mean brightness of a screenshot, and the share of its pixels that differ from the ground."""
+    from matplotlib import image
+
+    pixels = image.imread(path)[..., :3]
+    assert pixels.shape[1] == width
+    ground = pixels[2, 2]
+    return float(pixels.mean()), float((np.abs(pixels - ground).max(axis=2) > 0.1).mean())
+
+
+def pages(stats: AccessStats, drifting: list[AccessStats]) -> dict[str, str]:
+    """One page of each kind."""
+    topology = topology_preset("h100-8", None)
+    item = TableSpec("<b>item", 4000, 64, ("item",))
+    plan = make_plan([item], drifting[0], topology, batch_size=2048)
+    later = [("day 1", drifting[1]), ("day 2", drifting[2])]
+    return {
+        "stats": stats_page(stats), "bench": bench_page(RECORD),
+        "drift": drift_page(drifting[0], drifts(drifting[0], later, (plan, topology)),
+                            (plan, topology)),
+        "plan": plan_page(plan, make_problem([item], drifting[0], topology, batch_size=2048))}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium or chromium-headless-shell")
+@pytest.mark.parametrize(("kind", "width", "dark"), [
+    ("stats", 1280, False), ("stats", 1280, True), ("stats", 390, False), ("plan", 390, True),
+    ("plan", 1280, False), ("drift", 390, True), ("bench", 390, False)])
+def test_in_a_browser(tmp_path: Path, stats: AccessStats, drifting: list[AccessStats], kind: str,
+                      width: int, dark: bool) -> None:
+    page = tmp_path / "page.html"
+    # The page tells its own layout: how wide the content is, how large the plots are.
+    probe = ("<script>addEventListener('load', () => { document.title = JSON.stringify([document."
+             "documentElement.scrollWidth, [...document.querySelectorAll('svg')].map(s => "
+             "s.getBoundingClientRect().width)]); })</script></body>")
+    text = pages(stats, drifting)[kind]
+    page.write_text(text.replace("</body>", probe))
+    shot = tmp_path / "shot.png"
+    common = [str(BROWSER), "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+              f"--window-size={width},3200", f"--user-data-dir={tmp_path / 'profile'}",
+              *(["--blink-settings=preferredColorScheme=0"] if dark else [])]
+    subprocess.run([*common, f"--screenshot={shot}", page.as_uri()], check=True, timeout=60,
+                   capture_output=True)
+    dom = subprocess.run([*common, "--dump-dom", page.as_uri()], check=True, timeout=60,
+                         capture_output=True, text=True).stdout
+    found = re.search(r"<title>(.*?)</title>", dom)
+    assert found is not None
+    scroll, plots = json.loads(found[1])
+    brightness, covered = ink(shot, width)
+    assert scroll <= width + 1, "nothing sticks out to the side"
+    assert len(plots) == text.count("<svg") > 0 and all(480 <= w <= max(width, 480) for w in plots)
+    assert covered > 0.01, "there is something to see"
+    assert (brightness < 0.75) if dark else (brightness > 0.85)
