@@ -2,7 +2,8 @@
 
 Plain shared libraries come out:
 
-* ``oper/_lib/liboper_search.so``, the planner's, which needs no torch and is loaded by ``ctypes``;
+* ``oper/_lib/liboper_search.so``, the planner's, and ``oper/_lib/liboper_data.so``, for logs and
+  counting: they need no torch and are loaded by ``ctypes``;
 * ``oper/_lib/liboper_host.so``, loaded by ``torch.ops.load_library``;
 * ``oper/_lib/liboper_cuda.so`` likewise, when there are CUDA sources, nvcc is found, and torch has
   CUDA.
@@ -38,7 +39,8 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
-SEARCH, HOST, CUDA = (f"oper._lib.liboper_{name}" for name in ("search", "host", "cuda"))
+SEARCH, DATA, HOST, CUDA = (
+    f"oper._lib.liboper_{name}" for name in ("search", "data", "host", "cuda"))
 # The oldest torch that the libraries must load in.
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
 # No -march: kernels for newer processors are chosen at run time. No contraction to fused
@@ -172,7 +174,7 @@ class BuildNative(build_ext):
         # symbol that is used by name is found otherwise: keep it even when it seems unused.
         keep = ["-Xlinker", "--no-as-needed"]
         own = CUDA_FLAGS[3:5] if is_cuda else ["-pthread"]
-        torch = [] if ext.name == SEARCH else [
+        torch = [] if ext.name in (SEARCH, DATA) else [
             *keep, *(f"-L{path}" for path in library_paths()), *TORCH_LIBRARIES]
         run_tool([*compiler, "-shared", *own, *map(str, objects), *torch,
                   *(["-lcudart"] if is_cuda else [])], library)
@@ -202,7 +204,8 @@ class PlatformWheel(bdist_wheel):
 torch_version()  # before pip resolves dependencies: it would fetch a torch of its own choice
 host_sources = [s for s in sources("csrc/host/*.cpp", "csrc/ops_*.cpp")
                 if not s.endswith("ops_cuda.cpp")]
-extensions = [Extension(SEARCH, sources("csrc/search/*.cpp")), Extension(HOST, host_sources)]
+extensions = [Extension(SEARCH, sources("csrc/search/*.cpp")),
+              Extension(DATA, sources("csrc/data/*.cpp")), Extension(HOST, host_sources)]
 if cuda_sources():
     extensions.append(Extension(CUDA, cuda_sources()))
 setup(ext_modules=extensions,

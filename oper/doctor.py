@@ -170,7 +170,7 @@ def _examine_packages(report: Report) -> None:
 
 def _examine_libraries(report: Report) -> None:
     rebuild = "run make setup, or python setup.py build_ext --inplace"
-    for name, must in (("search", True), ("host", True), ("cuda", False)):
+    for name, must in (("search", True), ("host", True), ("data", True), ("cuda", False)):
         path = Path(__file__).resolve().parent / "_lib" / f"liboper_{name}.so"
         if not path.exists():
             state = "not built"
@@ -192,7 +192,7 @@ def _load_failure(name: str, path: Path) -> str | None:
 
             load()
             return None
-        if name == "search":
+        if name in ("search", "data"):
             ctypes.CDLL(str(path))
             return None
         import torch

@@ -85,6 +85,39 @@ class TimeBucket:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Sketch:
+    """What a table was counted by when its counts did not fit memory, so that parts can be merged.
+
+    Attributes:
+        heavy_ids: int64 [M], ascending: a summary of Misra and Gries.
+        heavy_counts: int64 [M], too low by at most `heavy_error`; ids not listed have no more.
+        heavy_error: see `heavy_counts`.
+        sample_ids: int64 [S], ascending: the ids whose hash begins with `sample_level` zeros.
+        sample_counts: int64 [S], exact.
+        sample_level: see `sample_ids`.
+    """
+
+    heavy_ids: np.ndarray
+    heavy_counts: np.ndarray
+    heavy_error: int
+    sample_ids: np.ndarray
+    sample_counts: np.ndarray
+    sample_level: int
+
+    def __post_init__(self) -> None:
+        what = "invalid sketch"
+        for name in _SKETCH:
+            object.__setattr__(self, name, _whole_numbers(what, name, getattr(self, name)))
+        for kind in ("heavy", "sample"):
+            _check_equal_lengths(what, self, f"{kind}_ids", f"{kind}_counts")
+            _check_ascending(what, f"{kind}_ids", getattr(self, f"{kind}_ids"))
+        if self.heavy_error < 0 or not 0 <= self.sample_level < 64:
+            raise InvalidInputError(
+                fail(what, "heavy_error, sample_level", (self.heavy_error, self.sample_level),
+                     ">= 0, below 64", "count again"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TableStats:
     """Access statistics of one table.
 
@@ -101,6 +134,7 @@ class TableStats:
         presence_rows: float64 [Q], mean distinct rows touched by n consecutive samples.
         presence_windows: int64 [Q], windows behind each mean.
         buckets: time buckets, in the order of time.
+        sketch: what an inexact counting can be merged by, if there was one.
     """
 
     num_rows: int
@@ -114,6 +148,7 @@ class TableStats:
     presence_rows: np.ndarray = field(default_factory=lambda: _EMPTY_F64)
     presence_windows: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
     buckets: tuple[TimeBucket, ...] = ()
+    sketch: Sketch | None = None
 
     def __post_init__(self) -> None:
         what = "invalid table statistics"
@@ -178,8 +213,9 @@ class TableStats:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every touched row is in the head."""
-        return not bool((self.tail_num_rows[self.tail_values > 0] > 0).any())
+        """Whether every touched row is in the head, with its count."""
+        tail = self.tail_num_rows[self.tail_values > 0]
+        return self.sketch is None and not bool((tail > 0).any())
 
     @property
     def unseen_mass(self) -> float:
@@ -249,9 +285,16 @@ class TableStats:
                 fail(what, "num_rows", (self.num_rows, other.num_rows), "equal", "count again"))
         if not (self.is_exact and other.is_exact):
             raise InvalidInputError(
-                fail(what, "is_exact", False, "exact parts", "merge before cutting the tail"))
+                fail(what, "is_exact", False, "exact parts",
+                     "merge sketched ones by oper.analysis.merge_stats"))
         ids, counts = _add_counts(
             [self.head_ids, other.head_ids], [self.head_counts, other.head_counts])
+        return TableStats.from_counts(self.num_rows, ids, counts, *self.merge_bags(other))
+
+    def merge_bags(self, other: TableStats) -> tuple[
+            tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray],
+            tuple[TimeBucket, ...]]:
+        """Bag lengths, presence and time buckets of both parts, as `from_counts` takes them."""
         lengths = _add_counts(
             [self.length_values, other.length_values], [self.length_counts, other.length_counts])
         labels = dict.fromkeys(b.label for part in (self, other) for b in part.buckets)
@@ -260,8 +303,7 @@ class TableStats:
             parts = [b for part in (self, other) for b in part.buckets if b.label == label]
             buckets.append(TimeBucket(
                 label, *_add_counts([b.ids for b in parts], [b.counts for b in parts])))
-        return TableStats.from_counts(
-            self.num_rows, ids, counts, lengths, _merge_presence(self, other), tuple(buckets))
+        return lengths, _merge_presence(self, other), tuple(buckets)
 
 
 def _add_counts(keys: list[np.ndarray], counts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -344,6 +386,11 @@ class AccessStats:
                 arrays[f"{index}.bucket{k}.counts"] = _narrow(bucket.counts)
             tables.append({"name": name, "num_rows": t.num_rows,
                            "buckets": [b.label for b in t.buckets]})
+            if t.sketch is not None:
+                for column in _SKETCH:
+                    arrays[f"{index}.{column}"] = _narrow(getattr(t.sketch, column))
+                tables[-1]["sketch"] = {"error": t.sketch.heavy_error,
+                                        "level": t.sketch.sample_level}
         meta = {"num_samples": self.num_samples, "source": self.source, "tables": tables,
                 "ids_in_hotness_order": self.ids_in_hotness_order}
         write_arrays(path, STATS_KIND, STATS_VERSION, arrays, meta)
@@ -365,8 +412,13 @@ class AccessStats:
                                arrays[f"{index}.bucket{k}.counts"])
                     for k, label in enumerate(entry["buckets"]))
                 columns = {c: arrays[f"{index}.{c}"] for c in _COLUMNS}
+                sketch = None
+                if "sketch" in entry:
+                    sketch = Sketch(heavy_error=int(entry["sketch"]["error"]),
+                                    sample_level=int(entry["sketch"]["level"]),
+                                    **{c: arrays[f"{index}.{c}"] for c in _SKETCH})
                 tables[str(entry["name"])] = TableStats(
-                    int(entry["num_rows"]), buckets=buckets, **columns)
+                    int(entry["num_rows"]), buckets=buckets, sketch=sketch, **columns)
             return AccessStats(int(meta["num_samples"]), tables, str(meta["source"]),
                                bool(meta["ids_in_hotness_order"]))
         except (KeyError, TypeError, AttributeError) as error:
@@ -375,6 +427,7 @@ class AccessStats:
                      "a complete header", "write it again")) from None
 
 
+_SKETCH = ("heavy_ids", "heavy_counts", "sample_ids", "sample_counts")
 _COLUMNS = ("head_ids", "head_counts", "tail_values", "tail_num_rows", "length_values",
             "length_counts", "presence_samples", "presence_rows", "presence_windows")
 

@@ -20,7 +20,7 @@ MODULES = {
 }
 
 LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "plan", "directory",
-                    "traffic"})
+                    "native", "traffic"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}
@@ -41,7 +41,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "train": frozenset(WORKLOADS),
     "serve": frozenset(WORKLOADS | {"train"}),
     "bench": frozenset(WORKLOADS | {"train", "serve"}),
-    "report": frozenset(WORKLOADS | {"bench"}),
+    "report": frozenset(WORKLOADS | {"bench", "replanning"}),
     "doctor": LEAVES | {"shmem"},
     "cli": LEAVES,
     "__main__": frozenset({"cli"}),

@@ -125,7 +125,7 @@ def test_numbers_with_a_tail() -> None:
     assert not stats.is_exact
     assert stats.unseen_mass == 3 / 20
     assert stats.coverage(np.array([0, 1, 2, 3, 9])).tolist() == [0, 0.5, 0.85, 0.9, 1.0]
-    with pytest.raises(InvalidInputError, match="merge before cutting the tail"):
+    with pytest.raises(InvalidInputError, match="merge_stats"):
         stats.merge(stats)
 
 

@@ -18,6 +18,7 @@ _PUBLIC = {
     "TableCounter": "oper.analysis.counting",
     "HeavyHitters": "oper.analysis.sketch",
     "DistinctSample": "oper.analysis.sketch",
+    "merge_stats": "oper.analysis.sketch",
     "PresenceSampler": "oper.analysis.presence",
     "ValueCountOptions": "oper.analysis.value_counts",
     "stats_from_value_counts": "oper.analysis.value_counts",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from oper.analysis.sketch import (
         DistinctSample as DistinctSample,
         HeavyHitters as HeavyHitters,
+        merge_stats as merge_stats,
     )
     from oper.analysis.summary import (
         Skew as Skew,

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
-from oper.analysis.sketch import DistinctSample, HeavyHitters, merge_counts, sketched_stats
+from oper.analysis.sketch import DistinctSample, HeavyHitters, sketched_stats
 from oper.errors import InvalidInputError, fail
+from oper.native import count_distinct, merge_counts
 from oper.stats import TableStats, TimeBucket
 
-_PENDING = 1 << 20         # ids that a sparse counter collects before it sorts them
-_SKETCH_PENDING = 1 << 22  # ids that are sorted before they meet a sketch
+_PENDING = 1 << 20         # ids that a sparse counter collects before it sorts them, at least
+_MAX_PENDING = 1 << 23     # at most, once it holds twice as many
+_SKETCH_PENDING = 1 << 23  # ids that are sorted before they meet a sketch
 _BUCKET_ENTRIES = 1 << 16  # ids of a time bucket that is not counted exactly
 _UINT32_MAX = 2**32 - 1
 _EMPTY = np.zeros(0, np.int64)
@@ -28,8 +30,9 @@ class CountOptions:
         dense_budget_bytes: memory for dense counters (4 bytes per row) over all tables; tables that
             do not fit are counted by sorting, exactly as well, at a third to a tenth of the speed.
         sparse_budget_bytes: memory of one such table (16 bytes per touched row, about twice that
-            while counting); beyond it heavy hitters are kept with a bounded error and the tail is
-            estimated from a sample of its rows (see `oper.analysis.sketch`).
+            while counting, and up to 64 MB of ids not yet counted); beyond it heavy hitters are
+            kept with a bounded error and the tail is estimated from a sample of its rows (see
+            `oper.analysis.sketch`).
         max_overhead: share of the time that a live `Collector` may take, e.g. 0.02: batches that
             would take more are left out; None = count every batch.
     """
@@ -78,7 +81,9 @@ class SparseCounter:
         """Count `values`, integer [N]."""
         self._pending.append(values.astype(self._dtype))  # a copy: the caller may reuse its array
         self._num_pending += values.size
-        if self._num_pending >= _PENDING:
+        # The more is held, the more is collected first: fewer merges.
+        if self._num_pending >= _PENDING and self._num_pending >= min(
+                _MAX_PENDING, sum(v.size for v, _ in self._runs) // 2):
             self._flush()
 
     def _flush(self) -> None:
@@ -172,13 +177,6 @@ class AdaptiveCounter:
                 counter._exact = None
         self.heavy.merge(other.heavy)
         self.sample.merge(other.sample)
-
-
-def count_distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct values, ascending, and the count of each, int64 [K]; `values` is sorted in place."""
-    values.sort()
-    starts = np.flatnonzero(np.concatenate([[values.size > 0], values[1:] != values[:-1]]))
-    return values[starts], np.diff(starts, append=values.size)
 
 
 class _DenseCounter:

@@ -9,32 +9,21 @@ exact counts of the ids whose hash falls below a threshold, which halves when th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
-from oper.stats import TableStats, TimeBucket, hotness_order
+from oper.errors import InvalidInputError, fail
+from oper.native import merge_counts, sampled
+from oper.stats import AccessStats, Sketch, TableStats, TimeBucket, hotness_order
 
 HEAVY_ENTRIES = 1 << 20   # ids that a summary keeps
 SAMPLE_ENTRIES = 1 << 18  # ids that a distinct sample keeps
 _MAX_RELATIVE_ERROR = 0.1
 _MAX_LEVEL = 63
-
-
-def merge_counts(
-    parts: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Add up (values, counts) pairs whose values ascend; values ascend in the result."""
-    if len(parts) == 1:
-        return parts[0]
-    values = np.concatenate([v for v, _ in parts])
-    counts = np.concatenate([c for _, c in parts])
-    order = np.argsort(values, kind="stable")  # merges the sorted parts
-    values, counts = values[order], counts[order]
-    if not values.size:
-        return values, counts
-    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
-    return values[starts], np.add.reduceat(counts, starts)
+_FEW = 1 << 12  # counts below are found by counting them
+_NONE = np.zeros(0, np.int64)
 
 
 class HeavyHitters:
@@ -59,8 +48,7 @@ class HeavyHitters:
         ids, counts = merge_counts(self._parts)
         if ids.size > self.num_entries:
             # What is subtracted from one id is subtracted from num_entries others as well.
-            place = ids.size - self.num_entries - 1
-            level = int(np.partition(counts, place)[place])
+            level = _smallest(counts, ids.size - self.num_entries - 1)
             keep = counts > level
             ids, counts = ids[keep], counts[keep] - level
             self.error += level
@@ -80,6 +68,13 @@ class HeavyHitters:
         return self._parts[0]
 
 
+def _smallest(counts: np.ndarray, place: int) -> int:
+    """The count that has `place` before it in ascending order."""
+    few = np.bincount(np.minimum(counts, _FEW), minlength=_FEW + 1)
+    level = int(np.searchsorted(np.cumsum(few), place, side="right"))
+    return level if level < _FEW else int(np.partition(counts, place)[place])
+
+
 class DistinctSample:
     """Exact counts of the ids whose hash has `level` leading zeros: a share 2^-level of all ids."""
 
@@ -91,7 +86,7 @@ class DistinctSample:
 
     def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
         """Add distinct ascending ids int64 [K] with their counts int64 [K]."""
-        keep = _leading_zeros(ids, self.level)
+        keep = sampled(ids, self.level)
         self._parts.append((ids[keep], counts[keep]))
         if sum(i.size for i, _ in self._parts) > 2 * self.num_entries:
             self._reduce()
@@ -100,7 +95,7 @@ class DistinctSample:
         ids, counts = merge_counts(self._parts)
         while ids.size > self.num_entries and self.level < _MAX_LEVEL:
             self.level += 1
-            keep = _leading_zeros(ids, self.level)
+            keep = sampled(ids, self.level)
             ids, counts = ids[keep], counts[keep]
         self._parts = [(ids, counts)]
 
@@ -117,16 +112,6 @@ class DistinctSample:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._reduce()
         return self._parts[0]
-
-
-def _leading_zeros(ids: np.ndarray, level: int) -> np.ndarray:
-    """Which ids have a hash that begins with `level` zeros (the finalizer of splitmix64)."""
-    if level == 0:
-        return np.ones(ids.size, bool)
-    x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))) >> np.uint64(64 - level) == 0
 
 
 def sketched_stats(
@@ -159,9 +144,10 @@ def sketched_stats(
     if over > 0:  # halves of the error that were not there
         counts = np.maximum(1, counts - -(-over // max(1, ids.size)))
     order = hotness_order(ids, counts)
+    kept = Sketch(*heavy.result(), heavy.error, *sample.result(), sample.level)
     values, rows = _tail(ids, sample, num_accesses - int(counts.sum()), num_rows - ids.size)
     return TableStats(num_rows, ids[order], counts[order], values, rows, lengths[0], lengths[1],
-                      *presence, buckets)
+                      *presence, buckets, kept)
 
 
 def _tail(head: np.ndarray, sample: DistinctSample, num_accesses: int, num_rows: int
@@ -220,3 +206,75 @@ def whole_rows(values: np.ndarray, rows: np.ndarray, num_accesses: int, num_rows
     unique, inverse = np.unique(values, return_inverse=True)
     total = np.bincount(inverse, found, minlength=unique.size).astype(np.int64)
     return unique[total > 0], total[total > 0]
+
+
+def merge_stats(parts: Iterable[AccessStats]) -> AccessStats:
+    """Statistics of all parts together, exact or sketched.
+
+    A table all of whose parts are exact stays exact. Otherwise the parts' sketches are merged, an
+    exact part as the sketch that it would have become: errors add up and stay within (ids counted)
+    / `HEAVY_ENTRIES`. Only the order of time buckets depends on the order of the parts.
+
+    Raises:
+        InvalidInputError: no parts, parts of different tables, or a table whose tail is modelled
+            (of published counts, say) so that nothing is known of single rows.
+    """
+    ready: list[tuple[int, AccessStats]] = []  # of falling size, so that few are held at a time
+    for part in parts:
+        size, whole = 1, part
+        while ready and ready[-1][0] == size:
+            size, whole = 2 * size, _merge_two(ready.pop()[1], whole)
+        ready.append((size, whole))
+    if not ready:
+        raise InvalidInputError(fail("cannot merge statistics", "parts", 0, "at least one",
+                                     "pass some"))
+    while len(ready) > 1:
+        (_, one), (_, other) = ready[-2:]
+        ready[-2:] = [(0, _merge_two(one, other))]
+    return ready[0][1]
+
+
+def _merge_two(one: AccessStats, other: AccessStats) -> AccessStats:
+    mixed = {name for name, t in one.tables.items()
+             if name in other.tables and not (t.is_exact and other.tables[name].is_exact)}
+    if not mixed:
+        return one.merge(other)
+    bare = [replace(s, tables={n: TableStats.from_counts(t.num_rows, _NONE, _NONE, (_NONE, _NONE))
+                               if n in mixed else t for n, t in s.tables.items()})
+            for s in (one, other)]
+    merged = bare[0].merge(bare[1])
+    return replace(merged, tables={
+        n: _merge_sketched(n, one.tables[n], other.tables[n]) if n in mixed else t
+        for n, t in merged.tables.items()})
+
+
+def _merge_sketched(name: str, one: TableStats, other: TableStats) -> TableStats:
+    if one.num_rows != other.num_rows:
+        raise InvalidInputError(
+            fail(f"cannot merge statistics of table {name!r}", "num_rows",
+                 (one.num_rows, other.num_rows), "equal", "count again"))
+    (heavy, sample), (more, others) = (_sketches(name, t) for t in (one, other))
+    heavy.merge(more)
+    sample.merge(others)
+    lengths, presence, buckets = one.merge_bags(other)
+    return sketched_stats(one.num_rows, heavy, sample, one.num_accesses + other.num_accesses,
+                          lengths, presence, buckets)
+
+
+def _sketches(name: str, table: TableStats) -> tuple[HeavyHitters, DistinctSample]:
+    heavy, sample = HeavyHitters(), DistinctSample()
+    if table.is_exact:
+        order = np.argsort(table.head_ids)
+        ids, counts = table.head_ids[order], table.head_counts[order]
+        heavy.add(ids, counts)
+        sample.add(ids, counts)
+        return heavy, sample
+    kept = table.sketch
+    if kept is None:
+        raise InvalidInputError(
+            fail(f"cannot merge statistics of table {name!r}", "tail", "modelled",
+                 "exact counts, or sketches of a counting", "merge what it was made from"))
+    heavy.error, sample.level = kept.heavy_error, kept.sample_level
+    heavy.add(kept.heavy_ids, kept.heavy_counts)
+    sample.add(kept.sample_ids, kept.sample_counts)
+    return heavy, sample

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from oper.data.folder import Folder, reading
 from oper.errors import FileFormatError, InvalidInputError, fail
@@ -20,13 +21,16 @@ class ArrayBatch:
     Attributes:
         labels: float32 [B], 0 or 1.
         dense: float32 [B, D].
-        ids: int64 [C, B], one id per sample and sparse column. Flattened it is the `values` of a
-            KJT whose keys are the sparse columns and whose lengths are all 1.
+        ids: of a folder without multi-hot columns int64 [C, B], one id per sample and sparse
+            column; else int64 [L], the ids of all bags, column by column. Flattened it is the
+            `values` of a KJT whose keys are the sparse columns.
+        lengths: int32 [C, B], ids of each bag, the `lengths` of that KJT; None = 1 everywhere.
     """
 
     labels: np.ndarray
     dense: np.ndarray
     ids: np.ndarray
+    lengths: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:
@@ -84,12 +88,6 @@ class Batches:
     def __init__(self, path: str | os.PathLike[str], split: str, options: BatchOptions) -> None:
         """Open the split; raises FileFormatError or InvalidInputError when it cannot be read."""
         self.folder = Folder.open(path)
-        if self.folder.multi_hot:
-            raise InvalidInputError(
-                fail(f"cannot make batches of {os.fspath(path)!r}", "multi-hot columns",
-                     list(self.folder.multi_hot), "one id per row and column",
-                     "read its Parquet parts, whose list columns are bags, with a loader of your "
-                     "own"))
         self.split, self.options = split, options
         self._columns = (self.folder.label, *self.folder.dense, *self.folder.sparse)
         self._groups: list[tuple[Path, int]] = []
@@ -122,75 +120,151 @@ class Batches:
         """
         size, left = self.options.global_batch_size, self.num_rows
         index = 0
-        for labels, dense, ids in self._buffers(number):
+        for buffer in self._buffers(number):
             at = 0
-            while at < labels.size:
-                count = min(size, labels.size - at)
+            while at < buffer.num_rows:
+                count = min(size, buffer.num_rows - at)
                 if index >= start and (count == size or self.options.last == "keep"):
-                    yield self._share(labels, dense, ids, slice(at, at + count))
+                    yield self._share(buffer, slice(at, at + count))
                 at += count
                 index += 1
-            left -= labels.size
+            left -= buffer.num_rows
         if left:
             raise FileFormatError(
                 fail(f"cannot read {str(self.folder.path)!r}", "rows", self.num_rows - left,
                      f"{self.num_rows}", "the folder changed while it was read, open it again"))
 
-    def _share(self, labels: np.ndarray, dense: np.ndarray, ids: np.ndarray,
-               rows: slice) -> ArrayBatch:
+    def _share(self, buffer: _Rows, rows: slice) -> ArrayBatch:
         """This rank's rows of the global batch `rows` of a buffer."""
         each, more = divmod(rows.stop - rows.start, self.options.world_size)
         rank = self.options.rank
         first = rows.start + rank * each + min(rank, more)
         mine = slice(first, first + each + (rank < more))
-        return ArrayBatch(labels[mine].astype(np.float32),
-                          np.ascontiguousarray(dense[:, mine].T), ids[:, mine].astype(np.int64))
+        labels, dense = buffer.labels[mine].astype(np.float32), buffer.dense[:, mine].T
+        if not self.folder.multi_hot:
+            ids = buffer.ids[:, mine].astype(np.int64)
+            return ArrayBatch(labels, np.ascontiguousarray(dense), ids)
+        values, lengths = [], np.ones((len(self.folder.sparse), labels.size), np.int32)
+        single = iter(buffer.ids)
+        for k, name in enumerate(self.folder.sparse):
+            if name in buffer.bags:
+                bags = buffer.bags[name]
+                values.append(bags.ids[bags.ends[mine.start]:bags.ends[mine.stop]])
+                lengths[k] = np.diff(bags.ends[mine.start:mine.stop + 1])
+            else:
+                values.append(next(single)[mine])
+        return ArrayBatch(labels, np.ascontiguousarray(dense),
+                          np.concatenate(values).astype(np.int64), lengths)
 
-    def _buffers(self, epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Rows in order of the epoch, in buffers of whole global batches except for the last one.
-
-        Yields labels int8 [n], dense float32 [D, n], ids int32 [C, n].
-        """
+    def _buffers(self, epoch: int) -> Iterator[_Rows]:
+        """Rows in order of the epoch, in whole global batches but for the last buffer."""
         options = self.options
         rng = np.random.default_rng((options.seed, epoch))
         groups = self._groups
         if options.shuffle:
             groups = [groups[k] for k in rng.permutation(len(groups))]
-        pending: list[tuple[np.ndarray, ...]] = []
+        pending: list[_Rows] = []
         num_pending = 0
         wanted = max(options.buffer_rows, options.global_batch_size)
         for k, group in enumerate(groups):
             pending.append(self._load(*group))
-            num_pending += pending[-1][0].size
+            num_pending += pending[-1].num_rows
             is_last = k == len(groups) - 1
             if num_pending < wanted and not is_last:
                 continue
-            arrays = [np.concatenate(a, axis=-1) for a in zip(*pending, strict=True)]
+            rows = _joined(pending)
             if options.shuffle:
-                order = rng.permutation(num_pending)
-                arrays = [a[..., order] for a in arrays]
+                rows = rows.take(rng.permutation(num_pending))
             cut = num_pending if is_last else num_pending - num_pending % options.global_batch_size
-            labels, dense, ids = (a[..., :cut] for a in arrays)
-            pending = [tuple(a[..., cut:] for a in arrays)]
+            pending = [rows.part(cut, num_pending)]
             num_pending -= cut
-            yield labels, dense, ids
+            yield rows.part(0, cut)
 
-    def _load(self, part: Path, group: int) -> tuple[np.ndarray, ...]:
+    def _load(self, part: Path, group: int) -> _Rows:
         folder = self.folder
         file = folder.open_part(part, self._columns)
         with reading(part):
             table = file.read_row_group(group, columns=list(self._columns))
 
-        def stack(names: tuple[str, ...], dtype: type[np.generic]) -> np.ndarray:
+        def stack(names: Sequence[str], dtype: type[np.generic]) -> np.ndarray:
             if not names:
                 return np.zeros((0, table.num_rows), dtype)
             return np.stack([table.column(n).to_numpy() for n in names]).astype(dtype, copy=False)
 
-        ids = stack(folder.sparse, np.int32)
-        for name, column, rows in zip(folder.sparse, ids, folder.num_rows, strict=True):
+        single = [n for n in folder.sparse if n not in folder.multi_hot]
+        ids = stack(single, np.int32)
+        bags = {n: _bags(part, n, table.column(n).combine_chunks()) for n in folder.multi_hot}
+        found = {**dict(zip(single, ids, strict=True)), **{n: b.ids for n, b in bags.items()}}
+        for name, rows in zip(folder.sparse, folder.num_rows, strict=True):
+            column = found[name]
             if column.size and not 0 <= column.min() <= column.max() < rows:
                 raise FileFormatError(
                     fail(f"cannot read {str(part)!r}", f"ids of {name}",
                          (int(column.min()), int(column.max())), f"0 <= id < num_rows={rows}",
                          "preprocess again"))
-        return stack((folder.label,), np.int8)[0], stack(folder.dense, np.float32), ids
+        return _Rows(stack([folder.label], np.int8)[0], stack(folder.dense, np.float32), ids, bags)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bags:
+    """A column's ids int32 [L], and where each of the n bags ends, int64 [n + 1] (the first 0)."""
+
+    ids: np.ndarray
+    ends: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """n rows: labels int8 [n], dense float32 [D, n], columns of one id each int32 [C, n], bags."""
+
+    labels: np.ndarray
+    dense: np.ndarray
+    ids: np.ndarray
+    bags: dict[str, _Bags]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.labels.size)
+
+    def part(self, start: int, stop: int) -> _Rows:
+        """Rows from `start` to before `stop`, without a copy of the ids."""
+        bags = {}
+        for name, b in self.bags.items():
+            first, last = b.ends[start], b.ends[stop]
+            bags[name] = _Bags(b.ids[first:last], b.ends[start:stop + 1] - first)
+        return _Rows(self.labels[start:stop], self.dense[:, start:stop], self.ids[:, start:stop],
+                     bags)
+
+    def take(self, order: np.ndarray) -> _Rows:
+        """The rows in another order."""
+        bags = {}
+        for name, b in self.bags.items():
+            lengths = np.diff(b.ends)[order]
+            ends = np.concatenate([[0], np.cumsum(lengths)])
+            at = np.arange(ends[-1]) + np.repeat(b.ends[order] - ends[:-1], lengths)
+            bags[name] = _Bags(b.ids[at], ends)
+        return _Rows(self.labels[order], self.dense[:, order], self.ids[:, order], bags)
+
+
+def _joined(parts: Sequence[_Rows]) -> _Rows:
+    if len(parts) == 1:
+        return parts[0]
+    bags = {}
+    for name in parts[0].bags:
+        same = [p.bags[name] for p in parts]
+        starts = np.cumsum([0, *(b.ids.size for b in same)])
+        ends = [b.ends[1:] + start for b, start in zip(same, starts, strict=False)]
+        bags[name] = _Bags(np.concatenate([b.ids for b in same]), np.concatenate([[0], *ends]))
+    return _Rows(np.concatenate([p.labels for p in parts]),
+                 np.concatenate([p.dense for p in parts], axis=1),
+                 np.concatenate([p.ids for p in parts], axis=1), bags)
+
+
+def _bags(part: Path, name: str, column: pa.Array) -> _Bags:
+    if not pa.types.is_list(column.type) or column.null_count:
+        raise FileFormatError(
+            fail(f"cannot read {str(part)!r}", name, str(column.type), "lists without nulls",
+                 "preprocess again"))
+    ends = np.asarray(column.offsets.to_numpy(), np.int64)
+    ids = column.values.to_numpy(zero_copy_only=False)[ends[0]:ends[-1]]
+    return _Bags(ids, ends - ends[0])

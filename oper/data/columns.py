@@ -38,7 +38,7 @@ _FIELD = {
     "uint64": re.compile(rb"[0-9]{1,20}"), "int": re.compile(rb"-?[0-9]{1,19}"),
     "binary": re.compile(rb"[01]"), "yymmddhh": re.compile(rb"[0-9]{8}"),
 }
-_TOP_SECONDS = 1 << 36  # the year 4147
+TOP_SECONDS = 1 << 36  # the year 4147
 _TOP_WHOLE = 2.0**53
 MAX_TEXT_BYTES = 1024  # of an id
 _NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -131,6 +131,11 @@ def dense(column: Column, array: pa.Array) -> np.ndarray:
         values = _floats(column, array).astype(np.float32)
     else:
         values = array.fill_null(0).to_numpy(zero_copy_only=False).astype(np.float32)
+    return transformed(column, values)
+
+
+def transformed(column: Column, values: np.ndarray) -> np.ndarray:
+    """float32 [n] after the column's transform; raises MalformedError for what is not finite."""
     _require(bool(np.isfinite(values).all()), column)  # beyond float32
     return np.log1p(np.maximum(values, 0)) if column.transform == "log1p" else values
 
@@ -224,20 +229,20 @@ def times(column: Column, array: pa.Array) -> np.ndarray:
         array = _prepared(column, array)
     _require(array.null_count == 0, column)
     if column.parse == "yymmddhh":
-        seconds = _hours(column, array.to_numpy(zero_copy_only=False))
+        seconds = hours(column, array.to_numpy(zero_copy_only=False))
     elif pa.types.is_timestamp(array.type):
         seconds = array.cast(pa.int64()).to_numpy(zero_copy_only=False) // 1_000_000
     else:
         values = _floats(column, array)
         seconds = np.floor(values / (1000 if column.parse == "unix_ms" else 1))
-        _require(bool((np.abs(seconds) < _TOP_SECONDS).all()), column)
+        _require(bool((np.abs(seconds) < TOP_SECONDS).all()), column)
         seconds = seconds.astype(np.int64)
-    _require(not seconds.size or bool(abs(seconds).max() < _TOP_SECONDS), column)
+    _require(not seconds.size or bool(abs(seconds).max() < TOP_SECONDS), column)
     return seconds
 
 
-def _hours(column: Column, values: np.ndarray) -> np.ndarray:
-    """Seconds of numbers written YYMMDDHH, of this century."""
+def hours(column: Column, values: np.ndarray) -> np.ndarray:
+    """Seconds of numbers written YYMMDDHH, of this century; raises MalformedError."""
     _require(bool(((values >= 0) & (values < 10**8)).all()), column)
     days, hour = np.divmod(values, 100)
     distinct, inverse = np.unique(days, return_inverse=True)
@@ -286,7 +291,7 @@ def _is_value(parse: str, field: bytes) -> bool:
     if parse == "integral":
         return value == int(value) and abs(value) < _TOP_WHOLE if np.isfinite(value) else False
     if parse in ("unix", "unix_ms"):
-        return abs(value) / (1000 if parse == "unix_ms" else 1) < _TOP_SECONDS
+        return abs(value) / (1000 if parse == "unix_ms" else 1) < TOP_SECONDS
     return bool(np.isfinite(value)) and abs(value) <= float(np.finfo(np.float32).max)
 
 

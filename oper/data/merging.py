@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from oper.analysis.sketch import merge_counts
 from oper.errors import InvalidInputError, fail
+from oper.native import merge_counts
 
 _MEMORY_BYTES = 192 << 20  # of runs held before they are spilled
 _SLICE = 1 << 21           # entries that are merged at once, about

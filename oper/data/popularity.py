@@ -13,6 +13,7 @@ from oper.stats import TableStats
 
 _EXPLICIT = 512      # hottest ranks of a power law, each a level of its own
 _RATIO = 1.01        # further levels span ranks of this ratio
+_RARE_RATE, _HEAD_EXPONENT = 0.5, 1.05  # of a fit in two parts
 _EDGES = (0, *(1 << k for k in range(16)))  # counts between the bins of published locality
 
 
@@ -125,6 +126,10 @@ def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_
                     ) -> Popularity:
     """The power law under which a log has published numbers of distinct values.
 
+    Where none has both numbers (columns of few values, nearly all of them frequent, with some that
+    were seen once or twice) the frequent values follow a power law, and rare ones, all alike, make
+    up the difference.
+
     Args:
         num_accesses: rows of the log.
         num_distinct: distinct values seen.
@@ -146,7 +151,26 @@ def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_
         return found.expected(num_accesses, at_least) / found.expected(num_accesses)
 
     exponent = _bisect(lambda e: frequent(e) - num_frequent / num_distinct, 0.3, 2.0)
-    return rows_for(exponent)
+    law = rows_for(exponent)
+    if abs(law.expected(num_accesses, at_least) - num_frequent) <= max(0.5, 0.001 * num_frequent):
+        return law
+    return _with_rare_rows(num_accesses, num_distinct, num_frequent, at_least) or law
+
+
+def _with_rare_rows(num_accesses: int, num_distinct: int, num_frequent: int, at_least: int
+                    ) -> Popularity | None:
+    """Frequent rows by a power law, and rows that are accessed half a time each on average."""
+    rate = np.array([_RARE_RATE])
+    rare = Popularity(np.array([1]), rate / num_accesses)
+    seen, often = (rare.expected(num_accesses, k) for k in (1, at_least))
+    num_rare = round((num_distinct - num_frequent) / (seen - often))
+    num_head = num_frequent - round(num_rare * often)
+    if num_head < 1 or num_rare < 1:
+        return None
+    head = power_law(num_head, _HEAD_EXPONENT)
+    share = 1.0 - num_rare * _RARE_RATE / num_accesses
+    return Popularity.of(np.append(head.rows, num_rare),
+                         np.append(share * head.mass / head.rows, _RARE_RATE / num_accesses))
 
 
 def _bisect(falling: Callable[[float], float], low: float, high: float) -> float:

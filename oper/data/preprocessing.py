@@ -67,7 +67,7 @@ class PreprocessOptions:
         part_rows: rows of a Parquet file.
         unit_bytes: about the size of the units that large plain files are cut into.
         check_disk: refuse to begin when the disk is estimated to be too small.
-        show_progress: a progress bar on stderr, and the estimate.
+        show_progress: a progress bar on stderr.
     """
 
     min_count: int | None = None
@@ -120,8 +120,8 @@ def preprocess(
         options: see `PreprocessOptions`.
 
     Raises:
-        InvalidInputError: an input is missing, `output` exists, the disk is too small, or no
-            training row is left.
+        InvalidInputError: an input is missing, `output` holds something else, the disk is too
+            small, or no training row is left.
         FileFormatError: more than `max_bad` malformed rows, a damaged file, or another format.
     """
     options = options or PreprocessOptions()
@@ -129,8 +129,10 @@ def preprocess(
     _warn_about_order(paths)
     units = plan_units(recipe, paths, options.layout, options.unit_bytes)
     job = Job(recipe, paths, units, Path(output), options)
-    if job.finished():
-        return job.finished()
+    if job.is_there():
+        # A process of the same job that comes late, or the same command again.
+        _log.info("%s is there already, of the same inputs and settings", job.target)
+        return job.read_manifest()
     _check_target(job)
     job.prepare()
     try:
@@ -232,6 +234,10 @@ class Job:
                 return found
         return {}
 
+    def is_there(self) -> bool:
+        """Whether this very job was done before, and need not be done anew."""
+        return not self.options.force and self.read_manifest().get("job") == self.identity()
+
     def finished(self) -> dict[str, Any]:
         """The manifest once this very job, begun by this call, is done; empty before."""
         found = self.read_manifest() if self._began else {}
@@ -260,8 +266,7 @@ class Job:
     def _estimate(self) -> None:
         need = estimate.disk_need(self.recipe, self.units)
         free = shutil.disk_usage(self.target.parent).free
-        if self.options.show_progress:
-            _log.info("%s", need.text(free))
+        _log.info("%s", need.text(free))
         if need.total > free and self.options.check_disk:
             raise InvalidInputError(
                 fail("cannot preprocess", "free bytes of the disk", free,
@@ -385,7 +390,7 @@ class Job:
         options = WriteOptions(self.options.row_group_rows, self.options.part_rows)
         writer = Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out", options)
         rows = writer.write(k, self._first_rows[k])
-        write_text(self.work / "stage" / f"{k:06d}.rows.json", json.dumps(rows))
+        self.stage.note(f"{k:06d}.rows.json", rows)
 
     def _finish(self, split: Split) -> None:
         manifest = self.manifest(split)

@@ -18,6 +18,7 @@ from pyarrow import json as pajson
 from oper.data import columns as convert
 from oper.data.columns import Ids, MalformedError
 from oper.data.lines import Block, Progress, Quoting, Span, first_line, line_of, read_blocks
+from oper.data.plain import is_plain, read_plain
 from oper.data.recipe import Column, Layout, Recipe
 from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
 from oper.data.text import no_rows, parse_block, rows_of, text_layout
@@ -47,15 +48,25 @@ class Unit:
         return asdict(self)
 
 
-def read_unit(unit: Unit, recipe: Recipe, progress: Progress) -> Iterator[Rows]:
+def read_unit(unit: Unit, recipe: Recipe, progress: Progress, reuse: bool = False
+              ) -> Iterator[Rows]:
     """The rows of a unit, piece by piece.
+
+    Args:
+        unit: what to read.
+        recipe: how.
+        progress: is told of file bytes read.
+        reuse: memory may be filled again: rows are good until the next ones are asked for.
 
     Raises:
         FileFormatError: the file is damaged, or has other columns than the recipe.
     """
     layout = recipe.layout(unit.layout)
-    reader = {"text": _read_text, "jsonl": _read_jsonl, "bags": _read_bags,
-              "parquet": _read_parquet, "npy": _read_npy}[layout.format]
+    if layout.format == "text":
+        yield from _read_text(unit, recipe, progress, reuse)
+        return
+    reader = {"jsonl": _read_jsonl, "bags": _read_bags, "parquet": _read_parquet,
+              "npy": _read_npy}[layout.format]
     yield from reader(unit, recipe, layout, progress)
 
 
@@ -74,11 +85,15 @@ def _blocks(unit: Unit, layout: Layout, progress: Progress) -> Iterator[Block]:
                        Quoting(layout.quote, layout.escape))
 
 
-def _read_text(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
+def _read_text(unit: Unit, recipe: Recipe, progress: Progress, reuse: bool) -> Iterator[Rows]:
+    layout = recipe.layout(unit.layout)
     line = first_line(unit.path, layout.encoding)
     if not line and os.path.getsize(unit.path) == 0:
         return
     text = text_layout(recipe, layout, line, unit.path)
+    if is_plain(text):
+        yield from read_plain(Span(unit.path, unit.start, unit.stop), text, progress, reuse)
+        return
     for block in _blocks(unit, layout, progress):
         yield parse_block(block, text)
 

@@ -11,6 +11,8 @@ import pyarrow as pa
 from oper.data.columns import Ids
 
 MAX_EXAMPLES = 20
+PIECE_ROWS = 1 << 19   # of the log, that are in memory at once, at most
+PIECE_BYTES = 1 << 28  # about, of logs with many columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class Rows:
     bad: tuple[BadRow, ...] = field(default=())
 
 
+def piece_rows(dense: Sequence[str], sparse: Sequence[str]) -> int:
+    """How many rows of a log of such columns are in memory at once."""
+    return max(1, min(PIECE_ROWS, PIECE_BYTES // (8 * (len(dense) + len(sparse) + 4))))
+
+
 def show(text: bytes) -> str:
     """A field for a message."""
     shown = text[:41].decode("utf-8", "backslashreplace")
@@ -78,3 +85,21 @@ def concat(parts: Sequence[Rows]) -> Rows:
         np.concatenate([p.dense for p in parts], axis=1), tuple(sparse),
         np.concatenate(times) if times else None, sum(p.num_bad for p in parts),
         tuple(b for p in parts for b in p.bad)[:MAX_EXAMPLES])
+
+
+def in_order(rows: Rows, order: np.ndarray) -> Rows:
+    """The same rows, row `order[k]` in place k (so that their numbers need not ascend)."""
+    at = pa.array(order)
+    sparse = []
+    for ids in rows.sparse:
+        if ids.lengths is None:
+            sparse.append(Ids(ids.values.take(at)))
+            continue
+        ends = np.concatenate([[0], np.cumsum(ids.lengths)])
+        lengths = ids.lengths[order]
+        starts = np.repeat(ends[order] - np.concatenate([[0], np.cumsum(lengths)])[:-1], lengths)
+        taken = starts + np.arange(int(lengths.sum()))
+        sparse.append(Ids(ids.values.take(pa.array(taken)), lengths))
+    return Rows(rows.num_lines, rows.rows[order], rows.labels[order], rows.dense[:, order],
+                tuple(sparse), None if rows.time is None else rows.time[order], rows.num_bad,
+                rows.bad)

@@ -8,6 +8,7 @@ narrowest integers. Later passes look distinct values up, not rows.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from oper import native
 from oper.data.columns import Ids
 from oper.data.lines import Progress
 from oper.data.readers import Unit, read_unit, where
 from oper.data.recipe import Recipe
-from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat
-from oper.errors import FileFormatError
-from oper.files import write_text
-
-CHUNK_ROWS = 1 << 18
+from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
+from oper.errors import FileFormatError, fail
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +52,11 @@ class Coded:
 
 def encode(ids: Ids) -> tuple[Coded, Distinct]:
     """Codes and distinct values of a column."""
+    if pa.types.is_integer(ids.values.type):
+        found = native.encode(*_integers(ids.values))
+        if found is not None:
+            return Coded(found[0], ids.lengths), Distinct(
+                found[1], found[2][1:], int(found[2][0]))
     encoded = ids.values.dictionary_encode(null_encoding="mask")
     values = _numpy(encoded.dictionary)
     order = np.argsort(values, kind="stable")
@@ -65,6 +69,14 @@ def encode(ids: Ids) -> tuple[Coded, Distinct]:
     codes = place[raw + 1] if raw.size else place[:0]
     counts = np.bincount(codes, minlength=values.size + 1)
     return Coded(codes, ids.lengths), Distinct(values[order], counts[1:], int(counts[0]))
+
+
+def _integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """The integers [L] of an array, its validity bitmap, and where in it the array begins."""
+    valid, values = array.buffers()
+    dtype = array.type.to_pandas_dtype()
+    numbers = np.frombuffer(values, dtype)[array.offset:array.offset + len(array)]
+    return numbers, np.frombuffer(valid, np.uint8) if array.null_count else None, array.offset
 
 
 def _numpy(array: pa.Array) -> np.ndarray:
@@ -93,8 +105,14 @@ class Stage:
 
     def record(self, number: int) -> dict[str, Any]:
         """What is known of a unit that has been read."""
-        text = (self._folder / f"{number:06d}.json").read_text(encoding="utf-8")
-        found: dict[str, Any] = json.loads(text)
+        path = self._folder / f"{number:06d}.json"
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise FileFormatError(
+                fail("cannot go on with an interrupted run", "file", str(path),
+                     f"a whole one ({error})", "give the command again, which begins anew")
+            ) from None
         return found
 
     def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -108,7 +126,8 @@ class Stage:
         bad: list[BadRow] = []
         chunks: list[dict[str, Any]] = []
         minutes: list[np.ndarray] = []
-        for rows in _chunks(read_unit(unit, self._recipe, progress)):
+        size = piece_rows(self._recipe.names("dense"), self._recipe.names("sparse"))
+        for rows in _chunks(read_unit(unit, self._recipe, progress, reuse=True), size):
             num_bad += rows.num_bad
             bad += rows.bad[:MAX_EXAMPLES - len(bad)]
             if num_bad > max_bad:
@@ -121,37 +140,48 @@ class Stage:
             every = np.concatenate(minutes) if minutes else np.zeros(0, np.int64)
             for array in np.unique(every, return_counts=True):
                 np.save(file, array)
-        write_text(self._folder / f"{number:06d}.json", json.dumps({
+        self.note(f"{number:06d}.json", {
             "lines": lines, "bad": num_bad, "chunks": chunks,
-            "first": [where(unit, self._recipe, b) for b in bad]}))
+            "first": [where(unit, self._recipe, b) for b in bad]})
+
+    def note(self, name: str, value: Any) -> None:
+        """Write a file of JSON, whole or not at all.
+
+        It need not outlive the machine, as the rows need not: waiting for the disk would cost more
+        than all else that a unit costs.
+        """
+        path = self._folder / name
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(value), encoding="utf-8")
+        os.replace(draft, path)
 
     def _write_chunk(self, number: int, chunk: int, rows: Rows, first: int) -> dict[str, Any]:
         if self._recipe.by == "time" and rows.time is not None:
-            rows = _in_order(rows, np.argsort(rows.time, kind="stable"))
-        coded, distinct = zip(*(encode(ids) for ids in rows.sparse), strict=True)
-        offsets = []
-        with self._path(number, chunk, "rows").open("wb") as file:
+            rows = in_order(rows, np.argsort(rows.time, kind="stable"))
+        offsets, places, missing, bags = [], [], [], []
+        with (self._path(number, chunk, "rows").open("wb") as file,
+              self._path(number, chunk, "distinct").open("wb") as values):
             has_gaps = rows.rows.size != rows.num_lines or self._recipe.by == "time"
             np.save(file, rows.rows if has_gaps else rows.rows[:1])
             np.save(file, rows.labels)
-            np.save(file, rows.dense)
             np.save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
-            for column in coded:
+            np.save(file, rows.dense)
+            for ids in rows.sparse:
+                coded, found = encode(ids)
                 offsets.append(file.tell())
-                np.save(file, column.codes)
-                if column.lengths is not None:
-                    np.save(file, column.lengths)
-        places = []
-        with self._path(number, chunk, "distinct").open("wb") as file:
-            for found in distinct:
-                places.append(file.tell())
-                np.save(file, found.values)
-                np.save(file, found.counts.astype(np.uint32))
+                np.save(file, coded.codes)
+                if coded.lengths is not None:
+                    np.save(file, coded.lengths)
+                places.append(values.tell())
+                np.save(values, found.values)
+                np.save(values, found.counts.astype(np.uint32))
+                missing.append(found.num_missing)
+                bags.append(coded.lengths is not None)
         times = [] if rows.time is None or not rows.time.size else [
             int(rows.time.min()), int(rows.time.max())]
         return {"first": first, "lines": rows.num_lines, "rows": int(rows.labels.size),
-                "missing": [d.num_missing for d in distinct], "time": times, "codes": offsets,
-                "distinct": places, "bags": [c.lengths is not None for c in coded]}
+                "missing": missing, "time": times, "codes": offsets, "distinct": places,
+                "bags": bags}
 
     def _path(self, number: int, chunk: int, kind: str) -> Path:
         return self._folder / f"{number:06d}-{chunk:06d}.{kind}"
@@ -163,12 +193,17 @@ class Stage:
             return Distinct(np.load(file), np.load(file).astype(np.int64),
                             about["missing"][column])
 
+    def values(self, number: int, chunk: int, about: dict[str, Any], column: int) -> np.ndarray:
+        """The distinct values of one column in a chunk, without their counts."""
+        with self._path(number, chunk, "distinct").open("rb") as file:
+            file.seek(about["distinct"][column])
+            return np.load(file)
+
     def place(self, number: int, chunk: int, about: dict[str, Any]
               ) -> tuple[np.ndarray, np.ndarray]:
         """Row numbers in the unit and times (empty without), int64 [n] each."""
         with self._path(number, chunk, "rows").open("rb") as file:
             rows = _load_rows(file, about)
-            _skip(file)
             _skip(file)
             return rows, np.load(file)
 
@@ -183,7 +218,9 @@ class Stage:
         """Labels int8 [n] and dense columns float32 [D, n]."""
         with self._path(number, chunk, "rows").open("rb") as file:
             _load_rows(file, about)
-            return np.load(file), np.load(file)
+            labels = np.load(file)
+            _skip(file)
+            return labels, np.load(file)
 
     def drop(self, number: int) -> None:
         """Remove the rows of a unit that have been written elsewhere."""
@@ -212,33 +249,19 @@ def too_many_bad(count: int, max_bad: int, listed: list[str]) -> None:
         f"log or raise --max-bad; the first: {'; '.join(listed)}")
 
 
-def _chunks(pieces: Iterator[Rows]) -> Iterator[Rows]:
-    """Pieces put together to chunks of about `CHUNK_ROWS` rows."""
+def _chunks(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
+    """Pieces put together to chunks of about `size` rows.
+
+    A piece of that many rows is passed on before the next one is read.
+    """
     pending: list[Rows] = []
     lines = 0
     for rows in pieces:
         pending.append(rows)
         lines += rows.num_lines
-        if lines >= CHUNK_ROWS:
+        if lines >= size:
             yield concat(pending)
             pending, lines = [], 0
     if pending:
         yield concat(pending)
 
-
-def _in_order(rows: Rows, order: np.ndarray) -> Rows:
-    """The same rows in another order (their numbers no longer ascend)."""
-    at = pa.array(order)
-    sparse = []
-    for ids in rows.sparse:
-        if ids.lengths is None:
-            sparse.append(Ids(ids.values.take(at)))
-            continue
-        ends = np.concatenate([[0], np.cumsum(ids.lengths)])
-        lengths = ids.lengths[order]
-        starts = np.repeat(ends[order] - np.concatenate([[0], np.cumsum(lengths)])[:-1], lengths)
-        taken = starts + np.arange(int(lengths.sum()))
-        sparse.append(Ids(ids.values.take(pa.array(taken)), lengths))
-    assert rows.time is not None
-    return Rows(rows.num_lines, rows.rows[order], rows.labels[order], rows.dense[:, order],
-                tuple(sparse), rows.time[order], rows.num_bad, rows.bad)

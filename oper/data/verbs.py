@@ -164,7 +164,12 @@ def run_analyze(args: argparse.Namespace) -> int:
 
 
 def _stats(args: argparse.Namespace) -> AccessStats:
-    from oper.analysis import CountOptions, ValueCountOptions, stats_from_value_counts
+    from oper.analysis import (
+        CountOptions,
+        ValueCountOptions,
+        merge_stats,
+        stats_from_value_counts,
+    )
     from oper.data.analyze import analyze_folder
     from oper.stats import AccessStats
     from oper.topology import parse_bytes
@@ -173,7 +178,7 @@ def _stats(args: argparse.Namespace) -> AccessStats:
         raise InvalidInputError(fail("cannot analyze", "arguments", args.more, "one folder or file",
                                      "pass --merge to add up statistics files"))
     if args.merge:
-        return AccessStats.merge_all(AccessStats.load(p) for p in [args.folder, *args.more])
+        return merge_stats(AccessStats.load(p) for p in [args.folder, *args.more])
     if args.counts:
         return stats_from_value_counts(args.folder, ValueCountOptions(
             args.samples, args.cut, _row_numbers(args.rows)))

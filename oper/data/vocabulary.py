@@ -16,11 +16,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from oper import native
 from oper.data.ids import mix64
 from oper.data.merging import RunMerger
 from oper.files import write_text
 
 _WRITE_ROWS = 1 << 20
+_SMALL_BYTES = 1 << 24  # of a vocabulary that stays in memory
+_FEW = 1 << 16  # counts below are counted in an array
 Slices = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
@@ -78,6 +81,7 @@ class Vocabulary:
     def __init__(self, folder: Path) -> None:
         """Open what `build` wrote into `folder`."""
         self._folder = folder
+        self._small: tuple[np.ndarray, np.ndarray] | None = None
         self.facts = VocabularyFacts(**json.loads((folder / "facts.json").read_text()))
 
     def lookup(self, values: np.ndarray) -> np.ndarray:
@@ -87,14 +91,21 @@ class Vocabulary:
         if self.facts.hashed:
             ids[1:] = hash_values(values, self.facts.num_rows)
             return ids
-        known = np.load(self._folder / "values.npy", mmap_mode="r")
-        if known.size and values.size:
-            known_ids = np.load(self._folder / "ids.npy", mmap_mode="r")
-            first, last = np.searchsorted(known, [values[0], values[-1]])
-            at = np.searchsorted(known[first:last + 1], values) + first
-            at[at == known.size] = 0
-            ids[1:] = np.where(known[at] == values, known_ids[at], np.int32(0))
+        ids[1:] = native.lookup(*self._known(), values)
         return ids
+
+    def _known(self) -> tuple[np.ndarray, np.ndarray]:
+        """Values and ids: small ones in memory, large ones mapped anew.
+
+        Pages of a map that stays count as memory of the process.
+        """
+        if self._small is not None:
+            return self._small
+        paths = [self._folder / f"{n}.npy" for n in ("values", "ids")]
+        if sum(p.stat().st_size for p in paths) > _SMALL_BYTES:
+            return np.load(paths[0], mmap_mode="r"), np.load(paths[1], mmap_mode="r")
+        self._small = np.load(paths[0]), np.load(paths[1])
+        return self._small
 
     def write_parquet(self, path: Path) -> None:
         """Write value, id and count of every value with an id, by ascending value.
@@ -107,7 +118,8 @@ class Vocabulary:
         kind = pa.string() if arrays[0].dtype.kind == "S" else pa.from_numpy_dtype(
             arrays[0].dtype)
         schema = pa.schema([("value", kind), ("id", pa.int32()), ("count", pa.int64())])
-        with pq.ParquetWriter(path, schema, compression="lz4") as writer:
+        with pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False,
+                              write_statistics=False) as writer:
             if facts.missing_id or facts.hashed:
                 missing = json.loads((self._folder / "missing.json").read_text())
                 writer.write_table(pa.table([pa.array([None], kind), pa.array(
@@ -192,13 +204,14 @@ def _finish(folder: Path, facts: VocabularyFacts, num_missing: int) -> None:
 
 def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:
     """Ascending counts int64 [K] and how many values have each."""
+    few = np.zeros(_FEW, np.int64)
     levels = num = np.zeros(0, np.int64)
     for _, counts in slices():
-        found, times = np.unique(counts, return_counts=True)
-        levels, inverse = np.unique(np.concatenate([levels, found]), return_inverse=True)
-        num = np.bincount(inverse, np.concatenate([num, times]),
-                          minlength=levels.size).astype(np.int64)
-    return levels, num
+        few += np.bincount(counts[counts < _FEW], minlength=_FEW)
+        found, times = np.unique(counts[counts >= _FEW], return_counts=True)
+        levels, num = native.merge_counts([(levels, num), (found, times)])
+    low = np.flatnonzero(few)
+    return np.concatenate([low, levels]), np.concatenate([few[low], num])
 
 
 def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept: int) -> int:
@@ -213,18 +226,12 @@ def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept:
     def dealt() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         nonlocal accesses
         for values, counts in slices():
-            level = np.searchsorted(levels, counts)
-            order = np.argsort(level, kind="stable")
-            grouped = level[order]
-            starts = np.searchsorted(grouped, grouped)
-            turn = np.empty(level.size, np.int64)
-            turn[order] = np.arange(level.size) - starts
-            turn += given[level]
-            has_id = turn < room[level]
-            given[:] += np.bincount(level, minlength=levels.size)
-            ids = (first[level] + turn)[has_id].astype(np.int32)
-            accesses += int(counts[has_id].sum())
-            yield values[has_id], ids, counts[has_id]
+            ids = native.deal(counts, (levels, room, first), given)
+            has_id = ids > 0
+            if not has_id.all():
+                values, ids, counts = values[has_id], ids[has_id], counts[has_id]
+            accesses += int(counts.sum())
+            yield values, ids, counts
 
     _write_arrays(folder, dealt(), num_kept)
     return accesses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from oper import native
 from oper.data.folder import SPLITS
 from oper.data.recipe import Recipe
 from oper.data.staging import Coded, Stage
@@ -115,19 +116,21 @@ class Writer:
 
     def write(self, number: int, first_row: int) -> dict[str, int]:
         """Write a unit whose first row is row `first_row` of the log; returns rows by split."""
-        writers = [_PartWriter(self.output / split, number, self.options) for split in SPLITS]
+        sparse = self.recipe.names("sparse")
+        writers = [_PartWriter(self.output / s, number, self.options, sparse) for s in SPLITS]
         for chunk, about in enumerate(self.stage.record(number)["chunks"]):
             rows, times = self.stage.place(number, chunk, about)
             place = rows + first_row if self.split.by == "rows" else times
             table = self._table(number, chunk, about, place)
             if self.recipe.time:
-                table = table.append_column(self.recipe.time, pa.array(times))
+                table = table.append_column(
+                    pa.field(self.recipe.time, pa.int64(), nullable=False), pa.array(times))
             parts = self.split.parts(place)
             for k, writer in enumerate(writers):
                 if (parts == k).all():
                     writer.write(table)
                 elif (parts == k).any():
-                    writer.write(table.filter(pa.array(parts == k)))
+                    writer.write(_of_part(table, parts == k))
         for writer in writers:
             writer.close()
         return {split: w.num_rows for split, w in zip(SPLITS, writers, strict=True)}
@@ -139,14 +142,24 @@ class Writer:
             self.recipe.label: labels, self.recipe.bucket_column: self.split.bucket(place)}
         columns.update(zip(self.recipe.names("dense"), dense, strict=True))
         for k, name in enumerate(self.recipe.names("sparse")):
-            ids = self.vocabulary(name).lookup(
-                self.stage.distinct(number, chunk, about, k).values)
+            ids = self.vocabulary(name).lookup(self.stage.values(number, chunk, about, k))
             columns[name] = _as_column(self.stage.codes(number, chunk, about, k), ids)
-        return pa.table(columns)
+        arrays = [pa.array(c) for c in columns.values()]
+        # Nothing is null: readers and writers then need not look.
+        return pa.Table.from_arrays(arrays, schema=pa.schema(
+            [pa.field(n, a.type, nullable=False) for n, a in zip(columns, arrays, strict=True)]))
+
+
+def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:
+    """The rows that are to be kept; neighbours without a copy."""
+    at = np.flatnonzero(keep)
+    if at[-1] - at[0] + 1 == at.size:
+        return table.slice(int(at[0]), at.size)
+    return table.filter(pa.array(keep))
 
 
 def _as_column(coded: Coded, ids: np.ndarray) -> Any:
-    found = ids[coded.codes]
+    found = native.gather(ids, coded.codes)
     if coded.lengths is None:
         return found
     offsets = np.zeros(coded.lengths.size + 1, np.int32)
@@ -157,8 +170,10 @@ def _as_column(coded: Coded, ids: np.ndarray) -> Any:
 class _PartWriter:
     """Writes tables as Parquet parts with row groups of equal size, whatever the tables' sizes."""
 
-    def __init__(self, folder: Path, unit: int, options: WriteOptions) -> None:
+    def __init__(self, folder: Path, unit: int, options: WriteOptions,
+                 ids: Sequence[str]) -> None:
         self._folder, self._unit, self._options = folder, unit, options
+        self._ids = frozenset(ids)
         self._writer: pq.ParquetWriter | None = None
         self._pending: list[pa.Table] = []
         self._num_pending = self._num_parts = self._part_rows = self.num_rows = 0
@@ -185,10 +200,12 @@ class _PartWriter:
         for start in range(0, count, group):
             if self._writer is None:
                 name = f"part-{self._unit:05d}-{self._num_parts:03d}.parquet"
-                # Ids are dense integers already: a dictionary would cost time and save nothing.
-                self._writer = pq.ParquetWriter(self._folder / name, table.schema,
-                                                compression="lz4", use_dictionary=False,
-                                                write_page_checksum=True)
+                # Ids are dense integers already: a dictionary would cost time and save little,
+                # and unpacking costs those who train more than reading a third more bytes.
+                few = [n for n in table.schema.names if n not in self._ids]
+                self._writer = pq.ParquetWriter(
+                    self._folder / name, table.schema, compression="none", use_dictionary=few,
+                    write_statistics=False, write_page_checksum=True)
                 self._num_parts += 1
             piece = table.slice(start, min(group, count - start))
             self._writer.write_table(piece, row_group_size=group)

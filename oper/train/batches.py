@@ -11,10 +11,11 @@ from oper.data import ArrayBatch
 
 
 def to_batch(arrays: ArrayBatch, keys: Sequence[str]) -> Any:
-    """A TorchRec ``Batch`` of one id per sample and feature.
+    """A TorchRec ``Batch`` of B samples.
 
     Args:
-        arrays: labels float32 [B], dense float32 [B, D], ids int64 [C, B].
+        arrays: labels float32 [B], dense float32 [B, D], ids int64 [C, B] (one each) or [L] with
+            lengths int32 [C, B] (bags).
         keys: the features, int [C] of them.
 
     The KJT's lengths are int32 (what FBGEMM's CPU kernels are fastest with) and its offsets are
@@ -23,10 +24,14 @@ def to_batch(arrays: ArrayBatch, keys: Sequence[str]) -> Any:
     from torchrec.datasets.utils import Batch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    num_keys, size = arrays.ids.shape
-    kjt = KeyedJaggedTensor(
-        list(keys), torch.from_numpy(arrays.ids.reshape(-1)),
-        lengths=torch.ones(num_keys * size, dtype=torch.int32), stride=size,
-        length_per_key=[size] * num_keys)
+    size = arrays.num_samples
+    if arrays.lengths is None:
+        lengths = torch.ones(len(keys) * size, dtype=torch.int32)
+        per_key = [size] * len(keys)
+    else:
+        lengths = torch.from_numpy(arrays.lengths.reshape(-1))
+        per_key = arrays.lengths.sum(axis=1).tolist()
+    kjt = KeyedJaggedTensor(list(keys), torch.from_numpy(arrays.ids.reshape(-1)), lengths=lengths,
+                            stride=size, length_per_key=per_key)
     kjt.offsets()
     return Batch(torch.from_numpy(arrays.dense), kjt, torch.from_numpy(arrays.labels))

@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from oper.analysis import CountOptions, SparseCounter, TableCounter
 from oper.analysis.presence import Lookups
-from oper.analysis.sketch import merge_counts
 from oper.errors import InvalidInputError
+from oper.native import merge_counts
 from oper.stats import TableStats
 
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from oper.analysis import DistinctSample, HeavyHitters, TableCounter, counting
-from oper.analysis.counting import AdaptiveCounter, count_distinct
+from oper.analysis import (
+    DistinctSample,
+    HeavyHitters,
+    TableCounter,
+    counting,
+    merge_stats,
+    sketch,
+)
+from oper.analysis.counting import AdaptiveCounter
 from oper.analysis.presence import Lookups
 from oper.analysis.sketch import sketched_stats
-from oper.stats import TableStats
+from oper.errors import InvalidInputError
+from oper.native import count_distinct
+from oper.stats import AccessStats, TableStats
 
 
 def zipf(num_rows: int, size: int, exponent: float, seed: int = 0) -> np.ndarray:
@@ -138,3 +148,59 @@ def test_rows_and_accesses_always_add_up(num_rows: int, ids: list[int], entries:
                            (empty, np.zeros(0), empty))
     assert isinstance(stats, TableStats)  # its own checks: rows add up, order, distinct ids
     assert stats.num_accesses == array.size
+
+
+def test_files_of_sketched_parts_merge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rng = np.random.default_rng(8)
+    monkeypatch.setattr(HeavyHitters.__init__, "__defaults__", (2000,))
+    days = [np.minimum(rng.zipf(1.3, 60_000), 10**6) - 1 for _ in range(5)]
+    paths = []
+    for k, ids in enumerate(days):
+        # The last day is counted exactly, the others are not; "small" is exact throughout.
+        counter = TableCounter("t", 10**6, False, sparse_budget_bytes=10**9 if k == 4 else 20_000)
+        small = TableCounter("small", 50)
+        counter.add([Lookups(ids)], f"day {k}")
+        small.add([Lookups(ids % 50)], f"day {k}")
+        paths.append(tmp_path / f"{k}.npz")
+        AccessStats(60_000, {"t": counter.finish(), "small": small.finish()}, "log").save(paths[-1])
+    stats = [AccessStats.load(p) for p in paths]
+    assert [s.tables["t"].is_exact for s in stats] == [False] * 4 + [True]
+    whole = merge_stats(iter(stats))
+    found, every = whole.tables["t"], np.concatenate(days)
+    assert whole.num_samples == found.num_accesses == every.size == 300_000
+    assert [b.label for b in found.buckets] == [f"day {k}" for k in range(5)]
+    assert whole.tables["small"].is_exact and not found.is_exact
+    assert whole.tables["small"].head_counts.sum() == every.size
+    assert found.sketch is not None and 0 < found.sketch.heavy_error <= every.size / 2000
+    exact = np.bincount(every, minlength=10**6)
+    kept = found.sketch
+    assert (kept.heavy_counts <= exact[kept.heavy_ids]).all()
+    assert (exact[kept.heavy_ids] <= kept.heavy_counts + kept.heavy_error).all()
+    assert exact[np.setdiff1d(np.arange(10**6), kept.heavy_ids)].max() <= kept.heavy_error
+    assert (kept.sample_counts == exact[kept.sample_ids]).all()
+    assert np.abs(found.head_counts - exact[found.head_ids]).max() <= kept.heavy_error
+    assert abs(found.num_touched_rows / np.count_nonzero(exact) - 1) < 0.1
+    # Merged statistics are statistics: they merge again, and come back from a file.
+    whole.save(tmp_path / "all.npz")
+    again = merge_stats([AccessStats.load(tmp_path / "all.npz"), stats[0]])
+    assert again.tables["t"].num_accesses == 360_000
+
+
+def test_what_cannot_be_merged() -> None:
+    modelled = TableStats(10, tail_values=np.array([1, 2]), tail_num_rows=np.array([5, 5]))
+    part = AccessStats(15, {"t": modelled})
+    with pytest.raises(InvalidInputError, match="modelled"):
+        merge_stats([part, part])
+    with pytest.raises(InvalidInputError, match="at least one"):
+        merge_stats([])
+    with pytest.raises(InvalidInputError, match="same tables"):
+        merge_stats([part, AccessStats(1, {"u": modelled})])
+    assert merge_stats([part]) is part
+
+
+def test_the_level_of_a_summary_is_the_count_at_its_place() -> None:
+    rng = np.random.default_rng(6)
+    for top in (3, 4000, 5000, 10**9):
+        counts = rng.integers(1, top, 500)
+        for place in (0, 1, 250, 498, 499):
+            assert sketch._smallest(counts, place) == np.sort(counts)[place]

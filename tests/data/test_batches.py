@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from oper.data import Batches, BatchOptions, PreprocessOptions, load_recipe, preprocess
+from oper.data.generic import Choice, generic_recipe
 from oper.errors import FileFormatError, InvalidInputError
 
 
@@ -125,3 +126,73 @@ def test_bad_splits_and_folders(folder: Path) -> None:
     part.unlink()
     with pytest.raises(FileFormatError, match="train rows"):
         Batches(folder, "train", BatchOptions(8))
+
+
+@pytest.fixture
+def bags(tmp_path: Path) -> Path:
+    """Rows of one id, of bags, and of bags that may be empty."""
+    rng = np.random.default_rng(0)
+    lines = ["label,item,tags,history"]
+    for k in range(300):
+        tags = "|".join(map(str, rng.integers(0, 30, rng.integers(1, 4))))
+        history = "|".join(map(str, rng.integers(0, 200, rng.integers(0, 9))))
+        lines.append(f"{k % 2},{k % 7},{tags},{history}")
+    path = tmp_path / "own.csv"
+    path.write_text("\n".join(lines) + "\n")
+    recipe = generic_recipe("csv", Choice(("item", "tags:|", "history:|"), label="label"))
+    preprocess(recipe, [str(path)], tmp_path / "bags", PreprocessOptions(
+        row_group_rows=32, part_rows=100, valid="1/10"))
+    return tmp_path / "bags"
+
+
+def lists(batches: list[Any], folder: Path) -> dict[str, list[list[int]]]:
+    """Bags by column, sample by sample."""
+    names = Batches(folder, "train", BatchOptions(1)).folder.sparse
+    found: dict[str, list[list[int]]] = {n: [] for n in names}
+    for batch in batches:
+        assert batch.ids.dtype == np.int64 and batch.lengths.dtype == np.int32
+        assert batch.lengths.shape == (len(names), batch.num_samples)
+        pieces = np.split(batch.ids, np.cumsum(batch.lengths.reshape(-1)))
+        assert not pieces.pop().size
+        for k, name in enumerate(names):
+            found[name] += [p.tolist() for p in pieces[k * batch.num_samples:][:batch.num_samples]]
+    return found
+
+
+def test_bags_come_as_they_are_written(bags: Path) -> None:
+    table = pq.read_table(bags / "train")
+    found = lists(list(Batches(bags, "train", BatchOptions(37, buffer_rows=50))), bags)
+    assert found["item"] == [[v] for v in table["item"].to_pylist()]
+    assert found["tags"] == table["tags"].to_pylist()
+    assert found["history"] == table["history"].to_pylist()
+    assert [] in found["history"]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_ranks_share_bags(bags: Path, shuffle: bool) -> None:
+    def batches(rank: int, size: int) -> list[Any]:
+        options = BatchOptions(40, rank, size, shuffle, seed=5, buffer_rows=90)
+        return list(Batches(bags, "train", options).epoch(1))
+
+    whole = lists(batches(0, 1), bags)
+    ranks = [batches(r, 3) for r in range(3)]
+    shared = lists([b for step in zip(*ranks, strict=True) for b in step], bags)
+    assert shared == whole
+    rows = list(zip(*whole.values(), strict=True))
+    table = pq.read_table(bags / "train")
+    want = list(zip([[v] for v in table["item"].to_pylist()], table["tags"].to_pylist(),
+                    table["history"].to_pylist(), strict=True))
+    assert (rows != want) == shuffle
+    assert sorted(map(str, rows)) == sorted(map(str, want))
+
+
+def test_bags_train(bags: Path) -> None:
+    pytest.importorskip("torchrec")
+    from oper.train.batches import to_batch
+
+    data = Batches(bags, "train", BatchOptions(16))
+    arrays = next(iter(data))
+    kjt = to_batch(arrays, data.folder.sparse).sparse_features
+    assert kjt.keys() == ["item", "tags", "history"]
+    found = {k: [x.tolist() for x in kjt[k].to_dense()] for k in data.folder.sparse}
+    assert found == lists([arrays], bags)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,12 @@ def test_output_is_whole_or_absent_and_never_somebody_elses(
     out.mkdir()
     preprocess(KAGGLE, [path], out)  # an empty folder is fine
     before = sorted(p.name for p in out.iterdir())
+    with pytest.raises(InvalidInputError, match="--force"):
+        preprocess(KAGGLE, [path], out, PreprocessOptions(min_count=3))
+    with monkeypatch.context() as patch:  # the very same job is not done again
+        patch.setattr("oper.data.preprocessing.Job.prepare", None)
+        assert preprocess(KAGGLE, [path], out) == json.loads((out / "manifest.json").read_text())
+    os.utime(path, (1, 1))
     with pytest.raises(InvalidInputError, match="--force"):
         preprocess(KAGGLE, [path], out)
     from oper.data import preprocessing

@@ -136,11 +136,26 @@ def test_processes_of_one_job_share_the_work(tmp_path: Path, log: str) -> None:
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for _ in range(2)]
     done = [p.communicate(timeout=120) for p in both]
-    codes = [p.returncode for p in both]
-    # One that starts when the other has finished is told that the output exists.
-    assert 0 in codes and all(
-        c == 0 or "--force" in err for c, (_, err) in zip(codes, done, strict=True)), done
-    assert (tmp_path / "out" / "manifest.json").exists()
+    # One that starts when the other has finished finds everything done.
+    assert [p.returncode for p in both] == [0, 0], done
+    assert [out for out, _ in done] == ["1500\n"] * 2
+
+
+def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
+    pytest.importorskip("torch.distributed.run")
+    preprocess(KAGGLE, [log], tmp_path / "one")
+    words = ["oper", "preprocess", "criteo-kaggle", log, "-o"]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", *words, str(tmp_path / "two")], check=True, capture_output=True, timeout=300)
+    assert digest(tmp_path / "one") == digest(tmp_path / "two")
+    # Tasks of an array start when the scheduler pleases: the last one long after the first.
+    for task in "01":
+        done = subprocess.run(
+            [sys.executable, "-m", *words, str(tmp_path / "three")], capture_output=True, text=True,
+            check=True, timeout=120, env={**os.environ, "SLURM_ARRAY_TASK_ID": task})
+        assert ("is there already" in done.stderr) == (task == "1")
+    assert digest(tmp_path / "one") == digest(tmp_path / "three")
 
 
 def test_workers_on_a_ray_cluster_share_the_work(

@@ -1,0 +1,30 @@
+// Counting and text for preprocessing: a library of its own with a plain C interface, so that workers
+// that read logs load neither torch nor a compiler's run time. Callers hold no lock meanwhile.
+#pragma once
+
+#include <cstdint>
+
+#define OPER_DATA_API extern "C" __attribute__((visibility("default")))
+
+namespace oper::data {
+
+// Types of values by number, as oper/native.py passes them.
+enum Kind : int32_t { kUint32 = 0, kInt64 = 1, kUint64 = 2 };
+
+// How the text of a field becomes a number; `text.cpp` says what each accepts.
+enum Parse : int32_t {
+    kSkip = 0, kBit = 1, kInteger = 2, kDecimal = 3, kHex32 = 4, kWhole = 5, kNumber = 6,
+};
+
+// One field of a line, as oper/native.py lays it out.
+struct Column {
+    int32_t parse;
+    int32_t required;     // a missing field makes the line irregular
+    int64_t low, high;    // bounds of kInteger and kWhole
+    void* out;            // int8, int64, float, uint32, int64, double by `parse`
+    uint8_t* is_there;    // 0 where missing; null = not asked for
+    const char* missing;  // a text that stands for a missing field besides the empty one, or null
+    int64_t missing_size;
+};
+
+}  // namespace oper::data

@@ -1,0 +1,179 @@
+"""The compiled parser against pyarrow and the judgement of every field, on text of all kinds."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from oper import native
+from oper.data import plain, readers, staging
+from oper.data.readers import Unit, read_unit, where
+from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
+from oper.data.rows import Rows, concat
+from oper.data.text import TextLayout, text_layout
+
+KINDS = [("label", "binary"), ("label", "threshold"), ("dense", "int"), ("dense", "float"),
+         ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"), ("sparse", "int"),
+         ("sparse", "integral"), ("time", "unix"), ("time", "unix_ms"), ("time", "yymmddhh"),
+         ("skip", "")]
+
+
+def recipe(kinds: list[tuple[str, str]], separator: str, missing: bool, log1p: bool) -> Recipe:
+    columns = [{"name": "last", "kind": "sparse", "parse": "int"}]
+    for k, (kind, parse) in enumerate(kinds):
+        column: dict[str, Any] = {"name": f"c{k}", "kind": kind}
+        if kind != "skip":
+            column["parse"] = parse
+        if kind == "dense" and log1p:
+            column["transform"] = "log1p"
+        if kind == "sparse" and missing and parse != "hex32":
+            column["missing"] = ["-1"]
+        columns.append(column)
+    return recipe_from_dict({"name": "any", "separator": separator, "column": columns[::-1]})
+
+
+def read(path: Path, rules: Recipe, plainly: bool) -> Rows:
+    with pytest.MonkeyPatch.context() as patch:
+        if not plainly:
+            patch.setattr(native, "library", lambda: None)
+        used = []
+        whole = readers.read_plain
+        patch.setattr(readers, "read_plain", lambda *a: (used.append(1), whole(*a))[1])
+        found = concat(list(read_unit(Unit(str(path), rules.layouts[0].name), rules,
+                                      lambda _: None)))
+        assert bool(used) == plainly
+    return found
+
+
+def assert_same(one: Rows, other: Rows) -> None:
+    assert (one.num_lines, one.num_bad, one.bad) == (other.num_lines, other.num_bad, other.bad)
+    assert one.rows.tolist() == other.rows.tolist()
+    assert one.labels.tolist() == other.labels.tolist()
+    assert one.dense.tobytes() == other.dense.tobytes()
+    assert (one.time is None) == (other.time is None)
+    assert one.time is None or one.time.tolist() == other.time.tolist()  # type: ignore[union-attr]
+    for a, b in zip(one.sparse, other.sparse, strict=True):
+        assert a.values.type == b.values.type
+        assert a.values.to_pylist() == b.values.to_pylist()
+
+
+FIELDS = ["", "0", "1", "-1", "7", "-7", "007", "+3", " 4", "5 ", "3.0", "2.50", "-0.0", "1e3",
+          ".5", "6.", "nan", "inf", "0x1f", "1a2b3c4d", "1A2B3C4D", "g0000000", "4294967295",
+          "4294967296", "99999999999999999999", "18446744073709551615", "9223372036854775807",
+          "-9223372036854775808", "123456789012345678", "1234567890123456789", "14102100",
+          "14109900", "14102124", "\r", "\0", "1\r", "x" * 30, "ä", "9007199254740993",
+          "9007199254740993.0", "1382659200", "1e400", "0.1234567890123456789", "--1", "-", ".",
+          "1:2", "true", "NULL"]
+
+
+@given(kinds=st.lists(st.sampled_from(KINDS[2:]), min_size=1, max_size=5), label=st.sampled_from(
+           [[], [KINDS[0]], [KINDS[1]]]), time=st.booleans(), missing=st.booleans(),
+       log1p=st.booleans(), separator=st.sampled_from("\t,;|"), data=st.data())
+@settings(max_examples=250, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_the_same_rows_and_the_same_errors(
+        tmp_path: Path, kinds: Any, label: Any, time: bool, missing: bool, log1p: bool,
+        separator: str, data: st.DataObject) -> None:
+    seen_time = [k for k in kinds if k[0] == "time"][:1]
+    kinds = label + [k for k in kinds if k[0] != "time"] + seen_time
+    rules = recipe(kinds, separator, missing, log1p)
+    good = {"hex32": "00ff17aa", "binary": "1", "yymmddhh": "14102100", "": "anything"}
+    usual = [good.get(c.parse, "12") for c in rules.layouts[0].columns]
+    lines = []
+    for odd in data.draw(st.lists(st.booleans(), max_size=40)):
+        fields = [data.draw(st.sampled_from([*FIELDS, u, u, u])) if odd else u for u in usual]
+        if odd and data.draw(st.integers(0, 9)) == 0:
+            fields = fields[:-1] if data.draw(st.booleans()) else [*fields, "1"]
+        lines.append(separator.join(fields))
+    ending = data.draw(st.sampled_from(["\n", "\r\n"]))
+    text = ending.join(lines) + (ending if data.draw(st.booleans()) else "")
+    path = tmp_path / "log.txt"
+    path.write_bytes(text.encode())
+    if not path.stat().st_size:
+        return
+    assert_same(read(path, rules, True), read(path, rules, False))
+
+
+@given(data=st.binary(max_size=600), seed=st.integers(0, 9))
+@settings(max_examples=150, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes(tmp_path: Path, data: bytes, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    good = b"1\t" + b"\t".join([b"5"] * 13 + [b"00ff17aa"] * 26) + b"\n"
+    noise = bytearray(good * 20)
+    for at in rng.integers(0, len(noise), seed):
+        noise[at] = rng.integers(256)
+    path = tmp_path / "log.txt"
+    path.write_bytes(bytes(noise[:2000]) + data + bytes(noise[2000:]))
+    rules = load_recipe("criteo-kaggle")
+    whole = list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        want = list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None))
+    assert_same(concat(whole), concat(want))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3])
+def test_pieces_blocks_and_malformed_rows_far_into_a_file(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, invent: Any) -> None:
+    monkeypatch.setattr("oper.data.rows.PIECE_ROWS", 700)
+    rng = np.random.default_rng(4)
+    rows = invent(300)
+    lines = ["\t".join(rows[k]) for k in rng.integers(0, 300, 12_000)]
+    bad = np.flatnonzero(rng.random(12_000) < share)
+    for k in bad:
+        lines[k] = lines[k].replace("\t", "\tx", 1) if k % 2 else lines[k] + "\t"
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), 1))
+    rules = load_recipe("criteo-kaggle")
+    unit = Unit(str(path), "tsv")
+    one = concat(list(read_unit(unit, rules, lambda _: None)))
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        other = concat(list(read_unit(unit, rules, lambda _: None)))
+    assert one.num_bad == bad.size
+    assert one.rows.tolist() == sorted(set(range(12_000)) - set(bad.tolist()))
+    assert_same(one, other)
+    assert f"row {bad[0] + 1}, column {'-' if bad[0] % 2 == 0 else 'I1'}" in where(
+        unit, rules, one.bad[0])
+
+
+def test_which_layouts_are_plain() -> None:
+    def is_plain(name: str, layout: str) -> bool:
+        rules = load_recipe(name)
+        found = rules.layout(layout)
+        return plain.is_plain(text_layout(rules, found, found.separator.join(
+            c.sources[0] for c in found.columns), "f") if found.header else TextLayout(
+            found, found.columns, rules.names("dense"), rules.names("sparse")))
+
+    assert is_plain("criteo-kaggle", "tsv")
+    assert is_plain("criteo-kaggle", "csv")
+    assert is_plain("criteo-1tb", "tsv")
+    assert is_plain("avazu", "default")
+    assert not is_plain("book-crossing", load_recipe("book-crossing").layouts[0].name)
+
+
+def test_codes_of_the_library_and_of_pyarrow_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    for kind in (pa.uint32(), pa.int64(), pa.uint64(), pa.int32(), pa.int16()):
+        values = rng.integers(0, 50, 1000)
+        array = pa.array(values, kind, mask=rng.random(1000) < 0.2).slice(3, 900)
+        for part in (array, array.slice(0, 0), array.drop_null()):
+            ids = staging.Ids(part)
+            one = staging.encode(ids)
+            with monkeypatch.context() as patch:
+                patch.setattr(native, "library", lambda: None)
+                other = staging.encode(ids)
+            assert one[0].codes.tolist() == other[0].codes.tolist()
+            assert one[0].codes.dtype == other[0].codes.dtype
+            assert one[1].values.tolist() == other[1].values.tolist()
+            assert one[1].counts.tolist() == other[1].counts.tolist()
+            assert one[1].num_missing == other[1].num_missing
+
+

@@ -1,0 +1,162 @@
+"""The compiled counting against plain Python, and with NumPy in its place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from oper import native
+
+DTYPES = (np.uint32, np.int64, np.uint64)
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "numpy":
+        monkeypatch.setattr(native, "library", lambda: None)
+    else:
+        assert native.library() is not None, "build the extension first"
+    yield request.param
+
+
+def numbers(dtype: Any) -> st.SearchStrategy[list[int]]:
+    bounds = np.iinfo(dtype)
+    near = st.integers(max(bounds.min, -300), 300)
+    return st.lists(st.one_of(near, st.integers(int(bounds.min), int(bounds.max))), max_size=400)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_codes_count_and_order_distinct_values(dtype: Any, data: st.DataObject) -> None:
+    values = data.draw(numbers(dtype))
+    is_there = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
+    offset = data.draw(st.integers(0, 9))
+    bits = np.packbits(np.array([False] * offset + is_there, bool), bitorder="little")
+    found = native.encode(np.array(values, dtype), bits, offset)
+    assert found is not None
+    codes, distinct, counts = found
+    want = Counter(v for v, ok in zip(values, is_there, strict=True) if ok)
+    assert distinct.tolist() == sorted(want)
+    assert counts.tolist() == [is_there.count(False), *(want[v] for v in sorted(want))]
+    back = [None, *distinct.tolist()]
+    assert [back[c] for c in codes] == [v if ok else None
+                                        for v, ok in zip(values, is_there, strict=True)]
+    assert codes.dtype == np.min_scalar_type(max(1, len(want)))
+
+
+@pytest.mark.parametrize("num", [200, 255, 256, 60_000, 65_535, 65_536, 200_000])
+def test_codes_of_many_values(num: int) -> None:
+    rng = np.random.default_rng(num)
+    values = rng.permutation(np.repeat(rng.choice(2**32, num, replace=False), 2)).astype(np.uint32)
+    codes, distinct, counts = native.encode(values, None, 0) or pytest.fail("not compiled")
+    assert (distinct[codes.astype(np.int64) - 1] == values).all()
+    assert (distinct[1:] > distinct[:-1]).all()
+    assert distinct.size == num
+    assert counts.tolist() == [0] + [2] * num
+    assert codes.dtype == np.min_scalar_type(num)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_merging_adds_counts_up(dtype: Any, data: st.DataObject) -> None:
+    lists = data.draw(st.lists(numbers(dtype), min_size=1, max_size=6))
+    parts = [np.unique(np.array(x, dtype), return_counts=True) for x in lists]
+    want = Counter(v for x in lists for v in x)
+    for library in (native.library, lambda: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "library", library)
+            values, counts = native.merge_counts(parts)
+        assert (values.dtype, counts.dtype) == (np.dtype(dtype), np.dtype(np.int64))
+        assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == want
+        assert (values[1:] > values[:-1]).all()
+
+
+def test_merging_text_and_nothing(kind: str) -> None:
+    text = [(np.array([b"a", b"c"]), np.array([1, 2])), (np.array([b"b", b"c"]), np.array([3, 4]))]
+    values, counts = native.merge_counts(text)
+    assert (values.tolist(), counts.tolist()) == ([b"a", b"b", b"c"], [1, 3, 6])
+    empty = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert [a.size for a in native.merge_counts([empty, empty])] == [0, 0]
+
+
+def test_lookup_finds_known_values_only(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    for dtype in DTYPES:
+        for num in (0, 1, 2, 1000):
+            known = np.unique(rng.integers(0, 3000, num).astype(dtype))
+            ids = rng.integers(1, 2**31, known.size).astype(np.int32)
+            table = dict(zip(known.tolist(), ids.tolist(), strict=True))
+            for size in (0, 1, 30, 2000):
+                values = np.unique(rng.integers(0, 3000, size).astype(dtype))
+                want = [table.get(v, 0) for v in values.tolist()]
+                assert native.lookup(known, ids, values).tolist() == want
+
+
+def test_ids_are_dealt_by_count(kind: str) -> None:
+    rng = np.random.default_rng(2)
+    counts = np.concatenate([rng.integers(1, 6, 500), rng.integers(4000, 4200, 500)])
+    rng.shuffle(counts)
+    levels, num = np.unique(counts, return_counts=True)
+    room = np.minimum(num, rng.integers(0, 60, levels.size))
+    first = 1 + np.concatenate([np.cumsum(room[::-1])[::-1][1:], [0]])
+    given = np.zeros(levels.size, np.int64)
+    found = np.concatenate([native.deal(part, (levels, room, first), given)
+                            for part in np.array_split(counts, 7)])
+    for k, level in enumerate(levels):
+        want = [*range(first[k], first[k] + room[k])] + [0] * (num[k] - room[k])
+        assert found[counts == level].tolist() == want
+    assert given.tolist() == num.tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
+def test_gathering(kind: str, dtype: Any) -> None:
+    table = np.arange(256, dtype=np.int32)[::-1] * 7
+    codes = np.random.default_rng(3).integers(0, 256, 1000).astype(dtype)
+    assert (native.gather(table, codes) == table[codes]).all()
+    with pytest.raises(IndexError):
+        native.gather(table[:10], np.array([10], dtype))
+
+
+def test_the_library_needs_no_torch() -> None:
+    code = ("import sys\nfrom oper import native\nassert native.library() is not None\n"
+            "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'pyarrow')])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> Callable[[], None]:
+        raise OSError("no such file")
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+        assert native.encode(np.zeros(3, np.int64), None, 0) is None
+    finally:
+        native.library.cache_clear()
+
+
+@given(values=numbers(np.int64), level=st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_distinct_values_and_samples_are_the_same_with_and_without(
+        values: list[int], level: int) -> None:
+    found, places = [], []
+    for library in (native.library, lambda: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "library", library)
+            distinct, counts = native.count_distinct(np.array(values, np.int64))
+            found.append(dict(zip(distinct.tolist(), counts.tolist(), strict=True)))
+            places.append(native.sampled(distinct, level).tolist())
+    assert found == [Counter(values)] * 2
+    assert places[0] == places[1]
+    assert places[0] == sorted(places[0])
