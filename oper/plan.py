@@ -21,6 +21,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ class Tier:
         `pattern[k % len(pattern)]`."""
         if self.placement == "owned":
             return [self.ranks[0]]
-        weights = self.weights or (1,) * len(self.ranks)
-        return _spread(self.ranks, weights)
+        if not self.weights:
+            return list(self.ranks)
+        return list(_spread(self.ranks, self.weights))
 
     def notation(self) -> str:
         """Split / broadcast / partial as in OneFlow (Yuan et al. 2021): ``"S"`` rows are split over
@@ -80,16 +82,17 @@ class Tier:
         return "P" if self.mode == "push" else "S"
 
 
-def _spread(ranks: Sequence[int], weights: Sequence[int]) -> list[int]:
+@lru_cache(maxsize=4096)  # tiers of many tables are dealt alike
+def _spread(ranks: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, ...]:
     """Deal a weighted period as evenly as possible (largest deficit first, ties by order)."""
-    total = sum(weights)
-    given = [0] * len(ranks)
+    share, total = np.array(weights), sum(weights)
+    given = np.zeros(len(ranks), np.int64)
     pattern = []
     for turn in range(1, total + 1):
-        k = max(range(len(ranks)), key=lambda i: (weights[i] * turn - given[i] * total, -i))
+        k = int((share * turn - given * total).argmax())
         given[k] += 1
         pattern.append(ranks[k])
-    return pattern
+    return tuple(pattern)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 // A state gives every table a recipe (which rows are pushed, pulled, replicated) and cuts its pushed
 // rows into column pieces, each dealt among a few owners by integer weights. A rank's load is a
 // vector over (phase, group of terms) and memory; what readers carry is alike for all ranks of a
-// class. A move changes one or two tables, so that few ranks' loads change, but the whole step is
+// class. Pulled rows are dealt in parts that are the same for all tables of a class, so that ranks which
+// own little of the rest can own more of them. A move changes one or two tables, so that few ranks' loads change, but the whole step is
 // looked at again: that is a pass over [loads, ranks] floats.
 #include "search/pack.h"
 
@@ -27,9 +28,11 @@ constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
 constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
 constexpr int kMaxOwners = 16;    // of one piece
 constexpr int kMaxWeight = 48;    // weights of one piece, together
+constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
 constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
 constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
-constexpr double kHot = 0.008, kCold = 2e-5;  // temperature, as a share of the energy
+constexpr double kHot = 0.5, kCold = 2e-5;  // temperature as a share of the energy: kHot / tables,
+constexpr double kHottest = 0.008;          // at most kHottest, at first
 
 struct Random {  // xorshift64*, Vigna 2016
   uint64_t s;
@@ -49,12 +52,14 @@ struct Piece {
 };
 
 // busy[r] = what keeps rank r busy longest, floored at 0; returns the largest, adds up x^32.
-OPER_CLONES float phase_busy(const float* load, int64_t stride, const float* every, int64_t begin,
-                             int64_t end, float scale, float* busy, float* power) {
+OPER_CLONES float phase_busy(const float* load, int64_t stride, const float* share,
+                             const float* every, const float* fill, int64_t begin, int64_t end,
+                             float scale, float* busy, float* power) {
   float most = 0, sum = 0;
   for (int64_t r = begin; r < end; ++r) {
-    float b = std::max(0.0f, load[r] + every[0]);
-    for (int g = 1; g < kGroups; ++g) b = std::max(b, load[g * stride + r] + every[g]);
+    float b = std::max(0.0f, load[r] + (every[0] + share[r] * fill[0]));
+    for (int g = 1; g < kGroups; ++g)
+      b = std::max(b, load[g * stride + r] + (every[g] + share[r] * fill[g]));
     busy[r] = b;
   }
   for (int64_t r = begin; r < end; ++r) {
@@ -67,9 +72,10 @@ OPER_CLONES float phase_busy(const float* load, int64_t stride, const float* eve
   return most;
 }
 
-OPER_CLONES float largest(const float* load, float every, int64_t begin, int64_t end) {
+OPER_CLONES float largest(const float* load, const float* share, float every, float fill,
+                          int64_t begin, int64_t end) {
   float most = 0;
-  for (int64_t r = begin; r < end; ++r) most = std::max(most, load[r] + every);
+  for (int64_t r = begin; r < end; ++r) most = std::max(most, load[r] + (every + share[r] * fill));
   return most;
 }
 
@@ -79,7 +85,11 @@ class Packing {
     W = p.num_ranks, C = p.num_classes, G = p.num_loads, P = (G - 1) / kGroups, T = p.num_tables;
     recipe_.assign(p.recipe, p.recipe + T);
     load_.assign(p.base, p.base + W * G);
-    every_.assign(C * G, 0.0);
+    every_.assign(C * G, 0.0), fill_.assign(C * G, 0.0);
+    units_.assign(p.units, p.units + W);
+    share_.assign(W, 0.0f), class_units_.assign(C, 0);
+    for (int64_t r = 0; r < W; ++r) class_units_[p.class_of[r]] += units_[r];
+    for (int64_t r = 0; r < W; ++r) set_units(r, units_[r]);
     flat_.resize(G * W);
     for (int64_t r = 0; r < W; ++r) flatten(r);
     for (int64_t k = 0; k < T; ++k) add_stay(k, 1);
@@ -102,6 +112,7 @@ class Packing {
     energy_ = evaluate();
     keep_best();
     const auto begin = std::chrono::steady_clock::now();
+    const double hot = std::clamp(kHot / double(std::max<int64_t>(T, 1)), 2 * kCold, kHottest);
     for (int64_t n = 0; n < p_.max_moves && best_step_ > p_.goal; ++n) {
       if (n % 1024 == 0) {
         const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin;
@@ -110,7 +121,7 @@ class Packing {
         energy_ = evaluate();
       }
       const double part = double(n) / double(p_.max_moves);
-      const double temperature = energy_ * kHot * std::pow(kCold / kHot, part);
+      const double temperature = energy_ * hot * std::pow(kCold / hot, part);
       step(temperature);
       moves_ = n + 1;
     }
@@ -120,6 +131,7 @@ class Packing {
   void write() {
     p_.moves = moves_;
     p_.step = best_step_;
+    std::copy(units_.begin(), units_.end(), p_.units);
     int64_t n = 0, number = 0;
     for (int64_t k = 0; k < T; ++k) {
       p_.recipe[k] = recipe_[k];
@@ -151,8 +163,9 @@ class Packing {
   }
 
   void add_stay(int64_t k, double sign) {
-    const double* stay = p_.stay + (p_.first[k] + recipe_[k]) * C * G;
-    for (int64_t i = 0; i < C * G; ++i) every_[i] += sign * stay[i];
+    const int64_t at = (p_.first[k] + recipe_[k]) * C * G;
+    for (int64_t i = 0; i < C * G; ++i) every_[i] += sign * p_.stay[at + i];
+    for (int64_t i = 0; i < C * G; ++i) fill_[i] += sign * p_.fill[at + i];
   }
 
   double sums(int64_t n, double share) const {
@@ -187,11 +200,14 @@ class Packing {
     for (int64_t ph = 0; ph < P; ++ph) {
       float power = 0;
       for (int64_t c = 0; c < C; ++c) {
-        float every[kGroups];
-        for (int g = 0; g < kGroups; ++g) every[g] = float(every_[c * G + ph * kGroups + g]);
+        float every[kGroups], fill[kGroups];
+        for (int g = 0; g < kGroups; ++g) {
+          every[g] = float(every_[c * G + ph * kGroups + g]);
+          fill[g] = float(fill_[c * G + ph * kGroups + g]);
+        }
         const auto [a, b] = block_[c];
-        const double most = phase_busy(&flat_[ph * kGroups * W], W, every, a, b, scale_[ph],
-                                       &busy_[ph * W], &power);
+        const double most = phase_busy(&flat_[ph * kGroups * W], W, share_.data(), every, fill, a, b,
+                                       scale_[ph], &busy_[ph * W], &power);
         peak_[ph] = std::max(peak_[ph], most);
       }
       step += peak_[ph];
@@ -200,8 +216,9 @@ class Packing {
     double over = 0;
     for (int64_t c = 0; c < C; ++c) {
       const auto [a, b] = block_[c];
-      over = std::max<double>(over, largest(&flat_[(G - 1) * W], float(every_[c * G + G - 1]), a,
-                                            b) - 1.0);
+      const int64_t memory = c * G + G - 1;
+      over = std::max<double>(over, largest(&flat_[(G - 1) * W], share_.data(),
+                                            float(every_[memory]), float(fill_[memory]), a, b) - 1.0);
     }
     step_ = step * (1 + kOverflow * std::max(over, 0.0));
     return (kMaxShare * step + (1 - kMaxShare) * power_mean) * (1 + kOverflow * std::max(over, 0.0));
@@ -260,7 +277,8 @@ class Packing {
   void begin_move() {
     ++stamp_;
     saved_rank_.clear(), saved_load_.clear(), log_.clear(), recipes_log_.clear();
-    saved_every_ = every_;
+    saved_every_ = every_, saved_fill_ = fill_;
+    refilled_ = {-1, -1};
   }
   void finish_move() {
     for (const int64_t r : saved_rank_) flatten(r);
@@ -281,7 +299,16 @@ class Packing {
       std::memcpy(load(saved_rank_[i]), &saved_load_[i * G], G * sizeof(double));
       flatten(saved_rank_[i]);
     }
-    every_ = saved_every_;
+    every_ = saved_every_, fill_ = saved_fill_;
+    if (refilled_.first >= 0) {
+      set_units(refilled_.first, units_[refilled_.first] + 1);
+      set_units(refilled_.second, units_[refilled_.second] - 1);
+    }
+  }
+
+  void set_units(int64_t r, int64_t units) {
+    units_[r] = units;
+    share_[r] = float(double(units) / double(std::max<int64_t>(class_units_[p_.class_of[r]], 1)));
   }
 
   void set_recipe(int64_t k, int64_t recipe) {  // its pieces are out
@@ -303,7 +330,8 @@ class Packing {
       double b = 0;
       const int64_t c = p_.class_of[r];
       for (int g = 0; g < kGroups; ++g)
-        b = std::max(b, load_[r * G + ph * kGroups + g] + every_[c * G + ph * kGroups + g]);
+        b = std::max(b, load_[r * G + ph * kGroups + g] + every_[c * G + ph * kGroups + g] +
+                            double(share_[r]) * fill_[c * G + ph * kGroups + g]);
       const double x = b * scale_[ph];
       sum += x * x * x * x / scale_[ph];
     }
@@ -403,10 +431,11 @@ class Packing {
     const double u = random_.unit();
     if (u < 0.10) return retier();
     if (u < 0.13) return recut();
+    if (u < 0.20) return refill();
     const int id = pick_piece();
     if (id < 0) return retier();
-    if (u < 0.35) return relocate(id);
-    if (u < 0.50) return swap(id);
+    if (u < 0.38) return relocate(id);
+    if (u < 0.52) return swap(id);
     if (u < 0.75) return shift(id);
     if (u < 0.83) return split(id);
     if (u < 0.88) return merge(id);
@@ -536,6 +565,16 @@ class Packing {
     return true;
   }
 
+  bool refill() {
+    const int64_t from = random_.unit() < 0.5 ? busiest_[random_.below(P)] : random_.below(W);
+    const auto [a, b] = block_[p_.class_of[from]];
+    const int64_t to = a + random_.below(b - a);
+    if (from == to || units_[from] == 0 || units_[to] == kMaxUnits) return false;
+    set_units(from, units_[from] - 1), set_units(to, units_[to] + 1);
+    refilled_ = {from, to};
+    return true;
+  }
+
   bool retier() {
     const int64_t k = random_.below(T);
     const int64_t count = p_.first[k + 1] - p_.first[k];
@@ -569,13 +608,13 @@ class Packing {
   // -- the best -----------------------------------------------------------------------------------
 
   void keep_best() {
-    best_step_ = step_, best_recipe_ = recipe_;
+    best_step_ = step_, best_recipe_ = recipe_, best_units_ = units_;
     best_pieces_.clear();
     for (int64_t k = 0; k < T; ++k)
       for (const int id : of_table_[k]) best_pieces_.push_back(pieces_[id]);
   }
   void restore_best() {
-    recipe_ = best_recipe_;
+    recipe_ = best_recipe_, units_ = best_units_;
     pieces_ = best_pieces_;
     for (auto& list : of_table_) list.clear();
     for (size_t id = 0; id < pieces_.size(); ++id) of_table_[pieces_[id].table].push_back(int(id));
@@ -590,9 +629,10 @@ class Packing {
   OperPacking& p_;
   Random random_;
   int64_t W, C, G, P, T, moves_ = 0;
-  std::vector<int64_t> recipe_, best_recipe_, busiest_;
-  std::vector<double> load_, every_, saved_every_, saved_load_, peak_;
-  std::vector<float> flat_, busy_, scale_;
+  std::vector<int64_t> recipe_, best_recipe_, busiest_, units_, best_units_, class_units_;
+  std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
+  std::vector<float> flat_, busy_, scale_, share_;
+  std::pair<int64_t, int64_t> refilled_{-1, -1};
   std::vector<Piece> pieces_, best_pieces_;
   std::vector<int> free_;
   std::vector<std::vector<int>> of_table_, on_rank_;

@@ -14,7 +14,8 @@ struct OperPacking {
   const double* partial_read;  // [C, C, G], and on readers of each class
   const double* level;         // [phases], how busy ranks should be
   const int64_t* first;        // [T + 1], where each table's recipes begin
-  const double* stay;          // [N, C, G], rows that are not pushed
+  const double* stay;          // [N, C, G], rows that are not pushed, without `fill`
+  const double* fill;          // [N, C, G], all that owners of pulled rows do, by their class
   const double* column;        // [N, C, G], a column of the pushed rows at its owner
   const double* stream;        // [N, C, G], an id stream at its owner
   const double* column_read;   // [N, C, C, G]
@@ -35,6 +36,7 @@ struct OperPacking {
   uint64_t seed;
   // Found:
   int64_t* recipe;  // [T], in: where to begin
+  int64_t* units;   // [W], parts of its class's pulled rows that each rank owns, in: where to begin
   int64_t capacity, count;
   int64_t *table, *piece, *width, *rank, *weight;  // [capacity], one entry per piece and owner
   double step;

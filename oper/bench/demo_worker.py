@@ -16,17 +16,17 @@ from oper.bench import record
 from oper.bench.torchrec_peer import PLAN_KINDS, PeerOptions, build_peer
 from oper.data import ArrayBatch, Batches, BatchOptions, Folder
 from oper.train.batches import to_batch
-from oper.train.config import ModelConfig, OptimizerConfig, TrainConfig
+from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
 from oper.train.engines import Engine, dense_optimizer, unsharded, with_oper
-from oper.train.loop import evaluate
 from oper.train.metrics import gather_rows
 from oper.train.model import build_dlrm, full_state, ranks, save_state
+from oper.train.tasks import evaluate_clicks
 
 # SGD for the dense part: a first Adagrad step is lr times the sign of the gradient, which would
 # turn rounding of gradients near zero into differences between runs.
 OPTIMIZERS = OptimizerConfig(tables="rowwise_adagrad", tables_lr=0.05, tables_eps=1e-8,
                              dense="sgd", dense_lr=0.1)
-MODEL = ModelConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))
+MODEL = DLRMConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))
 _PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
 _NUM_KJTS = 32  # distinct batches for the embedding collection alone
 
@@ -51,7 +51,7 @@ def beside(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (engine, _) in sides.items():
         progress(f"validating {name}")
-        results[name] = evaluate(engine, _batches(case, "valid", *ranks()))
+        results[name] = evaluate_clicks(engine, _batches(case, "valid", *ranks()))
     progress("timing the embedding collections alone")
     clock = record.BusyClock()
     steps, forwards = _time_collections(sides, case)
@@ -80,7 +80,7 @@ def alone(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
         if step % 50 == 0:
             progress(f"unsharded: step {step} of {case['num_steps']}")
     progress("validating the unsharded model")
-    return evaluate(engine, _batches(case, "valid", 0, 1))
+    return evaluate_clicks(engine, _batches(case, "valid", 0, 1))
 
 
 def _step_on_shares(engine: Engine, batches: Sequence[Any]) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
 
             def run(_: int, engine: Engine = engine, step: Iterator[Any] = step,
                     into: list[torch.Tensor] = logits[name]) -> None:
-                into.append(engine.step(next(step))[1])
+                into.append(engine.step(next(step))[1][1])
 
             seconds = record.interleave({name: run}, dist.barrier, 1, len(chunk) - 1)[name]
             if done >= case["checked_steps"]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from oper.bench import record
 from oper.bench.launch import run_workers
+from oper.bench.model_steps import MODELS
 from oper.bench.train_case import Case
 from oper.bench.workload import Workload
 
@@ -40,6 +41,9 @@ def cases(quick: bool) -> list[Case]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments beside those of every benchmark."""
+    parser.add_argument("--model", choices=MODELS, default="",
+                        help="a recommender over a synthetic catalogue instead, see "
+                             "docs/cdt4rec.md")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: OPER's ranks act as separate hosts, over gloo")
 

@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "lookup": ("oper.bench.lookup", "forward passes, beside torch, fbgemm and bare gathers"),
     "serve": ("oper.bench.serve", "inference under MLPerf LoadGen, beside TorchRec and torch"),
     "data": ("oper.bench.data", "preprocessing, counting, merging, the collector's overhead"),
+    "simulator": ("oper.bench.simulator", "policies of a simulated shop, learned from a log"),
     "plan": ("oper.bench.plan", "the planner: gaps, times, peers' plans, on modelled machines"),
 }
 _COMMON = ("verb", "benchmark", "json", "cases", "quick")
@@ -66,6 +67,12 @@ def run_bench(args: argparse.Namespace) -> int:
 
         def run(args: argparse.Namespace, chosen: Any) -> Any:
             return device.run(chosen, args.device)
+
+    if getattr(args, "model", ""):
+        from oper.bench import model_steps
+
+        run, report = model_steps.run, model_steps.report
+        every = model_steps.cases(args.quick, args.model)
 
     chosen = [c for c in every if fnmatch.fnmatch(c.name, args.cases)]
     if not chosen:

@@ -7,6 +7,7 @@ several processes with sharded tables is ``oper train``'s.
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from oper.rl_rec.interactions import Interactions
 from oper.rl_rec.intervals import Interval, bootstrap, difference
 from oper.rl_rec.models.base import Recommender
 from oper.rl_rec.registry import WORKLOADS
+from oper.rl_rec.sequences import SequenceBatches, Share
 
 CHOSEN_BY = "ndcg@10"
 
@@ -88,10 +90,14 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     begin = time.perf_counter()
     workload = WORKLOADS[name]
     torch.manual_seed(seed)
-    model = workload.build(workload.config() if config is None else config, data)
+    config = workload.config() if config is None else config
+    model = workload.build(config, data, "cpu")
     best, best_epoch = -1.0, 0
     if any(p.requires_grad for p in model.parameters()):
-        best, best_epoch = _train(model, data, seed, options, workload.batches)
+        batches = (_history_batches(data, options.batch_size, seed)
+                   if workload.batches == "histories"
+                   else _sequence_batches(config, data, options.batch_size, seed))
+        best, best_epoch = _train(model, data, options, batches)
     model.eval()
     if not best_epoch:
         best = evaluate_ranking(model, data, "valid", ks=(10,)).summary()[CHOSEN_BY]
@@ -99,12 +105,11 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     return Fitted(model, evaluate_ranking(model, data, "test"), best, best_epoch, seconds)
 
 
-def _train(model: Recommender, data: Interactions, seed: int, options: FitOptions,
-           kind: str) -> tuple[float, int]:
+def _train(model: Recommender, data: Interactions, options: FitOptions,
+           batches: Callable[[], Iterator[Any]]) -> tuple[float, int]:
     """Best validation nDCG@10 and the epochs it took; the model holds those weights."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr,
                                  weight_decay=options.weight_decay)
-    batches = _BATCHES[kind](data, options.batch_size, seed)
     step, num_steps = 0, options.epochs * sum(1 for _ in batches())
     best, best_epoch, best_state, waited = -1.0, 0, model.state_dict(), 0
     for epoch in range(1, options.epochs + 1):
@@ -148,9 +153,13 @@ def _history_batches(data: Interactions, batch_size: int, seed: int
     return batches
 
 
-_BATCHES: dict[str, Callable[[Interactions, int, int], Callable[[], Iterator[Any]]]] = {
-    "histories": _history_batches,
-}
+def _sequence_batches(config: Any, data: Interactions, batch_size: int, seed: int
+                      ) -> Callable[[], Iterator[Any]]:
+    """Stretches of trajectories, in a new random order each time."""
+    stretches = SequenceBatches(data, config.steps, config.window, config.gamma)
+    share = Share(min(batch_size, len(stretches)), seed=seed)
+    epochs = itertools.count()
+    return lambda: stretches.epoch(next(epochs), share)
 
 
 @dataclass(frozen=True, slots=True)

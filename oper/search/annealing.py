@@ -3,30 +3,30 @@
 Packing whole tables evenly is NP-hard, but pieces may be cut: by columns, which costs an id stream
 each, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves, swaps,
 shifts, splits, merges and re-deals pieces and exchanges recipes, and looks at the whole step every
-time. Pulled and replicated rows are divisible, so that here they load all ranks of a class alike.
+time. Pulled rows are divisible: ranks of a class own as many parts of them as they have room for.
+Replicated rows load all ranks of a class alike.
 """
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from oper.errors import MissingDependencyError, fail
+from oper.plan import MAX_PATTERN
+from oper.search import native
 from oper.search.bound import Bound
 from oper.search.cost import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.machine import GROUPS
-from oper.search.owner_rows import PUSH
+from oper.search.owner_rows import PUSH, SHARD
 from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, own_load
 from oper.search.problem import IDS, NUM_FEATURES
 from oper.search.recipes import Recipe, RecipeBook
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
 _OWNERS = 16  # of one piece at most
+_UNITS = 256  # parts of pulled rows in all, about
 
 #: A column piece: its columns, its owners, and how many rows each of them takes in turn.
 Shard = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -39,45 +39,16 @@ class Packed:
     Attributes:
         recipes: per table.
         layout: by table that pushes, its pieces.
+        units: parts that each rank owns of the pulled rows of its class.
         step_us: modelled step, with all that is not pushed spread evenly.
         num_moves: moves that were tried.
     """
 
     recipes: list[Recipe]
     layout: dict[int, list[Shard]]
+    units: tuple[int, ...]
     step_us: float
     num_moves: int
-
-
-class _Packing(ctypes.Structure):
-    """`OperPacking` of ``csrc/search/pack.h``."""
-
-    _fields_: ClassVar[list[Any]] = [
-        *((n, ctypes.c_int64) for n in (
-            "num_ranks", "num_classes", "num_loads", "num_tables", "num_shares")),
-        *((n, ctypes.c_void_p) for n in (
-            "class_of", "rank_of", "base", "partial", "partial_read", "level", "first", "stay",
-            "column", "stream", "column_read", "stream_read", "sums", "pushes", "dim", "may_split",
-            "may_stripe", "num_may", "may", "order", "first_width", "first_owners")),
-        ("max_moves", ctypes.c_int64), ("seconds", ctypes.c_double), ("goal", ctypes.c_double),
-        ("seed", ctypes.c_uint64), ("recipe", ctypes.c_void_p), ("capacity", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        *((n, ctypes.c_void_p) for n in ("table", "piece", "width", "rank", "weight")),
-        ("step", ctypes.c_double), ("moves", ctypes.c_int64)]
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    path = Path(__file__).resolve().parent.parent / "_lib" / "liboper_search.so"
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as e:
-        raise MissingDependencyError(fail(
-            "the planner's native library does not load", "file", str(path), str(e),
-            "build it: python setup.py build_ext --inplace, or install the package")) from None
-    library.oper_pack.argtypes = [ctypes.POINTER(_Packing)]
-    library.oper_pack.restype = None
-    return library
 
 
 class Loads:
@@ -166,6 +137,8 @@ class Annealing:
         tables, class_of = relaxation.tables, loads.class_of
         column, stream = self._per_table()
         rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in (column, stream)]
+        fill = self._fill(amount, table)
+        size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
         shares = np.linspace(0.0, 1.0, _SHARES + 1)
         sums = np.stack([loads.model.partial_bytes(tables[k], 1, f * shares)
                          for k, f in zip(table.tolist(), features[:, IDS], strict=True)])
@@ -179,7 +152,8 @@ class Annealing:
             "partial": loads.own_unit[:, PARTIALS], "partial_read": loads.read_unit[:, PARTIALS],
             "level": np.array([self.bound.phase_us(p) for p in range(loads.num_phases)]),
             "first": self.first,
-            "stay": loads.by_class(relaxation.resources_of(stay, table, one, one)),
+            "stay": loads.by_class(relaxation.resources_of(stay, table, one, one)) - fill / size,
+            "fill": fill,
             "column": np.einsum("ncq,cqg->ncg", rows[0], loads.own_unit),
             "stream": np.einsum("ncq,cqg->ncg", rows[1], loads.own_unit),
             "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit),
@@ -189,6 +163,24 @@ class Annealing:
                 np.uint8),
             "may_stripe": np.array(["striped" in p for p in places], np.uint8),
             "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
+
+    def _fill(self, amount: np.ndarray, table: np.ndarray) -> np.ndarray:
+        """What owners of pulled rows do beside reading (float64 [N, C, G]), were they one rank."""
+        relaxation, world = self.relaxation, self.loads.class_of.size
+        out = np.zeros((len(table), self.loads.num_classes, self.loads.num_loads))
+        for o, option in enumerate(relaxation.options):
+            if option.kind != SHARD or world == 1:
+                continue
+            rank = int(relaxation.classes.ranks[option.rank_class][0])
+            owner = np.zeros((NUM_FEATURES, NUM_FEATURES, world))
+            owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), rank] = 1.0
+            own = []
+            for t in relaxation.tables:
+                rows = self.loads.model.shard_rows(t, t.spec.dim, owner)
+                own.append(rows[..., rank] - rows[..., (rank + 1) % world])
+            rows = np.einsum("nf,nfq->nq", amount[:, o], np.stack(own)[table])
+            out[:, option.rank_class] += rows @ self.loads.own_unit[option.rank_class]
+        return out
 
     def _per_table(self) -> tuple[np.ndarray, np.ndarray]:
         """Tally rows of a column and of an id stream, by class and feature; [T, C, 4, 15] each."""
@@ -229,19 +221,21 @@ class Annealing:
         capacity = num_tables * _OWNERS * 64
         arrays = {**a, "order": np.argsort(-size, kind="stable"), "first_owners": cuts[:, 0].copy(),
                   "first_width": cuts[:, 1].copy(), "recipe": chosen.copy(),
+                  "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world)),
                   **{n: np.zeros(capacity, np.int64)
                      for n in ("table", "piece", "width", "rank", "weight")}}
         arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
-        packing = _Packing(
-            num_ranks=world, num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
+        packing: Any = native.call(
+            "oper_pack", native.Packing, arrays, num_ranks=world,
+            num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
             num_tables=num_tables, num_shares=_SHARES, max_moves=max_moves, seconds=seconds,
-            goal=goal_us - relaxation.fixed_us, seed=seed, capacity=capacity,
-            **{n: x.ctypes.data for n, x in arrays.items()})
-        _library().oper_pack(ctypes.byref(packing))
+            goal=goal_us - relaxation.fixed_us, seed=seed, capacity=capacity)
         picked = [self.book.recipes[k][r[n]] for k, (r, n) in enumerate(
             zip(self.recipes, arrays["recipe"].tolist(), strict=True))]
-        return Packed(picked, _layout(arrays, packing.count), packing.step + relaxation.fixed_us,
-                      packing.moves)
+        units = np.zeros(world, np.int64)
+        units[arrays["rank_of"]] = arrays["units"]
+        return Packed(picked, _layout(arrays, packing.count), tuple(units.tolist()),
+                      packing.step + relaxation.fixed_us, packing.moves)
 
     def _first_cut(self, k: int) -> tuple[int, int]:
         """Owners per piece, and columns of each piece, as the relaxation would have them."""

@@ -26,8 +26,12 @@ class Caching:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._domains = problem.topology.domains
-        self._world = problem.machine.world_size
         self._first: dict[str, np.ndarray] = {}
+        domains = self._domains
+        self._ranks = np.array([len(d.ranks) for d in domains], float)
+        self._cache_bytes = np.array([d.cache_bytes for d in domains], float) / self._ranks
+        self._ratio = np.array([min(1.0, d.read_gbps / d.cache_gbps) for d in domains])
+        self._domain_of = np.array(problem.topology.domain_of(), np.int64)
 
     def relative_cost(self, miss: np.ndarray) -> np.ndarray:
         """Cost of reads that miss the domains' caches with probability `miss`.
@@ -38,10 +42,7 @@ class Caching:
         Returns:
             float64 [W]; 1 = all from memory.
         """
-        out = np.empty(self._world)
-        for d, m in zip(self._domains, miss.tolist(), strict=True):
-            out[list(d.ranks)] = (1.0 - m) * min(1.0, d.read_gbps / d.cache_gbps) + m
-        return out
+        return np.asarray(((1.0 - miss) * self._ratio + miss)[self._domain_of])
 
     def again(self, t: TableProblem, rows: float) -> np.ndarray:
         """Reading a row of a batch's working set of `rows` rows again; float64 [W].
@@ -50,18 +51,17 @@ class Caching:
         memory bandwidth for the rest.
         """
         size = max(1.0, rows * t.spec.row_bytes)
-        hit = [min(1.0, d.cache_bytes / len(d.ranks) / size) for d in self._domains]
-        return self.relative_cost(1.0 - np.array(hit))
+        return self.relative_cost(1.0 - np.minimum(1.0, self._cache_bytes / size))
 
     def first(self, t: TableProblem) -> np.ndarray:
         """Reading a batch's distinct rows of a table for the first time; float64 [W]."""
         if t.spec.name not in self._first:
             rows, ids = _used(t)
             touched = t.blocks[t.blocks[:, ROWS] > 0, TOUCHED]
-            miss = [float(touched @ np.exp(-ids / rows * len(d.ranks) * window))
-                    / max(float(touched.sum()), 1e-300)
-                    for d, window in zip(self._domains, self.windows.tolist(), strict=True)]
-            self._first[t.spec.name] = self.relative_cost(np.array(miss))
+            window, which = np.unique(self._ranks * self.windows, return_inverse=True)
+            miss = np.exp(-np.outer(window, ids / rows)) @ touched / max(
+                float(touched.sum()), 1e-300)
+            self._first[t.spec.name] = self.relative_cost(miss[which])
         return self._first[t.spec.name]
 
     @cached_property

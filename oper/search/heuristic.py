@@ -50,9 +50,9 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(4, 4000, 300, 3, 10),
+EFFORTS = {"fast": Effort(5, 4000, 300, 3, 10),
            "thorough": Effort(60, 60000, 20000, 40, 300)}
-_MOVES = 250_000  # of one annealing
+_MOVES = 40_000_000  # of one annealing, over the number of ranks and a little; more for more tables
 _RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
 
@@ -75,12 +75,12 @@ def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, see
         book.descend(rng, near)
         book.refine(rng, near)
         book.simplify(near)
+    placements = [Placer(relaxation, book.total).place(book.chosen())]
     if any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options):
-        placement = _annealed(book, bound, effort, goal, seed)
-    else:
-        placement = Placer(relaxation, book.total).place(book.chosen())
-    state = State(relaxation.model, relaxation.tables, relaxation.base_tally, placement)
-    improver = _Improver(state, book, rng)
+        placements.append(_annealed(book, bound, effort, goal, seed))
+    states = [State(relaxation.model, relaxation.tables, relaxation.base_tally, p)
+              for p in placements]
+    improver = _Improver(min(states, key=lambda s: s.score), book, rng)
     improver.run(effort, goal)
     return improver.best
 
@@ -90,16 +90,18 @@ def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed:
     """The best of several annealings."""
     book.add_thresholds(_RECIPES)
     annealing = Annealing(book, bound)
+    tables, world = len(book.recipes), book.relaxation.model.machine.world_size
+    moves = max(_MOVES // (world + 32), 1000 * tables)
     best: Packed | None = None
     for n in range(effort.max_anneals):
         left = 0.0 if effort.deadline is None else max(0.05, effort.deadline - time.monotonic())
-        found = annealing.run(_MOVES, goal, 1000 * seed + n, left)
+        found = annealing.run(moves, goal, 1000 * seed + n, left)
         if best is None or found.step_us < best.step_us:
             best = found
         if best.step_us <= goal or effort.over():
             break
     assert best is not None
-    return Placer(book.relaxation, book.total).lay(best.recipes, best.layout)
+    return Placer(book.relaxation, book.total).lay(best.recipes, best.layout, best.units)
 
 
 class _Improver:

@@ -14,9 +14,11 @@ So for any T and any prices a plan takes at least min(T, the priced bound with p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
+from oper.search import native
 from oper.search.cost import NUM_ROWS, PARTIALS, CostModel
 from oper.search.machine import COMPUTE, MEMORY, RankClasses
 from oper.search.problem import IDS, TableProblem
@@ -24,7 +26,8 @@ from oper.search.problem import IDS, TableProblem
 MIN_COLUMNS = 8  # pieces of the space are at least so wide: one memory sector of float32
 COLUMN_STEP = 4  # and their edges are multiples of this: one vector load
 _RATIO = 1.15  # of the widths that a bound does not tell apart
-_GRID = 64
+_GRID = 600  # shares at which partial sums are tabulated
+_FIRST = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,18 +42,6 @@ class Box:
     least: np.ndarray
     most: np.ndarray
     step: float = np.inf
-
-    def admits(self, own: np.ndarray, floor: np.ndarray) -> np.ndarray:
-        """Whether a piece may load its owner by `own` (float64 [..., num_phases, 5]); bool [...].
-
-        Args:
-            own: the piece's load.
-            floor: float64 [..., num_phases, 5], what its owner carries anyway, beyond the dense
-                compute that hides it.
-        """
-        small = (own <= self.most).all(axis=(-2, -1))
-        phases = np.maximum((own + floor).max(axis=-1), 0.0)
-        return np.asarray(small & (phases.sum(axis=-1) <= self.step))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,30 +118,75 @@ class Pieces:
         split = "columns" in model.problem.allow
         self.widths = [column_widths(t, split) for t in tables]
         self._first = first
-        grid = np.concatenate([[0.0], np.geomspace(1e-5, 1.0, _GRID)])
-        self.grid = grid
-        self._sums = [model.partial_bytes(t, t.spec.dim, grid * t.total[IDS]) for t in tables]
-        self._whole = [PieceTypes(np.ones(1), np.ones(1))] * len(tables)
+        self.grid = np.geomspace(_FIRST, 1.0, _GRID)
+        #: float64 [T, N], bytes of partial sums by share of a table's mass.
+        self.sums = np.stack([model.partial_bytes(t, t.spec.dim, self.grid * t.total[IDS])
+                              for t in tables]) if tables else np.zeros((0, _GRID))
+        self.native_sums = native.Sums(_GRID, _FIRST, float(self.grid[1] / self.grid[0]),
+                                       self.sums.ctypes.data)
+        #: int64 [T + 1], where each table's types begin; float64 [N], their widths and id streams.
+        sizes = [len(w) for w in self.widths]
+        self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.narrow = np.array([w[0] for x in self.widths for w in x], float)
+        self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
+                                 for w in x], float)
+        self._own = self._own_loads()
         shape = self.floor.shape[1:]
         self.set_box(Box(np.zeros(shape), np.full(shape, np.inf)))
+
+    def _own_loads(self) -> np.ndarray:
+        """What all ids of a table cost its owner, as one piece and in the narrowest ones; float64
+        [T, C, 2, G]."""
+        out = [np.stack([np.einsum("cq,cqpg->cpg", self._ids(k, w[n][0]), self.unit)
+                         for n in (0, -1)], axis=1) for k, w in enumerate(self.widths)]
+        num_loads = self.floor.shape[1] * self.floor.shape[2]
+        return np.array(out).reshape(len(self.tables), len(self._first), 2, num_loads)
 
     def set_box(self, box: Box) -> None:
         """Admit the pieces that plans of `box` may have."""
         self.box = box
-        self.types: list[list[PieceTypes]] = []
-        for k in range(len(self.tables)):
-            fits = box.admits(self._load(k), self.floor - self.hidden)
-            self.types.append([self._whole[k] if fits[c] else self._types(k, c)
-                               for c in range(fits.size)])
+        shape = (len(self.tables), len(self._first))
+        mass = np.zeros((self.narrow.size, shape[1]))
+        whole = np.zeros(shape, np.uint8)
+        if self.tables:
+            arrays = {"own": self._own, "partial": self.unit[:, PARTIALS], "first": self.first,
+                      "narrow": self.narrow, "floor": self.floor - self.hidden, "most": box.most,
+                      "mass": mass, "whole": whole}
+            arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
+            native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
+                        num_loads=self._own.shape[-1], sums=self.native_sums, step=box.step)
+        self.mass, self.whole = mass, whole.astype(bool)
+        self.types = [[PieceTypes(np.ones(1), np.ones(1)) if self.whole[k, c] else
+                       PieceTypes(self.streams[a:b], mass[a:b, c]) for c in range(shape[1])]
+                      for k, (a, b) in enumerate(pairwise(self.first.tolist()))]
 
     def is_whole(self, k: int) -> bool:
         """Whether table `k` fits every class as one piece."""
-        return all(x.mass.size == 1 and x.mass[0] >= 1.0 for x in self.types[k])
+        return bool(self.whole[k].all())
 
-    @property
-    def everything_fits(self) -> bool:
-        """Whether the limit excludes nothing."""
-        return all(self.is_whole(k) for k in range(len(self.tables)))
+    def chosen(self, tables: np.ndarray, c: int, kind: np.ndarray
+               ) -> tuple[np.ndarray, np.ndarray]:
+        """Id streams and largest mass of one owner, of the types `kind` of some tables.
+
+        Args:
+            tables, kind: int64 [N].
+            c: class of the owner.
+
+        Returns:
+            float64 [N] each; mass 0 where no such piece fits.
+        """
+        at = np.minimum(self.first[tables] + kind, self.first[tables + 1] - 1)
+        whole = self.whole[tables, c]
+        return (np.where(whole, 1.0, self.streams[at]), np.where(whole, 1.0, self.mass[at, c]))
+
+    def sum_bytes(self, tables: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """Bytes of partial sums that an owner of a share of a table's mass sends to each reader,
+        by the tabulated points, from below; int64 [N], float64 [N] -> float64 [N]."""
+        at = np.interp(share, self.grid, np.arange(_GRID))
+        low = np.minimum(at.astype(np.int64), _GRID - 2)
+        left, right = self.sums[tables, low], self.sums[tables, low + 1]
+        inside = left + (at - low) * (right - left)
+        return np.asarray(inside * np.minimum(share / _FIRST, 1.0))
 
     def _ids(self, k: int, width: int) -> np.ndarray:
         """Tally rows that an owner of all ids of `width` columns pays at least; float64 [C, 12]."""
@@ -159,40 +195,9 @@ class Pieces:
         owner[classes, IDS, self._first] = t.total[IDS]
         return np.asarray(self.model.push_rows(t, width, owner)[classes, :, self._first])
 
-    def _load(self, k: int) -> np.ndarray:
-        """Own load of the whole table as one piece; float64 [C, num_phases, 5]."""
-        rows = self._ids(k, self.tables[k].spec.dim)
-        rows[:, PARTIALS] = self._sums[k][-1]
-        return np.asarray(np.einsum("cq,cqpg->cpg", rows, self.unit))
-
     def load(self, k: int, c: int, j: int, mass: float) -> np.ndarray:
         """Own load of a piece of type `j` at least, of at most `mass`; float64 [num_phases, 5]."""
         t, width = self.tables[k], self.widths[k][j][0]
         rows = self._ids(k, width)[c] * mass
         rows[PARTIALS] = self.model.partial_bytes(t, width, np.array(mass * t.total[IDS]))
         return np.asarray(np.einsum("q,qpg->pg", rows, self.unit[c]))
-
-    def _types(self, k: int, c: int) -> PieceTypes:
-        """Largest mass by interval of widths, from above: the sums are interpolated from below."""
-        widths, dim = self.widths[k], self.tables[k].spec.dim
-        narrow = np.array([w[0] for w in widths])
-        ends = np.stack([self._ids(k, int(w))[c] for w in narrow[[0, -1]]])
-        # Rows are linear in the width.
-        along = (narrow - narrow[0]) / min(-1, int(narrow[-1]) - int(narrow[0]))
-        rows = ends[0] + along[:, None] * (ends[1] - ends[0])
-        ids = np.einsum("jq,qpg->jpg", rows, self.unit[c])[:, None]
-        sums = self.unit[c, PARTIALS] * (narrow / dim)[:, None, None, None]
-
-        def fits(mass: np.ndarray) -> np.ndarray:
-            amount = np.interp(mass, self.grid, self._sums[k])[..., None, None]
-            own = mass[..., None, None] * ids + amount * sums
-            return self.box.admits(own, self.floor[c] - self.hidden[c])
-
-        low, high = np.zeros((narrow.size, 1)), np.ones((narrow.size, 1))
-        whole, some = fits(high), fits(low)
-        for _ in range(16):
-            middle = (low + high) / 2
-            good = fits(middle)
-            low, high = np.where(good, middle, low), np.where(good, high, middle)
-        mass = np.where(whole, 1.0, np.where(some, high, 0.0))[:, 0]
-        return PieceTypes(dim / np.array([w[1] for w in widths], float), mass)

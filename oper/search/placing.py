@@ -20,13 +20,14 @@ from oper.search.cost import (
     row_bytes,
 )
 from oper.search.machine import COMPUTE, GROUPS, MEMORY
-from oper.search.owner_rows import PUSH, REPLICATED
+from oper.search.owner_rows import PUSH, REPLICATED, SHARD
 from oper.search.pieces import MIN_COLUMNS
 from oper.search.problem import IDS, TableProblem
 from oper.search.recipes import Recipe
 from oper.search.relax import Relaxation
 
 Placement = tuple[Piece, ...]
+_GOLDEN = 0.6180339887498949
 _POWER = 6.0  # how strongly the fullest resource counts when a tier looks for its owner
 
 
@@ -59,6 +60,7 @@ class Placer:
         filled: float64 [D, W], the same by resource, as shares of the phase peaks.
         held: float64 [num_domains], memory taken so far.
         grain: load (us) above which a pushed tier is cut over several owners.
+        units: int64 [W], parts of pulled rows that each rank owns.
     """
 
     def __init__(self, relaxation: Relaxation, total: np.ndarray) -> None:
@@ -70,6 +72,7 @@ class Placer:
         self.filled = np.zeros((self.prices.shares.shape[1], self.world))
         self.held = self.model.machine.per_domain(relaxation.base_tally.rows[HELD])
         self.grain = np.inf
+        self.units = np.ones(self.world, np.int64)
 
     def place(self, recipes: list[Recipe], fineness: float = 1.0) -> list[Placement]:
         """Pieces and tiers of every table of the relaxation.
@@ -82,17 +85,20 @@ class Placer:
         return self._assign([self._columns(k, r) for k, r in enumerate(recipes)],
                             list(enumerate(recipes)))
 
-    def lay(self, recipes: list[Recipe], layout: dict[int, list[Shard]]) -> list[Placement]:
+    def lay(self, recipes: list[Recipe], layout: dict[int, list[Shard]], units: tuple[int, ...]
+            ) -> list[Placement]:
         """Pieces and tiers of every table whose pushed columns are already on ranks.
 
         Args:
             recipes: one per table.
             layout: by table that pushes, its pieces.
+            units: parts of pulled rows that each rank owns.
         """
         columns = []
         for k in range(len(recipes)):
             widths = [x[0] for x in layout.get(k, [])] or [self.relaxation.tables[k].spec.dim]
             columns.append([0, *np.cumsum(widths).tolist()])
+        self.units = np.array(units)
         return self._assign(columns, list(enumerate(recipes)), layout)
 
     def place_one(self, k: int, recipe: Recipe, parts: int = 1) -> Placement:
@@ -112,6 +118,12 @@ class Placer:
                         tier = self._pushed(k, start, stop, layout[k][piece])
                         placed[row, piece, n] = tier
                         self._book(k, tier, b - a)
+                        start = stop
+                        continue
+                    uneven = self._uneven(k, start, stop, option)
+                    if uneven is not None:
+                        placed[row, piece, n] = uneven
+                        self._book(k, uneven, b - a)
                         start = stop
                         continue
                     tier = self._template(k, start, stop, option, b - a)
@@ -225,6 +237,26 @@ class Placer:
         rows = tier_rows(self.model, t, placed, owner, job.width)
         self.held += machine.per_domain(rows[HELD])
         return placed
+
+    def _uneven(self, k: int, start: int, stop: int, option: int) -> Tier | None:
+        """A pulled tier dealt in the parts that ranks own, or None where these are alike."""
+        chosen = self.relaxation.options[option]
+        if chosen.kind != SHARD:
+            return None
+        ranks = self.relaxation.classes.ranks[chosen.rank_class]
+        units = self.units[ranks] // max(1, int(np.gcd.reduce(self.units[ranks])))
+        placements = self.model.problem.placements_of(self.relaxation.tables[k].spec.name)
+        if (units <= 1).all() or "striped" not in placements:
+            return None
+        if stop - start < 2 * units.sum():
+            # Systematic sampling, begun elsewhere for every table, so that roundings cancel.
+            ends = np.cumsum(units) / units.sum() * max(1, (stop - start) // 2)
+            units = np.diff(np.floor(ends + k * _GOLDEN % 1.0), prepend=0).astype(np.int64)
+        has = units > 0
+        if has.sum() == 1:
+            return None
+        return Tier(start, stop, "striped", tuple(ranks[has].tolist()),
+                    tuple(units[has].tolist()), "pull")
 
     def _pushed(self, k: int, start: int, stop: int, shard: Shard) -> Tier:
         _, ranks, weights = shard

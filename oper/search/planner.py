@@ -29,6 +29,8 @@ from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
 
+_MANY = 200  # tables, above which less is tried
+_NEGLIGIBLE = 2e-3  # of a step
 SEARCHES = ("relaxation", "markov-chain")
 
 
@@ -139,7 +141,10 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Pla
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
              "gap_kind": "branching" if any(x.boxes.solved for x in fitting) else "relaxation",
-             "bound_boxes": sum(x.boxes.solved for x in fitting)}
+             "bound_boxes": sum(x.boxes.solved for x in fitting),
+             "relaxation_us": min(x.root_us for x in fitting)}
+    # Boxes bound the plans that are faster than a known one, so that this step caps the bound;
+    # `relaxation_us` is not capped and shows a bound that is wrong.
     return replace(plan, step_us=step_us, lower_bound_us=min(lower_us, step_us), notes=notes)
 
 
@@ -170,6 +175,7 @@ class _Branch:
     Attributes:
         boxes: what the bound comes from.
         extra_us: barriers that every plan of the branch pays and the relaxation does not see.
+        root_us: the bound before any branching, of which no known step is a part.
     """
 
     def __init__(self, problem: Problem, deadline: float | None) -> None:
@@ -179,6 +185,7 @@ class _Branch:
         barriers = ("push" in problem.allow and not base.num_pushed) + (
             {"push", "columns"} <= problem.allow and not base.num_split and _splits_pay(problem))
         self.extra_us = problem.topology.costs.phase_us * barriers * bool(bound.relaxation.tables)
+        self.root_us = self.lower_bound_us
 
     @property
     def bound(self) -> Bound:
@@ -189,6 +196,13 @@ class _Branch:
     def lower_bound_us(self) -> float:
         """No plan of the branch is faster."""
         return self.bound.lower_bound_us + self.extra_us
+
+    def is_part_of(self, other: _Branch) -> bool:
+        """Whether `other` has all plans of this branch and its barriers hardly count, so that a
+        search there serves both."""
+        mine, theirs = (x.bound.relaxation.problem.allow for x in (self, other))
+        spared = other.extra_us - self.extra_us
+        return "push" in mine and mine < theirs and spared <= _NEGLIGIBLE * self.lower_bound_us
 
     def tighten(self, max_boxes: int, step_us: float, goal_us: float,
                 deadline: float | None) -> None:
@@ -204,7 +218,11 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     num_tables = len(branches[0].bound.relaxation.tables)
     boxes = round(budget.max_boxes * 25 / max(25, num_tables))  # each time; more tables, fewer
     anneals = budget.max_anneals
-    for turn in range(2):
+    many = num_tables > _MANY
+    if many:
+        moves = budget.max_moves * _MANY // num_tables
+        budget = replace(budget, max_moves=moves)
+    for turn in range(1 if many else 2):
         for branch in sorted(branches, key=lambda x: x.lower_bound_us):
             known = np.inf if best is None else best[1].evaluation.step_us
             lower_us = min(x.lower_bound_us for x in branches)
@@ -213,7 +231,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                                                  lower_us * (1 + target_gap)):
                 continue
             branch.tighten(boxes, known, known, budget.deadline)
-            if known <= branch.lower_bound_us:
+            if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
             state = search(branch.bound, replace(budget, max_anneals=anneals), lower_us, target_gap,
                            seed + turn)

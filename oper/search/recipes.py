@@ -114,7 +114,7 @@ class RecipeBook:
                 new.append(recipe)
         if new:
             self.recipes[k] = self.recipes[k] + new
-            amount = np.stack([self.amount(t, r) for r in new])
+            amount = self._amount(t, new)
             rows = self.relaxation.resources_at(amount, np.full(len(new), k),
                                                 self.relaxation.kinds(amount, k, self.prices))
             self.resources[k] = np.concatenate([self.resources[k], rows])
@@ -140,11 +140,17 @@ class RecipeBook:
                     found.append(Recipe(tuple(s for s, _ in tiers), tuple(o for _, o in tiers)))
             self.add(k, found)
 
-    def amount(self, t: TableProblem, recipe: Recipe) -> np.ndarray:
-        """Features by option; float64 [O, 4]."""
-        out = np.zeros((len(self.relaxation.options), 4))
-        ends = t.prefix(np.array([0, *recipe.stops], float))
-        np.add.at(out, list(recipe.options), np.diff(ends, axis=1).T)
+    def _amount(self, t: TableProblem, recipes: list[Recipe]) -> np.ndarray:
+        """Features by option; float64 [N, O, 4]."""
+        tiers = max(len(r.stops) for r in recipes)
+        ends = np.zeros((len(recipes), tiers + 1))
+        options = np.zeros((len(recipes), tiers), np.int64)
+        for n, r in enumerate(recipes):  # shorter ones end in tiers without rows
+            ends[n, 1:] = r.stops + (r.stops[-1],) * (tiers - len(r.stops))
+            options[n, :len(r.stops)] = r.options
+        out = np.zeros((len(recipes), len(self.relaxation.options), NUM_FEATURES))
+        features = np.diff(t.prefix(ends), axis=2)  # [4, N, tiers]
+        np.add.at(out, (np.arange(len(recipes))[:, None], options), np.moveaxis(features, 0, 2))
         return out
 
     def scores(self, totals: np.ndarray) -> np.ndarray:

@@ -15,16 +15,16 @@ linear in the block's features, so that a block costs `features @ coefficients[t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from oper.plan import Piece
+from oper.search import native
 from oper.search.cost import HELD, NUM_ROWS, PARTIALS, CostModel, Tally
 from oper.search.machine import COMPUTE, GROUPS, MEMORY, rank_classes
 from oper.search.owner_rows import PUSH, REPLICATED, SHARD, add_owner_rows
-from oper.search.pieces import Box, Pieces, PieceTypes
+from oper.search.pieces import Box, Pieces
 from oper.search.problem import IDS, NUM_FEATURES, TableProblem
 
 _MAX_HIDDEN_SETS = 4
@@ -102,6 +102,7 @@ class Relaxation:
         self.owner_rows = add_owner_rows(self)
         self._plain_base = self.base.copy()
         sizes = [t.blocks.shape[0] for t in self.tables]
+        self.total_ids = np.array([t.total[IDS] for t in self.tables])
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.table_of = np.repeat(np.arange(len(self.tables)), sizes)
         self.features = (np.concatenate([t.blocks for t in self.tables]) if self.tables
@@ -273,86 +274,30 @@ class Relaxation:
     def _choose_pushed(self, cost: np.ndarray, push: np.ndarray, prices: np.ndarray,
                        choice: np.ndarray, kind: np.ndarray) -> np.ndarray:
         """Fill in `choice` and `kind`; returns each table's least cost, float64 [T]."""
-        best = np.empty(len(self.tables))
-        partial = self.unit[:, PARTIALS] @ prices  # [C], per byte of partial sums at each class
-        stream = self.per_stream @ prices  # [T, O, 4]
+        options = np.flatnonzero(push)
+        classes = [self.options[o].rank_class for o in options.tolist()]
         other = np.where(push, np.inf, cost)
-        for k in range(len(self.tables)):
-            at = slice(self.starts[k], self.starts[k + 1])
-            stay = other[at].min(axis=1)
-            choice[at] = other[at].argmin(axis=1)
-            may = [o for o in np.flatnonzero(self.allowed[k] & push).tolist()
-                   if self.pieces.types[k][self.options[o].rank_class].mass.any()]
-            if not may:
-                best[k] = stay.sum()
-                continue
-            more = self.features[at] @ stream[k, may].T  # [K, may]
-            chosen, kind[k], best[k] = self._prefix(k, stay, cost[at][:, may], more, [
-                (self.options[o].rank_class, float(partial[self.options[o].rank_class]))
-                for o in may])
-            # One class owns all that a table pushes; which one is decided by the whole table.
-            if chosen.any():
-                total = [cost[at, o].sum() + partial[self.options[o].rank_class] for o in may]
-                choice[at][chosen] = may[int(np.argmin(total))]
-        return best
-
-    def _prefix(self, k: int, stay: np.ndarray, go: np.ndarray, more: np.ndarray,
-                price: list[tuple[int, float]]) -> tuple[np.ndarray, int, float]:
-        """The best set of pushed blocks (bool [K]), the type of their pieces, and the cost.
-
-        Args:
-            k: the table.
-            stay: float64 [K], cost of each block when it is not pushed.
-            go: float64 [K, M], cost in each pushed option, by one id stream.
-            more: float64 [K, M], cost of every further id stream.
-            price: by pushed option, its class and what a byte of partial sums costs there.
-        """
-        t, types = self.tables[k], [self.pieces.types[k][c] for c, _ in price]
-        ids = self.features[self.starts[k]:self.starts[k + 1], IDS]
-        num_types = max(x.mass.size for x in types)
-        every = np.full((num_types, ids.size), np.inf)
-        for m, x in enumerate(types):
-            cost = go[:, m] + (x.streams[:, None] - 1.0) * more[:, m]
-            every[:x.mass.size] = np.minimum(every[:x.mass.size],
-                                             np.where(x.mass[:, None] > 0, cost, np.inf))
-        sums = self._least_sums(t, types, [p for _, p in price], num_types)
-        if not np.isfinite(stay).all():  # nothing but push is allowed
-            total = every.sum(axis=1) + sums(np.full((num_types, 1), ids.sum()))[:, 0]
-            return np.ones(stay.size, bool), int(total.argmin()), float(total.min())
-        gain = np.where(np.isfinite(every), every - stay, 1e30)
-        slope = np.where(ids > 0, gain / np.maximum(ids, 1e-300),
-                         np.where(gain < 0, -np.inf, np.inf))
-        order = np.argsort(slope, axis=1, kind="stable")
-        mass, total = np.zeros((2, num_types, ids.size + 1))
-        np.cumsum(ids[order], axis=1, out=mass[:, 1:])
-        np.cumsum(np.take_along_axis(gain, order, axis=1), axis=1, out=total[:, 1:])
-        whole = total + sums(mass)
-        j, count = np.unravel_index(int(whole.argmin()), whole.shape)
-        chosen = np.zeros(stay.size, bool)
-        chosen[order[j, :count]] = True
-        least = float(whole[j, count])
-        for x in types:  # where an owner is full, the cost has a kink
-            full = np.flatnonzero((x.mass > 0) & (x.mass < 1))
-            at = x.mass[full] * ids.sum()
-            if full.size:
-                kinks = np.array([np.interp(m, mass[n], total[n])
-                                  for n, m in zip(full, at, strict=True)])
-                where = np.full((num_types, 1), 1.0)
-                where[full, 0] = at
-                least = min(least, float((kinks + sums(where)[full, 0]).min()))
-        return chosen, int(j), float(stay.sum() + least)
-
-    def _least_sums(self, t: TableProblem, types: list[PieceTypes], price: list[float],
-                    num_types: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Cost of partial sums by type (float64 [J, N]) of ids (float64 [J, N]), from below."""
-        def cost(ids: np.ndarray) -> np.ndarray:
-            out = np.full(ids.shape, np.inf)
-            for x, p in zip(types, price, strict=True):
-                j = x.mass.size
-                amount = self.partial_bytes(t, ids[:j], x.mass[:, None] * t.total[IDS])
-                out[:j] = np.minimum(out[:j], np.where(x.mass[:, None] > 0, p * amount, np.inf))
-            return out
-        return cost
+        choice[:] = other.argmin(axis=1)
+        stream = self.per_stream[:, options] @ prices  # [T, M, 4]
+        types = [self.pieces.types[k][c] for k in range(len(self.tables)) for c in classes]
+        sizes = [x.mass.size for x in types]
+        option, chosen = np.zeros(len(self.tables), np.int64), np.zeros(len(choice), np.uint8)
+        value = np.zeros(len(self.tables))
+        arrays = {
+            "starts": self.starts, "stay": other.min(axis=1), "go": cost[:, options],
+            "more": np.einsum("bf,bmf->bm", self.features, stream[self.table_of]),
+            "ids": self.features[:, IDS], "total_ids": self.total_ids,
+            "price": self.unit[classes, PARTIALS] @ prices,
+            "first": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+            "streams": np.concatenate([x.streams for x in types]),
+            "mass": np.concatenate([x.mass for x in types])}
+        arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
+        arrays |= {"value": value, "kind": kind, "option": option, "chosen": chosen}
+        native.call("oper_price", native.Pricing, arrays, num_tables=len(self.tables),
+                    num_options=options.size, sums=self.pieces.native_sums)
+        pushed = chosen.astype(bool)
+        choice[pushed] = options[option[self.table_of[pushed]]]
+        return value
 
     def partial_bytes(self, t: TableProblem, ids: np.ndarray, owner: np.ndarray) -> np.ndarray:
         """Bytes of partial sums that each reader gets of pushed `ids`, at most `owner` ids on one
@@ -388,9 +333,8 @@ class Relaxation:
         out = np.ones(len(tables), bool)
         for o, option in enumerate(self.options):
             if option.kind == PUSH:
-                for n in np.flatnonzero(amount[:, o, IDS] > 0):
-                    x = self.pieces.types[tables[n]][option.rank_class]
-                    out[n] &= x.mass[min(int(kind[n]), x.mass.size - 1)] > 0
+                _, mass = self.pieces.chosen(tables, option.rank_class, kind)
+                out &= (mass > 0) | (amount[:, o, IDS] <= 0)
         return out
 
     def kinds(self, amount: np.ndarray, k: int, prices: np.ndarray) -> np.ndarray:
@@ -420,13 +364,11 @@ class Relaxation:
                      kind: np.ndarray) -> np.ndarray:
         """As `resources_of`, pieces of the types `kind` (int64 [N]), full owners."""
         streams, owner = np.ones(len(tables)), np.ones(len(tables))
-        for n, k in enumerate(tables.tolist()):
-            if not self.pieces.is_whole(k):
-                for o, option in enumerate(self.options):
-                    if option.kind == PUSH and amount[n, o, IDS] > 0:
-                        x = self.pieces.types[k][option.rank_class]
-                        j = min(int(kind[n]), x.mass.size - 1)
-                        streams[n], owner[n] = x.streams[j], max(x.mass[j], 1e-9)
+        for o, option in enumerate(self.options):
+            if option.kind == PUSH:
+                n = amount[:, o, IDS] > 0
+                streams[n], mass = self.pieces.chosen(tables[n], option.rank_class, kind[n])
+                owner[n] = np.maximum(mass, 1e-9)
         return self.resources_of(amount, tables, streams, owner)
 
     def resources_of(self, amount: np.ndarray, tables: np.ndarray, streams: np.ndarray,
@@ -445,13 +387,14 @@ class Relaxation:
         out = np.einsum("nof,nofr->nr", amount, self.coefficients[tables])
         for o, option in enumerate(self.options):
             if option.kind == PUSH:
-                for n in np.flatnonzero(amount[:, o, IDS] > 0):
-                    t = self.tables[tables[n]]
-                    size = self.partial_bytes(t, amount[n, o, IDS], owner[n] * t.total[IDS])
-                    out[n] += size * self.unit[option.rank_class, PARTIALS]
-                    if streams[n] > 1.0:
-                        more = amount[n, o] @ self.per_stream[tables[n], o]
-                        out[n] += (streams[n] - 1.0) * more
+                n = np.flatnonzero(amount[:, o, IDS] > 0)
+                share = amount[n, o, IDS] / self.total_ids[tables[n]]
+                most = np.minimum(share, owner[n])
+                size = self.pieces.sum_bytes(tables[n], most) * (share / np.maximum(most, 1e-300))
+                out[n] += size[:, None] * self.unit[option.rank_class, PARTIALS]
+                n = n[streams[n] > 1.0]
+                more = np.einsum("nf,nfr->nr", amount[n, o], self.per_stream[tables[n], o])
+                out[n] += (streams[n] - 1.0)[:, None] * more
         return out
 
     def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:

@@ -149,12 +149,12 @@ class _Trained:
 def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[str, Any],
                   device: str) -> nn.Module:
     """The DLRM of a training run, without its loss, on `device`."""
-    from oper.train.config import ModelConfig
+    from oper.train.config import DLRMConfig
     from oper.train.model import build_dlrm
 
     # TorchRec's import sets off a remark that means nothing to the reader.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    model: Any = build_dlrm(tables, num_dense, ModelConfig(**{**config, "tables_on": device}), 0)
+    model: Any = build_dlrm(tables, num_dense, DLRMConfig(**config), 0, device)
     return typing.cast("nn.Module", model.model.eval())
 
 
@@ -194,6 +194,8 @@ def _describe(folder: Path) -> _Trained:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         layers: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
                   for k, v in config["config"]["model"].items()}
+        if layers.pop("name") != "dlrm":
+            raise ValueError("only a DLRM can be served")
         model = config["model"]
         tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
                                  tuple(t["features"])) for t in model["tables"])

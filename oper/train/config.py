@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.rl_rec.catalogue import Catalogue
+from oper.rl_rec.interactions import DataOptions
 
 SHARDINGS = ("oper", "none", "torchrec")
 TABLE_OPTIMIZERS = ("rowwise_adagrad", "sgd")
@@ -23,30 +25,24 @@ PATHS = ("data", "out", "stats", "plan", "topology")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class DLRMConfig:
     """A DLRM.
 
     Attributes:
         dim: columns of every table; also the last layer of the bottom MLP.
         dense_layers: layer sizes of the bottom MLP before that last layer.
         over_layers: layer sizes of the top MLP before its single output.
-        tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
-            sharding start from the same numbers; ``"meta"``: a rank initialises its shard only, for
-            tables that do not fit one process (other numbers than ``"cpu"``, the same for every
-            plan).
     """
 
     dim: int = 32
     dense_layers: tuple[int, ...] = (128, 64)
     over_layers: tuple[int, ...] = (128, 64)
-    tables_on: str = "cpu"
 
     def __post_init__(self) -> None:
         _at_least("model.dim", self.dim, 1)
         for name in ("dense_layers", "over_layers"):
             for size in getattr(self, name):
                 _at_least(f"model.{name}", size, 1)
-        _one_of("model.tables_on", self.tables_on, TABLE_DEVICES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ class TrainConfig:
     """One training run.
 
     Attributes:
-        data: folder written by ``oper preprocess``.
+        data: folder written by ``oper preprocess``; with a synthetic catalogue, nothing.
         out: folder for metrics, configuration and the trained state.
         sharding: ``"oper"``, ``"none"`` (one process, unsharded) or ``"torchrec"``.
         stats: access statistics file for ``"oper"``; without it the plan follows table sizes.
@@ -94,8 +90,17 @@ class TrainConfig:
         max_steps: stop after this many steps (0 = no limit).
         log_every: steps between lines of the metrics file, and between looks at an interrupt.
         eval_every: steps between validations (0 = only at the end).
-        model: the DLRM.
+        eval_users: validate a recommender on so many users, evenly chosen (0 = all).
+        tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
+            sharding start from the same numbers; ``"meta"``: a rank initialises its shard only, for
+            tables that do not fit one process (other numbers than ``"cpu"``, the same for every
+            plan).
+        model_name: ``"dlrm"`` or a recommender of `oper.rl_rec.registry`; ``name`` in the section
+            ``[model]`` of a file.
+        model: its configuration, a `DLRMConfig` or that recommender's.
         optimizer: how weights are updated.
+        interactions: how the log becomes interactions (recommenders).
+        catalogue: invented interactions in place of `data` (recommenders).
     """
 
     data: str = ""
@@ -111,27 +116,38 @@ class TrainConfig:
     max_steps: int = 0
     log_every: int = 20
     eval_every: int = 0
-    model: ModelConfig = field(default_factory=ModelConfig)
+    eval_users: int = 0
+    tables_on: str = "cpu"
+    model_name: str = "dlrm"
+    model: Any = field(default_factory=DLRMConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    interactions: DataOptions = field(default_factory=DataOptions)
+    catalogue: Catalogue = field(default_factory=Catalogue)
 
     def __post_init__(self) -> None:
-        if not self.data:
-            raise _bad("data", self.data, "a folder written by oper preprocess")
+        if bool(self.data) == bool(self.catalogue.num_items):
+            raise _bad("data", self.data, "a folder written by oper preprocess, or nothing where "
+                       "catalogue.num_items is given")
+        if self.catalogue.num_items and self.model_name == "dlrm":
+            raise _bad("catalogue.num_items", self.catalogue.num_items, "0 with a DLRM")
         if not self.out:
             raise _bad("out", self.out, "a folder to write to")
         _one_of("sharding", self.sharding, SHARDINGS)
         for name, least in (("seed", 0), ("batch_size", 1), ("epochs", 1), ("max_steps", 0),
-                            ("log_every", 1), ("eval_every", 0)):
+                            ("log_every", 1), ("eval_every", 0), ("eval_users", 0)):
             _at_least(name, getattr(self, name), least)
         for name in ("stats", "plan", "topology"):
             if getattr(self, name) and self.sharding != "oper":
                 raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")
-        if self.sharding == "none" and self.model.tables_on == "meta":
-            raise _bad("model.tables_on", "meta", "'cpu' with sharding='none'")
+        _one_of("tables_on", self.tables_on, TABLE_DEVICES)
+        if self.sharding == "none" and self.tables_on == "meta":
+            raise _bad("tables_on", "meta", "'cpu' with sharding='none'")
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON-able values."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        values["model"]["name"] = values.pop("model_name")
+        return values
 
 
 def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | None = None
@@ -166,7 +182,31 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
             if not isinstance(place, dict):
                 raise _bad(key, value, "a key inside a section")
         place[name] = value
-    return typing.cast(TrainConfig, _build(TrainConfig, values, ""))
+    return typing.cast(TrainConfig, _build(TrainConfig, _with_model(values), ""))
+
+
+def _with_model(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the section ``[model]`` built as the model's own configuration."""
+    section = values.get("model", {})
+    if not isinstance(section, Mapping):
+        raise _bad("model", section, "a section of keys")
+    section = dict(section)
+    name = section.pop("name", "dlrm")
+    kind: type = DLRMConfig
+    if name != "dlrm":
+        from oper.rl_rec.registry import WORKLOADS
+
+        if name not in WORKLOADS:
+            raise _bad("model.name", name, f"one of {['dlrm', *WORKLOADS]}")
+        kind = WORKLOADS[name].config
+    try:
+        model = _build(kind, section, "model.")
+    except InvalidInputError:
+        raise
+    except ValueError as error:  # models outside this package's errors
+        raise InvalidInputError(f"invalid training configuration: model.{error}; correct it"
+                                ) from None
+    return {**values, "model_name": name, "model": model}
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, str]:
@@ -193,7 +233,9 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
     built = {}
     for name, value in values.items():
         hint = hints[name]
-        if dataclasses.is_dataclass(hint):
+        if hint is Any:  # built already
+            built[name] = value
+        elif dataclasses.is_dataclass(hint):
             built[name] = _build(typing.cast(type, hint), value, f"{prefix}{name}.")
         else:
             built[name] = _convert(prefix + name, value, hint)

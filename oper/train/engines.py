@@ -1,8 +1,8 @@
-"""The three ways to run one DLRM: sharded by OPER, unsharded, sharded by TorchRec."""
+"""The three ways to run a model: sharded by OPER, unsharded, sharded by TorchRec."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
+from oper.stats import AccessStats
 from oper.train.config import OptimizerConfig, TrainConfig
 from oper.train.model import ranks
 from oper.train.reference import SparseTableOptimizer
@@ -19,9 +20,12 @@ from oper.train.reference import SparseTableOptimizer
 class Engine:
     """A model that can be trained and evaluated.
 
+    The model's ``forward(batch)`` gives a loss [] and something else: ``(loss, logits, labels)`` of
+    a ``DLRMTrain``, the named parts of the loss of a recommender.
+
     Attributes:
         module: what a training step calls, wrapped for data parallelism where there are ranks.
-        bare: the same ``DLRMTrain`` for evaluation, without DistributedDataParallel.
+        bare: the same model for evaluation, without DistributedDataParallel.
         optimizers: what steps after the backward pass; sharded tables are updated within it.
         collective: whether evaluation needs all ranks.
     """
@@ -31,27 +35,35 @@ class Engine:
     optimizers: list[Any]
     collective: bool = False
 
-    def step(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """One training step; returns loss [] and logits float32 [B]. Collective."""
+    def step(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        """One training step; returns what the model's forward gives. Collective."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss, (_, logits, _) = self.module(batch)
+        loss, rest = self.module(batch)
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
-        return loss.detach(), logits
+        return loss.detach(), rest
 
     @torch.no_grad()
     def logits(self, batch: Any) -> torch.Tensor:
-        """Logits float32 [B] without an update."""
+        """Logits float32 [B] of a ``DLRMTrain`` without an update."""
         logits: torch.Tensor = self.bare(batch)[1][1]
         return logits
 
 
-def make_engine(model: nn.Module, config: TrainConfig) -> Engine:
-    """The engine that `config.sharding` names, from an unsharded ``DLRMTrain``. Collective."""
+def make_engine(model: nn.Module, config: TrainConfig,
+                stats: Callable[[], AccessStats] | None = None) -> Engine:
+    """The engine that `config.sharding` names, from an unsharded model. Collective.
+
+    Args:
+        model: with its tables in collections.
+        config: how it is run.
+        stats: access statistics, called for where the configuration names none (``"oper"`` only).
+    """
     if config.sharding == "oper":
-        return with_oper(model, config)
+        given = {} if config.stats or config.plan or stats is None else {"stats": stats()}
+        return with_oper(model, config, **given)
     if config.sharding == "torchrec":
         return with_torchrec(model, config)
     return unsharded(model, config.optimizer)
@@ -70,7 +82,7 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
     """Tables sharded by `oper.shard`, dense part under DistributedDataParallel. Collective.
 
     Args:
-        model: unsharded ``DLRMTrain``.
+        model: unsharded.
         config: optimizers, batch size and, unless given otherwise, statistics, plan and topology.
         shard_arguments: for `oper.shard`, in place of the configuration's.
     """
@@ -92,28 +104,48 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
     return Engine(module, sharded, [dense_optimizer(o, sharded)])
 
 
-def with_torchrec(model: nn.Module, config: TrainConfig) -> Engine:
-    """Tables sharded by TorchRec's planner under ``DistributedModelParallel``. Collective."""
+def with_torchrec(model: nn.Module, config: TrainConfig, sharding_types: Sequence[str] = ()
+                  ) -> Engine:
+    """Tables sharded by TorchRec's planner under ``DistributedModelParallel``. Collective.
+
+    Args:
+        model: unsharded.
+        config: optimizers and batch size.
+        sharding_types: TorchRec's names of those that its planner may choose; all by default.
+    """
     from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.distributed.model_parallel import (
+        DistributedModelParallel,
+        get_unwrapped_module,
+    )
+    from torchrec.distributed.planner import (
+        EmbeddingShardingPlanner,
+        ParameterConstraints,
+        Topology,
+    )
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
     from torchrec.optim import RowWiseAdagrad
 
     group = need_group()
     o = config.optimizer
     rule: Any = torch.optim.SGD if o.tables == "sgd" else RowWiseAdagrad
     arguments = {"lr": o.tables_lr} | ({} if o.tables == "sgd" else {"eps": o.tables_eps})
+    tables: list[str] = []
     for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection):
-            _apply_optimizer_in_backward(rule, module.parameters(), arguments)
-    sharders: Any = [EmbeddingBagCollectionSharder()]
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            tables += [name.split(".")[1] for name, _ in module.named_parameters()]
+            # A copy: sharding takes entries out of the mapping that it is given.
+            _apply_optimizer_in_backward(rule, module.parameters(), dict(arguments))
+    sharders: Any = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     size = group.size()
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=size, compute_device="cpu", local_world_size=size),
-        batch_size=config.batch_size, debug=False)
-    initial = None if config.model.tables_on == "meta" else model.state_dict()
+        batch_size=config.batch_size, debug=False, constraints={
+            table: ParameterConstraints(sharding_types=list(sharding_types)) for table in tables
+        } if sharding_types else None)
+    initial = None if config.tables_on == "meta" else model.state_dict()
     sharded = DistributedModelParallel(
         model, device=torch.device("cpu"), sharders=sharders,
         plan=planner.collective_plan(model, sharders, group))
@@ -123,7 +155,8 @@ def with_torchrec(model: nn.Module, config: TrainConfig) -> Engine:
     left = [p for n, p in sharded.named_parameters()
             if is_table(n) and not hasattr(p, "_in_backward_optimizers")]
     optimizers: list[Any] = [rule(left, **arguments)] if left else []
-    return Engine(sharded, sharded, [*optimizers, dense_optimizer(o, sharded)], collective=True)
+    bare = get_unwrapped_module(sharded)
+    return Engine(sharded, bare, [*optimizers, dense_optimizer(o, sharded)], collective=True)
 
 
 def need_group() -> Any:
@@ -140,7 +173,7 @@ def need_group() -> Any:
 
 def is_table(name: str) -> bool:
     """Whether a parameter of this name is a table."""
-    return ".embedding_bags." in f".{name}"
+    return any(kind in f".{name}" for kind in (".embedding_bags.", ".embeddings."))
 
 
 def dense_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import platform
 import signal
@@ -15,17 +16,14 @@ from types import FrameType
 from typing import IO, Any
 
 import torch
-from tqdm import tqdm
 
 from oper import __version__
-from oper.data import Batches, BatchOptions, Folder
-from oper.errors import InvalidInputError, OperError, PeerLostError, fail
+from oper.errors import OperError, PeerLostError, fail
 from oper.files import write_text
-from oper.train.batches import to_batch
 from oper.train.config import TrainConfig
-from oper.train.engines import Engine, make_engine
-from oper.train.metrics import BinaryMetrics
-from oper.train.model import build_dlrm, describe, full_state, ranks, save_state
+from oper.train.engines import Engine
+from oper.train.model import full_state, ranks, save_state
+from oper.train.tasks import Task, make_task, progress_bar
 
 CONFIG, METRICS, STATE = "config.json", "metrics.jsonl", "state.pt"
 _SECOND_CTRL_C_S = 1.0  # a launcher may pass on what the terminal has sent already
@@ -39,52 +37,45 @@ def train(config: TrainConfig, show_progress: bool = True) -> dict[str, Any]:
     model loads).
 
     Returns:
-        ``{"auc", "log_loss", "samples", "steps", "interrupted", "state"}``; the metrics are of the
-        whole validation split, and missing after an interrupt.
+        The metrics over the whole validation split, missing after an interrupt: ``{"auc",
+        "log_loss", "samples"}`` of a DLRM, ``{"ndcg@10", ..., "users"}`` of a recommender; and
+        ``{"steps", "interrupted", "state"}``.
 
     Raises:
         OperError: the data cannot be read, the configuration does not fit, a peer has ended.
     """
     rank, world_size = ranks()
-    folder = Folder.open(config.data)
-    splits = {split: _batches(config, split) for split in ("train", "valid")}
-    if not len(splits["train"]):
-        raise InvalidInputError(
-            fail("nothing to train on", "global batch size", config.batch_size * world_size,
-                 f"<= {folder.rows['train']} rows of the training split", "lower batch_size"))
-    rule = {"rowwise_adagrad": "rowwise_adagrad", "sgd": "sgd"}[config.optimizer.tables]
-    tables = folder.tables(config.model.dim, optimizer=rule)
-    model = build_dlrm(tables, len(folder.dense), config.model, config.seed)
-    engine = make_engine(model, config)
-    del model
+    task = make_task(config)
+    engine = task.engine()
     out = Path(config.out)
     with _peer_errors(engine), _MetricsFile(out if rank == 0 else None, {
             "config": config.to_json(), "versions": versions(), "world_size": world_size,
-            "model": describe(tables, len(folder.dense))}) as log:
-        steps, interrupted = _run(engine, config, splits, log, show_progress)
+            "model": task.about()}) as log:
+        steps, interrupted = _run(engine, config, task, log, show_progress)
         result: dict[str, Any] = {"steps": steps, "interrupted": interrupted}
         state = full_state(engine.module)
         if rank == 0:
             save_state(out / STATE, state)
         if not interrupted:
-            result |= evaluate(engine, splits["valid"], show_progress)
+            result |= task.evaluate(engine, show_progress)
         result["state"] = str(out / STATE)
         log.write("end", **result)
     return result
 
 
-def _run(engine: Engine, config: TrainConfig, splits: dict[str, Batches], log: _MetricsFile,
-         show_progress: bool) -> tuple[int, bool]:
+def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, show_progress: bool
+         ) -> tuple[int, bool]:
     """All epochs; returns the steps made and whether an interrupt ended them early."""
-    data = splits["train"]
-    total = config.epochs * len(data)
+    total = config.epochs * task.steps_per_epoch
     total = min(total, config.max_steps or total)
     meter, done = _Meter(), 0
-    with Interrupt() as interrupt, _bar(total, "training", show_progress) as bar:
-        for step, batch in enumerate(_training_batches(data, config.epochs), 1):
+    batches = itertools.chain.from_iterable(task.epoch(k) for k in range(config.epochs))
+    with Interrupt() as interrupt, progress_bar(total, "training", show_progress) as bar:
+        for step, (batch, num_samples) in enumerate(itertools.islice(batches, total), 1):
+            task.before_step(engine, step - 1, total)
             loss, _ = engine.step(batch)
             done = step
-            meter.add(loss, batch.labels.numel())
+            meter.add(loss, num_samples)
             bar.update()
             if step % config.log_every == 0 or step == total:
                 mean, per_s, stop = meter.read(interrupt.requested)
@@ -93,39 +84,9 @@ def _run(engine: Engine, config: TrainConfig, splits: dict[str, Batches], log: _
                 if stop:
                     return done, True
             if config.eval_every and step % config.eval_every == 0 and step < total:
-                log.write("valid", step=step, **evaluate(engine, splits["valid"], show_progress))
+                log.write("valid", step=step, **task.evaluate(engine, show_progress))
                 meter.restart()
-            if step == total:
-                break
     return done, False
-
-
-def evaluate(engine: Engine, data: Batches, show_progress: bool = False) -> dict[str, Any]:
-    """``{"auc", "log_loss", "samples"}`` over a split, on all ranks. Collective."""
-    metrics = BinaryMetrics()
-    keys = data.folder.sparse
-    with _bar(len(data), "validation", show_progress) as bar:
-        for arrays in data:
-            bar.update()
-            if arrays.num_samples or engine.collective:
-                batch = to_batch(arrays, keys)
-                metrics.update(engine.logits(batch), batch.labels)
-    return metrics.compute()
-
-
-def _batches(config: TrainConfig, split: str) -> Batches:
-    rank, world_size = ranks()
-    training = split == "train"
-    return Batches(config.data, split, BatchOptions(
-        global_batch_size=config.batch_size * world_size, rank=rank, world_size=world_size,
-        shuffle=training and config.shuffle, seed=config.seed,
-        last="drop" if training else "keep"))
-
-
-def _training_batches(data: Batches, epochs: int) -> Iterator[Any]:
-    for epoch in range(epochs):
-        for arrays in data.epoch(epoch):
-            yield to_batch(arrays, data.folder.sparse)
 
 
 class _Meter:
@@ -215,12 +176,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _bar(total: int, what: str, show: bool) -> Any:
-    terminal = sys.stderr.isatty()
-    return tqdm(total=total, desc=what, unit=" steps", leave=terminal or what == "training",
-                mininterval=0.2 if terminal else 10.0, disable=not show or ranks()[0] > 0)
 
 
 @contextlib.contextmanager

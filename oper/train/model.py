@@ -12,18 +12,19 @@ from torch import nn
 from oper.errors import FileFormatError, MissingDependencyError, fail
 from oper.files import atomic_write
 from oper.tables import TableSpec
-from oper.train.config import ModelConfig
+from oper.train.config import DLRMConfig
 
 
-def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: ModelConfig, seed: int
-               ) -> nn.Module:
+def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, seed: int,
+               tables_on: str = "cpu") -> nn.Module:
     """An unsharded ``DLRMTrain``; equal arguments give equal weights.
 
     Args:
         tables: the tables; their `dim` must be `config.dim`.
         num_dense: dense features.
-        config: layer sizes and where the tables are made.
+        config: layer sizes.
         seed: of the weights; sets torch's generator.
+        tables_on: ``"cpu"`` or ``"meta"``.
 
     ``forward(batch) -> (loss, (loss, logits, labels))`` with `batch` as of ``oper.data.batches``.
     """
@@ -41,7 +42,7 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: ModelConfig,
                                   feature_names=list(t.features)) for t in tables]
     meta = EmbeddingBagCollection(configs, device=torch.device("meta"))
     dlrm = DLRM(meta, num_dense, [*config.dense_layers, config.dim], [*config.over_layers, 1])
-    if config.tables_on == "cpu":
+    if tables_on == "cpu":
         dlrm.sparse_arch.embedding_bag_collection = EmbeddingBagCollection(
             configs, device=torch.device("cpu"))
     return DLRMTrain(dlrm)

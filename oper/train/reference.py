@@ -1,4 +1,4 @@
-"""The unsharded reference: tables as plain ``nn.EmbeddingBag``, updated by plain PyTorch.
+"""The unsharded reference: tables as plain torch modules, updated by plain PyTorch.
 
 Shares no code with the sharded runtime, so that comparing the two means something.
 """
@@ -18,7 +18,7 @@ class SparseTableOptimizer:
     the gradient `g` of a row summed over its occurrences in the batch first.
 
     Args:
-        model: switches every ``nn.EmbeddingBag`` in it to sparse gradients.
+        model: switches every ``nn.EmbeddingBag`` and ``nn.Embedding`` in it to sparse gradients.
         kind: ``"rowwise_adagrad"`` or ``"sgd"``.
         lr: learning rate.
         eps: row-wise Adagrad's epsilon.
@@ -31,7 +31,7 @@ class SparseTableOptimizer:
         self.lr, self.eps = lr, eps
         self.weights: list[torch.Tensor] = []
         for module in model.modules():
-            if isinstance(module, nn.EmbeddingBag):
+            if isinstance(module, nn.EmbeddingBag | nn.Embedding):
                 module.sparse = True
                 self.weights.append(module.weight)
         adagrad = kind == "rowwise_adagrad"

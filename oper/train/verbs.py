@@ -1,4 +1,4 @@
-"""``oper train``: train DLRM from a preprocessed folder, alone or under torchrun."""
+"""``oper train``: train a model on a preprocessed folder, alone or under torchrun."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def _check_out(out: str, force: bool) -> None:
 
 def _text(result: dict[str, Any]) -> str:
     lines = [f"steps: {result['steps']:,}" + (" (interrupted)" if result["interrupted"] else "")]
-    if not result["interrupted"]:
+    if "ndcg@10" in result:
+        lines.append(f"validation: nDCG@10 {result['ndcg@10']:.5f}, recall@10 "
+                     f"{result['recall@10']:.5f} over {result['users']:,} users")
+    elif not result["interrupted"]:
         lines.append(f"validation: AUC {result['auc']:.5f}, log loss {result['log_loss']:.5f} over "
                      f"{result['samples']:,} samples")
     return "\n".join([*lines, f"written: {result['state']}"])

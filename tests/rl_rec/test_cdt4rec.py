@@ -158,9 +158,9 @@ def test_the_loss_is_the_exact_cross_entropy_and_squared_error() -> None:
         phi, queries, valid = inside(model, batch)
         items = torch.cat([batch.items[2:9], batch.items[9:]])
         every = torch.arange(1, 41)
-        logits = queries[valid] @ look_up(model.items, "drawn", every).T
+        logits = queries[valid] @ look_up(model.items, model.features, "drawn", every).T
         action = nn.functional.cross_entropy(logits, items - 1)
-        rows = model.action(look_up(model.items, "seen", items))
+        rows = model.action(look_up(model.items, model.features, "seen", items))
         rewards = torch.cat([batch.rewards[2:9], batch.rewards[9:]])
         reward = (model.heads.rewards(phi[valid], rows) - rewards).square().mean()
         loss, parts = model(batch)
@@ -202,7 +202,8 @@ def test_the_reward_loss_reaches_its_layers_and_the_backbone() -> None:
     model = cdt(reward_weight=1.0)
     batch = sequences([9, 6], [2, 0])
     phi, _, valid = inside(model, batch)
-    rows = model.action(look_up(model.items, "seen", torch.full((int(valid.sum()),), 4)))
+    asked = torch.full((int(valid.sum()),), 4)
+    rows = model.action(look_up(model.items, model.features, "seen", asked))
     model.heads.rewards(phi[valid], rows).sum().backward()
     for layer in (model.heads.w_4, model.heads.w_2, model.backbone.merge, model.action):
         assert float(layer.weight.grad.abs().max()) > 0

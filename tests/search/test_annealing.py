@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from oper.search import annealing
+from oper.search import native
 from oper.search.annealing import Annealing, Packed
 from oper.search.bound import lower_bound
 from oper.search.cost import evaluate
@@ -79,11 +79,22 @@ def test_owners_are_among_the_ranks_that_a_table_may_use() -> None:
     assert all(len(ranks) == 1 for _, ranks, _ in found.layout.get(3, []))
 
 
+def test_ranks_without_pushed_pieces_own_more_of_the_pulled_rows() -> None:
+    """One table that must be pushed whole, and divisible ones beside it."""
+    held = {"tables": {"t0": {"placements": ["owned"], "modes": ["push"]}}}
+    stated = problem(4, 6, gpus(4), allow=frozenset({"striped", "owned", "pull", "push"}),
+                     constraints={"tables": {**held["tables"], "*": {"modes": ["pull"]}}})
+    found = _annealing(stated).run(50_000, 0.0, 1)
+    assert sum(found.units) > 0 and min(found.units) < max(found.units)
+    ((_, owner, _),) = found.layout[0]
+    assert found.units[owner[0]] <= np.mean(found.units)
+
+
 def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
                                                 tmp_path: object) -> None:
-    annealing._library.cache_clear()
-    monkeypatch.setattr(annealing, "__file__", f"{tmp_path}/search/annealing.py")
+    native._library.cache_clear()
+    monkeypatch.setattr(native, "__file__", f"{tmp_path}/search/native.py")
     with pytest.raises(Exception, match="build_ext --inplace"):
-        annealing._library()
+        native._library()
     monkeypatch.undo()
-    annealing._library.cache_clear()
+    native._library.cache_clear()

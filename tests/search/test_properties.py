@@ -62,6 +62,7 @@ def test_plans_place_every_row_once_fit_and_stay_above_the_bound(stated):
     assert (found.domain_bytes <= found.capacity_bytes * (1 + 1e-9)).all()
     assert found.step_us == pytest.approx(plan.step_us)
     assert 0 < plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
+    assert plan.notes["relaxation_us"] <= plan.step_us * (1 + 1e-9)  # not capped by the step
     for t, entry in zip(stated.tables, plan.tables, strict=True):
         assert entry.table == t.spec
         held = np.zeros((t.spec.num_rows, t.spec.dim), np.int64)

@@ -25,7 +25,7 @@ from tests.serve_support import wait_for
 from tests.support import ROOT
 
 TABLES = tuple(TableSpec(f"t{k}", rows, 8, (f"f{k}",)) for k, rows in enumerate((50, 7, 300)))
-CONFIGURATION = {"dim": 8, "dense_layers": [16], "over_layers": [16], "tables_on": "cpu"}
+CONFIGURATION = {"dim": 8, "dense_layers": [16], "over_layers": [16]}
 
 
 def write_run(folder: Path, seed: int) -> torch.nn.Module:
@@ -37,7 +37,7 @@ def write_run(folder: Path, seed: int) -> torch.nn.Module:
             value.normal_(0, 0.5)
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(
-        {"config": {"model": CONFIGURATION}, "model": describe(TABLES, 3)}))
+        {"config": {"model": {"name": "dlrm", **CONFIGURATION}}, "model": describe(TABLES, 3)}))
     save_state(folder / STATE, {f"model.{n}": v for n, v in model.state_dict().items()})
     return model
 

@@ -54,7 +54,7 @@ def test_file_over_defaults_and_flags_over_file(tmp_path: Path) -> None:
     ({"optimizer.tables_lr": -1.0}, ">= 0"),
     ({"sharding": "both"}, "'oper', 'none', 'torchrec'"),
     ({"sharding": "none", "stats": "s"}, "nothing with sharding"),
-    ({"sharding": "none", "model.tables_on": "meta"}, "cpu"),
+    ({"sharding": "none", "tables_on": "meta"}, "cpu"),
     ({"data": ""}, "oper preprocess"),
     ({"out": ""}, "a folder"),
 ])

@@ -20,8 +20,9 @@ from oper.data import Folder
 from oper.errors import FileFormatError, InvalidInputError
 from oper.train.config import TrainConfig, load_config
 from oper.train.engines import unsharded
-from oper.train.loop import _batches, evaluate, train
+from oper.train.loop import train
 from oper.train.model import build_dlrm, load_state
+from oper.train.tasks import click_batches, evaluate_clicks
 from tests.support import ROOT, run_oper
 
 FLAGS = {"batch_size": 256, "model.dim": 8, "model.dense_layers": [16], "model.over_layers": [16],
@@ -64,7 +65,7 @@ def validate_unsharded(trained: TrainConfig) -> dict[str, Any]:
     folder = Folder.open(trained.data)
     model = build_dlrm(folder.tables(trained.model.dim), len(folder.dense), trained.model, seed=99)
     model.load_state_dict(load_state(Path(trained.out) / "state.pt"), strict=True)
-    return evaluate(unsharded(model, trained.optimizer), _batches(trained, "valid"))
+    return evaluate_clicks(unsharded(model, trained.optimizer), click_batches(trained, "valid"))
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -118,7 +119,7 @@ def test_torchrun(prepared: Prepared, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "oper",
          *words(prepared, tmp_path, stats=prepared.stats, max_steps=3), "--set",
-         "model.tables_on=meta"],
+         "tables_on=meta"],
         cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "steps: 3" in done.stdout and done.stdout.count("written:") == 1

@@ -113,12 +113,12 @@ def make_kjt(*features: tuple[str, torch.Tensor, torch.Tensor]) -> KeyedJaggedTe
                              stride=lengths[0].numel())
 
 
-def look_up(tables: EmbeddingCollection, feature: str, ids: torch.Tensor) -> torch.Tensor:
-    """Rows float32 [n, D] of ids int64 [n], looked up as one feature of a collection."""
+def look_up(tables: EmbeddingCollection, features: Sequence[str], feature: str, ids: torch.Tensor
+            ) -> torch.Tensor:
+    """Rows float32 [n, D] of ids int64 [n], looked up as one of a collection's features."""
     none = torch.zeros(0, dtype=torch.int64)
     found = tables(make_kjt(*(one_bag(key, ids if key == feature else none, 1)
-                              for config in tables.embedding_configs()
-                              for key in config.feature_names)))
+                              for key in features)))
     rows: torch.Tensor = found[feature].values()
     return rows
 

@@ -86,7 +86,8 @@ class CDT4RecConfig:
         reward_loss: ``"bce"`` (rewards in [0, 1]) or ``"mse"``.
         returns: ``"logged"``, or ``"estimated"``: after the first third of training the rewards in
             the return-to-go are those that the reward head estimates, without gradient.
-        gamma: discount of the return-to-go.
+        gamma: discount of the return-to-go. Over a long horizon the return of a logged trajectory
+            tells much of which trajectory it is, and the action head learns the log by heart.
         target_quantile: quantile of the training returns that is asked for when recommending.
     """
 
@@ -103,7 +104,7 @@ class CDT4RecConfig:
     reward_weight: float = 1.0
     reward_loss: str = "bce"
     returns: str = "logged"
-    gamma: float = 0.9
+    gamma: float = 0.3
     target_quantile: float = 0.9
 
     def __post_init__(self) -> None:
@@ -127,6 +128,14 @@ class CDT4RecConfig:
                 ("target_quantile", 0 <= self.target_quantile <= 1, "0..1")):
             if not ok:
                 raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionTransformerConfig(CDT4RecConfig):
+    """The baseline without a causal head: interleaved tokens, no reward loss."""
+
+    backbone: str = "interleaved"
+    reward_weight: float = 0.0
 
 
 # ---- backbones and heads -------------------------------------------------------------------------
@@ -299,6 +308,7 @@ class CDT4Rec(Recommender):
         self.heads = Heads(config)
         tables = {"item": ["seen", "drawn"]} if config.tied else {
             "item": ["seen"], "item_out": ["chosen", "drawn"]}
+        self.features = [feature for features in tables.values() for feature in features]
         self.items = item_table(tables, num_items, dim, device)
         if config.user_dim:
             self.users = EmbeddingBagCollection(device=torch.device(device), tables=[
@@ -420,11 +430,11 @@ class CDT4Rec(Recommender):
 
     def scores(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
         """``<q, E^O[i]>``, float32 [B, n]."""
-        return encoded.queries @ look_up(self.items, "drawn", items).T
+        return encoded.queries @ look_up(self.items, self.features, "drawn", items).T
 
     def rewards(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
         """Estimated rewards float32 [B, n] of any items int64 [n], recommended or not."""
-        actions = self.action(look_up(self.items, "seen", items))
+        actions = self.action(look_up(self.items, self.features, "seen", items))
         shape = (encoded.phi.shape[0], *actions.shape)
         estimates = self.heads.rewards(encoded.phi[:, None].expand(shape), actions.expand(shape))
         return torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates

@@ -54,7 +54,7 @@ class SASRecConfig:
     dropout: float = 0.1
     negatives: int = 1024
     targets: str = "positive"
-    gamma: float = 0.9
+    gamma: float = 0.3
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
@@ -90,7 +90,8 @@ class SASRec(Recommender):
         self.blocks = nn.ModuleList(
             Block(dim, config.heads, config.dropout) for _ in range(config.layers))
         self.norm = nn.LayerNorm(dim)
-        self.items = item_table({"item": ["seen", "drawn"]}, num_items, dim, device)
+        self.features = ["seen", "drawn"]
+        self.items = item_table({"item": self.features}, num_items, dim, device)
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
         """Items of the batch with freshly drawn candidates."""
@@ -138,4 +139,4 @@ class SASRec(Recommender):
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """``<h, E[i]>``, float32 [B, n]."""
-        return encoded @ look_up(self.items, "drawn", items).T
+        return encoded @ look_up(self.items, self.features, "drawn", items).T

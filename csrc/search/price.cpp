@@ -1,0 +1,225 @@
+#include "search/price.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int kGroups = 5;
+constexpr int kBisections = 20;
+
+// Linear between the points of the grid: from below, because the bytes are concave in the share.
+double sums_at(const OperSums& s, int64_t table, double share) {
+  const double* y = s.bytes + table * s.num_points;
+  if (share <= 0) return 0.0;
+  if (share >= 1) return y[s.num_points - 1];
+  if (share <= s.first) return y[0] * (share / s.first);
+  const double at = std::log(share / s.first) / std::log(s.ratio);
+  const int64_t i = std::min<int64_t>(int64_t(at), s.num_points - 2);
+  const double low = s.first * std::pow(s.ratio, double(i)), high = low * s.ratio;
+  return y[i] + std::clamp((share - low) / (high - low), 0.0, 1.0) * (y[i + 1] - y[i]);
+}
+
+class Fit {
+ public:
+  explicit Fit(OperFit& f) : f_(f) {}
+
+  void run() {
+    for (int64_t k = 0; k < f_.num_tables; ++k)
+      for (int64_t c = 0; c < f_.num_classes; ++c) table(k, c);
+  }
+
+ private:
+  void table(int64_t k, int64_t c) {
+    const int64_t begin = f_.first[k], end = f_.first[k + 1];
+    const double widest = f_.narrow[begin], narrowest = f_.narrow[end - 1];
+    for (int64_t j = begin; j < end; ++j) {
+      // Loads are linear in the width; `own` holds the whole row's and the narrowest piece's.
+      const double along = widest > narrowest ? (widest - f_.narrow[j]) / (widest - narrowest) : 0.0;
+      const double part = f_.narrow[j] / widest;
+      double low = 0, high = 1;
+      if (fits(k, c, along, part, 1.0)) {
+        low = 1;
+      } else if (!fits(k, c, along, part, 0.0)) {
+        high = 0;
+      } else {
+        for (int n = 0; n < kBisections; ++n) {
+          const double middle = (low + high) / 2;
+          (fits(k, c, along, part, middle) ? low : high) = middle;
+        }
+      }
+      f_.mass[j * f_.num_classes + c] = low == 1 ? 1.0 : high;
+    }
+    f_.whole[k * f_.num_classes + c] = f_.mass[begin * f_.num_classes + c] == 1.0;
+  }
+
+  bool fits(int64_t k, int64_t c, double along, double part, double mass) const {
+    const int64_t G = f_.num_loads;
+    const double* own = f_.own + (k * f_.num_classes + c) * 2 * G;
+    const double* partial = f_.partial + c * G;
+    const double bytes = part * sums_at(f_.sums, k, mass);
+    double step = 0;
+    for (int64_t phase = 0; phase < G; phase += kGroups) {
+      double busy = 0;
+      for (int64_t g = phase; g < phase + kGroups; ++g) {
+        const double load = mass * (own[g] + along * (own[G + g] - own[g])) + bytes * partial[g];
+        if (load > f_.most[g]) return false;
+        busy = std::max(busy, load + f_.floor[c * G + g]);
+      }
+      step += busy;
+    }
+    return step <= f_.step;
+  }
+
+  OperFit& f_;
+};
+
+class Pricing {
+ public:
+  explicit Pricing(OperPricing& p) : p_(p) {}
+
+  void run() {
+    for (int64_t k = 0; k < p_.num_tables; ++k) table(k);
+  }
+
+ private:
+  void table(int64_t k) {
+    const int64_t begin = p_.starts[k], n = p_.starts[k + 1] - begin, M = p_.num_options;
+    k_ = k;
+    std::fill(p_.chosen + begin, p_.chosen + begin + n, uint8_t{0});
+    p_.kind[k] = 0, p_.option[k] = -1;
+    const double* stay = p_.stay + begin;
+    const double* ids = p_.ids + begin;
+    double rest = 0, mass = 0;
+    bool must = false;
+    for (int64_t b = 0; b < n; ++b) {
+      rest += stay[b], mass += ids[b];
+      must |= !std::isfinite(stay[b]);
+    }
+    int64_t num_types = 0;
+    for (int64_t m = 0; m < M; ++m)
+      num_types = std::max(num_types, p_.first[k * M + m + 1] - p_.first[k * M + m]);
+    best_ = must ? kInfinity : 0.0;
+    chosen_.assign(n, 0);
+    gain_.resize(n), order_.resize(n), slope_.resize(n);
+    for (int64_t j = 0; j < num_types; ++j) {
+      if (!admitted(j)) continue;
+      for (int64_t b = 0; b < n; ++b) gain_[b] = go(j, begin + b);
+      if (must) {  // nothing but push is allowed
+        const double total = std::accumulate(gain_.begin(), gain_.end(), 0.0) + cost(j, mass);
+        if (total < best_) best_ = total, p_.kind[k] = j, chosen_.assign(n, 1);
+        continue;
+      }
+      // No set costs less than if every id paid the least share of partial sums, that of all ids.
+      const double least = mass > 0 ? cost(j, mass) / mass : 0.0;
+      double below = 0;
+      for (int64_t b = 0; b < n; ++b) {
+        gain_[b] = std::isfinite(gain_[b]) ? gain_[b] - stay[b] : 1e30;
+        below += std::min(0.0, gain_[b] + least * ids[b]);
+      }
+      if (below < best_) prefixes(j, ids, n);
+    }
+    p_.value[k] = must ? best_ : rest + best_;
+    std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
+    if (std::find(chosen_.begin(), chosen_.end(), 1) != chosen_.end()) choose_option(begin, n);
+  }
+
+  // Blocks by what pushing costs per id: the best set is a prefix, or ends where an owner is full.
+  void prefixes(int64_t j, const double* ids, int64_t n) {
+    for (int64_t b = 0; b < n; ++b) {
+      order_[b] = int(b);
+      slope_[b] = ids[b] > 0 ? gain_[b] / ids[b] : gain_[b] < 0 ? -kInfinity : kInfinity;
+    }
+    std::stable_sort(order_.begin(), order_.end(),
+                     [&](int a, int b) { return slope_[a] < slope_[b]; });
+    kinks_.clear();
+    for (int64_t m = 0; m < p_.num_options; ++m) {
+      const double full = mass_of(j, m);
+      if (full > 0 && full < 1) kinks_.push_back(full * p_.total_ids[k_]);
+    }
+    double mass = 0, total = 0;
+    for (int64_t count = 0; count <= n; ++count) {
+      const double found = total + cost(j, mass);
+      if (found < best_) {
+        best_ = found, p_.kind[k_] = j;
+        std::fill(chosen_.begin(), chosen_.end(), uint8_t{0});
+        for (int64_t i = 0; i < count; ++i) chosen_[order_[i]] = 1;
+      }
+      if (count == n) break;
+      const int b = order_[count];
+      for (const double at : kinks_) {
+        if (at > mass && at < mass + ids[b]) {
+          const double inside = total + gain_[b] * (at - mass) / ids[b] + cost(j, at);
+          if (inside < best_) best_ = inside;  // no column; the prefix next to it is one
+        }
+      }
+      mass += ids[b], total += gain_[b];
+    }
+  }
+
+  int64_t type_of(int64_t j, int64_t m) const {  // -1: option m has no such type
+    const int64_t at = k_ * p_.num_options + m;
+    return p_.first[at] + j < p_.first[at + 1] ? p_.first[at] + j : -1;
+  }
+  double mass_of(int64_t j, int64_t m) const {
+    const int64_t at = type_of(j, m);
+    return at < 0 ? 0.0 : p_.mass[at];
+  }
+  bool admitted(int64_t j) const {
+    for (int64_t m = 0; m < p_.num_options; ++m)
+      if (mass_of(j, m) > 0) return true;
+    return false;
+  }
+  double go(int64_t j, int64_t block) const {
+    double least = kInfinity;
+    for (int64_t m = 0; m < p_.num_options; ++m) {
+      const int64_t type = type_of(j, m), at = block * p_.num_options + m;
+      if (type >= 0 && p_.mass[type] > 0)
+        least = std::min(least, p_.go[at] + (p_.streams[type] - 1.0) * p_.more[at]);
+    }
+    return least;
+  }
+  // Cost of the partial sums of so many pushed ids, from below.
+  double cost(int64_t j, double ids) const {
+    if (ids <= 0) return 0.0;
+    double least = kInfinity;
+    const double total = p_.total_ids[k_];
+    for (int64_t m = 0; m < p_.num_options; ++m) {
+      const double full = mass_of(j, m) * total;
+      if (full <= 0) continue;
+      const double most = std::min(ids, full);
+      least = std::min(least, p_.price[m] * sums_at(p_.sums, k_, most / total) * (ids / most));
+    }
+    return least;
+  }
+
+  // One class owns all that a table pushes; which one is decided by the whole table.
+  void choose_option(int64_t begin, int64_t n) {
+    double least = kInfinity;
+    for (int64_t m = 0; m < p_.num_options; ++m) {
+      if (mass_of(p_.kind[k_], m) <= 0) continue;
+      double total = p_.price[m];
+      for (int64_t b = begin; b < begin + n; ++b) total += p_.go[b * p_.num_options + m];
+      if (total < least) least = total, p_.option[k_] = m;
+    }
+  }
+
+  OperPricing& p_;
+  int64_t k_ = 0;
+  double best_ = 0;
+  std::vector<double> gain_, slope_, kinks_;
+  std::vector<int> order_;
+  std::vector<uint8_t> chosen_;
+};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void oper_fit(OperFit* fit) { Fit(*fit).run(); }
+
+extern "C" __attribute__((visibility("default"))) void oper_price(OperPricing* pricing) {
+  Pricing(*pricing).run();
+}

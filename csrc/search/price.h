@@ -1,0 +1,47 @@
+// Pushed pieces in the lower bound, called from oper/search/pieces.py and oper/search/relax.py.
+#pragma once
+
+#include <cstdint>
+
+// Bytes of partial sums by share of a table's mass, T tables: 0, then a geometric grid up to 1.
+struct OperSums {
+  int64_t num_points;     // N, shares first, first * ratio, ..., 1
+  double first, ratio;
+  const double* bytes;    // [T, N]
+};
+
+// Largest mass of one owner, by type of piece; see `Pieces`.
+struct OperFit {
+  int64_t num_tables, num_classes, num_loads;  // T, C, G (phases x 5)
+  OperSums sums;
+  const double* own;      // [T, C, 2, G], all ids of a table in pieces as narrow (wide) as they get
+  const double* partial;  // [C, G], a byte of partial sums
+  const int64_t* first;   // [T + 1], where each table's types begin, N of them
+  const double* narrow;   // [N], narrowest width of each type, the whole row first
+  const double* floor;    // [C, G], what the owner does anyway
+  const double* most;     // [G], largest load of a piece
+  double step;            // largest sum over phases
+  double* mass;           // [N, C], out: 0 where no piece fits
+  uint8_t* whole;         // [T, C], out: whether the table fits as one piece
+};
+
+// The cheapest set of pushed blocks of every table; see `Relaxation.cheapest`.
+struct OperPricing {
+  int64_t num_tables, num_options;  // T, M pushed options
+  OperSums sums;
+  const int64_t* starts;        // [T + 1], blocks, K of them
+  const double* stay;           // [K], cost when not pushed
+  const double* go;             // [K, M], cost when pushed as one id stream
+  const double* more;           // [K, M], cost of every further stream
+  const double* ids;            // [K]
+  const double* total_ids;      // [T]
+  const double* price;          // [M], of a byte of partial sums
+  const int64_t* first;         // [T * M + 1], types of a table in an option
+  const double *streams, *mass; // by type
+  double* value;                // [T], out
+  int64_t *kind, *option;       // [T], out: type of the pieces, pushed option
+  uint8_t* chosen;              // [K], out
+};
+
+extern "C" void oper_fit(OperFit* fit);
+extern "C" void oper_price(OperPricing* pricing);

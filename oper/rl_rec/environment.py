@@ -1,0 +1,57 @@
+"""The simulated shop in gymnasium's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from oper.rl_rec.simulator import ACTION_DIM, MAX_PAGE, OBSERVATION_DIM, Shop, Visits
+
+
+class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
+    """One customer at a time.
+
+    Observations are float32 [91] as of `Visits.observe`, also the last one of a visit; actions
+    float32 [27] in [-1, 1]; the reward is the number of clicks. Random numbers come from the seed
+    of ``reset`` alone.
+
+    Args:
+        shop: its networks.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+
+    def __init__(self, shop: Shop) -> None:
+        high = np.ones(OBSERVATION_DIM, np.float32)
+        high[-3:] = (10, 10, MAX_PAGE + 1)
+        self.observation_space = gymnasium.spaces.Box(np.zeros_like(high), high, dtype=np.float32)
+        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (ACTION_DIM,), np.float32)
+        self._shop = shop
+        self._visits: Visits | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None
+              ) -> tuple[np.ndarray, dict[str, Any]]:
+        """The next customer enters; with a seed, everything from here on follows from it."""
+        super().reset(seed=seed)
+        if self._visits is None or seed is not None:
+            start = seed if seed is not None else int(self.np_random.integers(1 << 62))
+            self._visits = Visits(self._shop, 1, start)
+        else:
+            self._visits.enter(torch.ones(1, dtype=torch.bool))
+        return self._observe(), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Show a page."""
+        if self._visits is None or bool(self._visits.done):
+            raise RuntimeError("the visit has ended, or not begun: call reset first")
+        shown = torch.as_tensor(np.asarray(action, np.float32)).reshape(1, -1)
+        clicks = self._visits.step(shown)
+        done = bool(self._visits.done)
+        return self._observe(), float(clicks), done, False, {"page": int(self._visits.page)}
+
+    def _observe(self) -> np.ndarray:
+        assert self._visits is not None
+        return self._visits.observe()[0].numpy()

@@ -1,0 +1,236 @@
+"""A shop with simulated customers: the mechanics of VirtualTaobao, for many customers at once.
+
+Shi et al., "Virtual-Taobao" (AAAI 2019, arXiv 1805.10000), as their public release works:
+
+    customer   z ~ U[0, 1]^128 -> network -> 11 groups of logits (88 in all); each group drawn once:
+               a one-hot vector of 88 features
+    patience   88 -> network -> logits of the page 0..100 at which the customer leaves
+    page       (88 features, page number, action in [-1, 1]^27) -> network -> 11 + 10 logits: clicks
+               0..10, which are the reward, and a second attribute; both drawn
+    end        after the page whose number reaches the customer's patience
+
+The networks are three multi-layer perceptrons with LeakyReLU. Their trained weights are not part of
+this project: `load_virtual_taobao` reads them from a folder of the user's. `synthetic_shop` makes
+networks of the same shape from a seed. The customers are invented in both: a high click-through
+rate here says nothing of a real shop, and the release's networks reward actions that no shop takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.errors import FileFormatError, InvalidInputError, fail
+
+GROUPS = (8, 8, 11, 11, 11, 11, 2, 2, 3, 18, 3)
+NUM_FEATURES, SEED_DIM, ACTION_DIM = sum(GROUPS), 128, 27
+MAX_PAGE, MAX_CLICKS, NUM_ATTRIBUTES = 100, 10, 10
+OBSERVATION_DIM = NUM_FEATURES + 3  # features, last clicks, last attribute, page
+# The files of eyounx/VirtualTaobao 0.0.5.
+WEIGHTS = {
+    "generator_model.pt": "15f4f5b05df3de81016cde4b29379d24cf8b4fcb076d78055b06984137a983ac",
+    "leave_model.pt": "022d7f88e180899bd8fe6b26b82b6ccca8bbb82d253b30ebac372534e8a2df12",
+    "action_model.pt": "eceebf80181735459eec841cb1f73fa1a3f5f2796f68f4f8366a36d5e8da7be8",
+}
+
+
+def _network(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.LeakyReLU()]
+    return nn.Sequential(*layers[:-1]).requires_grad_(False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shop:
+    """The three networks.
+
+    Attributes:
+        name: where they come from.
+        customer: [n, 128] -> logits [n, 88].
+        patience: [n, 88] -> logits [n, 101].
+        page: [n, 116] -> logits [n, 21].
+    """
+
+    name: str
+    customer: nn.Module
+    patience: nn.Module
+    page: nn.Module
+
+    def click_probabilities(self, features: torch.Tensor, page: torch.Tensor,
+                            actions: torch.Tensor) -> torch.Tensor:
+        """Probabilities float32 [n, 11] of 0..10 clicks.
+
+        Args:
+            features: float32 [n, 88].
+            page: float32 [n], the number of the page.
+            actions: float32 [n, 27].
+        """
+        logits = self.page(torch.cat([features, page[:, None], actions], dim=1))
+        return torch.softmax(logits[:, :MAX_CLICKS + 1], dim=1)
+
+    def expected_clicks(self, features: torch.Tensor, page: torch.Tensor, actions: torch.Tensor
+                        ) -> torch.Tensor:
+        """Mean clicks float32 [n]; arguments as of `click_probabilities`."""
+        clicks = torch.arange(MAX_CLICKS + 1, dtype=torch.float32)
+        return self.click_probabilities(features, page, actions) @ clicks
+
+
+def _empty_shop(name: str) -> Shop:
+    return Shop(name, _network(SEED_DIM, 128, NUM_FEATURES),
+                _network(NUM_FEATURES, 128, 256, MAX_PAGE + 1),
+                _network(NUM_FEATURES + 1 + ACTION_DIM, 128, 256, MAX_CLICKS + 1 + NUM_ATTRIBUTES))
+
+
+def load_virtual_taobao(folder: str | os.PathLike[str]) -> Shop:
+    """VirtualTaobao's networks from the three weight files of its release.
+
+    Nothing but tensors is unpickled, and only of files whose SHA-256 is the release's.
+
+    Raises:
+        FileFormatError: a file is missing or another one.
+    """
+    shop = _empty_shop("VirtualTaobao 0.0.5")
+    what = f"cannot read VirtualTaobao's weights in {os.fspath(folder)!r}"
+    for (name, digest), network in zip(WEIGHTS.items(), (shop.customer, shop.patience, shop.page),
+                                       strict=True):
+        path = Path(folder) / name
+        try:
+            found = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError:
+            raise FileFormatError(fail(what, "file", name, "an existing file", "put the release's "
+                                       "weight files there")) from None
+        if found != digest:
+            raise FileFormatError(fail(what, f"SHA-256 of {name}", found, digest,
+                                       "take the file of release 0.0.5"))
+        network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return shop
+
+
+def synthetic_shop(seed: int = 0) -> Shop:
+    """Networks of the same shapes, drawn from a seed.
+
+    Customers differ, stay about eight pages, and click the more the better an action suits them:
+    the logit of k clicks rises with k times a random function of customer, page and action. Nothing
+    is fitted to any shop.
+    """
+    shop = _empty_shop(f"synthetic shop {seed}")
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for network, gain in ((shop.customer, 3.0), (shop.patience, 1.5), (shop.page, 1.8)):
+            for layer in network.modules():
+                if isinstance(layer, nn.Linear):
+                    std = gain / layer.in_features ** 0.5
+                    layer.weight.copy_(torch.randn(layer.weight.shape, generator=g) * std)
+                    layer.bias.zero_()
+        last = _last(shop.patience)
+        pages = torch.arange(MAX_PAGE + 1, dtype=torch.float32)
+        last.weight.mul_(0.3)
+        last.bias.copy_(-0.5 * (pages - 8).square() / 4)
+        first, last = shop.page[0], _last(shop.page)  # type: ignore[index]
+        first.weight[:, NUM_FEATURES] *= 0.02  # page numbers are large
+        first.weight[:, NUM_FEATURES + 1:] *= 1.5
+        suits = torch.randn(256, generator=g) / 16
+        clicks = torch.arange(MAX_CLICKS + 1, dtype=torch.float32)
+        last.weight[:MAX_CLICKS + 1] = 0.4 * clicks[:, None] * suits
+        last.bias[:MAX_CLICKS + 1] = -0.9 * clicks
+    return shop
+
+
+def _last(network: nn.Module) -> nn.Linear:
+    found = [m for m in network.modules() if isinstance(m, nn.Linear)][-1]
+    return found
+
+
+class Visits:
+    """Many customers' visits side by side; all numbers come from an own generator.
+
+    Attributes:
+        features: float32 [n, 88], one-hot by group.
+        page: int64 [n], pages shown so far.
+        clicks, attribute: int64 [n], of the last page.
+        done: bool [n], who has left.
+    """
+
+    def __init__(self, shop: Shop, count: int, seed: int) -> None:
+        """`count` customers enter."""
+        if count < 1:
+            raise InvalidInputError(fail("nobody enters the shop", "count", count, ">= 1",
+                                         "ask for one customer or more"))
+        self.shop = shop
+        self._generator = torch.Generator().manual_seed(seed)
+        self.enter(torch.ones(count, dtype=torch.bool))
+
+    def enter(self, who: torch.Tensor) -> None:
+        """New customers take the places `who`, bool [n]."""
+        if not hasattr(self, "done"):
+            n = who.numel()
+            self.features = torch.zeros(n, NUM_FEATURES)
+            self.page, self.clicks, self.attribute, self._patience = (
+                torch.zeros(n, dtype=torch.int64) for _ in range(4))
+            self.done = torch.ones(n, dtype=torch.bool)
+        count = int(who.sum())
+        if not count:
+            return
+        with torch.no_grad():
+            logits = self.shop.customer(torch.rand(count, SEED_DIM, generator=self._generator))
+            groups = [nn.functional.one_hot(self._draw(part), part.shape[1]).float()
+                      for part in logits.split(GROUPS, dim=1)]
+            features = torch.cat(groups, dim=1)
+            patience = self._draw(self.shop.patience(features))
+        self.features[who], self._patience[who] = features, patience
+        for state in (self.page, self.clicks, self.attribute):
+            state[who] = 0
+        self.done[who] = False
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(torch.softmax(logits, dim=1), 1, generator=self._generator)[:, 0]
+
+    def observe(self) -> torch.Tensor:
+        """float32 [n, 91]: features, clicks and attribute of the last page, pages shown."""
+        rest = torch.stack([self.clicks, self.attribute, self.page], dim=1)
+        return torch.cat([self.features, rest.float()], dim=1)
+
+    def step(self, actions: torch.Tensor) -> torch.Tensor:
+        """Show a page to everybody who is still there; clicks int64 [n], 0 for those who are not.
+
+        Args:
+            actions: float32 [n, 27] in [-1, 1]; others are clamped.
+
+        Raises:
+            InvalidInputError: another shape, or not finite.
+        """
+        if actions.shape != (self.done.numel(), ACTION_DIM) or not bool(actions.isfinite().all()):
+            raise InvalidInputError(fail(
+                "cannot show a page", "actions", tuple(actions.shape),
+                f"finite [{self.done.numel()}, {ACTION_DIM}]", "give an action per customer"))
+        here = ~self.done
+        seen = torch.cat([self.features, self.page[:, None].float(), actions.clamp(-1, 1)], dim=1)
+        with torch.no_grad():
+            logits = self.shop.page(seen)
+        clicks, other = (self._draw(part) for part in logits.split(
+            [MAX_CLICKS + 1, NUM_ATTRIBUTES], dim=1))
+        self.clicks = torch.where(here, clicks, self.clicks)
+        self.attribute = torch.where(here, other, self.attribute)
+        self.page = self.page + here
+        self.done = self.done | (self.page >= self._patience)
+        return torch.where(here, clicks, 0)
+
+
+def make_environment(shop: Shop) -> Any:
+    """The shop as a ``gymnasium.Env`` with one customer; needs the package gymnasium."""
+    try:
+        from oper.rl_rec.environment import ShopEnvironment
+    except ImportError as error:
+        from oper.errors import MissingDependencyError
+
+        raise MissingDependencyError(fail("cannot make an environment", "import", str(error),
+                                          "gymnasium", "install oper[rl]")) from error
+    return ShopEnvironment(shop)

@@ -1,0 +1,93 @@
+"""The planner's C++ (``csrc/search``): loaded by ctypes, so that planning needs no torch."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from oper.errors import MissingDependencyError, fail
+
+_int, _double, _array = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+class Sums(ctypes.Structure):
+    """`OperSums` of ``csrc/search/price.h``."""
+
+    _fields_: ClassVar[list[Any]] = [("num_points", _int), ("first", _double), ("ratio", _double),
+                                     ("bytes", _array)]
+
+
+class Fit(ctypes.Structure):
+    """`OperFit` of ``csrc/search/price.h``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((n, _int) for n in ("num_tables", "num_classes", "num_loads")), ("sums", Sums),
+        *((n, _array) for n in ("own", "partial", "first", "narrow", "floor", "most")),
+        ("step", _double), ("mass", _array), ("whole", _array)]
+
+
+class Pricing(ctypes.Structure):
+    """`OperPricing` of ``csrc/search/price.h``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        ("num_tables", _int), ("num_options", _int), ("sums", Sums),
+        *((n, _array) for n in (
+            "starts", "stay", "go", "more", "ids", "total_ids", "price", "first", "streams", "mass",
+            "value", "kind", "option", "chosen"))]
+
+
+class Packing(ctypes.Structure):
+    """`OperPacking` of ``csrc/search/pack.h``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((n, _int) for n in (
+            "num_ranks", "num_classes", "num_loads", "num_tables", "num_shares")),
+        *((n, _array) for n in (
+            "class_of", "rank_of", "base", "partial", "partial_read", "level", "first", "stay",
+            "fill", "column", "stream", "column_read", "stream_read", "sums", "pushes", "dim",
+            "may_split", "may_stripe", "num_may", "may", "order", "first_width", "first_owners")),
+        ("max_moves", _int), ("seconds", _double), ("goal", _double), ("seed", ctypes.c_uint64),
+        ("recipe", _array), ("units", _array), ("capacity", _int), ("count", _int),
+        *((n, _array) for n in ("table", "piece", "width", "rank", "weight")),
+        ("step", _double), ("moves", _int)]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    path = Path(__file__).resolve().parent.parent / "_lib" / "liboper_search.so"
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, kind in (("oper_fit", Fit), ("oper_price", Pricing), ("oper_pack", Packing)):
+            function = getattr(library, name)
+            function.argtypes, function.restype = [ctypes.POINTER(kind)], None
+    except (OSError, AttributeError) as e:
+        raise MissingDependencyError(fail(
+            "the planner's native library does not load", "file", str(path), str(e),
+            "build it: python setup.py build_ext --inplace, or install the package")) from None
+    return library
+
+
+def call(name: str, kind: type[ctypes.Structure], arrays: dict[str, np.ndarray],
+         **values: Any) -> ctypes.Structure:
+    """Call a function of the library.
+
+    Args:
+        name: the function.
+        kind: its argument.
+        arrays: C-contiguous arrays by field, int64, float64 or uint8; outputs are written.
+        values: all other fields.
+
+    Returns:
+        The argument, outputs filled in.
+
+    Raises:
+        MissingDependencyError: the library is not built.
+    """
+    assert all(x.flags.c_contiguous for x in arrays.values())
+    argument = kind(**{n: x.ctypes.data for n, x in arrays.items()}, **values)
+    getattr(_library(), name)(ctypes.byref(argument))
+    return argument

@@ -1,0 +1,197 @@
+"""What is trained: a DLRM on a click log, or a recommender on users' interactions."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import oper
+from oper.data import Batches, BatchOptions, Folder
+from oper.errors import InvalidInputError, fail
+from oper.rl_rec.catalogue import invent
+from oper.rl_rec.evaluation import evaluate_ranking
+from oper.rl_rec.interactions import Interactions, load_interactions
+from oper.rl_rec.models.base import Recommender
+from oper.rl_rec.registry import WORKLOADS
+from oper.rl_rec.sequences import HistoryBatches, SequenceBatches, Share, num_batches
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+from oper.train.batches import to_batch
+from oper.train.config import TrainConfig
+from oper.train.engines import Engine, make_engine
+from oper.train.metrics import BinaryMetrics, gather_rows
+from oper.train.model import build_dlrm, describe, ranks
+
+_STATS_BATCHES = 64  # training batches that a recommender's access statistics are counted from
+
+
+class Task(Protocol):
+    """What the training loop asks for.
+
+    Attributes:
+        steps_per_epoch: global batches of an epoch.
+    """
+
+    steps_per_epoch: int
+
+    def about(self) -> dict[str, Any]:
+        """What is written beside the configuration (JSON-able)."""
+
+    def engine(self) -> Engine:
+        """The model, built and sharded. Collective."""
+
+    def epoch(self, number: int) -> Iterator[tuple[Any, int]]:
+        """This rank's training batches, each with its number of samples."""
+
+    def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
+        """Called before step `step` (from 0)."""
+
+    def evaluate(self, engine: Engine, show_progress: bool = False) -> dict[str, Any]:
+        """Metrics over the validation split, on all ranks. Collective."""
+
+
+def make_task(config: TrainConfig) -> Task:
+    """The task that a configuration describes; raises OperError when its data cannot be read."""
+    return ClickTask(config) if config.model_name == "dlrm" else RecommenderTask(config)
+
+
+class ClickTask:
+    """A DLRM, on the click log of a preprocessed folder."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.folder = Folder.open(config.data)
+        self.splits = {split: click_batches(config, split) for split in ("train", "valid")}
+        self.steps_per_epoch = len(self.splits["train"])
+        if not self.steps_per_epoch:
+            raise InvalidInputError(
+                fail("nothing to train on", "global batch size", config.batch_size * ranks()[1],
+                     f"<= {self.folder.rows['train']} rows of the training split",
+                     "lower batch_size"))
+
+    def about(self) -> dict[str, Any]:
+        return describe(self._tables(), len(self.folder.dense))
+
+    def _tables(self) -> tuple[TableSpec, ...]:
+        return self.folder.tables(self.config.model.dim, optimizer=self.config.optimizer.tables)
+
+    def engine(self) -> Engine:
+        config, tables = self.config, self._tables()
+        return make_engine(build_dlrm(tables, len(self.folder.dense), config.model, config.seed,
+                                      config.tables_on), config)
+
+    def epoch(self, number: int) -> Iterator[tuple[Any, int]]:
+        for arrays in self.splits["train"].epoch(number):
+            yield to_batch(arrays, self.folder.sparse), arrays.num_samples
+
+    def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
+        """Nothing to do."""
+
+    def evaluate(self, engine: Engine, show_progress: bool = False) -> dict[str, Any]:
+        return evaluate_clicks(engine, self.splits["valid"], show_progress)
+
+
+def click_batches(config: TrainConfig, split: str) -> Batches:
+    """This rank's batches of a split of a click log."""
+    rank, world_size = ranks()
+    training = split == "train"
+    return Batches(config.data, split, BatchOptions(
+        global_batch_size=config.batch_size * world_size, rank=rank, world_size=world_size,
+        shuffle=training and config.shuffle, seed=config.seed,
+        last="drop" if training else "keep"))
+
+
+def evaluate_clicks(engine: Engine, data: Batches, show_progress: bool = False) -> dict[str, Any]:
+    """``{"auc", "log_loss", "samples"}`` over a split, on all ranks. Collective."""
+    metrics = BinaryMetrics()
+    keys = data.folder.sparse
+    with progress_bar(len(data), "validation", show_progress) as bar:
+        for arrays in data:
+            bar.update()
+            if arrays.num_samples or engine.collective:
+                batch = to_batch(arrays, keys)
+                metrics.update(engine.logits(batch), batch.labels)
+    return metrics.compute()
+
+
+class RecommenderTask:
+    """A recommender of `oper.rl_rec`, on the interactions of a preprocessed folder or a synthetic
+    catalogue."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.workload = WORKLOADS[config.model_name]
+        self.data: Interactions = (
+            invent(config.catalogue) if config.catalogue.num_items
+            else load_interactions(config.data, config.interactions))
+        rank, world_size = ranks()
+        self.share = Share(config.batch_size, rank, world_size, config.seed)
+        self.batches: SequenceBatches | HistoryBatches
+        if self.workload.batches == "sequences":
+            m = config.model
+            self.batches = SequenceBatches(self.data, m.steps, m.window, m.gamma)
+        else:
+            self.batches = HistoryBatches(self.data)
+        self.steps_per_epoch = (num_batches(len(self.batches), self.share)
+                                if self.workload.trains else 0)
+
+    def about(self) -> dict[str, Any]:
+        return {"num_users": self.data.num_users, "num_items": self.data.num_items,
+                "source": self.data.source, "left_out": self.data.left_out}
+
+    def engine(self) -> Engine:
+        model = self.build()
+        if not self.workload.trains:
+            return Engine(model, model, [])
+        made = make_engine(model, self.config, lambda: self.stats(model))
+        # Ranks draw their own dropout and candidates, whatever building the model has drawn.
+        torch.manual_seed(self.config.seed * 1000 + 1 + self.share.rank)
+        return made
+
+    def build(self) -> Recommender:
+        """The unsharded model; equal seeds give equal weights."""
+        torch.manual_seed(self.config.seed)
+        return self.workload.build(self.config.model, self.data, self.config.tables_on)
+
+    def stats(self, model: Recommender) -> AccessStats:
+        """Access statistics of the model's tables, from rank 0's first training batches."""
+        share = Share(self.share.batch_size, 0, self.share.world_size, self.share.seed)
+        some = itertools.islice(self.batches.epoch(0, share), _STATS_BATCHES)
+        return oper.collect((tuple(model.lookups(batch)) for batch in some), model,
+                            source=f"{self.data.source}, training batches")
+
+    def epoch(self, number: int) -> Iterator[tuple[Any, int]]:
+        for batch in self.batches.epoch(number, self.share):
+            yield batch, batch.num_users
+
+    def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
+        if isinstance(engine.bare, Recommender):
+            engine.bare.schedule(step, num_steps)
+
+    def evaluate(self, engine: Engine, show_progress: bool = False) -> dict[str, Any]:
+        rank, world_size = ranks()
+        users = np.arange(self.data.valid.users.size)
+        if 0 < self.config.eval_users < users.size:
+            users = np.linspace(0, users.size - 1, self.config.eval_users).astype(np.int64)
+        if not engine.collective:  # else all ranks must ask for the same
+            users = users[rank::world_size]
+        model: Any = engine.bare
+        found = evaluate_ranking(model, self.data, "valid", users=users).per_user
+        joint = {name: gather_rows(torch.from_numpy(np.ascontiguousarray(values))).numpy()
+                 for name, values in found.items()}
+        count = next(iter(joint.values())).size // (world_size if engine.collective else 1)
+        means = {name: float(v.mean()) if v.size else float("nan") for name, v in joint.items()}
+        return {**means, "users": count}
+
+
+def progress_bar(total: int, what: str, show: bool) -> Any:
+    """A progress bar on stderr, of rank 0."""
+    terminal = sys.stderr.isatty()
+    return tqdm(total=total, desc=what, unit=" steps", leave=terminal or what == "training",
+                mininterval=0.2 if terminal else 10.0, disable=not show or ranks()[0] > 0)

@@ -1,0 +1,34 @@
+"""The recommenders' benchmarks, small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support import run_oper
+
+
+def test_training_steps_of_a_recommender(tmp_path: Path) -> None:
+    done = run_oper("bench", "train", "--model", "cdt4rec", "--quick", "--json",
+                    str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert "--model cdt4rec" in record["command"]
+    (case,) = record["cases"]
+    assert case["verified"] and max(case["max_relative_diff"].values()) <= 1e-4
+    assert set(case["plans"]) == {"oper", "planner", "table_wise", "row_wise"}
+    for phase in ("embedding", "step"):
+        best = min(case["plans"][p][phase]["median_ms"] for p in case["plans"] if p != "oper")
+        assert case[f"torchrec_{phase}_ms"] == best
+    assert "best plan" in done.stdout
+
+
+def test_the_simulator(tmp_path: Path) -> None:
+    done = run_oper("bench", "simulator", "--quick", "--seeds", "1", "--json",
+                    str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    rates = {name: found["step"]["mean"] for name, found in case["policies"].items()}
+    assert rates["random"] < rates["behaviour"] < rates["oracle"] and case["verified"]
+    assert "no statement on a real shop" in done.stdout
+    assert run_oper("bench", "simulator", "--weights", str(tmp_path)).returncode == 1

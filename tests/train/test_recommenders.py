@@ -1,0 +1,110 @@
+"""`oper train` of every recommender: alone, sharded, in two processes, without a real log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train import finish, start_ranks  # type: ignore[import-not-found]
+
+from oper.data import PreprocessOptions, load_recipe, preprocess
+from oper.errors import InvalidInputError
+from oper.rl_rec.catalogue import Catalogue, invent
+from oper.rl_rec.registry import WORKLOADS
+from oper.train.config import TrainConfig, load_config
+from oper.train.loop import train
+from oper.train.model import load_state
+from oper.train.tasks import RecommenderTask
+from tests.support import ROOT
+
+SMALL = {"catalogue.num_items": 300, "catalogue.num_users": 200, "catalogue.length": 12,
+         "batch_size": 32, "epochs": 1, "log_every": 2, "optimizer.dense": "adam",
+         "optimizer.dense_lr": 0.003, "optimizer.tables_lr": 0.1}
+SEQUENCES = {"model.dim": 16, "model.steps": 6, "model.window": 4, "model.negatives": 32}
+
+
+def config(name: str, out: Path, **flags: Any) -> TrainConfig:
+    sizes = SEQUENCES if WORKLOADS[name].batches == "sequences" else {}
+    return load_config(None, {**SMALL, **sizes, "model.name": name, "out": str(out), **flags})
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_sharded_equals_unsharded(name: str, tmp_path: Path) -> None:
+    results = {}
+    for sharding in ("oper", "none"):
+        run = config(name, tmp_path / sharding, sharding=sharding)
+        results[sharding] = train(run, show_progress=False)
+    ours, plain = results["oper"], results["none"]
+    assert ours["users"] == 200 and ours["steps"] == plain["steps"]
+    assert ours["steps"] == (len(RecommenderTask(run).batches) // 32 if name != "popularity" else 0)
+    for key in ("ndcg@10", "recall@20"):
+        assert ours[key] == pytest.approx(plain[key], abs=0.02)
+    state = load_state(tmp_path / "oper" / "state.pt")
+    for key, value in load_state(tmp_path / "none" / "state.pt").items():
+        assert torch.allclose(state[key], value, atol=2e-2 * max(1e-3, float(value.abs().max())))
+    echo = json.loads((tmp_path / "oper" / "config.json").read_text())
+    assert echo["config"]["model"]["name"] == name
+
+
+@pytest.mark.parametrize("sharding", ["oper", "torchrec"])
+def test_two_processes(sharding: str, tmp_path: Path) -> None:
+    flags = {**SMALL, **SEQUENCES, "model.name": "cdt4rec", "out": str(tmp_path), "batch_size": 16,
+             "sharding": sharding, "tables_on": "meta" if sharding == "oper" else "cpu"}
+    words = ["train", *(w for k, v in flags.items() for w in ("--set", f"{k}={v}")), "--json"]
+    ranks = start_ranks(words, 2)
+    (out, err), _ = finish(ranks)
+    assert [p.returncode for p in ranks] == [0, 0], err
+    result = json.loads(out)
+    assert result["users"] == 200 and 0 < result["ndcg@10"] < 1
+    shape = load_state(tmp_path / "state.pt")["items.embeddings.item.weight"].shape
+    assert shape == (301, 16)
+
+
+def test_a_preprocessed_log(tmp_path: Path) -> None:
+    rows = [(u, 100 + (u * 7 + 3 * k) % 40, 9 if k % 3 else 4, 1_400_000_000 + 50 * k + u)
+            for u in range(1, 60) for k in range(12)]
+    log = tmp_path / "ratings.dat"
+    log.write_text("".join(f"{u}::{i:07}::{r}::{t}\n" for u, i, r, t in rows))
+    preprocess(load_recipe("movietweetings"), [str(log)], tmp_path / "data",
+               PreprocessOptions(min_count=1, valid="0", test="0"))
+    flags = {k: v for k, v in SMALL.items() if not k.startswith("catalogue")} | SEQUENCES
+    run = load_config(None, {**flags, "data": str(tmp_path / "data"), "model.name": "sasrec",
+                             "out": str(tmp_path / "run"), "epochs": 3, "eval_every": 2,
+                             "interactions.k_core": 2, "eval_users": 20})
+    result = train(run, show_progress=False)
+    assert result["users"] == 20 and not result["interrupted"]
+    events = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"train", "valid", "end"} == {e["event"] for e in events}
+
+
+def test_configurations_that_make_no_sense(tmp_path: Path) -> None:
+    for flags, pattern in (
+            ({"model.name": "bert4rec"}, "model.name"), ({"model.nothing": 1}, "model.nothing"),
+            ({"model.heads": 3}, "model.heads=3"), ({"data": "somewhere"}, "catalogue"),
+            ({"interactions.protocol": "x"}, "protocol"), ({"catalogue.length": 2}, "length")):
+        with pytest.raises(InvalidInputError, match=pattern):
+            load_config(None, {**SMALL, "model.name": "cdt4rec", "out": str(tmp_path), **flags})
+    with pytest.raises(InvalidInputError, match="DLRM"):
+        load_config(None, {"catalogue.num_items": 5})
+    with pytest.raises(InvalidInputError, match="batch_size"):
+        train(config("cdt4rec", tmp_path, batch_size=10_000))
+
+
+@pytest.mark.parametrize("name", ["cdt4rec", "cdt4rec-10m"])
+def test_the_examples_are_configurations(name: str) -> None:
+    flags = {"data": "d"} if name == "cdt4rec" else {}
+    shown = load_config(ROOT / "examples" / f"{name}.toml", flags)
+    assert shown.model_name == "cdt4rec" and shown.model.dim == 64
+
+
+def test_a_catalogue_is_what_it_says() -> None:
+    data = invent(Catalogue(num_items=1000, num_users=500, length=20, again=0.0))
+    assert data.items.max() <= 1000 and data.items.min() == 1 and data.num_items == 1001
+    counts = data.popularity()
+    assert counts[1] > counts[50] > counts[800]
+    assert (data.items[data.valid.stop] == data.valid.targets).all()
+    assert (data.items[data.test.stop] == data.test.targets).all()
+    assert (data.train_stop[1:] == data.valid.stop).all()
