@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from oper.errors import InvalidInputError, MissingDependencyError, OperError, fail
-from oper.plan import Piece, Tier
+from oper.errors import MissingDependencyError, OperError, fail
 from oper.search.cost import HELD, PARTIALS, CostModel, Tally
 from oper.search.machine import GROUPS
 from oper.search.owner_rows import PUSH
-from oper.search.placing import table_tally
-from oper.search.problem import IDS, TableProblem
+from oper.search.placing import Placement, table_tally
+from oper.search.problem import IDS
 from oper.search.relax import Relaxation
 
 
@@ -68,32 +67,29 @@ def _chords(relaxation: Relaxation) -> np.ndarray:
 
 
 def best_of_candidates(
-    relaxation: Relaxation, candidates: Sequence[Sequence[tuple[Tier, ...]]]
+    relaxation: Relaxation, candidates: Sequence[Sequence[Placement]]
 ) -> tuple[float, list[int]]:
     """The best plan that gives each table one of its candidates, by mixed-integer programming.
 
+    Everything about a plan adds up over its tables but for two barriers, which whoever pushes, or
+    splits columns under a row-wise optimizer, pays once: a binary variable each.
+
     Args:
         relaxation: names the problem's free tables.
-        candidates: per table, the tier lists to choose from (pulled or replicated on all ranks, so
-            that tallies add up).
+        candidates: per table, the placements to choose from.
 
     Returns:
         The step (us) and the candidate chosen for each table.
 
     Raises:
-        InvalidInputError: a candidate is pushed or replicated on some of the ranks.
         OperError: no choice fits.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     model = relaxation.model
-    pairs = [(k, c) for k, tiers in enumerate(candidates) for c in range(len(tiers))]
-    tallies = [_tally(model, relaxation.tables[k], candidates[k][c]) for k, c in pairs]
-    if any(x.num_pushed or x.partial_replicas for x in tallies):
-        raise InvalidInputError(fail("cannot solve exactly", "candidates",
-                                     "pushed or partly replicated",
-                                     "pulled or replicated on all ranks", "leave them out"))
-    num_phases = len(model.phases)
+    pairs = [(k, c) for k, placements in enumerate(candidates) for c in range(len(placements))]
+    tallies = [table_tally(model, relaxation.tables[k], candidates[k][c]) for k, c in pairs]
+    num_phases, size = len(model.phases), len(pairs)
     base_time, base_held = _rank_rows(model, relaxation.base_tally)
     hidden = np.repeat(model.hidden[:, None] * 1e6, len(GROUPS), axis=1)
     base_time = base_time - hidden.reshape(num_phases, -1)
@@ -101,21 +97,31 @@ def best_of_candidates(
     time = np.stack([c[0] for c in columns], axis=-1)  # [phases, groups * W, N]
     held = np.stack([c[1] for c in columns], axis=-1)  # [num_domains, N]
     capacity = np.maximum(model.machine.capacity_bytes, 1.0)
+    # Variables: a choice per pair, a time per phase, the two barriers.
+    width = size + num_phases + 2
     constraints = []
     for phase in range(num_phases):
-        minus = np.zeros((time.shape[1], num_phases))
-        minus[:, phase] = -1.0
-        constraints.append(LinearConstraint(np.hstack([time[phase], minus]), -np.inf,
-                                            -base_time[phase]))
-    none = np.zeros((held.shape[0], num_phases))
-    constraints.append(LinearConstraint(np.hstack([held / capacity[:, None], none]), -np.inf,
-                                        1.0 - base_held / capacity))
-    one = np.zeros((len(candidates), len(pairs) + num_phases))
-    one[[k for k, _ in pairs], range(len(pairs))] = 1.0
+        rows = np.zeros((time.shape[1], width))
+        rows[:, :size], rows[:, size + phase] = time[phase], -1.0
+        constraints.append(LinearConstraint(rows, -np.inf, -base_time[phase]))
+    rows = np.zeros((held.shape[0], width))
+    rows[:, :size] = held / capacity[:, None]
+    constraints.append(LinearConstraint(rows, -np.inf, 1.0 - base_held / capacity))
+    one = np.zeros((len(candidates), width))
+    one[[k for k, _ in pairs], range(size)] = 1.0
     constraints.append(LinearConstraint(one, 1.0, 1.0))
-    cost = np.concatenate([np.zeros(len(pairs)), np.ones(num_phases)])
-    upper = np.concatenate([np.ones(len(pairs)), np.full(num_phases, np.inf)])
-    integrality = np.concatenate([np.ones(len(pairs)), np.zeros(num_phases)])
+    base = relaxation.base_tally
+    for n, pays in enumerate(([x.num_pushed > 0 for x in tallies],
+                              [x.num_split > 0 for x in tallies])):
+        rows = np.zeros((sum(pays), width))
+        rows[range(sum(pays)), np.flatnonzero(pays)] = 1.0
+        rows[:, size + num_phases + n] = -1.0
+        if rows.size:
+            constraints.append(LinearConstraint(rows, -np.inf, 0.0))
+    barrier = model.costs.phase_us * np.array([not base.num_pushed, not base.num_split], float)
+    cost = np.concatenate([np.zeros(size), np.ones(num_phases), barrier])
+    upper = np.concatenate([np.ones(size), np.full(num_phases, np.inf), np.ones(2)])
+    integrality = np.concatenate([np.ones(size), np.zeros(num_phases), np.ones(2)])
     found = milp(cost, constraints=constraints, bounds=Bounds(0.0, upper), integrality=integrality,
                  options={"mip_rel_gap": 0.0})
     if found.x is None:
@@ -123,10 +129,6 @@ def best_of_candidates(
                              "allow more memory"))
     picks = {k: c for (k, c), x in zip(pairs, found.x, strict=False) if x > 0.5}
     return float(found.fun) + relaxation.fixed_us, [picks[k] for k in range(len(candidates))]
-
-
-def _tally(model: CostModel, t: TableProblem, tiers: tuple[Tier, ...]) -> Tally:
-    return table_tally(model, t, (Piece(0, t.spec.dim, tiers),))
 
 
 def _rank_rows(model: CostModel, tally: Tally) -> tuple[np.ndarray, np.ndarray]:

@@ -94,11 +94,11 @@ class RecipeBook:
             mine = np.flatnonzero(table == k)
             mine = mine[np.lexsort((priced[mine], -pool.weight[mine]))][:_POOL]
             t = self.relaxation.tables[k]
-            self.add(k, [from_choice(t, pool.choice[i]) for i in mine])
+            self.add(k, [from_choice(t, self.relaxation.plain[pool.choice[i]]) for i in mine])
             shared = mine[pool.weight[mine] > 1e-6]
             rows = t.spec.num_rows
             self.add(k, [Recipe((rows,), (int(o),))
-                         for o in np.flatnonzero(self.relaxation.allowed[k])])
+                         for o in np.unique(self.relaxation.plain[self.relaxation.allowed[k]])])
             if shared.size > 1:
                 self.add(k, crossings(t, self.recipes[k][0], self.recipes[k][1], 12))
 
@@ -124,7 +124,8 @@ class RecipeBook:
         """Recipes that replicate the hottest rows, pull the next, and push the rest, with edges on
         a grid; about `count` in all tables together."""
         options = self.relaxation.options
-        kinds = {kind: [o for o, x in enumerate(options) if x.kind == kind]
+        kinds = {kind: [o for o, x in enumerate(options)
+                        if x.kind == kind and self.relaxation.plain[o] == o]
                  for kind in (REPLICATED, SHARD, PUSH)}
         chains = list(product(*(k or [-1] for k in kinds.values())))
         per_table = count / max(1, len(self.recipes)) / len(chains)

@@ -32,7 +32,8 @@ _MAX_HIDDEN_SETS = 4
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to place a block: `kind`, and the rank class that owns it (-1: all ranks)."""
+    """A way to place a block: `kind`, and the rank class that owns it, or has the master copies
+    (-1: all ranks)."""
 
     kind: str
     rank_class: int
@@ -111,11 +112,18 @@ class Relaxation:
     # -- building ---------------------------------------------------------------------------------
 
     def _build_options(self) -> None:
-        kinds = [REPLICATED] * ("replicated" in self.problem.allow)
-        self.options = [Option(k, -1) for k in kinds]
+        self.options = []
+        if "replicated" in self.problem.allow:
+            self.options.append(Option(REPLICATED, -1))
+            if len(self.classes.ranks) > 1:
+                # Master copies are dealt row by row: a few hot rows may all lie in one class.
+                self.options += [Option(REPLICATED, c) for c in range(len(self.classes.ranks))]
         for kind, mode in ((SHARD, "pull"), (PUSH, "push")):
             if mode in self.problem.allow:
                 self.options += [Option(kind, c) for c in range(len(self.classes.ranks))]
+        #: int64 [O], the option that stands for each in a recipe: masters dealt over all ranks.
+        self.plain = np.where([o.kind == REPLICATED for o in self.options], 0,
+                              np.arange(len(self.options)))
         allowed = [self._may(t, o) for t in self.tables for o in self.options]
         self.allowed = np.array(allowed, bool).reshape(len(self.tables), len(self.options))
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from search_cases import gpus, host, problem, random_plan
 
-from oper.plan import Tier
+from oper.plan import Piece, Tier
 from oper.search.bound import lower_bound, solve_relaxation
 from oper.search.cost import CostModel, evaluate
 from oper.search.oracle import best_of_candidates, relaxed_by_cvxpy
 from oper.search.planner import plan_problem
 from oper.search.relax import Relaxation
 from oper.search.space import EVERYTHING
+from oper.search.state import State
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
               "unequal": gpus(4, slow=2), "one": host(1)}
@@ -109,10 +113,10 @@ def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
     candidates = []
     for t in bound.relaxation.tables:
         rows = t.spec.num_rows
-        tiers = [(Tier(0, rows, "owned", (r,)),) for r in range(3)]
+        tiers = [Tier(0, rows, "owned", (r,)) for r in range(3)]
         if "replicated" in placements:
-            tiers.append((Tier(0, rows, "replicated", (0, 1, 2)),))
-        candidates.append(tiers)
+            tiers.append(Tier(0, rows, "replicated", (0, 1, 2)))
+        candidates.append([(Piece(0, t.spec.dim, (tier,)),) for tier in tiers])
     optimum, picks = best_of_candidates(bound.relaxation, candidates)
     assert len(picks) == 6
     assert bound.lower_bound_us <= optimum * (1 + 1e-9)
@@ -122,3 +126,50 @@ def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
         assert optimum <= plan.step_us * (1 + 1e-6)
     assert plan.step_us <= optimum * 1.03
     assert bound.lower_bound_us <= plan.step_us * (1 + 1e-9)
+
+
+def _placements(t, world):
+    """Placements of one table: whole or in two column pieces, in one tier or two."""
+    rows, dim = t.spec.num_rows, t.spec.dim
+    everyone = tuple(range(world))
+    every = [Tier(0, rows, "replicated", everyone), Tier(0, rows, "striped", everyone),
+             Tier(0, rows, "striped", everyone, (3, *(1,) * (world - 1)))]
+    if world > 2:
+        every.append(Tier(0, rows, "replicated", everyone[:-1]))
+    for mode in ("pull", "push"):
+        every += [Tier(0, rows, "owned", (r,), mode=mode) for r in everyone]
+        every += [Tier(0, rows, "striped", pair, mode=mode)
+                  for pair in combinations(everyone, 2)]
+    out = [(Piece(0, dim, (tier,)),) for tier in every]
+    edges = [e for e in t.edges[1:-1].tolist() if e][::8]
+    for cut in edges:
+        hot = Tier(0, cut, "replicated", everyone)
+        out += [(Piece(0, dim, (hot, replace(tier, start=cut))),) for tier in every[1:]]
+    if dim >= 16:
+        owned = [tier for tier in every if tier.placement == "owned"]
+        out += [(Piece(0, dim // 2, (a,)), Piece(dim // 2, dim, (b,)))
+                for a in owned for b in owned if a.ranks != b.ranks]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("topology", [gpus(2, slow=1), gpus(3, per_host=2), gpus(3, slow=1),
+                                      host(2), gpus(4, per_host=2, slow=2)])
+def test_bound_optimum_and_search_are_in_order_with_push_columns_and_unequal_ranks(seed, topology):
+    """The optimum over hundreds of placements per table, the found plan's own among them."""
+    stated = problem(3, 40 + seed, topology, allow=EVERYTHING)
+    plan = plan_problem(stated, target_gap=0.0)
+    relaxation = Relaxation(CostModel(stated))
+    candidates = []
+    for t, entry in zip(relaxation.tables, plan.tables, strict=True):
+        some = _placements(t, stated.machine.world_size)
+        rng = np.random.default_rng(seed)
+        candidates.append([entry.pieces, *(some[i] for i in rng.permutation(len(some))[:120])])
+    optimum, picks = best_of_candidates(relaxation, candidates)
+    chosen = [c[n] for c, n in zip(candidates, picks, strict=True)]
+    state = State(relaxation.model, relaxation.tables, relaxation.base_tally, chosen)
+    assert state.evaluation.step_us == pytest.approx(optimum, rel=1e-6)
+    assert optimum <= plan.step_us * (1 + 1e-6)
+    assert plan.notes["relaxation_us"] <= optimum * (1 + 1e-9)
+    assert plan.lower_bound_us <= optimum * (1 + 1e-9)
+    assert plan.step_us <= optimum * 1.05
