@@ -21,6 +21,7 @@
 #include "host/exchange.h"
 #include "host/kernels.h"
 #include "host/memory.h"
+#include "host/peer_rows.h"
 #include "oper/description.h"
 
 using torch::stable::Tensor;
@@ -282,6 +283,27 @@ std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
     std::fill(exchange.sent_bytes.begin(), exchange.sent_bytes.end(), 0);
     exchange.num_exchanges = 0;
   }
+  return result;
+}
+
+// De-duplicated pull, see host/peer_rows.h. `costs`: float64 [3], PullCosts.
+void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
+  Context& context = context_of(handle);
+  const double* c = static_cast<const double*>(costs.data_ptr());
+  const auto kind = static_cast<PeerRows::Choice>(choice);
+  context.peer_rows = kind == PeerRows::kNever
+                          ? nullptr
+                          : std::make_shared<PeerRows>(context, kind, PullCosts{c[0], c[1], c[2]});
+}
+
+// By table: ids of neighbours' rows when last counted, distinct ones, whether they are copied; [3][T].
+std::vector<int64_t> context_duplication(int64_t handle) {
+  Context& context = context_of(handle);
+  if (!context.peer_rows) return {};
+  const PeerRows& peers = *context.peer_rows;
+  std::vector<int64_t> result = peers.num_ids;
+  result.insert(result.end(), peers.num_rows.begin(), peers.num_rows.end());
+  result.insert(result.end(), peers.is_chosen.begin(), peers.is_chosen.end());
   return result;
 }
 
@@ -572,6 +594,8 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def(
       "context_set_exchange(int handle, int[] domain, Tensor targets, bool gathers, "
       "bool refreshes, bool shares_replicas, int wire, int transport) -> ()");
+  m.def("context_set_pull(int handle, int choice, Tensor costs) -> ()");
+  m.def("context_duplication(int handle) -> int[]");
   m.def("context_sent_bytes(int handle, bool reset) -> int[]");
   m.def("context_barrier(int handle) -> (int, int)");
   m.def("context_phases(int handle) -> int[]");
@@ -603,6 +627,8 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("context_create", TORCH_BOX(&oper::host::context_create));
   m.impl("context_set_barrier", TORCH_BOX(&oper::host::context_set_barrier));
   m.impl("context_set_exchange", TORCH_BOX(&oper::host::context_set_exchange));
+  m.impl("context_set_pull", TORCH_BOX(&oper::host::context_set_pull));
+  m.impl("context_duplication", TORCH_BOX(&oper::host::context_duplication));
   m.impl("context_sent_bytes", TORCH_BOX(&oper::host::context_sent_bytes));
   m.impl("context_barrier", TORCH_BOX(&oper::host::context_barrier));
   m.impl("context_phases", TORCH_BOX(&oper::host::context_phases));

@@ -11,6 +11,7 @@
 #include "host/faults.h"
 #include "host/kernels.h"
 #include "host/memory.h"
+#include "host/peer_rows.h"
 #include "host/tasks.h"
 
 namespace oper::host {
@@ -365,6 +366,11 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
   if (context.exchange && context.exchange->gathers()) {
     const Status status = context.exchange->gather(found, kRows, collective, parallel);
     if (status.code != 0) return status;
+  }
+  if (context.peer_rows) {
+    const Status status = context.peer_rows->stage(context, found, collective, parallel);
+    // A rank that cannot look up learns of it where it meets the others.
+    if (status.code != 0 && !(collective && context.has_push)) return status;
   }
   const Status status = collective && context.has_push
                             ? forward_with_push(context, found, out, parallel)

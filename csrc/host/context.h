@@ -209,6 +209,7 @@ struct PartialTable {
 };
 
 class Exchange;
+class PeerRows;
 
 struct Context {
   int32_t rank = 0;
@@ -277,6 +278,7 @@ struct Context {
   int64_t outbox_half() const { return has_push ? outbox_bytes / 2 / 4096 * 4096 : outbox_bytes; }
   bool has_push = false;  // any table
   int64_t unpooled_columns = 0;
+  std::shared_ptr<PeerRows> peer_rows;  // null: rows of neighbours are read where they are
 
   OutboxHeader* outbox_header(int32_t owner_rank) const {
     return reinterpret_cast<OutboxHeader*>(outbox[owner_rank]);
@@ -365,6 +367,14 @@ struct FarRows {
   int64_t* places;
   uint32_t* keys;     // distinct home keys, ascending
   int64_t num_keys;
+};
+
+// Rows of neighbours that one table's ids need, each once.
+struct DistinctRows {
+  int64_t* places;   // by id through the table's features: address, or -1 - index in `sources`
+  int64_t* sources;  // addresses of the distinct rows, in the order of their first ids
+  int64_t num_ids;   // ids of such rows
+  int64_t num_rows;
 };
 
 struct Status {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "host/context.h"
+#include "host/memory.h"
 #include "host/packing.h"
 
 namespace oper::host {
@@ -49,21 +50,6 @@ struct ExchangeSetup {
   bool shares_replicas;                // whether ranks read replicas of their neighbours
   RowType wire;                        // how fp32 rows and gradients are sent
   Transport transport;
-};
-
-// Memory that only grows, without keeping its content.
-class Buffer {
- public:
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer();
-  char* get(int64_t bytes);
-  char* data() const { return data_; }
-
- private:
-  char* data_ = nullptr;
-  int64_t size_ = 0;
 };
 
 class Exchange {

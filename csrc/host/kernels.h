@@ -51,6 +51,12 @@ struct Kernels {
   // They are counted as `kind`.
   int64_t (*far_rows)(const Table& table, const Batch& batch, Moved kind, bool skip_pushed,
                       FarRows& out, Scratch& scratch);
+  // De-duplicated pull, see peer_rows.h: the distinct rows of neighbours among a table's ids (returns
+  // the first bad id's index, or -1), and what of them is read.
+  int64_t (*distinct_rows)(const Table& table, const Batch& batch, int32_t rank, DistinctRows& out,
+                           Scratch& scratch);
+  void (*count)(const Table& table, const DistinctRows& rows, int64_t num_ids, int32_t rank,
+                Scratch& scratch);
 };
 
 extern const Kernels kKernelsGeneric;

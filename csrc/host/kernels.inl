@@ -28,6 +28,7 @@ static_assert(kPrefetch <= kAddressesAhead);
 #include "host/update.inl"
 #include "host/push.inl"
 #include "host/exchange.inl"
+#include "host/peer_rows.inl"
 
 }  // namespace OPER_KERNELS
 
@@ -37,6 +38,7 @@ const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::pool,
                                     OPER_KERNELS::squares, OPER_KERNELS::update,
                                     OPER_KERNELS::request, OPER_KERNELS::pool_for,
                                     OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
-                                    OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows};
+                                    OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows,
+                                    OPER_KERNELS::distinct_rows, OPER_KERNELS::count_distinct};
 
 }  // namespace oper::host

@@ -127,4 +127,18 @@ void pool_give(void* data, size_t bytes) {
   munmap(data, size);
 }
 
+Buffer::~Buffer() {
+  if (data_ != nullptr) pool_give(data_, static_cast<size_t>(size_));
+}
+
+char* Buffer::get(int64_t bytes) {
+  if (bytes > size_ || data_ == nullptr) {
+    if (data_ != nullptr) pool_give(data_, static_cast<size_t>(size_));
+    size_ = bytes + bytes / 4 + 64;
+    data_ = static_cast<char*>(pool_take(static_cast<size_t>(size_)));
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  return data_;
+}
+
 }  // namespace oper::host

@@ -27,4 +27,19 @@ int64_t last_level_cache_bytes();
 void* pool_take(size_t bytes);
 void pool_give(void* data, size_t bytes);
 
+// Memory that only grows, without keeping its content.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer();
+  char* get(int64_t bytes);
+  char* data() const { return data_; }
+
+ private:
+  char* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
 }  // namespace oper::host

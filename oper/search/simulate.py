@@ -134,12 +134,15 @@ class Replay:
     Args:
         plan: the plan.
         training: whether backward and update follow (default: the plan's objective).
+        deduplicates: whether lookups read a row of another rank once per batch
+            (`oper.shmem.pull`), except in tables that the reader pushes.
 
     The forward pass of training is collective: tiers in push mode are pooled by their owners.
     """
 
-    def __init__(self, plan: Plan, training: bool | None = None) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, training: bool | None = None, deduplicates: bool = False
+                 ) -> None:
+        self.plan, self.deduplicates = plan, deduplicates
         self.training = plan.objective == "training" if training is None else training
         self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
 
@@ -176,6 +179,8 @@ class Replay:
                 counts = np.zeros((len(KINDS), world, world), np.int64)
                 for reader, batch in enumerate(batches):
                     _count_forward(counts, placed, reader, batch, self.training)
+                    if self.deduplicates:
+                        _count_once(counts, placed, reader, batch)
                     if self.training:
                         _count_gradients(counts, placed, reader, batch, 2 if squares else 1)
                 if self.training:
@@ -204,6 +209,18 @@ def _count_forward(counts: np.ndarray, placed: Placed, reader: int, batch: Table
     bags = np.unique(owner[pushed] * max(1, batch.num_bags) + batch.bags[pushed])
     counts[KIND["partial_sums"], reader] += np.bincount(bags // max(1, batch.num_bags),
                                                         minlength=world)
+
+
+def _count_once(counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch) -> None:
+    """Takes what repeats from the rows that were read of other ranks."""
+    if placed.pushed_by(reader, np.arange(len(placed.directory.tiers))).any():
+        return
+    ids, number = np.unique(batch.ids, return_counts=True)
+    tier, owner = placed.resolve(ids)
+    seen = np.where(placed.held(reader, tier), reader, owner)
+    again = np.bincount(seen, number - 1, minlength=counts.shape[1]).astype(np.int64)
+    again[reader] = 0
+    counts[KIND["rows"], reader] -= again
 
 
 def _count_gradients(counts: np.ndarray, placed: Placed, sender: int, batch: TableBatch,

@@ -35,6 +35,7 @@ from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
 from oper.shmem.migration import Migration, check_room
 from oper.shmem.optimizers import Optimizer
+from oper.shmem.pull import PullCosts, choose_pull
 from oper.shmem.rounding import rounding_key
 from oper.shmem.table_rows import LogicalRows
 from oper.tables import TableSpec
@@ -66,6 +67,7 @@ class ShardedTables(LogicalRows):
         PlanError: the plan does not fit this world or cannot be executed here.
     """
 
+    pull: bool | PullCosts = False  # see `choose_pull`
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
                  gradient_scale: float = 1.0, seed: int | None = None) -> None:
@@ -468,6 +470,8 @@ class ShardedTables(LogicalRows):
             other._release.detach()
             for name in _OF_THE_PLAN:
                 setattr(self, name, getattr(other, name))
+            if self.pull is not False:
+                choose_pull(self, self.pull)
             other._heap = None
             self._keep()
 

@@ -1,0 +1,46 @@
+// De-duplicated pull within a memory domain: rows of neighbours are copied once per batch and pooled
+// from the copies. Bits stay the same. Between domains it is always so, see exchange.h.
+//
+// Whether it pays is decided table by table from measured duplication, since numbering ids and copying
+// rows cost time that only dearer reads of neighbours' memory can give back: ranks on one memory read
+// each other's rows as fast as their own, and caches keep what repeats.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "host/context.h"
+#include "host/memory.h"
+
+namespace oper::host {
+
+// Nanoseconds.
+struct PullCosts {
+  double extra_per_byte;   // of a neighbour's row beyond that of an own one
+  double per_id;           // numbering
+  double per_copied_byte;  // read once, written, and found in the cache
+};
+
+class PeerRows {
+ public:
+  enum Choice { kNever, kAlways, kMeasured };
+  PeerRows(const Context& context, Choice choice, PullCosts costs);
+  // Copies the rows of the tables where that was chosen, and gives the batch their addresses. Counts
+  // duplication now and then.
+  Status stage(Context& context, Batch& batch, bool collective, ParallelFor parallel);
+
+  // By table, as last counted: ids of neighbours' rows, and distinct rows among them.
+  std::vector<int64_t> num_ids, num_rows;
+  std::vector<char> is_chosen;
+
+ private:
+  static constexpr int64_t kCountEvery = 256;  // forward passes
+  bool pays(const Table& table, const DistinctRows& rows) const;
+
+  Choice choice_;
+  PullCosts costs_;
+  int64_t num_passes_ = 0;
+  std::deque<Buffer> places_, sources_, copies_;  // [T]
+};
+
+}  // namespace oper::host

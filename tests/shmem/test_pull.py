@@ -1,0 +1,158 @@
+"""De-duplicated pull: rows of neighbours once per batch; the same bits, fewer reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oper.errors import InvalidInputError
+from oper.plan import uniform_plan
+from oper.search.simulate import Replay
+from oper.shmem.optimizers import SGD
+from oper.shmem.pull import Duplication, PullCosts, choose_pull, duplication
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from oper.traffic import Traffic
+from tests.runtime_support import (
+    OPTIMIZERS,
+    Case,
+    assert_bitwise,
+    dlrm_case,
+    make_steps,
+    mixed_plan,
+    open_tables,
+    rank_loss,
+    run_ranks,
+    train_virtual,
+)
+from tests.shmem.test_traffic import all_plans, as_bags
+
+
+def always(tables: ShardedTables, step: int) -> None:
+    if step == 0:
+        choose_pull(tables, True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_same_bits(world_size: int, weighted: bool) -> None:
+    case = replace(dlrm_case("rowwise_adagrad"), weighted=weighted,
+                   id_dtype=torch.int32 if weighted else torch.int64)
+    steps = make_steps(case, world_size, 3)
+    chosen = OPTIMIZERS["rowwise_adagrad"]
+    for name, plan in all_plans(case, world_size).items():
+        direct = train_virtual(case, plan, steps, chosen)
+        once = train_virtual(case, plan, steps, chosen, between=always)
+        for part in ("outputs", "weights", "states"):
+            assert_bitwise(getattr(once, part), getattr(direct, part), f"{name} {part}")
+
+
+def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Traffic]:
+    """Half-precision rows; a batch that was resolved ahead on one rank."""
+    kind = "sum" if pooled else "none"
+    tables = (TableSpec("t", 900, 16, ("f", "g"), kind, "bfloat16", optimizer="sgd"),
+              TableSpec("u", 70, 16, ("h",), kind, optimizer="sgd"))
+    case = Case(tables, ("g", "f", "h"))
+    (batches,) = make_steps(case, group.world_size, 1)
+    opened = open_tables(case, mixed_plan(tables, group.world_size, 4), group, SGD(lr=0.5))
+    choose_pull(opened, choice)
+    batch = replace(batches[group.rank].lookup(case), pooled=pooled)
+    with torch.no_grad():
+        out = opened.lookup(opened.resolve(batch) if group.rank else batch).clone()
+    found = opened.traffic()
+    opened.barrier()
+    opened.close()
+    return out, found
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_sequences_half_rows_and_resolved_batches(pooled: bool) -> None:
+    direct = run_ranks(2, lambda g: looked_up(g, False, pooled))
+    once = run_ranks(2, lambda g: looked_up(g, True, pooled))
+    for (a, reads), (b, fewer) in zip(direct, once, strict=True):
+        assert_bitwise(a, b, "outputs")
+        assert fewer.num_bytes.sum() < reads.num_bytes.sum()
+
+
+def test_reads_are_counted_as_replayed() -> None:
+    case = dlrm_case("sgd")
+    steps = make_steps(case, 2, 3)
+    for name, plan in all_plans(case, 2).items():
+        own = replace(plan, tables=tuple(replace(plan.table(t.name), table=t)
+                                         for t in case.tables))
+
+        def body(group: Any, own: Any = own) -> Traffic:
+            tables = open_tables(case, own, group, OPTIMIZERS["sgd"])
+            choose_pull(tables, True)
+            for batches in steps:
+                batch = batches[group.rank]
+                rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+            found = tables.traffic()
+            tables.barrier()
+            tables.close()
+            return found
+
+        replayed = [Replay(own, deduplicates=True).step([as_bags(case, b) for b in batches])
+                    for batches in steps]
+        for rank, found in enumerate(run_ranks(2, body)):
+            total = sum(step[rank].counts for step in replayed)
+            assert np.array_equal(found.counts, total), name
+
+
+def measured(group: Any, costs: PullCosts) -> list[Duplication]:
+    """Two striped tables; ids of one are few and repeat, those of the other are all distinct."""
+    tables = (TableSpec("hot", 4000, 32, ("a",), "sum", optimizer="sgd"),
+              TableSpec("cold", 4000, 32, ("b",), "sum", optimizer="sgd"))
+    case = Case(tables, ("a", "b"))
+    (batches,) = make_steps(case, 2, 1)
+    ids = torch.cat([torch.arange(2000) % 20, torch.arange(2000)])
+    lengths = torch.full((400,), 10, dtype=batches[0].lengths.dtype)
+    opened = open_tables(case, uniform_plan(tables, 2, "striped"), group, None)
+    choose_pull(opened, costs)
+    batch = replace(batches[0].lookup(case), ids=ids, lengths=lengths, batch_size=200)
+    opened.forward(batch)
+    found = duplication(opened)
+    opened.barrier()
+    opened.close()
+    return found
+
+
+def test_chosen_by_measured_duplication() -> None:
+    hot, cold = run_ranks(2, lambda g: measured(g, PullCosts(extra_per_byte=0.1)))[0]
+    assert hot == ("hot", 1000, 10, True)
+    assert cold == ("cold", 1000, 1000, False)
+    # Ranks of one memory: nothing can be gained, and nothing is counted.
+    assert run_ranks(2, lambda g: measured(g, PullCosts()))[0] == []
+    with pytest.raises(InvalidInputError, match="extra_per_byte"):
+        PullCosts(extra_per_byte=-1.0)
+
+
+def test_a_bad_id_and_another_plan() -> None:
+    """The id is named as ever, and the choice outlives a move to another plan."""
+    case = dlrm_case("sgd")
+    (batches,) = make_steps(case, 2, 1)
+
+    def body(group: Any) -> list[Duplication]:
+        tables = open_tables(case, uniform_plan(case.tables, 2, "striped"), group,
+                             OPTIMIZERS["sgd"])
+        choose_pull(tables, True)
+        batch = batches[0].lookup(case)
+        bad = batch.ids.clone()
+        bad[bad == bad[-1]] = 10**9
+        with pytest.raises(InvalidInputError, match="1000000000"), torch.no_grad():
+            tables.lookup(replace(batch, ids=bad))
+        tables.barrier()
+        specs = [t.table for t in tables.plan.tables]
+        tables.migrate(replace(tables.plan, tables=uniform_plan(specs, 2, "owned").tables))
+        with torch.no_grad():
+            tables.lookup(batch)
+        found = duplication(tables)
+        tables.barrier()
+        tables.close()
+        return found
+
+    assert all(d.is_deduplicated for d in run_ranks(2, body)[0])
