@@ -105,7 +105,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise FileFormatError(fail(what, type(error).__name__, str(error).splitlines()[0],
+        raise FileFormatError(fail(what, type(error).__name__, str(error).partition("\n")[0],
                                    "tensors saved by oper train", "write it again")) from None
     if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise FileFormatError(fail(what, "content", type(state).__name__, "tensors by name",

@@ -1,0 +1,214 @@
+"""What is fuzzed: one function per format, which takes any bytes and may only raise OperError."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper.analysis.value_counts import stats_from_value_counts
+from oper.data.folder import Folder
+from oper.data.recipe import load_recipe
+from oper.errors import OperError
+from oper.files import read_arrays, write_arrays
+from oper.integration.checkpoint_files import CHECKSUMS, METADATA, Reader, check_files
+from oper.plan import Plan
+from oper.shmem.watch import Watch
+from oper.stats import AccessStats
+from oper.topology import Topology
+from oper.train.config import load_config
+from oper.train.model import load_state
+
+# In memory where there is such a place: millions of files are written.
+_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+_PLACE = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_MEMORY))
+
+
+def remove_files() -> None:
+    """Leave nothing behind."""
+    shutil.rmtree(_PLACE, ignore_errors=True)
+
+
+def _file(name: str, data: bytes) -> Path:
+    path = _PLACE / name
+    with open(path, "wb", buffering=0) as file:
+        file.write(data)
+    return path
+
+
+def arrays(data: bytes) -> None:
+    """Array files: the container of statistics, sketches and checksums."""
+    read_arrays(_file("arrays", data), "oper-test", 3)
+
+
+def stats(data: bytes) -> None:
+    """Statistics files."""
+    AccessStats.load(_file("stats", data))
+
+
+def plan(data: bytes) -> None:
+    """Plan files."""
+    Plan.load(_file("plan", data))
+
+
+def topology(data: bytes) -> None:
+    """Topology files."""
+    Topology.from_toml(_file("topology.toml", data))
+
+
+def recipe(data: bytes) -> None:
+    """Recipes of data sets."""
+    load_recipe(str(_file("recipe.toml", data)))
+
+
+def configuration(data: bytes) -> None:
+    """Configurations of training runs."""
+    load_config(_file("config.toml", data), {"data": "d"})
+
+
+def manifest(data: bytes) -> None:
+    """Manifests of preprocessed folders."""
+    Folder.open(_file("manifest.json", data).parent)
+
+
+def value_counts(data: bytes) -> None:
+    """Published counts of values."""
+    stats_from_value_counts(_file("counts.csv", data))
+
+
+def trained_state(data: bytes) -> None:
+    """What ``oper train`` leaves."""
+    load_state(_file("state.pt", data))
+
+
+def checkpoint(data: bytes) -> None:
+    """Descriptions of checkpoints."""
+    folder = _PLACE / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    (folder / "__0_0.distcp").write_bytes(b"0" * 100)
+    (folder / METADATA).write_bytes(data)
+    Reader(str(folder)).read_metadata()
+
+
+def checksums(data: bytes) -> None:
+    """Checksums of checkpoints."""
+    folder = _PLACE / "summed"
+    folder.mkdir(exist_ok=True)
+    (folder / "__0_0.distcp").write_bytes(b"0" * 100)
+    (folder / CHECKSUMS).write_bytes(data)
+    check_files(folder)
+
+
+class _Peers:
+    """A `Watch` whose connections are in the fuzzer's hands."""
+
+    def __init__(self) -> None:
+        self.watch = Watch.__new__(Watch)
+        self.watch.count, self.watch.loss = 1, None
+        self.watch._told = {}
+        self.watch._changed = threading.Condition()
+        self.watch._group = type("Two", (), {"rank": 0, "world_size": 3})()
+
+
+def wire(data: bytes) -> None:
+    """Messages of the connections between ranks, and the greeting of whoever connects."""
+    peers, (here, there) = _Peers(), socket.socketpair()
+    with here, there:
+        there.sendall(data[:4096])
+        there.shutdown(socket.SHUT_WR)
+        peers.watch._peers = {1: here}
+        if data[:1] < b"\x80":
+            while peers.watch._heard(1, here):
+                pass
+            loss = peers.watch.loss
+            assert loss is not None and isinstance(loss.rank, int)
+        else:
+            peers.watch._peers = {}
+            peers.watch._welcome(here, b"t" * 32)
+            assert peers.watch._peers == {}, "a stranger was let in"
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {f.__name__: f for f in (
+    arrays, stats, plan, topology, recipe, configuration, manifest, value_counts, trained_state,
+    checkpoint, checksums, wire)}
+
+
+def one(name: str, data: bytes) -> bool:
+    """Run one input; whether it was accepted. Anything but OperError comes out of here."""
+    try:
+        TARGETS[name](data)
+    except OperError:
+        return False
+    return True
+
+
+def seeds(name: str) -> list[bytes]:
+    """Good files of a format, and their like, for a start."""
+    from tests.support import mixed_plan
+
+    if name in ("arrays", "checksums"):
+        meta: dict[str, Any] = {"files": {"__0_0.distcp": [100, 123]}}
+        kind = ("oper-test", 3) if name == "arrays" else ("oper-checkpoint", 1)
+        data = {"a": np.arange(6, dtype=np.int16).reshape(2, 3)} if name == "arrays" else {}
+        write_arrays(_PLACE / "seed", *kind, data, meta)
+        return [(_PLACE / "seed").read_bytes()]
+    if name == "plan":
+        return [mixed_plan().to_text().encode()]
+    if name == "stats":
+        from tests.faults.files import make_stats
+
+        make_stats([3, 20]).save(_PLACE / "seed")
+        return [(_PLACE / "seed").read_bytes()]
+    if name == "wire":
+        return [struct.pack("<4sqq", b"ask?", 0, 0), struct.pack("<4sqq", b"gave", 2, 1),
+                struct.pack("<4sqq", b"tell", 5, 0) * 3, b"\xfft" * 20]
+    return _texts(name)
+
+
+def _texts(name: str) -> list[bytes]:
+    root = Path(__file__).resolve().parents[2]
+    if name == "recipe":
+        return [p.read_bytes() for p in sorted((root / "datasets").rglob("*.toml"))[:4]]
+    if name == "topology":
+        return [p.read_bytes() for p in sorted((root / "oper" / "topologies").glob("*.toml"))[:3]]
+    if name == "configuration":
+        return [b'data = "d"\nbatch_size = 3\n[model]\ndim = 4\ndense_layers = [1, 2]\n']
+    if name == "value_counts":
+        return [b"field,value,count\n0,a,3\n0,b,4\n1,c,9\n"]
+    if name == "manifest":
+        return [b'{"kind": "oper-preprocessed", "version": 2, "label": "l", "dense": ["d"], '
+                b'"sparse": [{"name": "s", "num_rows": 3}], "rows": {"train": 5}}']
+    if name == "trained_state":
+        return [_state()]
+    return [_description()]
+
+
+def _state() -> bytes:
+    import torch
+
+    from oper.train.model import save_state
+
+    save_state(_PLACE / "seed", {"w": torch.arange(3.0)})
+    return (_PLACE / "seed").read_bytes()
+
+
+def _description() -> bytes:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    folder = _PLACE / "seeds"
+    dcp.save({"w": torch.arange(3.0), "n": {"k": 5}}, checkpoint_id=folder, no_dist=True)
+    return (folder / METADATA).read_bytes()
+
+
+def describe(error: BaseException) -> str:
+    """One line about a defect."""
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,197 @@
+"""The barrier and the publication protocol, step by step, in every order that can happen.
+
+These are models: the atomic steps of csrc/host/barrier.cpp, and who reads and writes which region
+between the meetings of csrc/host/context.cpp. Each model is run through all interleavings, and each
+property through mutations that must break it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+# ---- the barrier ---------------------------------------------------------------------------------
+# One rank's state: (step, peer, seen, round). A shared word is written through a store buffer, as
+# on x86: others see the value when it leaves the buffer. A seq_cst store is followed by a fence; a
+# release store is not. Read-modify-writes empty the buffer first.
+
+STORE, LOOK, WAKE, TEST, ENTER, READ, SLEEP, ASLEEP, LEAVE, DONE = range(10)
+
+
+class BarrierModel:
+    """All states of W ranks that meet so many times.
+
+    Args:
+        world_size: ranks W.
+        rounds: how often they meet.
+        mutation: ``""`` for the protocol as it is; else what is changed.
+    """
+
+    def __init__(self, world_size: int, rounds: int, mutation: str = "") -> None:
+        self.size, self.rounds, self.mutation = world_size, rounds, mutation
+        start = (STORE, 1, 0, 1)
+        # Ranks, epochs and sleepers by rank, whether a rank's store waits in its buffer.
+        zeros = (0,) * world_size
+        self.start = ((start,) * world_size, zeros, zeros, (None,) * world_size)
+
+    def check(self) -> int:
+        """Number of states; raises AssertionError at the first bad one."""
+        seen, todo = {self.start}, [self.start]
+        while todo:
+            state = todo.pop()
+            following = list(self.following(state))
+            if not following and any(rank[0] != DONE for rank in state[0]):
+                raise AssertionError(f"asleep for ever: {state}")
+            for after in following:
+                if after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        return len(seen)
+
+    def following(self, state):
+        ranks, epochs, sleepers, buffers = state
+        for r in range(self.size):
+            if buffers[r] is not None:  # leaves the buffer
+                yield ranks, put(epochs, r, buffers[r]), sleepers, put(buffers, r, None)
+            yield from self.step(state, r)
+
+    def step(self, state, r: int):
+        ranks, epochs, sleepers, buffers = state
+        step, peer, seen, target = ranks[r]
+        p = (r + peer) % self.size
+
+        def go(step: int, peer: int = peer, seen: int = seen, target: int = target, *,
+               sleepers=sleepers, buffers=buffers, others=ranks):
+            return put(others, r, (step, peer, seen, target)), epochs, sleepers, buffers
+
+        if step == STORE:
+            yield go(LOOK, buffers=put(buffers, r, target))
+        elif step == LOOK:
+            if buffers[r] is not None and self.mutation != "release store":
+                return  # the fence: the store leaves the buffer first
+            yield go(TEST if sleepers[r] == 0 else WAKE)
+        elif step == WAKE:
+            others = ranks
+            if self.mutation != "no wake":
+                for q, (s, k, x, t) in enumerate(ranks):
+                    if s == ASLEEP and (q + k) % self.size == r:
+                        others = put(others, q, (LEAVE, k, x, t))
+            yield go(TEST, others=others)
+        elif step == TEST:
+            if epochs[p] < target and self.mutation != "no wait":
+                yield go(ENTER)
+            elif peer + 1 < self.size:
+                yield go(TEST, peer + 1)
+            else:
+                short = [q for q in range(self.size) if q != r and epochs[q] < target]
+                assert not short, f"rank {r} passed meeting {target} without {short}: {state}"
+                done = target == self.rounds
+                yield go(DONE) if done else go(STORE, 1, 0, target + 1)
+        elif step == ENTER:
+            if buffers[r] is None:
+                yield go(READ, sleepers=put(sleepers, p, sleepers[p] + 1))
+        elif step == READ:
+            yield go(LEAVE if epochs[p] >= target else SLEEP, seen=epochs[p])
+        elif step == SLEEP:  # the kernel compares and goes to sleep in one step
+            changed = epochs[p] != seen and self.mutation != "sleep without comparing"
+            yield go(LEAVE if changed else ASLEEP)
+        elif step == LEAVE and buffers[r] is None:
+            yield go(TEST, sleepers=put(sleepers, p, sleepers[p] - 1))
+
+
+def put(values: tuple, at: int, value) -> tuple:
+    return (*values[:at], value, *values[at + 1:])
+
+
+@pytest.mark.parametrize("world_size, rounds", [(2, 1), (2, 3), (3, 1), (3, 2)])
+def test_no_rank_passes_alone_and_none_sleeps_for_ever(world_size: int, rounds: int) -> None:
+    """Without the 100 ms after which a sleeper looks for itself: they would hide a lost wake-up."""
+    assert BarrierModel(world_size, rounds).check() > 50
+
+
+@pytest.mark.parametrize("mutation", ["release store", "no wake", "sleep without comparing",
+                                      "no wait"])
+def test_a_wrong_barrier_is_caught(mutation: str) -> None:
+    with pytest.raises(AssertionError, match=r"asleep|passed"):
+        BarrierModel(2, 2, mutation).check()
+
+
+# ---- what is written and read between the meetings -----------------------------------------------
+# (what, region, whose): "own" or all ranks' region, or a meeting.
+
+STEP = (
+    ("read", "rows", "all"),       # forward: rows that are pulled
+    ("write", "requests", "own"),  # ids in pushed tiers
+    ("meet", "requests", ""),
+    ("read", "requests", "all"),
+    ("write", "partials", "own"),  # owners pool
+    ("meet", "partials", ""),
+    ("read", "partials", "all"),
+    ("write", "requests", "own"),  # backward: reduced rows, requests, bag gradients
+    ("meet", "gradients", ""),
+    ("read", "requests", "all"),
+    ("write", "squares", "own"),   # tables split by columns
+    ("meet", "squares", ""),
+    ("read", "squares", "all"),
+    ("write", "rows", "own"),      # the update, and the list of touched rows
+    ("meet", "refreshes", ""),
+    ("read", "rows", "all"),       # refresh of replicas
+)
+
+
+class PublicationModel:
+    """All states of W ranks that train for some steps; an access lasts from one state to the next.
+
+    Args:
+        world_size: ranks W.
+        steps: training steps.
+        without: a meeting that is left out.
+    """
+
+    def __init__(self, world_size: int, steps: int, without: str = "") -> None:
+        one = tuple(x for x in STEP if x[0] != "meet" or x[1] != without)
+        self.size, self.program = world_size, one * steps
+
+    def check(self) -> int:
+        """Number of states; raises AssertionError when a region is written while it is used."""
+        start = ((0, False),) * self.size  # place in the program, whether inside of the access
+        seen, todo = {start}, [start]
+        while todo:
+            state = todo.pop()
+            self.look_for_races(state)
+            for after in self.following(state):
+                if after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        assert ((len(self.program), False),) * self.size in seen, "the ranks never finish"
+        return len(seen)
+
+    def following(self, state: tuple) -> Iterator[tuple]:
+        for r, (at, inside) in enumerate(state):
+            if at == len(self.program):
+                continue
+            if self.program[at][0] != "meet":
+                yield put(state, r, (at + 1, False) if inside else (at, True))
+            # A rank passes a meeting when every other has come to it, or is behind it.
+            elif all(other >= at for other, _ in state):
+                yield put(state, r, (at + 1, False))
+
+    def look_for_races(self, state: tuple) -> None:
+        active = [(r, *self.program[at]) for r, (at, inside) in enumerate(state) if inside]
+        for r, what, region, _ in active:
+            if what == "write":
+                others = [q for q, kind, used, whose in active
+                          if q != r and used == region and (whose == "all" or kind == "read")]
+                assert not others, f"rank {r} writes its {region} while {others} read: {state}"
+
+
+@pytest.mark.parametrize("world_size, steps", [(2, 3), (3, 2)])
+def test_nothing_is_written_while_it_is_read(world_size: int, steps: int) -> None:
+    assert PublicationModel(world_size, steps).check() > 500
+
+
+@pytest.mark.parametrize("without", ["requests", "partials", "gradients", "squares", "refreshes"])
+def test_every_meeting_is_needed(without: str) -> None:
+    with pytest.raises(AssertionError, match="while"):
+        PublicationModel(2, 2, without).check()
