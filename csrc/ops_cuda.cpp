@@ -1,7 +1,7 @@
 // torch operators of the device back end, on libtorch's stable ABI.
 //
-// Every operator launches on the current stream and returns; none waits for the device. Python holds
-// the memory (arena, workspace, outputs); see oper/shmem/device_tables.py.
+// Every operator launches on the current stream and returns; none waits for the device. Python
+// holds the memory (arena, workspace, outputs); see oper/shmem/device_tables.py.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -64,8 +64,10 @@ const int64_t* int64_data(const Tensor& tensor) {
 
 RowType row_type(ScalarType type) {
   switch (type) {
-    case ScalarType::Half: return RowType::kFloat16;
-    case ScalarType::BFloat16: return RowType::kBFloat16;
+    case ScalarType::Half:
+      return RowType::kFloat16;
+    case ScalarType::BFloat16:
+      return RowType::kBFloat16;
     default:
       STD_TORCH_CHECK(type == ScalarType::Float, "internal: expected float32, float16 or bfloat16");
       return RowType::kFloat32;
@@ -75,8 +77,8 @@ RowType row_type(ScalarType type) {
 int64_t device_context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor owner_begin,
                               Tensor tiers, Tensor maps, Tensor features, Tensor refreshes,
                               Tensor touched, Tensor squares, Tensor outboxes, int64_t outbox_bytes,
-                              std::vector<Tensor> heads, Tensor pads,
-                              int64_t deadline_ms) {
+                              std::vector<Tensor> heads, Tensor pads, int64_t deadline_ms,
+                              int64_t arena, int64_t arena_bytes) {
   Description d{};
   d.tables = int64_data(tables);
   d.owner_begin = int64_data(owner_begin);
@@ -98,6 +100,8 @@ int64_t device_context_create(int64_t rank, int64_t world_size, Tensor tables, T
     d.head_sizes.push_back(head.numel());
   }
   d.outbox_bytes = outbox_bytes;
+  d.arena_begin = arena;
+  d.arena_bytes = arena_bytes;
   d.rank = static_cast<int32_t>(rank);
   d.world_size = static_cast<int32_t>(world_size);
   auto owned = std::make_unique<Owned>();
@@ -126,19 +130,23 @@ std::vector<int64_t> device_context_order(int64_t handle) {
   return {order.begin(), order.end()};
 }
 
-// Whether one rank updates while it reduces, so that it needs no exchange; pushes; exchanges squares.
-std::tuple<bool, bool, bool> device_context_traits(int64_t handle) {
-  const Context& context = context_of(handle);
-  return {context.updates_at_once(), context.has_push(), context.has_squares()};
+// Whether one rank updates while it reduces, so that it needs no exchange.
+bool device_context_updates_at_once(int64_t handle) { return context_of(handle).updates_at_once(); }
+
+// Pairs and distinct rows of the last batch whose plan the device has made; reads host memory only.
+std::tuple<int64_t, int64_t> device_context_duplication(int64_t handle) {
+  const int64_t* found = context_of(handle).duplication();
+  return {found[0], found[1]};
 }
 
 // ---- batches ------------------------------------------------------------------------------------
 
 // What identifies a batch: ids (int64 or int32 [N]), bounds (int64 [num_keys * B + 1]), key_of
-// (int32 [F]), weights, and max_pairs, a bound on the ids of all features together.
+// (int32 [F]), weights, by_pair (whether the plan tells where each id's row is staged), and
+// max_pairs, a bound on the ids of all features together.
 Batch make_batch(const Tensor& ids, const Tensor& bounds, const Tensor& key_of,
                  const std::optional<Tensor>& weights, int64_t batch_size, bool pooled,
-                 int64_t max_pairs) {
+                 bool by_pair, int64_t max_pairs) {
   Batch batch{};
   batch.ids = ids.data_ptr();
   batch.ids_are_32_bit = ids.scalar_type() == ScalarType::Int;
@@ -147,32 +155,38 @@ Batch make_batch(const Tensor& ids, const Tensor& bounds, const Tensor& key_of,
   batch.num_bounds = bounds.numel();
   STD_TORCH_CHECK(key_of.scalar_type() == ScalarType::Int, "internal: key_of must be int32");
   batch.key_of = static_cast<const int32_t*>(key_of.data_ptr());
-  batch.weights =
-      weights.has_value() ? static_cast<const float*>(weights->data_ptr()) : nullptr;
+  batch.weights = weights.has_value() ? static_cast<const float*>(weights->data_ptr()) : nullptr;
   batch.batch_size = batch_size;
   batch.pooled = pooled;
+  batch.by_pair = by_pair || batch.weights != nullptr;
   batch.max_pairs = max_pairs;
   return batch;
 }
 
-int64_t device_workspace_bytes(int64_t handle, int64_t batch_size, int64_t max_pairs,
-                               bool weighted) {
+// A batch of that size, of which only the workspace matters.
+Batch sized_batch(int64_t batch_size, int64_t max_pairs, bool weighted, bool by_pair) {
+  static const float some = 0.0f;
   Batch batch{};
   batch.batch_size = batch_size;
   batch.max_pairs = max_pairs;
-  static const float some = 0.0f;
   batch.weights = weighted ? &some : nullptr;
-  return carve(context_of(handle), batch, nullptr).bytes;
+  batch.by_pair = by_pair || weighted;
+  return batch;
+}
+
+int64_t device_workspace_bytes(int64_t handle, int64_t batch_size, int64_t max_pairs, bool weighted,
+                               bool by_pair) {
+  return carve(context_of(handle), sized_batch(batch_size, max_pairs, weighted, by_pair), nullptr)
+      .bytes;
 }
 
 int64_t device_bounds_scratch_bytes(int64_t count) { return bounds_scratch_bytes(count); }
 
 void device_bounds(int64_t handle, Tensor lengths, int64_t num_ids, Tensor bounds, Tensor scratch) {
-  check(make_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int,
-                       lengths.numel(), num_ids, static_cast<int64_t*>(bounds.data_ptr()),
-                       scratch.data_ptr(), scratch.numel(), context_of(handle).view().error,
-                       stream_of(bounds)),
-           "cannot add up bag lengths");
+  check(make_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, lengths.numel(),
+                    num_ids, static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(),
+                    scratch.numel(), context_of(handle).view().error, stream_of(bounds)),
+        "cannot add up bag lengths");
 }
 
 // Everything that an operator on a batch needs.
@@ -184,17 +198,17 @@ struct Call {
 };
 
 Call make_call(int64_t handle, const Tensor& ids, const Tensor& bounds, const Tensor& key_of,
-               const std::optional<Tensor>& weights, int64_t batch_size, bool pooled,
+               const std::optional<Tensor>& weights, int64_t batch_size, bool pooled, bool by_pair,
                int64_t max_pairs, const Tensor& workspace) {
   Context& context = context_of(handle);
-  const Batch batch = make_batch(ids, bounds, key_of, weights, batch_size, pooled, max_pairs);
+  const Batch batch =
+      make_batch(ids, bounds, key_of, weights, batch_size, pooled, by_pair, max_pairs);
   const Workspace work = carve(context, batch, workspace.data_ptr());
   STD_TORCH_CHECK(work.bytes <= workspace.numel(), "internal: the workspace is too small");
-  STD_TORCH_CHECK(bits_for(static_cast<uint64_t>(context.view().num_features)) +
-                          work.plan.bag_bits <=
-                      32,
-                  "a batch of ", batch_size, " samples with ", context.view().num_features,
-                  " features is too large: samples times features must stay below 2^32");
+  STD_TORCH_CHECK(
+      bits_for(static_cast<uint64_t>(context.view().num_features)) + work.plan.bag_bits <= 32,
+      "a batch of ", batch_size, " samples with ", context.view().num_features,
+      " features is too large: samples times features must stay below 2^32");
   return {context, batch, work, stream_of(bounds)};
 }
 
@@ -213,16 +227,23 @@ Output output_of(const Tensor& out) {
 }
 
 void device_forward(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
-                    std::optional<Tensor> weights, int64_t batch_size, bool pooled,
-                    int64_t max_pairs, Tensor workspace, Tensor out, bool skip_pushed) {
-  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, max_pairs,
-                              workspace);
+                    std::optional<Tensor> weights, int64_t batch_size, bool pooled, bool by_pair,
+                    int64_t max_pairs, Tensor workspace, Tensor out, bool skip_pushed,
+                    std::optional<Tensor> staging) {
+  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
+                              max_pairs, workspace);
   const View& view = call.context.view();
   if (!pooled)
     check(lay_out_features(view, call.batch, call.work.plan, call.stream), "cannot look up");
-  check(pool(view, call.context.classes(), call.batch, call.work.plan, output_of(out),
-                skip_pushed, call.stream),
-           "cannot look up");
+  const Staging staged{staging.has_value() ? static_cast<char*>(staging->data_ptr()) : nullptr,
+                       staging.has_value() ? staging->numel() : 0};
+  const auto& classes = call.context.classes();
+  if (staged.data)
+    check(stage(view, classes, call.batch, call.work.plan, staged, skip_pushed, call.stream),
+          "cannot fetch the rows of peers");
+  check(pool(view, classes, call.batch, call.work.plan, output_of(out), staged, skip_pushed,
+             call.stream),
+        "cannot look up");
 }
 
 // Steps of push mode: 0 publish requests, 1 pool for the readers, 2 add the owners' sums.
@@ -230,8 +251,8 @@ void device_push(int64_t handle, int64_t step, Tensor ids, Tensor bounds, Tensor
                  std::optional<Tensor> weights, int64_t batch_size, int64_t max_pairs,
                  Tensor workspace, Tensor out, Tensor requests, Tensor partials,
                  int64_t request_bytes, int64_t partial_bytes) {
-  const Call call =
-      make_call(handle, ids, bounds, key_of, weights, batch_size, true, max_pairs, workspace);
+  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, true, false,
+                              max_pairs, workspace);
   const PushPlan push = with_memory(call, requests, partials, request_bytes, partial_bytes);
   const View& view = call.context.view();
   const auto& classes = call.context.classes();
@@ -239,29 +260,29 @@ void device_push(int64_t handle, int64_t step, Tensor ids, Tensor bounds, Tensor
   if (step == 0) status = publish_requests(view, call.batch, call.work.plan, push, call.stream);
   if (step == 1) status = pool_for_readers(view, classes, push, call.stream);
   if (step == 2)
-    status = add_partials(view, classes, call.batch, call.work.plan, push, output_of(out),
-                          call.stream);
+    status =
+        add_partials(view, classes, call.batch, call.work.plan, push, output_of(out), call.stream);
   check(status, "cannot look up in push mode");
 }
 
 void device_weight_gradient(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
                             int64_t batch_size, Tensor grad, Tensor out) {
   const Batch batch =
-      make_batch(ids, bounds, key_of, std::nullopt, batch_size, true, ids.numel());
+      make_batch(ids, bounds, key_of, std::nullopt, batch_size, true, false, ids.numel());
   check(weight_gradient(context_of(handle).view(), batch,
-                           {grad.data_ptr(), row_type(grad.scalar_type()), grad.stride(0), 1.0f},
-                           static_cast<float*>(out.data_ptr()), stream_of(bounds)),
-           "cannot compute the gradient of the weights");
+                        {grad.data_ptr(), row_type(grad.scalar_type()), grad.stride(0), 1.0f},
+                        static_cast<float*>(out.data_ptr()), stream_of(bounds)),
+        "cannot compute the gradient of the weights");
 }
 
 void device_plan(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
-                 std::optional<Tensor> weights, int64_t batch_size, bool pooled, int64_t max_pairs,
-                 Tensor workspace) {
-  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, max_pairs,
-                              workspace);
+                 std::optional<Tensor> weights, int64_t batch_size, bool pooled, bool by_pair,
+                 int64_t max_pairs, Tensor workspace) {
+  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
+                              max_pairs, workspace);
   check(make_plan(call.context.view(), call.context.num_keys(), call.batch, call.work.plan,
-                     call.stream),
-           "cannot plan a batch");
+                  call.stream),
+        "cannot plan a batch");
 }
 
 // float64 [T, 13] in the order of keys, host memory -> what the kernels read.
@@ -282,34 +303,30 @@ void device_set_optimizers(int64_t handle, Tensor arguments, Tensor staging) {
 void device_copy_optimizers(int64_t handle, Tensor staging, Tensor like) {
   Context& context = context_of(handle);
   check(cudaMemcpyAsync(context.optimizers(), staging.data_ptr(),
-                           static_cast<size_t>(context.view().num_tables) * sizeof(UpdateArgs),
-                           cudaMemcpyHostToDevice, stream_of(like)),
-           "cannot copy the optimizer's arguments");
+                        static_cast<size_t>(context.view().num_tables) * sizeof(UpdateArgs),
+                        cudaMemcpyHostToDevice, stream_of(like)),
+        "cannot copy the optimizer's arguments");
 }
 
 void device_reduce(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
-                   std::optional<Tensor> weights, int64_t batch_size, bool pooled,
+                   std::optional<Tensor> weights, int64_t batch_size, bool pooled, bool by_pair,
                    int64_t max_pairs, Tensor workspace, Tensor grad, double scale) {
-  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, max_pairs,
-                              workspace);
+  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
+                              max_pairs, workspace);
   check(reduce(call.context.view(), call.context.classes(), call.batch, call.work.plan,
-                  {grad.data_ptr(), row_type(grad.scalar_type()), grad.stride(0),
-                   static_cast<float>(scale)},
-                  call.work.long_runs, call.context.optimizers(), call.context.updates_at_once(),
-                  call.stream),
-           "cannot reduce gradients");
+               {grad.data_ptr(), row_type(grad.scalar_type()), grad.stride(0),
+                static_cast<float>(scale)},
+               call.work.long_runs, call.context.optimizers(), call.context.updates_at_once(),
+               call.stream),
+        "cannot reduce gradients");
 }
 
 // Steps at the owner: 0 collect what all ranks left, 1 and 2 sums of squares (rounds 0 and 1),
 // 3 update, 4 refresh replicas.
 void device_update(int64_t handle, int64_t step, Tensor bounds, int64_t batch_size,
-                   int64_t max_pairs, bool weighted, Tensor workspace, double scale) {
+                   int64_t max_pairs, bool weighted, bool by_pair, Tensor workspace, double scale) {
   Context& context = context_of(handle);
-  Batch batch{};
-  batch.batch_size = batch_size;
-  batch.max_pairs = max_pairs;
-  static const float some = 0.0f;
-  batch.weights = weighted ? &some : nullptr;
+  const Batch batch = sized_batch(batch_size, max_pairs, weighted, by_pair);
   const Workspace work = carve(context, batch, workspace.data_ptr());
   const cudaStream_t stream = stream_of(bounds);
   const float factor = static_cast<float>(scale);
@@ -329,11 +346,11 @@ void device_update(int64_t handle, int64_t step, Tensor bounds, int64_t batch_si
 Tensor device_view(int64_t address, int64_t rows, int64_t columns, int64_t type, int64_t index) {
   const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
   const ScalarType types[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
-  const auto kind = index < 0 ? torch::headeronly::DeviceType::CPU
-                              : torch::headeronly::DeviceType::CUDA;
-  return torch::stable::from_blob(
-      reinterpret_cast<void*>(address), {sizes, 2}, {strides, 2},
-      torch::stable::Device(kind, static_cast<int32_t>(index)), types[type]);
+  const auto kind =
+      index < 0 ? torch::headeronly::DeviceType::CPU : torch::headeronly::DeviceType::CUDA;
+  return torch::stable::from_blob(reinterpret_cast<void*>(address), {sizes, 2}, {strides, 2},
+                                  torch::stable::Device(kind, static_cast<int32_t>(index)),
+                                  types[type]);
 }
 
 #if !defined(OPER_EMULATED)
@@ -365,21 +382,23 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
       "device_context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, "
       "Tensor tiers, Tensor maps, Tensor features, Tensor refreshes, Tensor touched, "
       "Tensor squares, Tensor outboxes, int outbox_bytes, Tensor[] heads, Tensor pads, "
-      "int deadline_ms) -> int");
+      "int deadline_ms, int arena, int arena_bytes) -> int");
   m.def("device_context_close(int handle) -> ()");
   m.def("device_context_error(int handle) -> (int, int, int)");
   m.def("device_context_order(int handle) -> int[]");
-  m.def("device_context_traits(int handle) -> (bool, bool, bool)");
+  m.def("device_context_updates_at_once(int handle) -> bool");
+  m.def("device_context_duplication(int handle) -> (int, int)");
   m.def(
-      "device_workspace_bytes(int handle, int batch_size, int max_pairs, bool weighted) -> int");
+      "device_workspace_bytes(int handle, int batch_size, int max_pairs, bool weighted, "
+      "bool by_pair) -> int");
   m.def("device_bounds_scratch_bytes(int count) -> int");
   m.def(
       "device_bounds(int handle, Tensor lengths, int num_ids, Tensor(a!) bounds, "
       "Tensor(b!) scratch) -> ()");
   m.def(
       "device_forward(int handle, Tensor ids, Tensor bounds, Tensor key_of, Tensor? weights, "
-      "int batch_size, bool pooled, int max_pairs, Tensor(a!) workspace, Tensor(b!) out, "
-      "bool skip_pushed) -> ()");
+      "int batch_size, bool pooled, bool by_pair, int max_pairs, Tensor(a!) workspace, "
+      "Tensor(b!) out, bool skip_pushed, Tensor(c!)? staging) -> ()");
   m.def(
       "device_push(int handle, int step, Tensor ids, Tensor bounds, Tensor key_of, "
       "Tensor? weights, int batch_size, int max_pairs, Tensor(a!) workspace, Tensor(b!) out, "
@@ -389,16 +408,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
       "int batch_size, Tensor grad, Tensor(a!) out) -> ()");
   m.def(
       "device_plan(int handle, Tensor ids, Tensor bounds, Tensor key_of, Tensor? weights, "
-      "int batch_size, bool pooled, int max_pairs, Tensor(a!) workspace) -> ()");
+      "int batch_size, bool pooled, bool by_pair, int max_pairs, Tensor(a!) workspace) -> ()");
   m.def("device_set_optimizers(int handle, Tensor arguments, Tensor(a!) staging) -> ()");
   m.def("device_copy_optimizers(int handle, Tensor staging, Tensor like) -> ()");
   m.def(
       "device_reduce(int handle, Tensor ids, Tensor bounds, Tensor key_of, Tensor? weights, "
-      "int batch_size, bool pooled, int max_pairs, Tensor(a!) workspace, Tensor grad, "
-      "float scale) -> ()");
+      "int batch_size, bool pooled, bool by_pair, int max_pairs, Tensor(a!) workspace, "
+      "Tensor grad, float scale) -> ()");
   m.def(
       "device_update(int handle, int step, Tensor bounds, int batch_size, int max_pairs, "
-      "bool weighted, Tensor(a!) workspace, float scale) -> ()");
+      "bool weighted, bool by_pair, Tensor(a!) workspace, float scale) -> ()");
 #if !defined(OPER_EMULATED)
   m.def("device_memory_create(int bytes, int[] host_ranges, int device) -> int[]");
   m.def("device_memory_attach(int[] fds, int bytes, int[] host_ranges, int device) -> int");
@@ -414,7 +433,9 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("device_context_close", TORCH_BOX(&oper::device::device_context_close));
   m.impl("device_context_error", TORCH_BOX(&oper::device::device_context_error));
   m.impl("device_context_order", TORCH_BOX(&oper::device::device_context_order));
-  m.impl("device_context_traits", TORCH_BOX(&oper::device::device_context_traits));
+  m.impl("device_context_updates_at_once",
+         TORCH_BOX(&oper::device::device_context_updates_at_once));
+  m.impl("device_context_duplication", TORCH_BOX(&oper::device::device_context_duplication));
   m.impl("device_workspace_bytes", TORCH_BOX(&oper::device::device_workspace_bytes));
   m.impl("device_bounds_scratch_bytes", TORCH_BOX(&oper::device::device_bounds_scratch_bytes));
   m.impl("device_bounds", TORCH_BOX(&oper::device::device_bounds));

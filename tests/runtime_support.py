@@ -428,8 +428,10 @@ def assert_bitwise(a: Any, b: Any, what: str) -> None:
         for k, (x, y) in enumerate(zip(a, b, strict=True)):
             assert_bitwise(x, y, f"{what} [{k}]")
     else:
-        same = torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-        assert a.shape == b.shape and same, f"{what}: bits differ"
+        bits = torch.int16 if a.element_size() == 2 else torch.int32
+        assert a.shape == b.shape and a.dtype == b.dtype, what
+        assert torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)), (
+            f"{what}: bits differ")
 
 
 def _named(case: Case, result: Result) -> dict[str, torch.Tensor]:

@@ -146,8 +146,13 @@ class Context::Builder {
     for (int64_t k = 0; k < d_.num_refreshes; ++k) {
       const int64_t* x = d_.refreshes + k * kRefreshWidth;
       const int32_t t = place_[static_cast<size_t>(x[kTable])];
-      host(refreshes_)[k] = {t, static_cast<int32_t>(x[kOwner]), x[kSlotBegin], x[kSlotEnd],
-                             x[kFirst], x[kStride], reinterpret_cast<const char*>(x[kMasters]),
+      host(refreshes_)[k] = {t,
+                             static_cast<int32_t>(x[kOwner]),
+                             x[kSlotBegin],
+                             x[kSlotEnd],
+                             x[kFirst],
+                             x[kStride],
+                             reinterpret_cast<const char*>(x[kMasters]),
                              reinterpret_cast<char*>(x[kReplicas])};
       host(tables_)[t].has_replicas = true;
     }
@@ -231,7 +236,8 @@ class Context::Builder {
         if (feature.table < row_class.table_begin || feature.table >= row_class.table_end) continue;
         row_class.features.push_back(static_cast<int32_t>(f));
         host(class_features_)[listed++] = static_cast<int32_t>(f);
-        row_class.wide_output &= feature.column % (row_class.type == RowType::kFloat32 ? 4 : 8) == 0;
+        row_class.wide_output &=
+            feature.column % (row_class.type == RowType::kFloat32 ? 4 : 8) == 0;
       }
       for (int32_t t = row_class.table_begin; t < row_class.table_end; ++t)
         host(tables_)[t].row_class = row_class.index;
@@ -253,9 +259,12 @@ class Context::Builder {
     c_.view_.num_tables = static_cast<int32_t>(T);
     c_.view_.num_features = static_cast<int32_t>(d_.num_features);
     c_.view_.num_refreshes = static_cast<int32_t>(d_.num_refreshes);
+    c_.view_.arena_begin = reinterpret_cast<const char*>(d_.arena_begin);
+    c_.view_.arena_end = c_.view_.arena_begin + d_.arena_bytes;
+    c_.view_.duplication = c_.shared_->duplication;
     c_.view_.rank = d_.rank;
     c_.view_.world_size = d_.world_size;
-    c_.view_.error = {c_.error_, c_.claimed_};
+    c_.view_.error = {&c_.shared_->error, c_.claimed_};
     int64_t own_rows = 0;
     for (int64_t t = 0; t < T; ++t) {
       const int64_t* begin = d_.owner_begin + t * (d_.world_size + 1) + d_.rank;
@@ -267,13 +276,13 @@ class Context::Builder {
 };
 
 Context::Context(const Description& description, int64_t deadline_ms) : deadline_ms_(deadline_ms) {
-  check(cudaHostAlloc(reinterpret_cast<void**>(&error_), sizeof(ErrorWord), cudaHostAllocMapped),
-        "cannot allocate the error word");
-  *error_ = {};
+  check(cudaHostAlloc(reinterpret_cast<void**>(&shared_), sizeof(HostWords), cudaHostAllocMapped),
+        "cannot allocate words of host memory");
+  *shared_ = {};
   try {
     Builder(*this, description).build();
   } catch (...) {
-    cudaFreeHost(error_);
+    cudaFreeHost(shared_);
     if (memory_) cudaFree(memory_);
     throw;
   }
@@ -281,12 +290,13 @@ Context::Context(const Description& description, int64_t deadline_ms) : deadline
 
 Context::~Context() {
   cudaFree(memory_);
-  cudaFreeHost(error_);
+  cudaFreeHost(shared_);
 }
 
 cudaError_t Context::barrier(cudaStream_t stream) const {
   if (view_.world_size == 1) return cudaSuccess;
-  return arrive_and_wait(pads_, epoch_, view_.rank, view_.world_size, deadline_ms_, view_.error, stream);
+  return arrive_and_wait(pads_, epoch_, view_.rank, view_.world_size, deadline_ms_, view_.error,
+                         stream);
 }
 
 Workspace carve(const Context& context, const Batch& batch, void* block) {
@@ -308,7 +318,9 @@ Workspace carve(const Context& context, const Batch& batch, void* block) {
   w.plan.spare_keys = keys(wide);
   w.plan.payloads = carver.take<uint32_t>(P);
   w.plan.spare_payloads = carver.take<uint32_t>(P);
-  w.plan.pair_bags = carver.take<uint32_t>(batch.weights ? P : 0);
+  w.plan.pair_bags = carver.take<uint32_t>(batch.by_pair ? P : 0);
+  w.plan.places = carver.take<uint32_t>(batch.by_pair ? P : 0);
+  w.plan.staged = carver.take<uint32_t>(1);
   w.plan.pair_weights = carver.take<float>(batch.weights ? P : 0);
   w.plan.run_begin = carver.take<uint32_t>(P + 1);
   w.plan.num_runs = carver.take<int64_t>(1);

@@ -16,8 +16,14 @@ struct Description {
   int64_t num_tables, num_tiers, num_maps, num_features, num_refreshes;
   std::vector<const void*> heads;  // device memory: words, positions of each head
   std::vector<int64_t> head_sizes;
-  int64_t outbox_bytes;
+  int64_t outbox_bytes, arena_begin, arena_bytes;
   int32_t rank, world_size;
+};
+
+// Host memory that kernels write.
+struct HostWords {
+  ErrorWord error;
+  int64_t duplication[2];  // pairs and runs of the last batch that was planned
 };
 
 class Context {
@@ -37,10 +43,10 @@ class Context {
   int32_t min_dim() const { return min_dim_; }
   bool updates_at_once() const { return updates_at_once_; }
   bool has_push() const { return has_push_; }
-  bool has_squares() const { return has_squares_; }
   // Entries of one rank in the inbox.
   int64_t inbox_capacity() const { return inbox_capacity_; }
-  ErrorWord error() const { return *error_; }
+  ErrorWord error() const { return shared_->error; }
+  const int64_t* duplication() const { return shared_->duplication; }
   cudaError_t barrier(cudaStream_t stream) const;
 
  private:
@@ -53,7 +59,7 @@ class Context {
   int* claimed_ = nullptr;
   uint32_t** pads_ = nullptr;
   char* memory_ = nullptr;        // device
-  ErrorWord* error_ = nullptr;    // host, mapped
+  HostWords* shared_ = nullptr;   // host, mapped
   int64_t num_keys_ = 0, inbox_capacity_ = 0, deadline_ms_ = 0;
   int32_t max_dim_ = 0, min_dim_ = 0;
   bool updates_at_once_ = false, has_push_ = false, has_squares_ = false;

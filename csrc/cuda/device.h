@@ -107,6 +107,7 @@ struct Batch {
   const float* weights;   // per id, or null
   int64_t batch_size;
   bool pooled;
+  bool by_pair;       // payloads of the plan are numbers of pairs; always so with weights
   int64_t max_pairs;  // bound on the sum over the features (pieces too) of their ids
 };
 
@@ -126,6 +127,8 @@ struct View {
   const Refresh* refreshes;
   char* const* outboxes;        // [W]
   int64_t outbox_bytes;
+  const char *arena_begin, *arena_end;  // this rank's memory
+  int64_t* duplication;                 // [2] pairs and runs of the last plan; host memory, mapped
   int32_t num_tables, num_features, num_refreshes, rank, world_size;
   ErrorSink error;
 };
@@ -155,8 +158,10 @@ struct BatchPlan {
   int32_t* tile_begin;     // [F + 1] first tile of 32 bags (pooled) or ids
   Keys keys;               // [max_pairs] ascending; past the last pair: the number of all keys
   uint32_t* payloads;      // [max_pairs] see resolve.cu
-  uint32_t* pair_bags;     // [max_pairs] with weights only
+  uint32_t* pair_bags;     // [max_pairs] by pair only
   float* pair_weights;     // [max_pairs] with weights only
+  uint32_t* places;        // [max_pairs] by pair only: where the pair's row is staged, see stage.cu
+  uint32_t* staged;        // [1] by pair only: units of kStagingUnit that are taken
   uint32_t* run_begin;     // [max_pairs + 1]
   int64_t* num_runs;       // [1]
   uint32_t* segments;      // [T * W + 1] first run of each table and owner
@@ -201,10 +206,22 @@ cudaError_t make_bounds(const void* lengths, bool are_32_bit, int64_t count, int
                         cudaStream_t stream);
 int64_t bounds_scratch_bytes(int64_t count);
 
+// Copies of the rows of peers that a batch reads, each once. `plan.places` says which pairs have one.
+struct Staging {
+  char* data;     // null: none
+  int64_t bytes;  // rows that find no room are read where they are
+};
+constexpr int64_t kStagingUnit = 16;
+constexpr uint32_t kNotStaged = ~0u;
+cudaError_t stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+                  const BatchPlan& plan, const Staging& staging, bool skip_pushed,
+                  cudaStream_t stream);
+
 // Pools every bag. `skip_pushed`: leave out rows of pushed tiers, and do not divide the means of
 // tables that have such tiers.
 cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-                 const BatchPlan& plan, const Output& out, bool skip_pushed, cudaStream_t stream);
+                 const BatchPlan& plan, const Output& out, const Staging& staging,
+                 bool skip_pushed, cudaStream_t stream);
 // Only feature_begin, output_begin and tile_begin; `pool` of an unpooled batch needs them.
 cudaError_t lay_out_features(const View& view, const Batch& batch, const BatchPlan& plan,
                              cudaStream_t stream);

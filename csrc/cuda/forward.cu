@@ -8,14 +8,17 @@ namespace {
 struct PoolArgs {
   View view;
   Batch batch;
-  const int32_t* features;      // [num_features] of this launch
+  const int32_t* features;  // [num_features] of this launch
   int32_t num_features;
   int32_t row_class;
-  int32_t bags_per_group;       // pooled
-  const int32_t* tile_begin;    // unpooled: [F + 1]
-  const int64_t* output_begin;  // unpooled: [F]
+  int32_t bags_per_group;        // pooled
+  const int32_t* tile_begin;     // unpooled: [F + 1]
+  const int64_t* output_begin;   // unpooled: [F]
+  const int64_t* feature_begin;  // with staged rows: [F + 1]
+  const uint32_t* places;        // of each pair's row in `staging`, or null
+  const char* staging;
   Output out;
-  bool wide_out;     // output parts are multiples of 16 bytes
+  bool wide_out;  // output parts are multiples of 16 bytes
   bool skip_pushed;
 };
 
@@ -27,11 +30,16 @@ struct Pool {
   const PoolArgs& a;
   const Group<Shape::G>& group;
   const Table& table;
+  const uint32_t* places;  // by index of the id
   int dim;
   bool wide_rows;
 
-  OPER_DEVICE Pool(const PoolArgs& args, const Group<Shape::G>& lanes, const Table& t)
-      : a(args), group(lanes), table(t), dim(t.dim), wide_rows(Shape::E > 1) {}
+  // `f`: the feature; `first`: index of its first id.
+  OPER_DEVICE Pool(const PoolArgs& args, const Group<Shape::G>& lanes, const Table& t, int64_t f,
+                   int64_t first)
+      : a(args), group(lanes), table(t), places(nullptr), dim(t.dim), wide_rows(Shape::E > 1) {
+    if (args.places != nullptr) places = args.places + (args.feature_begin[f] - first);
+  }
 
   // One run of bags: calls `finish(bag, sum, length)` for every bag in [bag, last), which hold the
   // ids [i, stop).
@@ -67,8 +75,7 @@ struct Pool {
         for (int u = 0; u < kInFlight; ++u) {
           const int64_t from = group.shuffle(address, (j + u) % Shape::G);
           there[u] = j + u < n && from != 0;
-          if (there[u])
-            rows[u].load(reinterpret_cast<const T*>(from), dim, group.lane, wide_rows);
+          if (there[u]) rows[u].load(reinterpret_cast<const T*>(from), dim, group.lane, wide_rows);
         }
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
@@ -92,6 +99,8 @@ struct Pool {
   }
 
   OPER_DEVICE int64_t address_of(int32_t i) const {
+    if (places != nullptr && places[i] != kNotStaged)
+      return reinterpret_cast<int64_t>(a.staging + places[i] * kStagingUnit);
     const int64_t id = id_at(a.batch, i);
     if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(table.read.num_rows)) {
       report(a.view.error, 4, a.view.rank, i);
@@ -113,8 +122,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_bags(const PoolArgs 
     const int64_t f = w / tiles;
     const Feature& feature = a.view.features[a.features[f]];
     const Table& table = a.view.tables[feature.table];
-    const Pool<Shape, Out> pool(a, group, table);
     const int64_t* bounds = a.batch.bounds + a.batch.key_of[feature.logical] * B;
+    const Pool<Shape, Out> pool(a, group, table, a.features[f], bounds[0]);
     const int32_t bag = static_cast<int32_t>(w - f * tiles) * a.bags_per_group;
     const int32_t last =
         static_cast<int32_t>(bag + a.bags_per_group < B ? bag + a.bags_per_group : B);
@@ -140,9 +149,9 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_ids(const PoolArgs a
     const Feature& feature = a.view.features[f];
     const Table& table = a.view.tables[feature.table];
     if (table.row_class != a.row_class) continue;
-    const Pool<Shape, Out> pool(a, group, table);
     const int64_t key = a.batch.key_of[feature.logical];
     const int32_t first = static_cast<int32_t>(a.batch.bounds[key * a.batch.batch_size]);
+    const Pool<Shape, Out> pool(a, group, table, f, first);
     const int32_t stop = static_cast<int32_t>(a.batch.bounds[(key + 1) * a.batch.batch_size]);
     const int32_t i = first + (static_cast<int32_t>(w) - a.tile_begin[f]) * kTile;
     const int32_t end = i + kTile < stop ? i + kTile : stop;
@@ -157,8 +166,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_ids(const PoolArgs a
 }
 
 // One group of 16 lanes per id; sums over features and column pieces in their order.
-__global__ void __launch_bounds__(256) weight_gradient_kernel(View view, Batch batch,
-                                                              Gradient grad, float* out) {
+__global__ void __launch_bounds__(256)
+    weight_gradient_kernel(View view, Batch batch, Gradient grad, float* out) {
   const Group<16> group;
   const int64_t B = batch.batch_size;
   for (int64_t i = group.index(); i < batch.num_ids; i += group.count()) {
@@ -192,8 +201,7 @@ template <class Shape, class Out>
 cudaError_t launch_pool(const PoolArgs& args, cudaStream_t stream) {
   const int64_t groups_per_block = 256 / Shape::G;
   if (args.batch.pooled) {
-    const int64_t tiles =
-        (args.batch.batch_size + args.bags_per_group - 1) / args.bags_per_group;
+    const int64_t tiles = (args.batch.batch_size + args.bags_per_group - 1) / args.bags_per_group;
     const int64_t groups = tiles * args.num_features;
     if (groups == 0) return cudaSuccess;
     auto* kernel = pool_bags<Shape, Out>;
@@ -209,20 +217,25 @@ cudaError_t launch_pool(const PoolArgs& args, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-                 const BatchPlan& plan, const Output& out, bool skip_pushed, cudaStream_t stream) {
+                 const BatchPlan& plan, const Output& out, const Staging& staging, bool skip_pushed,
+                 cudaStream_t stream) {
   for (const RowClass& row_class : classes) {
     if (row_class.features.empty()) continue;
-    PoolArgs args{view,
-                  batch,
-                  row_class.device_features,
-                  static_cast<int32_t>(row_class.features.size()),
-                  row_class.index,
-                  1,
-                  plan.tile_begin,
-                  plan.output_begin,
-                  out,
-                  (row_class.wide_output || !batch.pooled) && is_wide(out.data, out.stride, out.type),
-                  skip_pushed};
+    PoolArgs args{
+        view,
+        batch,
+        row_class.device_features,
+        static_cast<int32_t>(row_class.features.size()),
+        row_class.index,
+        1,
+        plan.tile_begin,
+        plan.output_begin,
+        plan.feature_begin,
+        staging.data ? plan.places : nullptr,
+        staging.data,
+        out,
+        (row_class.wide_output || !batch.pooled) && is_wide(out.data, out.stride, out.type),
+        skip_pushed};
     // Few bags: one group each, so that all are in flight at once. Many: up to 32, whose ids and
     // rows a group fetches together.
     const int64_t bags = batch.batch_size * args.num_features;

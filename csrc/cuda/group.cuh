@@ -101,6 +101,11 @@ struct Part {
       __builtin_memcpy(&words[k], &part, sizeof(part));
     }
   }
+  // To an address that is a multiple of 16 where the part is.
+  OPER_DEVICE void store(S* to) const {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) *(reinterpret_cast<Word*>(to) + k) = words[k];
+  }
   OPER_DEVICE void unpack(float (&to)[E]) const {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
@@ -212,6 +217,13 @@ struct RawRow {
       } else {
         __builtin_memset(&parts[i], 0, sizeof(parts[i]));
       }
+    }
+  }
+  OPER_DEVICE void store(S* row, int dim, int lane) const {
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) {
+      const int column = Shape::column(i, lane);
+      if (column < dim) parts[i].store(row + column);
     }
   }
   OPER_DEVICE void unpack(Row<Shape>& row) const {

@@ -1,5 +1,5 @@
-// Memory that other processes map: CUDA virtual memory with POSIX descriptors, of the device or, for
-// a tier in host memory, of the host node next to it.
+// Memory that other processes map: CUDA virtual memory with POSIX descriptors, of the device or,
+// for a tier in host memory, of the host node next to it.
 //
 // The driver's entry points are looked up at run time, so that nothing links to libcuda.
 #include "cuda/memory.h"
@@ -18,20 +18,20 @@ template <class Function>
 Function entry(const char* name) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &found, 12000,
-                                                              cudaEnableDefault, &result);
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
   if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
     throw std::runtime_error(std::string("the CUDA driver has no ") + name);
   return reinterpret_cast<Function>(found);
 }
 
 // Calls a driver function by name and throws with that name when it fails.
-#define OPER_DRIVER(function, ...)                                                        \
-  do {                                                                                    \
-    const CUresult result = entry<decltype(&function)>(#function)(__VA_ARGS__);           \
-    if (result != CUDA_SUCCESS)                                                           \
+#define OPER_DRIVER(function, ...)                                                          \
+  do {                                                                                      \
+    const CUresult result = entry<decltype(&function)>(#function)(__VA_ARGS__);             \
+    if (result != CUDA_SUCCESS)                                                             \
       throw std::runtime_error(std::string(#function) + " failed with CUDA driver error " + \
-                               std::to_string(static_cast<int>(result)));                 \
+                               std::to_string(static_cast<int>(result)));                   \
   } while (false)
 
 struct Part {
@@ -87,8 +87,8 @@ int64_t map(const std::vector<CUmemGenericAllocationHandle>& handles,
   try {
     OPER_DRIVER(cuMemAddressReserve, &address, total, kPartBytes, 0, 0);
     for (; mapped < parts.size(); ++mapped)
-      OPER_DRIVER(cuMemMap, address + parts[mapped].begin, parts[mapped].bytes, 0,
-                  handles[mapped], 0);
+      OPER_DRIVER(cuMemMap, address + parts[mapped].begin, parts[mapped].bytes, 0, handles[mapped],
+                  0);
     CUmemAccessDesc access{};
     access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     access.location.id = device;

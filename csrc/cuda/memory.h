@@ -1,5 +1,5 @@
-// Device memory shared between processes, some of it backed by host memory. All functions throw with
-// the reason.
+// Device memory shared between processes, some of it backed by host memory. All functions throw
+// with the reason.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct ArenaParts {
 constexpr int64_t kPartBytes = 2 << 20;
 
 struct SharedMemory {
-  int64_t address;          // where it is mapped here
+  int64_t address;           // where it is mapped here
   std::vector<int64_t> fds;  // one per part, in order; the caller closes them
 };
 

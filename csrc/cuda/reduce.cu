@@ -46,8 +46,8 @@ OPER_DEVICE void sum_pairs(const ReduceArgs& a, const Table& table, int64_t begi
     float weight = 1.0f, divisor = 1.0f;
     if (group.lane < n) {
       uint32_t where = a.plan.payloads[p + group.lane];
-      if (a.batch.weights) {
-        weight = a.plan.pair_weights[where];
+      if (a.batch.by_pair) {
+        if (a.batch.weights) weight = a.plan.pair_weights[where];
         where = a.plan.pair_bags[where];
       }
       if (a.batch.pooled) {

@@ -3,7 +3,7 @@
 // A pair is one id of one feature (of one column piece). Its payload tells where its gradient is:
 //   pooled:    feature << bag_bits | bag
 //   unpooled:  row of the output
-//   weighted:  number of the pair, behind which pair_bags and pair_weights hold the rest
+//   by pair:   number of the pair, behind which pair_bags and pair_weights hold the rest
 #include "cuda/batch.cuh"
 
 namespace oper::device {
@@ -77,9 +77,9 @@ __global__ void __launch_bounds__(256, 4) resolve_kernel(View view, Batch batch,
     const uint32_t where =
         batch.pooled ? static_cast<uint32_t>(f) << plan.bag_bits | static_cast<uint32_t>(bag)
                      : static_cast<uint32_t>(plan.output_begin[f] + p - plan.feature_begin[f]);
-    if (batch.weights) {
+    if (batch.by_pair) {
       plan.pair_bags[p] = where;
-      plan.pair_weights[p] = batch.weights[at];
+      if (batch.weights) plan.pair_weights[p] = batch.weights[at];
       plan.payloads[p] = static_cast<uint32_t>(p);
     } else {
       plan.payloads[p] = where;
@@ -106,8 +106,11 @@ __global__ void __launch_bounds__(256) segments_kernel(View view, BatchPlan plan
 __global__ void __launch_bounds__(256) close_runs_kernel(View view, Batch batch, BatchPlan plan) {
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
   const int64_t num_keys = view.table_keys[view.num_tables];
-  plan.run_begin[*plan.num_runs] = static_cast<uint32_t>(
-      lower_bound(batch.max_pairs, num_keys, [&](int64_t p) { return plan.keys.at(p); }));
+  const int64_t pairs =
+      lower_bound(batch.max_pairs, num_keys, [&](int64_t p) { return plan.keys.at(p); });
+  plan.run_begin[*plan.num_runs] = static_cast<uint32_t>(pairs);
+  view.duplication[0] = pairs;
+  view.duplication[1] = *plan.num_runs;
 }
 
 }  // namespace

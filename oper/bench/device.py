@@ -198,7 +198,8 @@ def _ratios(timings: dict[str, Any], floors: dict[str, float]) -> dict[str, Any]
 
 def _overheads(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs],
                plain: dict[str, float]) -> dict[str, float]:
-    """What it adds to a forward pass to find rows by a directory, and to read them as peers' rows.
+    """What it adds to a forward pass to find rows by a directory, to read them as peers' rows, and
+    to fetch those once (planning the batch, copying its distinct rows).
 
     Peers are seven more virtual ranks on the same device: this shows the path of the addresses, not
     a link between devices.
@@ -210,9 +211,11 @@ def _overheads(case: DeviceCase, device: torch.device, clock: Clock, inputs: Seq
     found["location_overhead"] = round(times["head"]["median_ms"] / plain["median_ms"] - 1, 4)
     tables.close()
     peers = _open_peers(case, device, 8)
-    times = interleave(case, clock, {
-        "peers": lambda k: peers[0].lookup(inputs[k % len(inputs)].lookup)})
-    found["peer_overhead"] = round(times["peers"]["median_ms"] / plain["median_ms"] - 1, 4)
+    for name, once in (("peer_overhead", False), ("staging_overhead", True)):
+        peers[0].deduplicate = once
+        times = interleave(case, clock, {
+            name: lambda k: peers[0].lookup(inputs[k % len(inputs)].lookup)})
+        found[name] = round(times[name]["median_ms"] / plain["median_ms"] - 1, 4)
     for t in peers:
         t.close()
     return found
@@ -271,11 +274,12 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
         if rows:
             text += record.table([phase, "OPER", "of floor", *shown, "verified"], rows) + "\n\n"
     rows = [[e["name"], _share(e, "location_overhead"), _share(e, "peer_overhead"),
-             f"{e['resolve_ms']:.3f} ms", f"{e['copy_gbps']:.0f} GB/s"]
+             _share(e, "staging_overhead"), f"{e['resolve_ms']:.3f} ms",
+             f"{e['copy_gbps']:.0f} GB/s"]
             for e in whole if "resolve_ms" in e]
     if rows:
         text += record.table(["what it adds to a forward pass", "directory", "peers' addresses",
-                              "(resolve and sort)", "(copy)"], rows) + "\n\n"
+                              "fetching once", "(resolve and sort)", "(copy)"], rows) + "\n\n"
     text += "".join(f"{e['name']}: " + ", ".join(
         f"{k.removeprefix('forward_us_')} {v:.1f} us" for k, v in e.items()
         if k.startswith("forward_us_")) + f", verified: {'yes' if e['verified'] else 'NO'}\n"

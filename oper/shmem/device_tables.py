@@ -29,6 +29,11 @@ from oper.shmem.runtime import ShardedTables
 from oper.traffic import Traffic
 
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"
+# Ids per distinct row from which fetching rows of peers once pays. To be measured between devices:
+# a row is then written and read once more in local memory, at ten times the speed of a link.
+DUPLICATION = 1.5
+_MEASURED_EVERY = 256  # forward passes of read-only tables, which need no plan otherwise
+_MOST_STAGING_BYTES = 1 << 30
 _DEFAULT_EXCHANGE_BYTES = 256 << 20
 
 
@@ -45,8 +50,8 @@ def _on_device(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _up(num_bytes: int) -> int:
-    return -(-num_bytes // 256) * 256
+def _up(num_bytes: int, unit: int = 256) -> int:
+    return -(-num_bytes // unit) * unit
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +63,7 @@ class Prepared:
         batch: the batch, on the device.
         bounds: int64 [num_keys * B + 1], bounds of its bags.
         key_of: int32 [F], on the device.
+        by_pair: whether rows of peers are to be staged, each once.
         max_pairs: bound on the ids of all features together.
         workspace: uint8, device memory of the batch plan.
         is_planned: whether ids are resolved and sorted for the backward pass.
@@ -68,6 +74,7 @@ class Prepared:
     batch: Lookup
     bounds: torch.Tensor
     key_of: torch.Tensor
+    by_pair: bool
     max_pairs: int
     workspace: torch.Tensor
     is_planned: bool = False
@@ -91,8 +98,8 @@ class Prepared:
     def arguments(self) -> tuple[Any, ...]:
         """What the operators on a batch take first."""
         b = self.batch
-        return (b.ids, self.bounds, self.key_of, b.weights, b.batch_size, b.pooled, self.max_pairs,
-                self.workspace)
+        return (b.ids, self.bounds, self.key_of, b.weights, b.batch_size, b.pooled, self.by_pair,
+                self.max_pairs, self.workspace)
 
 
 class DeviceTables(ShardedTables):
@@ -101,6 +108,10 @@ class DeviceTables(ShardedTables):
     Virtual ranks of one process (`ThreadGroup`) meet on the host. Autograd has one thread for all
     backward passes on a device, in which they could not: call `forward(batch, collective=True)` and
     `apply_gradients` on their own threads.
+
+    Rows of peers that a batch reads several times come over the link once (`stage.cu`) where that
+    pays: where the last planned batch had `DUPLICATION` ids per distinct row. Numbers stay the
+    same bit for bit. `deduplicate` = True or False decides it instead of the measurement (None).
 
     Args:
         plan, features, group, optimizers, gradient_scale: as for `ShardedTables`.
@@ -117,6 +128,9 @@ class DeviceTables(ShardedTables):
         self._key_tensors: dict[tuple[int, ...], tuple[torch.Tensor, int, bool]] = {}
         self._spare: dict[int, list[torch.Tensor]] = {}  # workspaces by stream
         self._recent: Prepared | None = None
+        self._kept: Prepared | None = None  # planned in a forward pass, for its backward pass
+        self._num_forward = 0
+        self.deduplicate: bool | None = None
         super().__init__(plan, features, group, optimizers, gradient_scale)
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -174,9 +188,11 @@ class DeviceTables(ShardedTables):
             torch.tensor(outboxes, dtype=torch.int64), self._layout.outbox_bytes,
             [as_tensor(h).to(self.device) for h in maps.heads],
             torch.tensor(pads, dtype=torch.int64),
-            int(float(os.environ.get(DEADLINE_ENV, "300")) * 1000)))
+            int(float(os.environ.get(DEADLINE_ENV, "300")) * 1000),
+            heap.addresses[group.rank], self._layout.outbox[group.rank]))
         self._order = torch.ops.oper.device_context_order(handle)
-        self._updates_at_once, _, _ = torch.ops.oper.device_context_traits(handle)
+        self._updates_at_once = torch.ops.oper.device_context_updates_at_once(handle)
+        self._staged_row_bytes = max(_up(d.row_bytes, 16) for d in self.directories)
         self._rounds_of_squares = max(
             (self._rounds(d.table.name) for d in self.directories if d.dim != d.table.dim),
             default=0)
@@ -296,11 +312,26 @@ class DeviceTables(ShardedTables):
         if batch.ids.numel() >= 2**31 or max_pairs >= 2**32 - 1:
             raise OperError(fail("cannot look up", "ids", batch.ids.numel(), "< 2^31",
                                  "use smaller batches"))
+        by_pair = self._pays_to_stage()
         need = torch.ops.oper.device_workspace_bytes(
-            self._handle, batch.batch_size, max_pairs, batch.weights is not None)
-        self._recent = Prepared(self._handle, batch, bounds, key_of, max_pairs,
+            self._handle, batch.batch_size, max_pairs, batch.weights is not None, by_pair)
+        self._recent = Prepared(self._handle, batch, bounds, key_of, by_pair, max_pairs,
                                 self._take_workspace(need))
         return self._recent
+
+    def _pays_to_stage(self) -> bool:
+        """Whether rows of peers are fetched once per batch; reads host memory only."""
+        if self.group.world_size == 1 or self.deduplicate is not None:
+            return self.group.world_size > 1 and bool(self.deduplicate)
+        pairs, rows = torch.ops.oper.device_context_duplication(self._handle)
+        return pairs > DUPLICATION * rows
+
+    def _staging(self, max_pairs: int) -> torch.Tensor:
+        """Room for the rows of peers; what finds none is read where it is."""
+        _, rows = torch.ops.oper.device_context_duplication(self._handle)
+        wanted = min(max_pairs, rows + rows // 4 + 1024) if rows else max_pairs
+        return torch.empty(min(wanted * self._staged_row_bytes, _MOST_STAGING_BYTES),
+                           dtype=torch.uint8, device=self.device)
 
     def _plan(self, prepared: Prepared) -> None:
         if not prepared.is_planned:
@@ -367,16 +398,29 @@ class DeviceTables(ShardedTables):
                          else (self._num_rows(prepared), self.directories[0].table.dim))
         out = torch.empty(rows, columns, dtype=torch.float32, device=self.device)
         push = collective and self.has_push and batch.pooled
-        torch.ops.oper.device_forward(self._handle, *prepared.arguments(), out, push)
+        staging = None
+        if prepared.by_pair:
+            self._plan(prepared)
+            staging = self._staging(prepared.max_pairs)
+        elif self.group.world_size > 1 and self._num_forward % _MEASURED_EVERY == 0:
+            self._plan(prepared)  # for its duplication
+        self._num_forward += 1
+        torch.ops.oper.device_forward(self._handle, *prepared.arguments(), out, push, staging)
         if push:
             self._forward_push(prepared, out)
         if known is None:
-            self._give_workspace(prepared.workspace)
+            self._keep_for_backward(prepared, collective)
         return out, prepared.bounds
+
+    def _keep_for_backward(self, prepared: Prepared, collective: bool) -> None:
+        if collective and prepared.is_planned:
+            self._kept = prepared
+        else:
+            self._give_workspace(prepared.workspace)
 
     def _forward_push(self, prepared: Prepared, out: torch.Tensor) -> None:
         """Owners pool what they hold of each bag; adds their sums to `out`."""
-        ids, bounds, key_of, weights, batch_size, _, max_pairs, _ = prepared.arguments()
+        ids, bounds, key_of, weights, batch_size, _, _, max_pairs, _ = prepared.arguments()
         # Not the batch plan's memory, which may hold a batch that was resolved ahead.
         work = self._take_workspace(prepared.workspace.numel())
         arguments = (ids, bounds, key_of, weights, batch_size, max_pairs, work, out,
@@ -393,7 +437,11 @@ class DeviceTables(ShardedTables):
         batch = passed.batch
         self._raise_found()
         known = self._known(batch)
-        prepared = known or self._with_workspace(batch, passed.offsets)
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.bounds is passed.offsets and kept.fits(self._handle, batch):
+            prepared = kept
+        else:
+            prepared = known or self._with_workspace(batch, passed.offsets)
         prepared.use_here(self.device)
         self._plan(prepared)
         grad = rows_in_order(passed.grad, batch.pooled)
@@ -404,7 +452,7 @@ class DeviceTables(ShardedTables):
         torch.ops.oper.device_reduce(self._handle, *prepared.arguments(), grad, scale)
         if not self._updates_at_once:
             arguments = (prepared.bounds, batch.batch_size, prepared.max_pairs,
-                         batch.weights is not None, prepared.workspace, scale)
+                         batch.weights is not None, prepared.by_pair, prepared.workspace, scale)
             self._meet()
             torch.ops.oper.device_update(self._handle, 0, *arguments)
             for k in range(self._rounds_of_squares):

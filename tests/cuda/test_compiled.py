@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("80", "90")
 # Kernels that move the rows, and the shapes of the usual tables: rows of whole 16-byte parts.
-HOT = re.compile(r"(pool_bags|pool_ids|reduce_runs|reduce_chunks|update_kernel)")
+HOT = re.compile(r"(pool_bags|pool_ids|stage_rows|reduce_runs|reduce_chunks|update_kernel)")
 UPDATES = re.compile(r"update_kernel|Lb1E")  # at the owner, or of a single rank
 SCALAR = re.compile(r"Li1ELi32E")  # element by element: dims that are no multiple of 16 bytes
 

@@ -21,6 +21,7 @@ from tests.cuda.emulated import device_tables, has_gpu
 from tests.runtime_support import (
     OPTIMIZERS,
     OTHER_OPTIMIZERS,
+    Batch,
     Case,
     Result,
     assert_bitwise,
@@ -92,6 +93,72 @@ def test_rows_of_16_bits(emulation: pytest.MonkeyPatch, world_size: int, dtype: 
     case = replace(plain, tables=tuple(replace(t, dtype=dtype) for t in plain.tables))
     assert_same(*both(emulation, case, plans_for(case.tables, world_size)["mixed0"],
                       OPTIMIZERS["rowwise_adagrad"]))
+
+
+class _Staging:
+    """Tables that always fetch rows of peers once, and how often they did."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, room: int | None = None) -> None:
+        from oper.shmem.device_tables import DeviceTables
+
+        self.used = 0
+        wanted = DeviceTables._staging
+
+        def count(tables: DeviceTables, max_pairs: int) -> torch.Tensor:
+            self.used += 1
+            return wanted(tables, max_pairs)[:room]
+
+        patch.setattr(DeviceTables, "_staging", count)
+        patch.setattr(DeviceTables, "_pays_to_stage", lambda t: t.group.world_size > 1)
+
+
+@pytest.mark.parametrize("room", [None, 48 * 16, 0])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rows_fetched_once_give_the_hosts_bits(
+        emulation: pytest.MonkeyPatch, world_size: int, weighted: bool, room: int | None) -> None:
+    case = dlrm_case("rowwise_adagrad", weighted=weighted)
+    staging = _Staging(emulation, room)
+    assert_same(*both(emulation, case, plans_for(case.tables, world_size)["mixed1"],
+                      OPTIMIZERS["rowwise_adagrad"]))
+    assert staging.used
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rows_fetched_once_beside_push_and_columns(
+        emulation: pytest.MonkeyPatch, dtype: str, seed: int) -> None:
+    plain = dlrm_case("rowwise_adagrad")
+    case = replace(plain, tables=tuple(replace(t, dtype=dtype) for t in plain.tables))
+    staging = _Staging(emulation)
+    assert_same(*both(emulation, case, rich_plan(case.tables, 2, seed, True),
+                      OPTIMIZERS["rowwise_adagrad"], 2))
+    assert staging.used
+
+
+def test_duplication_decides_what_is_fetched_once(emulation: pytest.MonkeyPatch) -> None:
+    from oper.shmem.device_tables import DeviceTables
+
+    used = []
+    wanted = DeviceTables._staging
+    emulation.setattr(DeviceTables, "_staging", lambda t, n: used.append(n) or wanted(t, n))
+    case = Case((TableSpec("t", 400, 8, ("a",), "sum", "float32", "sgd"),), ("a",))
+    for num_distinct, expected in [(400, 0), (40, 2 * 3)]:
+        used.clear()
+        steps = []
+        for k in range(4):
+            batches = []
+            for rank in range(2):
+                g = torch.Generator().manual_seed(10 * k + rank)
+                ids = torch.randperm(400, generator=g)[:160] % num_distinct
+                batches.append(Batch(torch.full((40,), 4), ids, None, torch.zeros(40, 8)))
+            steps.append(batches)
+        plan = uniform_plan(case.tables, 2, "striped")
+        host = train_virtual(case, plan, steps, SGD(lr=0.1))
+        with emulation.context() as patch:
+            patch.setattr(runtime_support, "ShardedTables", device_tables)
+            assert_same(host, train_virtual(case, plan, steps, SGD(lr=0.1)))
+        assert len(used) == expected  # the first step measures
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 4, 6, 16, 20, 31, 32, 48, 100, 128, 130, 256, 384, 512,
