@@ -26,6 +26,7 @@ from oper.shmem.device_heap import PART_BYTES, DeviceHeap
 from oper.shmem.group import DEADLINE_ENV, Group
 from oper.shmem.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.runtime import ShardedTables
+from oper.tables import CODE_BITS, DTYPE_BYTES
 from oper.traffic import Traffic
 
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"
@@ -141,6 +142,11 @@ class DeviceTables(ShardedTables):
             raise PlanError(
                 fail("cannot shard tables in device memory", "memory domains",
                      "more than one", "ranks of one host", "start all ranks on one host"))
+        codes = sorted({t.dtype for t in self.specs.values()} & set(CODE_BITS))
+        if codes:
+            raise PlanError(
+                fail("cannot shard tables in device memory", "rows of", codes,
+                     " or ".join(DTYPE_BYTES), "keep quantised tables in host memory"))
         W = self.group.world_size
         exchange = int(os.environ.get(OUTBOX_ENV, _DEFAULT_EXCHANGE_BYTES))
         if self.optimizers is None or (W == 1 and not self._needs_exchange()):

@@ -306,10 +306,9 @@ class LogicalRows:
 
 
 def _put(to: torch.Tensor, slot: torch.Tensor, values: torch.Tensor, index: torch.Tensor) -> None:
-    """``to[slot] = values[index]``; both int64 [n], ascending, n > 0. Runs are copied as such."""
+    """``to[slot] = values[index]``; both int64 [n], n > 0. Runs are copied as such."""
     n = slot.numel()
-    first, at = int(slot[0]), int(index[0])
-    if int(slot[-1]) - first == n - 1 and int(index[-1]) - at == n - 1:
-        to[first:first + n].copy_(values[at:at + n])
+    if bool((slot.diff() == 1).all()) and bool((index.diff() == 1).all()):
+        to[int(slot[0]):int(slot[0]) + n].copy_(values[int(index[0]):int(index[0]) + n])
     else:
         to[slot] = values[index].to(to)

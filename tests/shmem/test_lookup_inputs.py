@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PlanError
-from oper.plan import uniform_plan
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group import SingleGroup
 from oper.shmem.optimizers import SGD
@@ -244,3 +245,19 @@ def test_reads_of_parts_and_states(tables: ShardedTables) -> None:
         tables.read("users", part="momentum1")
     tables.read("users").zero_()  # a copy
     assert torch.equal(tables.read("users"), want)
+
+
+def test_rows_are_written_where_a_head_puts_them() -> None:
+    # The first and the last id keep their places, those between change theirs.
+    spec = TableSpec("t", 8, 4, ("a",), "sum")
+    plan = Plan(1, (TablePlan(spec, (Piece(0, 4, (Tier(0, 4, "owned", (0,)),
+                                                  Tier(4, 8, "owned", (0,)))),),
+                              np.array([0, 5, 2, 6])),))
+    case = Case((spec,), ("a",))
+    tables = open_tables(case, plan, SingleGroup(), None)
+    rows = torch.arange(32, dtype=torch.float32).view(8, 4)
+    tables.write("t", rows)
+    assert torch.equal(tables.read("t"), rows)
+    assert torch.equal(tables.lookup(Lookup(torch.arange(8), torch.ones(8, dtype=torch.int64),
+                                            case.key_of, 8)), rows)
+    tables.close()
