@@ -21,6 +21,8 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "serve": ("oper.bench.serve", "inference under MLPerf LoadGen, beside TorchRec and torch"),
     "data": ("oper.bench.data", "preprocessing, counting, merging, the collector's overhead"),
     "simulator": ("oper.bench.simulator", "policies of a simulated shop, learned from a log"),
+    "recommenders": ("oper.bench.recommenders",
+                     "recommenders on real logs: full ranking, with intervals"),
     "plan": ("oper.bench.plan", "the planner: gaps, times, peers' plans, on modelled machines"),
 }
 _COMMON = ("verb", "benchmark", "json", "cases", "quick")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from oper.errors import InvalidInputError, fail
 from oper.rl_rec.evaluation import training_histories
 from oper.rl_rec.interactions import Interactions
 from oper.rl_rec.models.cadvae import CaDVAEConfig, Concepts, log_odds
@@ -54,6 +55,9 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
             torch's generator holds.
     """
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
+    if not items.numel():
+        raise InvalidInputError(fail("cannot cluster items", "positive training interactions", 0,
+                                     "some", "check the log's label"))
     user = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
     count = torch.bincount(items, minlength=data.num_items).float()
     scale = (lengths[user].float() * count[items]).rsqrt()

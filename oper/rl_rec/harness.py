@@ -87,6 +87,10 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     if name not in WORKLOADS:
         raise InvalidInputError(fail("no such recommender", "name", name,
                                      f"one of {sorted(WORKLOADS)}", "choose one"))
+    for split in ("valid", "test"):
+        if not data.held_out(split).users.size:
+            raise InvalidInputError(fail("cannot compare models", f"{split} users", 0,
+                                         "some with a target", "lower k_core, or take more data"))
     begin = time.perf_counter()
     workload = WORKLOADS[name]
     torch.manual_seed(seed)
@@ -193,14 +197,21 @@ def run_seeds(name: str, config: Any, data: Interactions, seeds: Sequence[int],
     """Train and test `name` from each seed; arguments as of `fit`."""
     if not seeds:
         raise InvalidInputError(fail("nothing to run", "seeds", [], "one or more", "name a seed"))
-    results = []
-    for seed in seeds:
-        done = fit(name, config, data, seed, options or FitOptions())
-        results.append((done.test, {
-            "seed": seed, "epochs": done.epochs, "seconds": round(done.seconds, 1),
-            "valid_ndcg@10": round(done.valid_ndcg, 6),
-            "test_ndcg@10": round(done.test.summary()[CHOSEN_BY], 6)}))
-    tests = [r for r, _ in results]
-    return Runs(name, tuple(seeds),
-                {m: np.stack([t.per_user[m] for t in tests]) for m in tests[0].per_user},
-                tuple(f for _, f in results))
+    return join_runs([as_runs(name, seed, fit(name, config, data, seed, options or FitOptions()))
+                      for seed in seeds])
+
+
+def as_runs(name: str, seed: int, fitted: Fitted) -> Runs:
+    """One training run, without its model."""
+    about = {"seed": seed, "epochs": fitted.epochs, "seconds": round(fitted.seconds, 1),
+             f"valid_{CHOSEN_BY}": round(fitted.valid_ndcg, 6),
+             f"test_{CHOSEN_BY}": round(fitted.test.summary()[CHOSEN_BY], 6)}
+    return Runs(name, (seed,), {m: v[np.newaxis] for m, v in fitted.test.per_user.items()},
+                (about,))
+
+
+def join_runs(runs: Sequence[Runs]) -> Runs:
+    """Runs of one model from other seeds, tested on the same users, as one."""
+    return Runs(runs[0].name, tuple(s for r in runs for s in r.seeds),
+                {m: np.concatenate([r.per_user[m] for r in runs]) for m in runs[0].per_user},
+                tuple(f for r in runs for f in r.fitted))

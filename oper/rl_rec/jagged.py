@@ -59,7 +59,7 @@ class Jagged:
 
     def __getitem__(self, chosen: torch.Tensor | slice) -> Jagged:
         """The chosen rows, in that order: int64 [M] or a slice."""
-        rows = torch.arange(len(self))[chosen] if isinstance(chosen, slice) else chosen
+        rows = torch.arange(len(self))[chosen]
         lengths = self.lengths[rows]
         picked = Jagged.from_lengths(self.values.new_empty(int(lengths.sum())), lengths)
         start = torch.repeat_interleave(self.offsets[rows] - picked.offsets[:-1], lengths)

@@ -40,19 +40,6 @@ class Workload:
     trains: bool = True
 
 
-def _on_cpu(build: Callable[[Any, Interactions], Recommender]
-            ) -> Callable[[Any, Interactions, str], Recommender]:
-    """A builder of models whose tables are made whole."""
-
-    def checked(config: Any, data: Interactions, device: str) -> Recommender:
-        if device != "cpu":
-            raise InvalidInputError(fail("cannot build this recommender", "tables_on", device,
-                                         "cpu", "leave tables_on out"))
-        return build(config, data)
-
-    return checked
-
-
 def _cdt4rec(config: CDT4RecConfig, data: Interactions, device: str) -> CDT4Rec:
     low, high = data.rewards.min(initial=0), data.rewards.max(initial=0)
     if config.reward_loss == "bce" and not 0 <= low <= high <= 1:
@@ -70,8 +57,8 @@ WORKLOADS: dict[str, Workload] = {
                        "sequences"),
     "dt": Workload(DecisionTransformerConfig, _cdt4rec, "sequences"),
     "cdt4rec": Workload(CDT4RecConfig, _cdt4rec, "sequences"),
-    "multvae": Workload(MultVAEConfig, _on_cpu(lambda c, d: MultVAE(d.num_items, c))),
-    "macridvae": Workload(MacridVAEConfig, _on_cpu(lambda c, d: MacridVAE(d.num_items, c))),
-    "cadvae": Workload(CaDVAEConfig,
-                       _on_cpu(lambda c, d: CaDVAE(d.num_items, c, concepts_from(d, c)))),
+    "multvae": Workload(MultVAEConfig, lambda c, d, device: MultVAE(d.num_items, c, device)),
+    "macridvae": Workload(MacridVAEConfig, lambda c, d, device: MacridVAE(d.num_items, c, device)),
+    "cadvae": Workload(CaDVAEConfig, lambda c, d, device: CaDVAE(
+        d.num_items, c, concepts_from(d, c), device)),
 }

@@ -115,5 +115,11 @@ def test_bad_runs_are_refused(data: Interactions) -> None:
         run_seeds("popularity", None, data, [])
     with pytest.raises(InvalidInputError, match="epochs"):
         FitOptions(epochs=0)
+    disliked = from_log(Log(*(np.repeat(np.arange(1, 4), 3), np.tile(np.arange(1, 4), 3),
+                              np.zeros(9, np.float32), np.arange(9))), DataOptions(k_core=1))
+    with pytest.raises(InvalidInputError, match="valid users"):
+        fit("popularity", None, disliked, 1, FitOptions())
+    with pytest.raises(InvalidInputError, match="positive training"):
+        item_clusters(disliked, 2)
     with pytest.raises(InvalidInputError, match="loss"):
         fit("multvae", MultVAEConfig(beta=float("nan")), data, 1, FitOptions(epochs=1))

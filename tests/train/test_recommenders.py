@@ -93,11 +93,12 @@ def test_configurations_that_make_no_sense(tmp_path: Path) -> None:
         train(config("cdt4rec", tmp_path, batch_size=10_000))
 
 
-@pytest.mark.parametrize("name", ["cdt4rec", "cdt4rec-10m"])
-def test_the_examples_are_configurations(name: str) -> None:
-    flags = {"data": "d"} if name == "cdt4rec" else {}
+@pytest.mark.parametrize(("name", "model", "dim"), [
+    ("cdt4rec", "cdt4rec", 64), ("cdt4rec-10m", "cdt4rec", 64), ("cadvae", "cadvae", 40)])
+def test_the_examples_are_configurations(name: str, model: str, dim: int) -> None:
+    flags = {} if name.endswith("-10m") else {"data": "d"}
     shown = load_config(ROOT / "examples" / f"{name}.toml", flags)
-    assert shown.model_name == "cdt4rec" and shown.model.dim == 64
+    assert shown.model_name == model and shown.model.dim == dim
 
 
 def test_a_catalogue_is_what_it_says() -> None:

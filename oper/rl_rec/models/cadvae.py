@@ -11,6 +11,7 @@ items that user u liked. c [n, K], rows that sum to 1, says how much an item bel
     labels      u_k = standardised log-odds of concept k among S_u against the last concept   [B, K]
     encoder     y_k = |S_u|^(-1/2) sum_{i in drop(S_u)} c_{i,k} W_in[i]                    [B, K, H]
                 (mu_k, log sigma_k^2) = W_2 tanh(y_k + b) + b_2          shared over k     [B, K, d]
+                ``unit_mean``: mu_k to length 1, sigma_k times prior_std, as MacridVAE
                 eps_k = mu_k + sigma_k * xi                              (evaluation: mu)  [B, K, d]
     structure   linear      z = A' z + eps, that is z = (I - A')^(-1) eps                  [B, K, d]
                 non-linear  z_k = f_k((A' z)_k) + eps_k in topological order;
@@ -19,7 +20,8 @@ items that user u liked. c [n, K], rows that sum to 1, says how much an item bel
     decoder     p(i | z) ~ sum_k c_{i,k} exp(cos(z_k, W_out[i]) / tau)                        [B, n]
     loss        -sum_{i in S_u} log p(i | z)
                 + beta_eps sum_k KL(q(eps_k | x) || N(0, prior_std^2 I))
-                + beta_z   sum_k KL(q(z_k | x)   || N(u_k 1, label_std^2 I))
+                + beta_z   sum_k KL(q(z_k | x)   || N(u_k 1, label_std^2 I))   (``unit_mean``: u_k
+                  divided by sqrt(d), so that lengths agree)
                 + label_weight |u - A' u|^2                              means over users
                 + mask_weight sum_k |f_k((A' z)_k) - (A' z)_k|^2         z of the linear layer
                 + multiplier h(A) + penalty / 2 h(A)^2 + l1 |A|_1        free graphs only
@@ -37,6 +39,7 @@ K = 1, A = 0, ``similarity="dot"``, tau = 1, no labels: MultVAE without a hidden
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +49,12 @@ from torch import nn
 from oper.rl_rec.models.base import Histories, Recommender
 from oper.rl_rec.models.causal_graph import acyclic_support, acyclicity, topological_order
 from oper.rl_rec.models.item_tables import (
-    Candidates,
+    Drawn,
     ItemBags,
     ItemRows,
     annealed,
     bag_weights,
+    check_config,
     gaussian_kl,
     multinomial_nll,
     positives,
@@ -84,6 +88,8 @@ class CaDVAEConfig:
             augmented Lagrangian), or ``"none"`` (A = 0).
         threshold: smallest weight of an edge.
         dropout: chance that an item is dropped from the input.
+        unit_mean: means of length 1: the divergence of eps then weighs its variance alone, and
+            `prior_std` is the noise that z carries against a signal of length 1.
         prior_std, label_std: standard deviations of the two priors.
         beta_eps, beta_z: weights of the KL terms at the end of annealing.
         anneal: share of the steps over which they rise from 0.
@@ -102,7 +108,8 @@ class CaDVAEConfig:
     graph: str = "fit"
     threshold: float = 0.3
     dropout: float = 0.5
-    prior_std: float = 1.0
+    unit_mean: bool = True
+    prior_std: float = 0.075
     label_std: float = 1.0
     beta_eps: float = 0.2
     beta_z: float = 0.02
@@ -119,9 +126,7 @@ class CaDVAEConfig:
                                      ("graph", self.graph, ("fit", "free", "none"))):
             if value not in allowed:
                 raise ValueError(f"model.{name} = {value!r}: expected one of {allowed}")
-        for name in ("num_concepts", "hidden", "dim", "temperature", "prior_std", "label_std"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"model.{name} = {getattr(self, name)}: expected > 0")
+        check_config(self, "num_concepts", "hidden", "dim", "temperature", "prior_std", "label_std")
         if self.layer == "nonlinear" and self.graph == "free":
             raise ValueError("model.graph = 'free': the non-linear layer follows a topological "
                              "order; expected 'fit', 'none', or a given graph")
@@ -153,6 +158,7 @@ class CaDVAE(Recommender):
         config: sizes and weights.
         concepts: what is known of the concepts; by default they are learned, without labels, with
             a free graph.
+        device: of the tables, ``"cpu"`` or ``"meta"``.
     """
 
     shares: torch.Tensor | None
@@ -162,16 +168,16 @@ class CaDVAE(Recommender):
     lagrange: torch.Tensor
 
     def __init__(self, num_items: int, config: CaDVAEConfig | None = None,
-                 concepts: Concepts | None = None) -> None:
+                 concepts: Concepts | None = None, device: str = "cpu") -> None:
         super().__init__()
         c = self.config = config or CaDVAEConfig()
         known = concepts or Concepts()
         k, self.num_items, self.anneal = c.num_concepts, num_items, 1.0
         _check(known, num_items, k)
-        self.item_in = ItemBags("item_in", num_items, c.hidden, k)
+        self.item_in = ItemBags("item_in", num_items, c.hidden, k, device)
         self.bias = nn.Parameter(torch.zeros(c.hidden))
         self.posterior = nn.Linear(c.hidden, 2 * c.dim)
-        self.item_out = ItemRows("item_out", num_items, c.dim)
+        self.item_out = ItemRows("item_out", num_items, c.dim, device)
         self.register_buffer("shares", None if known.shares is None else known.shares.float())
         self.prototypes = nn.Parameter(torch.randn(k, c.dim)) if known.shares is None else None
         self.register_buffer("label_mean", known.label_mean)
@@ -220,7 +226,10 @@ class CaDVAE(Recommender):
         weights = bag_weights(lengths, self.config.dropout, self.training)
         y = self.item_in(items, lengths, concepts.T * weights)
         mean, log_var = self.posterior((y + self.bias).tanh()).chunk(2, dim=2)
-        return mean, log_var.clamp(-8, 4)
+        log_var = log_var.clamp(-8, 4)
+        if self.config.unit_mean:
+            return _unit(mean), log_var + 2 * math.log(self.config.prior_std)
+        return mean, log_var
 
     def structure(self, eps: torch.Tensor) -> torch.Tensor:
         """z float32 [B, K, d] from eps."""
@@ -250,16 +259,16 @@ class CaDVAE(Recommender):
             raise ValueError(f"concept {concept}: expected 0 <= concept < {z.shape[1]}")
         support = self.support()
         a = self.adjacency * support
-        z, before = z.clone(), z
-        z[:, concept] = value
+        after = list(z.unbind(1))
+        after[concept] = value.expand_as(after[concept])
         touched = {concept}
         for k in topological_order(support):
             causes = support[:, k].nonzero()[:, 0].tolist()
             if k != concept and touched.intersection(causes):
                 touched.add(k)
-                own = before[:, k] - self._effect(k, a, before)
-                z[:, k] = self._effect(k, a, z) + own
-        return z
+                own = z[:, k] - self._effect(k, a, z)
+                after[k] = self._effect(k, a, torch.stack(after, 1)) + own
+        return torch.stack(after, 1)
 
     def _effect(self, k: int, a: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """What the causes of concept k add to it, float32 [B, d]."""
@@ -278,7 +287,7 @@ class CaDVAE(Recommender):
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss float32 [] and its parts."""
         items, lengths = positives(batch)
-        candidates = Candidates(self.num_items, self.config.sampled)
+        candidates = Drawn(self.num_items, self.config.sampled)
         mine, others = candidates.rows(self.item_out, items, lengths.numel())
         concepts = self.item_concepts(items, mine)
         mean, log_var = self.infer(lengths, items, concepts)
@@ -303,7 +312,9 @@ class CaDVAE(Recommender):
                      labels: torch.Tensor | None, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         """The two KL terms, of eps and of z as the linear layer gives it."""
         c = self.config
-        parts["kl_eps"] = gaussian_kl(mean, log_var, 0.0, c.prior_std).sum((1, 2)).mean()
+        # A mean of given length adds a constant: it is left out.
+        apart = torch.zeros_like(mean) if c.unit_mean else mean
+        parts["kl_eps"] = gaussian_kl(apart, log_var, 0.0, c.prior_std).sum((1, 2)).mean()
         loss = self.anneal * c.beta_eps * parts["kl_eps"]
         if labels is not None:
             # z is a linear map M of eps; its marginals are Gaussian with variances M^2 sigma^2.
@@ -311,6 +322,8 @@ class CaDVAE(Recommender):
                 mean.shape[1], dtype=mean.dtype))
             z_mean = torch.einsum("kj,bjd->bkd", inverse, mean)
             z_var = torch.einsum("kj,bjd->bkd", inverse.square(), log_var.exp())
+            if c.unit_mean:
+                labels = labels / math.sqrt(mean.shape[2])
             parts["kl_z"] = gaussian_kl(z_mean, z_var.log(), labels.unsqueeze(2),
                                         c.label_std).sum((1, 2)).mean()
             loss = loss + self.anneal * c.beta_z * parts["kl_z"]
@@ -340,7 +353,7 @@ class CaDVAE(Recommender):
         """Of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
         weights = torch.ones(self.config.num_concepts, items.numel())
-        candidates = Candidates(self.num_items, self.config.sampled)
+        candidates = Drawn(self.num_items, self.config.sampled)
         return [self.item_in.lookups(items, lengths, weights),
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.rl_rec.models.base import Histories
+from oper.rl_rec.models.base import Candidates, Histories
 
 
 class ItemBags(nn.Module):
@@ -28,9 +29,10 @@ class ItemBags(nn.Module):
         num_items: rows, row 0 included.
         dim: columns H.
         num_sets: K.
+        device: ``"cpu"``, or ``"meta"`` for a table that `oper.shard` fills shard by shard.
     """
 
-    def __init__(self, name: str, num_items: int, dim: int, num_sets: int = 1) -> None:
+    def __init__(self, name: str, num_items: int, dim: int, num_sets: int, device: str) -> None:
         super().__init__()
         self.features = [f"{name}{k}" for k in range(num_sets)]
         # Glorot and Bengio 2010, as in MultVAE: the sum over a row of the multi-hot has variance
@@ -40,7 +42,7 @@ class ItemBags(nn.Module):
                                 feature_names=self.features,
                                 init_fn=partial(nn.init.normal_,
                                                 std=math.sqrt(2 / (num_items + dim))))],
-            is_weighted=True, device=torch.device("cpu"))
+            is_weighted=True, device=torch.device(device))
 
     def lookups(self, items: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
                 ) -> KeyedJaggedTensor:
@@ -63,9 +65,10 @@ class ItemRows(nn.Module):
         name: of the table.
         num_items: rows, row 0 included.
         dim: columns d.
+        device: see `ItemBags`.
     """
 
-    def __init__(self, name: str, num_items: int, dim: int) -> None:
+    def __init__(self, name: str, num_items: int, dim: int, device: str) -> None:
         super().__init__()
         self.feature = name
         self.rows = EmbeddingCollection(
@@ -73,7 +76,7 @@ class ItemRows(nn.Module):
                              feature_names=[name],
                              init_fn=partial(nn.init.normal_,
                                              std=math.sqrt(2 / (num_items + dim))))],
-            device=torch.device("cpu"))
+            device=torch.device(device))
 
     def lookups(self, items: torch.Tensor, samples: int = 1) -> KeyedJaggedTensor:
         """The KJT of ids int64 [n], shared out among `samples`.
@@ -88,6 +91,17 @@ class ItemRows(nn.Module):
     def forward(self, items: torch.Tensor, samples: int = 1) -> torch.Tensor:
         """float32 [n, d] from items int64 [n]."""
         return self.rows(self.lookups(items, samples))[self.feature].values()
+
+
+def check_config(config: Any, *positive: str) -> None:
+    """ValueError for a configuration whose `positive` fields, dropout or sampled cannot be."""
+    for name in positive:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"model.{name} = {getattr(config, name)}: expected > 0")
+    if not 0 <= config.dropout < 1:
+        raise ValueError(f"model.dropout = {config.dropout}: expected 0 <= dropout < 1")
+    if config.sampled < 0:
+        raise ValueError(f"model.sampled = {config.sampled}: expected >= 0")
 
 
 def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,8 +125,8 @@ def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.
     return nn.functional.dropout(weights, dropout, training)
 
 
-class Candidates:
-    """The items that a training step scores: all of them, or a sample.
+class Drawn:
+    """The items that one training step scores: all of them, or a sample.
 
     With a sample, the partition function is estimated per user u as the exact sum over S_u plus
     the sum over sampled items outside of S_u, each divided by how often it is expected in the
@@ -121,26 +135,17 @@ class Candidates:
 
     Args:
         num_items: rows of the table, row 0 included.
-        num_sampled: 0 = all items; else so many draws from a log-uniform distribution over ids,
-            which suits ids in order of popularity.
+        num_sampled: 0 = all items; else so many draws, see `base.Candidates`.
     """
 
     def __init__(self, num_items: int, num_sampled: int) -> None:
         if num_items < 2 or num_sampled < 0:
             raise ValueError(f"num_items = {num_items}, num_sampled = {num_sampled}: expected "
                              ">= 2 rows (row 0 is padding) and >= 0 draws")
-        count = num_items - 1
+        candidates = Candidates(num_items, num_sampled)
         self.all = num_sampled == 0
-        if self.all:
-            self.items = torch.arange(1, num_items)
-            self.log_expected = torch.zeros(count)
-        else:
-            # P(i) = log((i + 1) / i) / log(count + 1), by inversion of its distribution function.
-            draw = torch.rand(num_sampled, dtype=torch.float64) * math.log(count + 1)
-            self.items = draw.exp().long().clamp(1, count)
-            i = self.items.double()
-            chance = ((i + 1) / i).log() / math.log(count + 1)
-            self.log_expected = (num_sampled * chance).log().float()
+        self.items = candidates.draw()
+        self.log_expected = candidates.log_expected(self.items)
 
     def ids(self, own: torch.Tensor) -> torch.Tensor:
         """What a training step looks up for users' own items int64 [L]: all, or own + sampled."""
@@ -156,7 +161,7 @@ class Candidates:
 
 
 def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor,
-                    lengths: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+                    lengths: torch.Tensor, candidates: Drawn) -> torch.Tensor:
     """``-sum_{i in S_u} log p(i | z_u)``, the mean over users; float32 [].
 
     Args:

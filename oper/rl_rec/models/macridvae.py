@@ -24,11 +24,12 @@ from torch import nn
 
 from oper.rl_rec.models.base import Histories, Recommender
 from oper.rl_rec.models.item_tables import (
-    Candidates,
+    Drawn,
     ItemBags,
     ItemRows,
     annealed,
     bag_weights,
+    check_config,
     gaussian_kl,
     multinomial_nll,
     positives,
@@ -60,6 +61,9 @@ class MacridVAEConfig:
     anneal: float = 0.5
     sampled: int = 0
 
+    def __post_init__(self) -> None:
+        check_config(self, "num_concepts", "dim", "temperature", "prior_std")
+
 
 class MacridVAE(Recommender):
     """See the top of this file.
@@ -67,16 +71,18 @@ class MacridVAE(Recommender):
     Args:
         num_items: rows of the item tables, row 0 (padding) included.
         config: sizes and weights.
+        device: of the tables, ``"cpu"`` or ``"meta"``.
     """
 
-    def __init__(self, num_items: int, config: MacridVAEConfig | None = None) -> None:
+    def __init__(self, num_items: int, config: MacridVAEConfig | None = None,
+                 device: str = "cpu") -> None:
         super().__init__()
         c = self.config = config or MacridVAEConfig()
         self.num_items, self.beta = num_items, c.beta
-        self.item_in = ItemBags("item_in", num_items, 3 * c.dim, c.num_concepts)
+        self.item_in = ItemBags("item_in", num_items, 3 * c.dim, c.num_concepts, device)
         self.bias = nn.Parameter(torch.zeros(3 * c.dim))
         self.posterior = nn.Linear(3 * c.dim, 2 * c.dim)
-        self.item_out = ItemRows("item_out", num_items, c.dim)
+        self.item_out = ItemRows("item_out", num_items, c.dim, device)
         self.prototypes = nn.Parameter(torch.randn(c.num_concepts, c.dim))
 
     def concepts(self, rows: torch.Tensor) -> torch.Tensor:
@@ -102,7 +108,7 @@ class MacridVAE(Recommender):
         """Loss float32 [] and its parts ``nll`` and ``kl``."""
         c = self.config
         items, lengths = positives(batch)
-        candidates = Candidates(self.num_items, c.sampled)
+        candidates = Drawn(self.num_items, c.sampled)
         mine, others = (nn.functional.normalize(rows, dim=1)
                         for rows in candidates.rows(self.item_out, items, lengths.numel()))
         mean, log_var = self.infer(items, lengths, mine)
@@ -124,7 +130,7 @@ class MacridVAE(Recommender):
     def lookups(self, batch: Histories) -> list[Any]:
         """Of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
-        candidates = Candidates(self.num_items, self.config.sampled)
+        candidates = Drawn(self.num_items, self.config.sampled)
         weights = torch.ones(self.config.num_concepts, items.numel())
         return [self.item_in.lookups(items, lengths, weights),
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]

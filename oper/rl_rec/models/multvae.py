@@ -23,11 +23,12 @@ from torch import nn
 
 from oper.rl_rec.models.base import Histories, Recommender
 from oper.rl_rec.models.item_tables import (
-    Candidates,
+    Drawn,
     ItemBags,
     ItemRows,
     annealed,
     bag_weights,
+    check_config,
     gaussian_kl,
     multinomial_nll,
     positives,
@@ -60,6 +61,9 @@ class MultVAEConfig:
     anneal: float = 0.5
     sampled: int = 0
 
+    def __post_init__(self) -> None:
+        check_config(self, "hidden", "dim")
+
 
 class MultVAE(Recommender):
     """See the top of this file.
@@ -67,19 +71,21 @@ class MultVAE(Recommender):
     Args:
         num_items: rows of the item tables, row 0 (padding) included.
         config: sizes and weights.
+        device: of the tables, ``"cpu"`` or ``"meta"``.
     """
 
-    def __init__(self, num_items: int, config: MultVAEConfig | None = None) -> None:
+    def __init__(self, num_items: int, config: MultVAEConfig | None = None,
+                 device: str = "cpu") -> None:
         super().__init__()
         c = self.config = config or MultVAEConfig()
         self.num_items, self.beta = num_items, c.beta
         width = c.decoder_hidden or c.dim
-        self.item_in = ItemBags("item_in", num_items, c.hidden)
+        self.item_in = ItemBags("item_in", num_items, c.hidden, 1, device)
         self.bias = nn.Parameter(torch.zeros(c.hidden))
         self.posterior = nn.Linear(c.hidden, 2 * c.dim)
         self.decoder = (nn.Sequential(nn.Linear(c.dim, width), nn.Tanh()) if c.decoder_hidden
                         else nn.Identity())
-        self.item_out = ItemRows("item_out", num_items, width + int(c.item_bias))
+        self.item_out = ItemRows("item_out", num_items, width + int(c.item_bias), device)
 
     def infer(self, items: torch.Tensor, lengths: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +103,7 @@ class MultVAE(Recommender):
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss float32 [] and its parts ``nll`` and ``kl``."""
         items, lengths = positives(batch)
-        candidates = Candidates(self.num_items, self.config.sampled)
+        candidates = Drawn(self.num_items, self.config.sampled)
         mean, log_var = self.infer(items, lengths)
         g = self.decode(sample(mean, log_var, self.training))
         mine, rows = candidates.rows(self.item_out, items, lengths.numel())
@@ -110,7 +116,7 @@ class MultVAE(Recommender):
     def lookups(self, batch: Histories) -> list[Any]:
         """Of the encoder's bags and of the decoder's rows."""
         items, lengths = positives(batch)
-        candidates = Candidates(self.num_items, self.config.sampled)
+        candidates = Drawn(self.num_items, self.config.sampled)
         weights = bag_weights(lengths, 0.0, False).unsqueeze(0)
         return [self.item_in.lookups(items, lengths, weights),
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]

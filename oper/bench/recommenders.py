@@ -1,0 +1,233 @@
+"""``oper bench recommenders``: `oper.rl_rec` on real logs, full ranking, with intervals."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper.bench import record
+from oper.data import PreprocessOptions, load_recipe, preprocess
+from oper.errors import InvalidInputError, fail
+from oper.files import atomic_write
+from oper.rl_rec.evaluation import evaluate_ranking
+from oper.rl_rec.harness import FitOptions, Runs, as_runs, fit, join_runs
+from oper.rl_rec.interactions import DataOptions, Interactions, load_interactions
+from oper.rl_rec.models.cadvae import CaDVAEConfig
+from oper.rl_rec.models.cdt4rec import CDT4RecConfig, DecisionTransformerConfig
+from oper.rl_rec.models.macridvae import MacridVAEConfig
+from oper.rl_rec.models.multvae import MultVAEConfig
+from oper.rl_rec.models.popularity import PopularityConfig
+from oper.rl_rec.models.sasrec import SASRecConfig
+
+REPORTED = ("ndcg@10", "recall@10", "ndcg@20", "mrr@20")
+ODD_BLOCK = 997  # items scored at once when a result is checked
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """A log among the user's data.
+
+    Attributes:
+        recipe: of ``oper preprocess``.
+        files: pattern below the data folder.
+        options: how it becomes interactions.
+    """
+
+    recipe: str
+    files: str
+    options: DataOptions = field(default_factory=DataOptions)
+
+
+DATA_SETS = {
+    "movietweetings": DataSet("movietweetings", "movietweetings*/ratings.dat*"),
+    "online-retail": DataSet("online-retail", "online_retail/online_retail.csv*",
+                             DataOptions(user="CustomerID", item="StockCode")),
+    "movielens": DataSet("movielens", "movielens*/ratings.*"),
+}
+_FIT = FitOptions(epochs=60, lr=2e-3, eval_every=3, patience=3)
+_FIT_SEQUENCES = FitOptions(epochs=14, batch_size=64, lr=3e-3, eval_every=2, patience=2)
+# Sizes and learning rates that validation preferred on MovieTweetings, for every data set alike.
+MODELS: dict[str, tuple[Any, FitOptions]] = {
+    "popularity": (PopularityConfig(), _FIT),
+    "multvae": (MultVAEConfig(hidden=200, dim=100, decoder_hidden=200), _FIT),
+    "macridvae": (MacridVAEConfig(num_concepts=4, dim=40), _FIT),
+    "cadvae": (CaDVAEConfig(hidden=120, dim=40, sharpness=1.0), _FIT),
+    "sasrec": (SASRecConfig(steps=20, layers=1, dropout=0.2), _FIT_SEQUENCES),
+    "dt": (DecisionTransformerConfig(steps=20, layers=1, dropout=0.2), _FIT_SEQUENCES),
+    "cdt4rec": (CDT4RecConfig(steps=20, layers=1, dropout=0.2, reward_weight=0.3),
+                _FIT_SEQUENCES),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model on one data set.
+
+    Attributes:
+        name: ``data/model``.
+        data: key of `DATA_SETS`.
+        model: key of `MODELS`.
+        quick: one seed and few passes.
+    """
+
+    name: str
+    data: str
+    model: str
+    quick: bool
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every model on every data set that is there, one data set after another."""
+    found = [Case(f"{data}/{model}", data, model, quick) for data in DATA_SETS
+             if _files(data) for model in MODELS]
+    if not found:
+        raise InvalidInputError(fail(
+            "no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
+            f"a folder with one of {[d.files for d in DATA_SETS.values()]}", "set it"))
+    return found
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments beside those of every benchmark."""
+    parser.add_argument("--seeds", type=int, default=3, metavar="N",
+                        help="train every model from seeds 1..N (default 3)")
+    parser.add_argument("--runs", metavar="DIR",
+                        help="keep every training run there, and take those that are there already")
+    parser.epilog = "Logs are looked for in the folder that OPER_DATA names."
+
+
+def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Train and test the chosen models; yields an entry per case."""
+    if args.seeds < 1:
+        raise InvalidInputError(fail("cannot run the models", "--seeds", args.seeds, ">= 1",
+                                     "train from one seed or more"))
+    data: Interactions | None = None
+    done: dict[str, Runs] = {}
+    name = ""
+    for case in chosen:
+        if data is None or case.data != name:
+            name, done = case.data, {}
+            data = load(name)
+        entry, runs = _run_case(case, data, 1 if case.quick else args.seeds, args.runs)
+        entry["against"] = {other: {m: runs.against(earlier)[m].to_json() for m in REPORTED}
+                            for other, earlier in done.items()}
+        done[case.model] = runs
+        yield entry
+
+
+def load(name: str) -> Interactions:
+    """The interactions of a data set, preprocessed from the raw log; raises InvalidInputError."""
+    files, source = _files(name), DATA_SETS[name]
+    if not files:
+        raise InvalidInputError(fail(f"no log of {name}", "OPER_DATA",
+                                     os.environ.get("OPER_DATA", ""),
+                                     f"a folder with {source.files}", "set it"))
+    with tempfile.TemporaryDirectory() as folder:
+        preprocess(load_recipe(source.recipe), files, Path(folder) / "data",
+                   PreprocessOptions(min_count=1, valid="0", test="0"))
+        return load_interactions(Path(folder) / "data", source.options)
+
+
+def _files(name: str) -> list[str]:
+    folder = os.environ.get("OPER_DATA")
+    return sorted(str(p) for p in Path(folder).glob(DATA_SETS[name].files)) if folder else []
+
+
+def _run_case(case: Case, data: Interactions, num_seeds: int, keep: str | None
+              ) -> tuple[dict[str, Any], Runs]:
+    config, options = MODELS[case.model]
+    if case.quick:
+        options = dataclasses.replace(options, epochs=4, eval_every=2)
+    about = {"name": case.name, "model": case.model, "config": dataclasses.asdict(config),
+             "fit": dataclasses.asdict(options), "data": _about(data)}
+    parts = []
+    for seed in range(1, num_seeds + 1):
+        key = json.dumps([about, seed], sort_keys=True)
+        place = Path(keep, f"{case.name.replace('/', '-')}-{_digest(key)}.npz") if keep else None
+        found = _kept(place, case.model, seed) if place else None
+        if found is None:
+            found = _train_and_test(case, data, seed, options)
+            if place:
+                _keep(place, found)
+        parts.append(found)
+        told = found.fitted[0]
+        print(f"{case.name} seed {seed}: validation nDCG@10 {told['valid_ndcg@10']:.4f} after "
+              f"{told['epochs']} epochs, {told['seconds']:.0f} s", file=sys.stderr, flush=True)
+    runs = join_runs(parts)
+    return {**about, "runs": list(runs.fitted), "threads": _threads(),
+            "metrics": {m: i.to_json() for m, i in runs.intervals().items()},
+            "verified": all(f["verified"] for f in runs.fitted)}, runs
+
+
+def _train_and_test(case: Case, data: Interactions, seed: int, options: FitOptions) -> Runs:
+    done = fit(case.model, MODELS[case.model][0], data, seed, options)
+    # Ranked again in other blocks and batches: scores may differ in their last bits.
+    again = evaluate_ranking(done.model, data, "test", block=ODD_BLOCK, batch_size=100).summary()
+    first = done.test.summary()
+    runs = as_runs(case.model, seed, done)
+    runs.fitted[0]["verified"] = all(abs(again[m] - first[m]) < 1e-3 for m in REPORTED)
+    return runs
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:12]
+
+
+def _keep(place: Path, runs: Runs) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(place) as file:
+        arrays: dict[str, Any] = {"about": np.array(json.dumps(runs.fitted[0])), **runs.per_user}
+        np.savez_compressed(file, **arrays)
+
+
+def _kept(place: Path, model: str, seed: int) -> Runs | None:
+    if not place.exists():
+        return None
+    with np.load(place, allow_pickle=False) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    return Runs(model, (seed,), arrays, (json.loads(str(arrays.pop("about"))),))
+
+
+def _threads() -> int:
+    """Threads that torch computes with."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _about(data: Interactions) -> dict[str, Any]:
+    lengths = (data.train_stop - data.offsets[:-1])[1:]
+    return {"source": data.source, "users": data.num_users - 1, "items": data.num_items - 1,
+            "interactions": int(data.users.size), "left_out": data.left_out,
+            "training_interactions": int(lengths.sum()),
+            "training_interactions_per_user": round(float(np.mean(lengths)), 2),
+            "test_users": int(data.held_out("test").users.size)}
+
+
+def report(entries: Sequence[dict[str, Any]]) -> str:
+    """The entries for a person."""
+    headers = ["case", *(f"{m} [95 %]" for m in REPORTED), "epochs", "verified"]
+    rows = [[e["name"], *(_text(e["metrics"][m]) for m in REPORTED),
+             ",".join(str(r["epochs"]) for r in e["runs"]), "yes" if e["verified"] else "NO"]
+            for e in entries]
+    notes = [f"{e['name']} less {other}: nDCG@10 {_text(found['ndcg@10'])}"
+             for e in entries for other, found in e["against"].items()]
+    return "\n".join([
+        record.table(headers, rows),
+        "full ranking; percentile bootstrap over users and seeds; differences are paired by user "
+        "and seed", *notes]) + "\n"
+
+
+def _text(interval: dict[str, float]) -> str:
+    return f"{interval['mean']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"
