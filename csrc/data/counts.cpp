@@ -262,9 +262,9 @@ OPER_DATA_API int64_t oper_data_encode(int32_t kind, const void* values, const u
     BY_KIND(kind, return oper::data::encode<V>(static_cast<const V*>(values), valid, offset, size))
 }
 
-// The result of the call of `oper_data_encode` before. codes: [size], 0 where missing, k + 1 for the
-// k-th distinct value in ascending order, in unsigned integers of 1 byte up to 255 distinct values,
-// of 2 up to 65535, else of 4; distinct: [K]; counts: int64 [K + 1], by code.
+// The result of the call of `oper_data_encode` before. codes: [size], 0 where missing, k + 1 for
+// the k-th distinct value in ascending order, in unsigned integers of 1 byte up to 255 distinct
+// values, of 2 up to 65535, else of 4; distinct: [K]; counts: int64 [K + 1], by code.
 OPER_DATA_API int64_t oper_data_encoded(int32_t kind, void* codes, void* distinct,
                                         int64_t* counts) {
     BY_KIND(kind, return oper::data::encoded<V>(codes, static_cast<V*>(distinct), counts))

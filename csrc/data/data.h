@@ -1,5 +1,5 @@
-// Counting and text for preprocessing: a library of its own with a plain C interface, so that workers
-// that read logs load neither torch nor a compiler's run time. Callers hold no lock meanwhile.
+// Counting and text for preprocessing: a library of its own with a plain C interface, so that
+// workers that read logs need not load torch. Python's lock is not held meanwhile.
 #pragma once
 
 #include <cstdint>
