@@ -93,7 +93,7 @@ def _wait_for(result: Path, workers: Sequence[subprocess.Popen[bytes]], folder: 
 
 def main(folder: Path) -> None:
     """What a worker process does; its environment says which rank it is."""
-    _die_with_parent()
+    die_with_parent()
     logging.disable(logging.WARNING)
     import torch
     import torch.distributed as dist
@@ -127,7 +127,7 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to end this process when the one that started it ends."""
     import ctypes
 

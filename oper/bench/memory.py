@@ -1,7 +1,8 @@
-"""Memory of processes as the kernel counts it."""
+"""Memory, descriptors and processor time of processes as the kernel counts them."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -42,3 +43,13 @@ def num_descriptors(pid: int) -> int:
     except OSError as error:
         raise OperError(fail("cannot count descriptors", "pid", pid, "a running process",
                              str(error))) from error
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time (s) that a process has used so far, all threads; 0 when it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0.0
+    ticks = text.rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")

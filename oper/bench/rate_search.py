@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from oper.bench.loadgen import Result
 
-_RAISE, _LOWER = 1.2, 0.75  # while only valid, or only invalid, rates are known
+_RAISE, _LOWER = 1.2, 0.7  # while only valid, or only invalid, rates are known
 _STEP_BACK = 0.94  # when the rate does not hold for longer
 
 

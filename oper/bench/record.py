@@ -75,11 +75,15 @@ def load_average() -> float:
 
 
 class BusyClock:
-    """How many cores other programs keep busy while something is measured."""
+    """How many cores other programs keep busy while something is measured.
 
-    def __init__(self) -> None:
+    Args:
+        own: processor time (s) of what is measured; of this process by default.
+    """
+
+    def __init__(self, own: Callable[[], float] = time.process_time) -> None:
         self._begin, self._busy = time.perf_counter(), _busy_seconds()
-        self._own = time.process_time()
+        self._read, self._own = own, own()
 
     def others(self, total: Callable[[list[float]], list[float]]) -> float:
         """Mean busy cores since the start, less this program's own. Collective.
@@ -87,7 +91,7 @@ class BusyClock:
         Args:
             total: the sum over ranks of each of the given numbers.
         """
-        own, = total([time.process_time() - self._own])
+        own, = total([self._read() - self._own])
         wall = time.perf_counter() - self._begin
         return max(0.0, (_busy_seconds() - self._busy - own) / wall)
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from oper.bench import loadgen
+from oper.bench.launch import die_with_parent
+from oper.bench.memory import cpu_seconds
 from oper.bench.serve_models import ServeWork
 from oper.errors import OperError, fail
 
@@ -66,6 +68,10 @@ class LoadClient:
         self._process.start()
         theirs.close()
         self._wait(_ANSWER_S)
+
+    def cpu_seconds(self) -> float:
+        """Processor time (s) so far."""
+        return cpu_seconds(self._process.pid or 0)
 
     def learn(self) -> np.ndarray:
         """Ask for all queries one by one and keep the scores as those of the present weights.
@@ -169,6 +175,7 @@ class _Sender:
 
 
 def _client(control: Any, address: str, value: dict[str, Any], threads: int) -> None:
+    die_with_parent()
     sender = _Sender(address, ServeWork.from_json(value), threads)
     control.send(True)
     while True:

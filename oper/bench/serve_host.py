@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oper.bench.memory import num_descriptors, pss_bytes
+from oper.bench.memory import cpu_seconds, num_descriptors, pss_bytes
 from oper.bench.serve_models import ServeWork, build, give_back_memory
 from oper.errors import OperError, fail
 from oper.serve.allocator import for_children
@@ -86,6 +86,10 @@ class Host:
     def memory(self) -> dict[str, int]:
         """See `oper.serve.PublishedModel.memory_bytes`."""
         return dict(self._ask("memory"))
+
+    def cpu_seconds(self) -> float:
+        """Processor time (s) of supervisor and present workers so far."""
+        return sum(map(cpu_seconds, [*self.worker_pids(), self._process.pid or 0]))
 
     def usage(self) -> tuple[int, int]:
         """PSS in bytes and open descriptors of supervisor and workers together."""

@@ -78,7 +78,7 @@ class _Live:
         """
         self.progress(f"{self.case.name}: looking for the capacity")
         single = self.client.run(replace(self.settings, scenario="SingleStream", expected_qps=300))
-        bracket = {"server": Bracket(1.2 * single.result.rate)}
+        bracket = {"server": Bracket(single.result.rate)}
         search(bracket, lambda _, r: self.client.run(self.at(r, self.case.search_s)).result,
                self.case.steps)
         rate, result = confirm(
@@ -118,11 +118,13 @@ def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, 
     """Measure one case; an entry of the record."""
     load_before = record.load_average()
     with _running(case, progress) as live:
+        clock = record.BusyClock(lambda: live.host.cpu_seconds() + live.client.cpu_seconds())
         rate, how = live.capacity()
         # A machine too busy for any valid rate still gets its load, and the record says so.
         target = case.load * (rate or how["server"]["target_qps"])
         entry = {"http": _http, "publish": _publish, "soak": _soak}[case.kind](live, target)
         entry |= {"capacity_qps": round(rate, 2), "capacity": how,
+                  "other_busy_cores": round(clock.others(list), 2),
                   "server_memory_bytes": live.host.memory(),
                   "separation_of_sets": live.separation, "std_of_scores": live.std}
     entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)

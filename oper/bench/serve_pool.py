@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from oper.bench import loadgen
-from oper.bench.memory import pss_bytes
+from oper.bench.launch import die_with_parent
+from oper.bench.memory import cpu_seconds, pss_bytes
 from oper.bench.serve_models import ServeWork, build, give_back_memory, make_predictor
 from oper.errors import OperError, fail
 from oper.serve.allocator import for_children
@@ -118,6 +119,11 @@ class Pool:
                                          + found["tables_pss_bytes_of_publisher"])
         return found
 
+    def cpu_seconds(self) -> float:
+        """Processor time (s) of all processes so far."""
+        return sum(cpu_seconds(w.process.pid) for w in self._workers) + (
+            cpu_seconds(self._publisher[0].pid) if self._publisher else 0.0)
+
     @contextlib.contextmanager
     def issuing(self, count: int) -> Iterator[loadgen.Issue]:
         """What LoadGen calls with queries; they go to the worker with the fewest outstanding."""
@@ -190,6 +196,7 @@ def _publish(control: Any, value: dict[str, Any], name: str) -> None:
     """Hold OPER's tables until the other end closes."""
     import oper
 
+    die_with_parent()
     publication = oper.publish(build(value, "cpu"), name, row_dtype=value["row_dtype"])
     give_back_memory()
     control.send(True)
@@ -203,6 +210,7 @@ def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any]
     """A worker."""
     import torch
 
+    die_with_parent()
     torch.set_num_threads(1)
     served = ServeWork.from_json(value)
     library = served.library()

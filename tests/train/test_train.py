@@ -91,6 +91,7 @@ def test_oper_and_unsharded_agree_and_learn(prepared: Prepared, tmp_path: Path) 
     assert losses[-1] < losses[0]
     echo = json.loads((tmp_path / "oper" / "config.json").read_text())
     assert echo["config"]["model"]["dim"] == 8 and "torch" in echo["versions"]
+    assert len(echo["model"]["tables"]) == 26 and echo["model"]["num_dense"] == 13
     state = load_state(tmp_path / "oper" / "state.pt")
     for name, value in load_state(tmp_path / "none" / "state.pt").items():
         assert torch.allclose(state[name], value, atol=1e-2 * float(value.abs().max())), name
