@@ -91,6 +91,8 @@ class TrainConfig:
         log_every: steps between lines of the metrics file, and between looks at an interrupt.
         eval_every: steps between validations (0 = only at the end).
         eval_users: validate a recommender on so many users, evenly chosen (0 = all).
+        checkpoint_every: steps between checkpoints of a DLRM in `out` (0 = none); from the last one
+            a run goes on when torchrun restarts it, or with ``--resume``.
         tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
             sharding start from the same numbers; ``"meta"``: a rank initialises its shard only, for
             tables that do not fit one process (other numbers than ``"cpu"``, the same for every
@@ -117,6 +119,7 @@ class TrainConfig:
     log_every: int = 20
     eval_every: int = 0
     eval_users: int = 0
+    checkpoint_every: int = 0
     tables_on: str = "cpu"
     model_name: str = "dlrm"
     model: Any = field(default_factory=DLRMConfig)
@@ -134,11 +137,15 @@ class TrainConfig:
             raise _bad("out", self.out, "a folder to write to")
         _one_of("sharding", self.sharding, SHARDINGS)
         for name, least in (("seed", 0), ("batch_size", 1), ("epochs", 1), ("max_steps", 0),
-                            ("log_every", 1), ("eval_every", 0), ("eval_users", 0)):
+                            ("log_every", 1), ("eval_every", 0), ("eval_users", 0),
+                            ("checkpoint_every", 0)):
             _at_least(name, getattr(self, name), least)
         for name in ("stats", "plan", "topology"):
             if getattr(self, name) and self.sharding != "oper":
                 raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")
+        if self.checkpoint_every and (self.sharding, self.model_name) != ("oper", "dlrm"):
+            raise _bad("checkpoint_every", self.checkpoint_every,
+                       "0 but for a DLRM with sharding='oper'")
         _one_of("tables_on", self.tables_on, TABLE_DEVICES)
         if self.sharding == "none" and self.tables_on == "meta":
             raise _bad("tables_on", "meta", "'cpu' with sharding='none'")

@@ -23,14 +23,19 @@ from oper.files import write_text
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import full_state, ranks, save_state
+from oper.train.resume import Checkpoints, cut_metrics, forget_checkpoint, has_checkpoint
 from oper.train.tasks import Task, make_task, progress_bar
 
 CONFIG, METRICS, STATE = "config.json", "metrics.jsonl", "state.pt"
 _SECOND_CTRL_C_S = 1.0  # a launcher may pass on what the terminal has sent already
 
 
-def train(config: TrainConfig, show_progress: bool = True) -> dict[str, Any]:
+def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
+          ) -> dict[str, Any]:
     """Run one training. Collective over the default process group.
+
+    With `resume` it goes on from the checkpoint in ``config.out``, if there is one: with as many
+    ranks the numbers are those of a run without interruption, bit for bit.
 
     Writes into ``config.out``, on rank 0: ``config.json`` (configuration, tables and versions),
     ``metrics.jsonl`` (one object per line) and ``state.pt`` (tensors by name, which the unsharded
@@ -48,10 +53,19 @@ def train(config: TrainConfig, show_progress: bool = True) -> dict[str, Any]:
     task = make_task(config)
     engine = task.engine()
     out = Path(config.out)
-    with _peer_errors(engine), _MetricsFile(out if rank == 0 else None, {
-            "config": config.to_json(), "versions": versions(), "world_size": world_size,
-            "model": task.about()}) as log:
-        steps, interrupted = _run(engine, config, task, log, show_progress)
+    done = 0
+    with _peer_errors(engine):
+        if resume and has_checkpoint(out):
+            done = Checkpoints(engine, config).load()
+            if rank == 0:
+                cut_metrics(out / METRICS, done)
+        elif rank == 0:
+            forget_checkpoint(out)
+    metrics = _MetricsFile(out if rank == 0 else None, {
+        "config": config.to_json(), "versions": versions(), "world_size": world_size,
+        "model": task.about()}, done > 0)
+    with _peer_errors(engine), metrics as log:
+        steps, interrupted = _run(engine, config, task, log, show_progress, done)
         result: dict[str, Any] = {"steps": steps, "interrupted": interrupted}
         state = full_state(engine.module)
         if rank == 0:
@@ -63,15 +77,20 @@ def train(config: TrainConfig, show_progress: bool = True) -> dict[str, Any]:
     return result
 
 
-def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, show_progress: bool
-         ) -> tuple[int, bool]:
-    """All epochs; returns the steps made and whether an interrupt ended them early."""
+def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, show_progress: bool,
+         done: int) -> tuple[int, bool]:
+    """All epochs but the first `done` steps; the steps made and whether an interrupt ended them."""
     total = config.epochs * task.steps_per_epoch
     total = min(total, config.max_steps or total)
-    meter, done = _Meter(), 0
-    batches = itertools.chain.from_iterable(task.epoch(k) for k in range(config.epochs))
+    meter = _Meter()
+    checkpoints = Checkpoints(engine, config) if config.checkpoint_every else None
+    first, start = divmod(done, max(task.steps_per_epoch, 1))
+    batches = itertools.chain.from_iterable(
+        task.epoch(k, start if k == first else 0) for k in range(first, config.epochs))
+    left = itertools.islice(batches, max(total - done, 0))
     with Interrupt() as interrupt, progress_bar(total, "training", show_progress) as bar:
-        for step, (batch, num_samples) in enumerate(itertools.islice(batches, total), 1):
+        bar.update(done)
+        for step, (batch, num_samples) in enumerate(left, done + 1):
             task.before_step(engine, step - 1, total)
             loss, _ = engine.step(batch)
             done = step
@@ -83,6 +102,8 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
                 bar.set_postfix(loss=f"{mean:.4f}")
                 if stop:
                     return done, True
+            if checkpoints and step % config.checkpoint_every == 0:
+                checkpoints.save(step)
             if config.eval_every and step % config.eval_every == 0 and step < total:
                 log.write("valid", step=step, **task.evaluate(engine, show_progress))
                 meter.restart()
@@ -145,15 +166,16 @@ class Interrupt:
 class _MetricsFile:
     """``metrics.jsonl`` and ``config.json`` in a folder; does nothing on other ranks."""
 
-    def __init__(self, folder: Path | None, echo: Mapping[str, Any]) -> None:
-        self._folder, self._echo = folder, echo
+    def __init__(self, folder: Path | None, echo: Mapping[str, Any], more: bool = False) -> None:
+        self._folder, self._echo, self._more = folder, echo, more
         self._file: IO[str] | None = None
 
     def __enter__(self) -> _MetricsFile:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_text(self._folder / CONFIG, json.dumps(self._echo, indent=1) + "\n")
-            self._file = open(self._folder / METRICS, "w", encoding="utf-8")
+            self._file = open(self._folder / METRICS, "a" if self._more else "w",
+                              encoding="utf-8")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -46,8 +46,8 @@ class Task(Protocol):
     def engine(self) -> Engine:
         """The model, built and sharded. Collective."""
 
-    def epoch(self, number: int) -> Iterator[tuple[Any, int]]:
-        """This rank's training batches, each with its number of samples."""
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        """This rank's training batches from `start` on, each with its number of samples."""
 
     def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
         """Called before step `step` (from 0)."""
@@ -86,8 +86,8 @@ class ClickTask:
         return make_engine(build_dlrm(tables, len(self.folder.dense), config.model, config.seed,
                                       config.tables_on), config)
 
-    def epoch(self, number: int) -> Iterator[tuple[Any, int]]:
-        for arrays in self.splits["train"].epoch(number):
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        for arrays in self.splits["train"].epoch(number, start):
             yield to_batch(arrays, self.folder.sparse), arrays.num_samples
 
     def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
@@ -166,8 +166,8 @@ class RecommenderTask:
         return oper.collect((tuple(model.lookups(batch)) for batch in some), model,
                             source=f"{self.data.source}, training batches")
 
-    def epoch(self, number: int) -> Iterator[tuple[Any, int]]:
-        for batch in self.batches.epoch(number, self.share):
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        for batch in itertools.islice(self.batches.epoch(number, self.share), start, None):
             yield batch, batch.num_users
 
     def before_step(self, engine: Engine, step: int, num_steps: int) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 _FLAGS = {  # flag: help; each one overrides the key of the same name
@@ -33,9 +34,11 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
                         help="any other key, e.g. --set model.dim=64")
     parser.add_argument("--force", action="store_true", help="replace an earlier run in --out")
+    parser.add_argument("--resume", action="store_true",
+                        help="go on from the run's last checkpoint (checkpoint_every), if any")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.epilog = ("Ctrl-C keeps the state trained so far. In two processes: "
-                     "torchrun --nproc-per-node 2 -m oper train CONFIG")
+                     "torchrun --nproc-per-node 2 --max-restarts 3 -m oper train CONFIG")
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -46,12 +49,15 @@ def run_train(args: argparse.Namespace) -> int:
     # TorchRec's import sets off a remark that means nothing to the reader.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     config = load_config(args.config, flags | parse_settings(args.settings))
-    _check_out(config.out, args.force)
+    from oper.train.resume import is_restart
+
+    resume = args.resume or is_restart()
+    _check_out(config.out, args.force or resume)
     with _process_group():
         from oper.train.loop import train
         from oper.train.model import ranks
 
-        result = train(config)
+        result = train(config, resume=resume)
         if ranks()[0] == 0:
             print(json.dumps(result) if args.json else _text(result))
     return 130 if result["interrupted"] else 0
@@ -87,8 +93,12 @@ def _process_group() -> Iterator[None]:
     """The world that torchrun has described in the environment, if it has."""
     import torch.distributed as dist
 
+    from oper.shmem.group import DEADLINE_ENV
+
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
+        # A stalled rank must not be waited for as long as gloo would.
+        dist.init_process_group("gloo", timeout=timedelta(
+            seconds=max(60.0, float(os.environ.get(DEADLINE_ENV, "300")))))
     yield
     if dist.is_initialized():
         # gloo's threads may still hold the last collective and want Python's lock for releasing it,

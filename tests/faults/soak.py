@@ -1,0 +1,166 @@
+"""``python -m tests.faults.soak``: a training run that is killed again and again.
+
+Ranks are killed at random moments and all are started again, until the run has ended by itself. Its
+weights must be those of an undisturbed run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oper.data import SyntheticLog, load_recipe, preprocess, write_synthetic_log
+from oper.train.config import load_config
+from tests.world_support import RankFailedError, leftovers, report, world
+
+WORLD_SIZE = 2
+
+
+@dataclass
+class Soak:
+    """What came of a soak.
+
+    Attributes:
+        faults: ranks killed.
+        lives: worlds started.
+        seconds: what it took.
+        saved_steps: the step that each life went on from.
+        problems: promises that were not kept.
+        same: whether the final weights are those of the undisturbed run.
+    """
+
+    faults: int = 0
+    lives: int = 0
+    seconds: float = 0.0
+    saved_steps: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    same: bool = False
+
+
+def make_data(folder: Path) -> str:
+    """A small preprocessed log."""
+    cardinalities = tuple(5 + 37 * k for k in range(26))
+    write_synthetic_log(folder / "log.txt", SyntheticLog(8_000, 3, cardinalities, effect=2.5))
+    preprocess(load_recipe("criteo-kaggle"), [str(folder / "log.txt")], folder / "data")
+    return str(folder / "data")
+
+
+def settings(data: str, out: Path, steps: int) -> dict[str, Any]:
+    """A short run with many checkpoints."""
+    return {"data": data, "out": str(out), "batch_size": 64, "model.dim": 8,
+            "model.dense_layers": [16], "model.over_layers": [16], "epochs": 1000,
+            "max_steps": steps, "log_every": 5, "checkpoint_every": 5}
+
+
+def run(rank: int, world_size: int, flags: dict[str, Any]) -> dict[str, Any]:
+    """One rank of one life of the run."""
+    from oper.errors import DeadlineError, PeerLostError
+    from oper.train import loop
+
+    report({"in": True})
+    original = loop.Checkpoints.load
+
+    def load(self: Any) -> int:
+        step = original(self)
+        report({"from": step})
+        return step
+
+    loop.Checkpoints.load = load  # type: ignore[method-assign]
+    try:
+        return {"end": loop.train(load_config(None, flags), False, resume=True)}
+    except (PeerLostError, DeadlineError) as error:
+        return {"lost": str(error)}
+
+
+def soak(faults: int, steps: int, seed: int, folder: Path) -> Soak:
+    """Kill so many ranks, then let the run end; `steps` must be enough for that."""
+    result, rng, began = Soak(), random.Random(seed), time.monotonic()
+    data = make_data(folder)
+    disturbed = settings(data, folder / "disturbed", steps)
+    while True:
+        result.lives += 1
+        with world(WORLD_SIZE, run, disturbed, timeout_s=300) as running:
+            if result.faults < faults and _kill_one(running, rng, result):
+                continue
+            answers = [_last(running, r) for r in range(WORLD_SIZE)]
+            if all("end" in a for a in answers):
+                break
+            result.problems.append(f"an undisturbed life failed: {answers}")
+            return result
+    with world(WORLD_SIZE, run, settings(data, folder / "calm", steps), timeout_s=600) as running:
+        for rank in range(WORLD_SIZE):
+            _last(running, rank)
+    mine, calm = (torch.load(folder / n / "state.pt", weights_only=True)
+                  for n in ("disturbed", "calm"))
+    result.same = mine.keys() == calm.keys() and all(torch.equal(mine[k], calm[k]) for k in calm)
+    if result.faults < faults:
+        result.problems.append("the run ended before all faults had happened: it needs more steps")
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _kill_one(running: Any, rng: random.Random, result: Soak) -> bool:
+    """Kill a rank at some moment; False when the run has ended before. Checks the survivors."""
+    for rank in range(WORLD_SIZE):  # before they have met, a launcher has to end the others
+        running.receive(rank)
+    victim = rng.randrange(WORLD_SIZE)
+    process = running.processes[victim]
+    process.join(rng.random() * 1.5)
+    if not process.is_alive():
+        return False
+    process.kill()
+    result.faults += 1
+    for rank in range(WORLD_SIZE):
+        if rank == victim:
+            continue
+        try:
+            answer = _last(running, rank, result)
+            if "lost" in answer and f"rank={victim}," not in answer["lost"] and (
+                    "gloo" not in answer["lost"] and "collective" not in answer["lost"]):
+                result.problems.append(f"rank {rank} blames another: {answer}")
+        except RankFailedError as error:
+            # Before there are shared tables, a dead peer is an error of gloo's.
+            text = str(error).strip().splitlines()[-1]
+            if "Connect" not in text and "gloo" not in text:
+                result.problems.append(f"rank {rank}: {text}")
+    pids = running.pids
+    running.close()
+    result.problems += leftovers(pids)
+    return True
+
+
+def _last(running: Any, rank: int, result: Soak | None = None) -> dict[str, Any]:
+    """A rank's last report; notes from where it went on."""
+    while True:
+        answer: dict[str, Any] = running.receive(rank)
+        if "from" not in answer and "in" not in answer:
+            return answer
+        if result is not None and "from" in answer:
+            result.saved_steps.append(answer["from"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="oper-soak-") as folder:
+        result = soak(args.faults, args.steps, args.seed, Path(folder))
+    print(f"{result.faults} kills, {result.lives} lives, {len(set(result.saved_steps))} different "
+          f"steps gone on from, weights {'equal' if result.same else 'DIFFERENT'}, "
+          f"{len(result.problems)} broken promises, {result.seconds:.0f} s")
+    for problem in result.problems:
+        print(f"  {problem}")
+    return 0 if result.same and not result.problems else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
