@@ -33,7 +33,7 @@ from oper.search.machine import Machine, make_machine
 from oper.search.overlap import Overlap, parse_overlap
 from oper.search.space import EXECUTABLE, check_allow
 from oper.stats import AccessStats, TableStats, table_stats_for
-from oper.tables import TableSpec, check_unique
+from oper.tables import CODE_BITS, TableSpec, check_unique
 from oper.topology import Topology
 
 ROWS, IDS, TOUCHED, TOUCHED_ALL = range(4)
@@ -241,6 +241,8 @@ def make_problem(
     chosen = check_allow(allow)
     if objective == "inference" and "pull" in chosen:
         chosen -= {"push"}  # serving has no barriers, which partial sums would need
+    if any(t.dtype in CODE_BITS for t in specs):
+        chosen -= {"columns"}  # the codes of a row share a scale
     machine = make_machine(topology, held.reserve_bytes, held.memory_bytes)
     problem = Problem(entries, machine, objective, batch_size, chosen, held)
     for t in specs:

@@ -15,7 +15,7 @@ from oper.search.overlap import overlap_to_json, parse_argument
 from oper.search.problem import Problem, make_problem, with_overlap
 from oper.search.space import EXECUTABLE, used_features
 from oper.stats import AccessStats
-from oper.tables import DTYPE_BYTES, OPTIMIZER_STATE_BYTES, TableSpec
+from oper.tables import CODE_BITS, DTYPES, OPTIMIZER_STATE_BYTES, TableSpec, format_bytes
 from oper.topology import Topology
 
 
@@ -39,6 +39,13 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
                         help="a plan of the same tables and ranks: the new one is never slower")
     parser.add_argument("--search", choices=("relaxation", "markov-chain"), default="relaxation",
                         help="the Markov chain is FlexFlow's, for comparison")
+    parser.add_argument("--request-rate", type=float, metavar="R",
+                        help="with --latency-bound, for inference: samples per second; chooses "
+                             "replicas and batching with the least memory")
+    parser.add_argument("--latency-bound", type=float, metavar="MS",
+                        help="most that the 99th percentile of the latency may be")
+    parser.add_argument("--dense-us", metavar="FIXED,PER_SAMPLE", default="0,0",
+                        help="dense compute of a batch, for --latency-bound")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -48,6 +55,8 @@ def run_plan(args: argparse.Namespace) -> int:
     from oper.search.planner import plan_problem
 
     stats = AccessStats.load(args.stats)
+    if args.request_rate is not None or args.latency_bound is not None:
+        return _plan_latency(args, stats)
     problem = make_problem(
         _tables(args, stats), stats, _topology(args), objective=args.objective,
         batch_size=args.batch_size,
@@ -61,6 +70,38 @@ def run_plan(args: argparse.Namespace) -> int:
         print(json.dumps({"plan": args.output, **as_json(plan, problem)}))
     else:
         print(summary(plan, problem), end="")
+    print(f"wrote {args.output}", file=sys.stderr)
+    return 0
+
+
+def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
+    """`run_plan` for a latency bound."""
+    from oper.search.latency import LatencyGoal, plan_latency
+
+    if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
+        raise InvalidInputError(fail(
+            "cannot plan for a latency bound", "request_rate, latency_bound, objective",
+            (args.request_rate, args.latency_bound, args.objective),
+            "a rate and a bound, with --objective inference", "pass all three"))
+    try:
+        fixed, per_sample = (float(x) for x in args.dense_us.split(","))
+    except ValueError:
+        raise InvalidInputError(fail("cannot plan for a latency bound", "dense_us", args.dense_us,
+                                     "two numbers and a comma", "e.g. 200,1.5")) from None
+    constraints = None if args.constraints is None else _read_constraints(args.constraints)
+    plan, serving = plan_latency(
+        _tables(args, stats), stats, _topology(args),
+        LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints)
+    plan.save(args.output)
+    if args.json:
+        print(json.dumps({"plan": args.output, **plan.notes["latency"]}))
+    else:
+        print(f"batches of up to {serving.max_batch} samples, waiting up to "
+              f"{serving.max_wait_ms:g} ms for others\n"
+              f"modelled: p99 {serving.p99_ms:.3g} ms (bound {args.latency_bound:g} ms), "
+              f"mean batch {serving.mean_batch:.1f}, ranks busy {serving.utilisation:.0%}\n"
+              f"memory {format_bytes(serving.memory_bytes)}, of which replicas "
+              f"{serving.replica_share:.0%} of the tables")
     print(f"wrote {args.output}", file=sys.stderr)
     return 0
 
@@ -172,8 +213,9 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, metavar="D", help="columns of every table (default 64)")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZER_STATE_BYTES),
                         help="optimizer of every table (default rowwise_adagrad)")
-    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="type of every table "
-                                                                     "(default float32)")
+    parser.add_argument("--dtype", choices=DTYPES,
+                        help="type of every table's rows (default float32; int8 and int4 for "
+                             "inference)")
     parser.add_argument("--tables", metavar="FILE",
                         help="JSON list of tables (name, num_rows, dim, ...) instead")
 
@@ -187,7 +229,8 @@ def _topology(args: argparse.Namespace) -> Topology:
 def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
     """The tables of the file, or one per table of the statistics with the given dim."""
     if args.tables is None:
-        optimizer = args.optimizer or "rowwise_adagrad"
+        coded = args.dtype in CODE_BITS
+        optimizer = args.optimizer or ("none" if coded else "rowwise_adagrad")
         return [TableSpec(name, t.num_rows, 64 if args.dim is None else args.dim, (name,),
                           optimizer=optimizer, dtype=args.dtype or "float32")
                 for name, t in stats.tables.items()]
