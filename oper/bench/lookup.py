@@ -1,5 +1,5 @@
 """``oper bench lookup``: forward passes of OPER, torch and fbgemm, beside the gather ceiling; and
-backward passes with the update of the tables beside fbgemm's."""
+backward passes with the update of the tables beside fbgemm's; and how a step's time grows."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from typing import Any
 from oper.bench import record
 from oper.bench.launch import run_workers
 from oper.bench.lookup_case import PEERS, Case
+from oper.bench.scale_case import ScaleCase, scale_cases, scale_table
 from oper.bench.update_case import UpdateCase
 from oper.bench.workload import Workload
 
 WORLD_SIZES = (1, 2)
 _WORKERS = {Case: "oper.bench.lookup_case:run_case",
-            UpdateCase: "oper.bench.update_case:run_update_case"}
+            UpdateCase: "oper.bench.update_case:run_update_case",
+            ScaleCase: "oper.bench.scale_case:run_scale_case"}
 on_device = True  # see oper.bench.verbs
 _EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
 
 
 def cases(quick: bool) -> list[Case]:
-    """All dims at exponent 1.05 and all exponents at dim 64, by world size; then updates."""
+    """All dims at exponent 1.05 and all exponents at dim 64, by world size; updates; growth."""
     found: list[Case] = []
     for world_size in WORLD_SIZES:
         for dim, (suffix, exponent) in itertools.product((16, 64, 128), _EXPONENTS.items()):
@@ -42,7 +44,7 @@ def cases(quick: bool) -> list[Case]:
                             Workload(pooling=pooling, exponent=exponent), 2)
         found.append(replace(update, rounds=6, per_round=3, num_stats_batches=8) if quick
                      else update)
-    return found
+    return found + ([] if quick else scale_cases(quick))
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -59,9 +61,10 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
     """The entries for a person."""
     forward = [e for e in entries if "oper_forward_ms" in e]
     update = [e for e in entries if "oper_update_ms" in e]
+    scale = scale_table([e for e in entries if "axis" in e])
     wrong = "".join(f"{e['name']}: {n} differs from the unsharded collection: {v}\n"
                     for e in entries for n, v in e["verification"].items() if not v["passed"])
-    tables = [t for t in (_forward_table(forward), _update_table(update)) if t]
+    tables = [t for t in (_forward_table(forward), _update_table(update), scale) if t]
     return ("\n".join(tables) + "\nw = OPER's processes; the others: one process; 2 threads in "
             "all; medians; ratio = fastest peer / OPER\n" + record.noise_note(entries) + wrong)
 

@@ -150,11 +150,13 @@ def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
 
 
 _CLIPPING = ("max_gradient", "max_row_norm")
-# By class name: our optimizer, and the arguments with the defaults of torch and TorchRec.
+# By class name: our optimizer, and the arguments with the defaults that TorchRec's users get. The
+# eps of the Adagrads is FBGEMM's: TorchRec hands on what a tag names, so that its fused tables
+# never see the 1e-10 of the class that is named in it.
 _KNOWN_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "SGD": (SGD, {"lr": 1e-3}),
-    "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
-    "Adagrad": (Adagrad, {"lr": 1e-2, "eps": 1e-10}),
+    "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.0}),
+    "Adagrad": (Adagrad, {"lr": 1e-2, "eps": 1e-8}),
     "Adam": (Adam, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
     "PartialRowWiseAdam": (
         PartialRowWiseAdam, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),

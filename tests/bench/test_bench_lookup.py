@@ -1,5 +1,7 @@
 """The lookup benchmark end to end, in one and in two processes, on two small tables."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torchrec")
@@ -7,6 +9,7 @@ pytest.importorskip("torchrec")
 from oper.bench import lookup
 from oper.bench.launch import run_workers
 from oper.bench.lookup_case import PEERS, Case
+from oper.bench.scale_case import ScaleCase
 from oper.bench.update_case import UpdateCase
 from oper.bench.workload import Workload
 
@@ -41,9 +44,26 @@ def test_updates_are_measured_and_verified() -> None:
     assert entry["name"] in lookup.report([entry])
 
 
+def test_growth_is_measured_and_verified() -> None:
+    work = Workload(num_rows=(40, 12_000), dim=4, batch_size=64, pooling=3)
+    case = ScaleCase("scale-dim-4", work, 2, axis="dim", num_batches=2, rounds=2, per_round=2)
+    wide = replace(case, name="scale-dim-64", work=replace(work, dim=64))
+    entries = list(run_workers("oper.bench.scale_case:run_scale_case",
+                               [c.to_json() for c in (case, wide)], 2))
+    assert all(e["verified"] for e in entries), entries
+    # A row of 16 bytes takes a line, one of 256 bytes four.
+    ids, bags = 64 * 2 * 3, 64 * 2
+    narrow, full = (e["bytes_moved"]["lines"] for e in entries)
+    distinct = (narrow - ids * (2 * 64 + 8) - bags * 64) / (4 * 64 + 2 * 64)
+    assert 40 < distinct <= ids
+    assert full == pytest.approx(
+        ids * (2 * 256 + 8) + bags * 256 + distinct * (4 * 256 + 2 * 64), abs=2)
+    assert "of the axis' best" in lookup.report(entries)
+
+
 def test_cases_by_world_size() -> None:
     names = [c.name for c in lookup.cases(quick=False)]
-    assert len(names) == len(set(names)) == 26
+    assert len(names) == len(set(names)) == 26 + 17
     assert [c.name for c in lookup.cases(quick=True)] == [
         *(f"lookup-d64-pool{p}-w{w}" for w in (1, 2) for p in (1, 20)),
         "update-d64-pool1-w2", "update-d64-pool20-w2"]

@@ -19,6 +19,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection  # noqa: E
 from torchrec.optim.keyed import CombinedOptimizer  # noqa: E402
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
+from oper.integration.torchrec_modules import table_specs  # noqa: E402
+
 ROWS = {"a": 38, "b": 200}
 KINDS = ("table_wise", "row_wise", "column_wise")
 LR = 0.1
@@ -45,8 +47,8 @@ def batch_of(step: int, rank: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(list(ROWS), torch.cat(ids), lengths=lengths.reshape(-1))
 
 
-def by_torchrec(kind: str, seed: int) -> tuple[nn.Module, Any]:
-    """The model and its fused optimizer."""
+def by_torchrec(kind: str, seed: int, **tag: float) -> tuple[nn.Module, Any]:
+    """The model and its fused optimizer; `tag`: arguments of the optimizer's tag."""
     from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -64,7 +66,8 @@ def by_torchrec(kind: str, seed: int) -> tuple[nn.Module, Any]:
             return [*KINDS, "data_parallel"]  # the stock one hides row_wise on CPU
 
     model = Model(seed)
-    _apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": LR, "eps": 1e-8})
+    _apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(),
+                                 dict(tag or {"lr": LR, "eps": 1e-8}))
     make = {"table_wise": lambda k: table_wise(rank=k % 2), "row_wise": lambda k: row_wise(),
             "column_wise": lambda k: column_wise(ranks=[0, 1])}[kind]
     sharder = Sharder()
@@ -77,8 +80,6 @@ def by_torchrec(kind: str, seed: int) -> tuple[nn.Module, Any]:
 
 
 def by_oper(world_size: int, seed: int) -> tuple[nn.Module, Any]:
-    from oper.integration.torchrec_modules import table_specs
-
     model = Model(seed)
     oper.shard(model, plan=mixed_plan(table_specs(model.bags), world_size, 3),
                optimizer=oper.RowWiseAdagrad(lr=LR, eps=1e-8))
@@ -164,6 +165,30 @@ def test_column_wise_state_of_torchrec_fits_no_other_sharding(tmp_path: Path) ->
     run_world(2, run, "oper", None, second, "both")
     with pytest.raises(RankFailedError, match="Size mismatch"):
         run_world(2, run, "column_wise", second, first, "both")
+
+
+def _small_gradients(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs after steps whose gradients are of the size of eps; the tag does not name it."""
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+    from torchrec.optim import RowWiseAdagrad
+
+    theirs, _ = by_torchrec("table_wise", 0, lr=LR)
+    ours = Model(0)
+    _apply_optimizer_in_backward(RowWiseAdagrad, ours.bags.parameters(), {"lr": LR})
+    oper.shard(ours, plan=mixed_plan(table_specs(ours.bags), world_size, 3))
+    outputs = []
+    for model in (theirs, ours):
+        for step in range(2):
+            (model(batch_of(step, rank)).sum() * 1e-8).backward()
+        with torch.no_grad():
+            outputs.append(model(batch_of(0, rank)).clone())
+    return outputs[0], outputs[1]
+
+
+def test_a_tag_without_eps_gives_torchrecs_numbers() -> None:
+    for theirs, ours in run_world(2, _small_gradients):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert theirs.abs().max() > 0
 
 
 def _load_directly(rank: int, world_size: int) -> str:

@@ -74,6 +74,22 @@ def test_push_columns_weights_and_optimizers(optimizer: str, domains: tuple[int,
         check(case, rich_plan(case.tables, len(domains), seed, columns=True), optimizer, domains)
 
 
+@pytest.mark.parametrize("domains", [(0, 1), (0, 1, 0, 1)], ids=str)
+def test_rows_of_16_bits(domains: tuple[int, ...]) -> None:
+    """They travel as they are; the draws of stochastic rounding do not depend on who updates."""
+    case = dlrm_case("rowwise_adagrad")
+    case = replace(case, tables=tuple(
+        replace(t, dtype=("float16", "bfloat16", "float32")[k % 3])
+        for k, t in enumerate(case.tables)))
+    steps = make_steps(case, len(domains), STEPS)
+    for plan in (rich_plan(case.tables, len(domains), 1, columns=True),
+                 mixed_plan(case.tables, len(domains), 1)):
+        one = train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"])
+        several = train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"], domains=domains)
+        for part in ("outputs", "weights", "states", "replicas"):
+            assert_bitwise(getattr(one, part), getattr(several, part), part)
+
+
 def test_two_rounds_of_squares() -> None:
     """Rows clipped by their norm, then a row-wise optimizer: both need the whole row."""
     case = dlrm_case("rowwise_adagrad")
