@@ -168,7 +168,8 @@ def test_column_wise_state_of_torchrec_fits_no_other_sharding(tmp_path: Path) ->
 
 
 def _small_gradients(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs after steps whose gradients are of the size of eps; the tag does not name it."""
+    """What steps change in the outputs when gradients are of the size of eps and the tag does not
+    name it. The rows themselves differ: TorchRec draws its own."""
     from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
     from torchrec.optim import RowWiseAdagrad
 
@@ -176,19 +177,21 @@ def _small_gradients(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Te
     ours = Model(0)
     _apply_optimizer_in_backward(RowWiseAdagrad, ours.bags.parameters(), {"lr": LR})
     oper.shard(ours, plan=mixed_plan(table_specs(ours.bags), world_size, 3))
-    outputs = []
+    changes = []
     for model in (theirs, ours):
+        with torch.no_grad():
+            before = model(batch_of(0, rank)).clone()
         for step in range(2):
             (model(batch_of(step, rank)).sum() * 1e-8).backward()
         with torch.no_grad():
-            outputs.append(model(batch_of(0, rank)).clone())
-    return outputs[0], outputs[1]
+            changes.append(model(batch_of(0, rank)) - before)
+    return changes[0], changes[1]
 
 
 def test_a_tag_without_eps_gives_torchrecs_numbers() -> None:
     for theirs, ours in run_world(2, _small_gradients):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-        assert theirs.abs().max() > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        assert theirs.abs().max() > 1e-2
 
 
 def _load_directly(rank: int, world_size: int) -> str:
