@@ -23,6 +23,7 @@ from oper.integration.targets import (
     name_tables,
     replacement,
     sharded_targets,
+    typed,
 )
 from oper.integration.weights import Source, Weights
 from oper.plan import Plan, uniform_plan
@@ -145,7 +146,7 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
         targets = _named_targets(model)
     keys = {n: key for t in targets for n, key in t.keys().items()}
     held = {s.name: s for t in targets for s in t.specs}
-    tables = _typed(list(held.values()), row_dtype)
+    tables = typed(list(held.values()), row_dtype)
     placed = _placed(tables, stats, plan)
     # A model on the meta device tells names and shapes all the same.
     dense = _dense_of(model, targets)
@@ -259,8 +260,9 @@ class _Parts:
         for target in targets:
             _put(model, target.path, nn.Identity())
         for owner, values, key in _dense_places(model):
-            values[key] = (nn.Parameter if values is owner._parameters else torch.Tensor)(
-                torch.empty_like(values[key], device="meta"))
+            empty = torch.empty_like(values[key], device="meta")
+            values[key] = (nn.Parameter(empty, requires_grad=False)
+                           if values is owner._parameters else empty)
         copies = (model, copy.deepcopy(model))
         for buffer, part in enumerate(copies):
             part.load_state_dict(reader.dense(buffer), assign=True)
@@ -287,18 +289,6 @@ def _named_targets(model: nn.Module) -> list[Target]:
         describe(target, "inference", None)
     name_tables(targets, model)
     return targets
-
-
-def _typed(specs: list[TableSpec], row_dtype: str | Mapping[str, str] | None) -> list[TableSpec]:
-    if row_dtype is None:
-        return specs
-    if isinstance(row_dtype, str):
-        return [replace(s, dtype=row_dtype) for s in specs]
-    unknown = set(row_dtype) - {s.name for s in specs}
-    if unknown:
-        raise InvalidInputError(fail("cannot choose types of rows", "tables", sorted(unknown),
-                                     f"some of {[s.name for s in specs][:8]}", "correct it"))
-    return [replace(s, dtype=row_dtype.get(s.name, s.dtype)) for s in specs]
 
 
 def _placed(tables: list[TableSpec], stats: AccessStats | None, plan: Plan | None) -> Plan:

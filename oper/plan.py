@@ -20,7 +20,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -461,3 +461,40 @@ def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = 
         tier = Tier(0, t.num_rows, placement, ranks)
         entries.append(TablePlan(t, (Piece(0, t.dim, (tier,)),)))
     return Plan(world_size, tuple(entries), **plan_fields)
+
+
+def one_copy_per_domain(plan: Plan, domains: Sequence[int]) -> Plan:
+    """The same plan for tables that are only read: replicas per memory domain, not per rank.
+
+    A replicated tier keeps one of its ranks in every domain, so that a domain holds one replica;
+    where all its ranks share a single domain it becomes striped over them. Tiers that then make up
+    one stripe over all ranks of a single domain become one tier: nothing has to be looked up.
+
+    Args:
+        plan: the plan.
+        domains: memory domain of each rank, by rank.
+    """
+    def shared(tier: Tier) -> Tier:
+        if tier.placement != "replicated":
+            return tier
+        first: dict[int, int] = {}
+        for rank in tier.ranks:
+            first.setdefault(domains[rank], rank)
+        if len(first) == 1:
+            return replace(tier, placement="striped")
+        return replace(tier, ranks=tuple(first.values()))
+
+    def joined(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+        found: list[Tier] = []
+        for tier in map(shared, tiers):
+            last = found[-1] if found else None
+            if last is not None and replace(last, start=0, stop=1) == replace(
+                    tier, start=0, stop=1):
+                found[-1] = replace(last, stop=tier.stop)
+            else:
+                found.append(tier)
+        return tuple(found)
+
+    tables = tuple(replace(t, pieces=tuple(replace(p, tiers=joined(p.tiers)) for p in t.pieces))
+                   for t in plan.tables)
+    return replace(plan, tables=tables)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.plan import Plan
+from oper.plan import Plan, one_copy_per_domain
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -39,6 +39,7 @@ def shard(
     optimizer: Optimizer | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     bounds_check: Any = "fatal",
+    row_dtype: str | Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
 
@@ -54,7 +55,9 @@ def shard(
         plan: a plan or plan file to execute instead of making one.
         topology: the machine or its TOML file; by default the group's ranks on hosts like this one.
         modules: paths of the modules to shard; all by default.
-        objective: ``"training"`` or ``"inference"`` (read-only tables).
+        objective: ``"training"`` or ``"inference"``: read-only tables, of which the ranks of a
+            memory domain share one copy, and no rank waits for another in a lookup. Takes modules
+            that TorchRec has quantised as well.
         batch_size: samples per rank and step that the plan is made for.
         optimizer: applied in the backward pass, for tables without an
             ``apply_optimizer_in_backward`` tag.
@@ -62,6 +65,9 @@ def shard(
         bounds_check: what happens to ids outside their tables: ``"fatal"`` (an error),
             ``"warning"`` or ``"ignore"`` (row 0 instead), or FBGEMM's ``BoundsCheckMode``; see
             `oper.shmem.by_feature.BoundsCheck`.
+        row_dtype: for inference, what rows are stored as, for all tables or by table name:
+            ``"float32"``, ``"float16"``, or ``"int8"`` and ``"int4"``, FBGEMM's row-wise
+            quantisation; by default as in the model.
 
     Returns:
         The model (a new module when `module` itself is a collection).
@@ -78,7 +84,7 @@ def shard(
         >>> sharded(torch.tensor([[1, 2]])).shape
         torch.Size([1, 8])
     """
-    from oper.integration.targets import describe, find_targets, name_tables
+    from oper.integration.targets import describe, find_targets, name_tables, typed
     from oper.shmem.group import default_group
 
     group = default_group(process_group)
@@ -86,6 +92,13 @@ def shard(
     for target in targets:
         describe(target, objective, optimizer)
     name_tables(targets, module)
+    if row_dtype is not None and objective == "training":
+        raise InvalidInputError(fail("cannot shard for training", "row_dtype", row_dtype, "None",
+                                     "choose types of rows for inference"))
+    held = {s.name: s for t in targets for s in t.specs}  # before rows change their type
+    wanted = {s.name: s for s in typed(list(held.values()), row_dtype)}
+    for target in targets:
+        target.specs = [wanted[s.name] for s in target.specs]
     if group.world_size > 1 and any(
             hasattr(m, "_managed_collision_collection") and m.training for m in module.modules()):
         warnings.warn("managed-collision modules keep a map of ids on every rank, and maps that "
@@ -94,8 +107,12 @@ def shard(
     tables = [s for t in targets for s in t.specs]
     made = _the_plan(tables, stats, plan, topology, objective, batch_size, group)
     made.check_for(tables, group.world_size)
+    if objective == "inference":
+        from oper.shmem.domains import find_domains
+
+        made = one_copy_per_domain(made, find_domains(group))
     for target in targets:
-        new = _build(target, made, objective, group, bounds_check)
+        new = _build(target, made, objective, group, bounds_check, held)
         if target.path == "":
             return new
         parent, _, child = target.path.rpartition(".")
@@ -213,8 +230,8 @@ def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
                      batch_size=batch_size or _DEFAULT_BATCH, allow=executed_space(topology))
 
 
-def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_check: Any
-           ) -> nn.Module:
+def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_check: Any,
+           held: Mapping[str, TableSpec]) -> nn.Module:
     from oper.integration.table_state import load_weights
     from oper.integration.targets import replacement
     from oper.shmem.by_feature import BoundsCheck
@@ -228,18 +245,33 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
         optimizers = {target.names[table]: o for table, o in target.optimizers.items()}
     plan = replace(plan, tables=entries)
     scale = _gradient_scale(target, group)
-    device = next(target.module.parameters()).device
+    device = next((p.device for p in target.module.parameters()), None)  # codes are buffers
     tables: ShardedTables
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
         from oper.shmem.device_tables import DeviceTables
 
         tables = DeviceTables(plan, features, group, optimizers, scale, device=device)
     else:
         tables = ShardedTables(plan, features, group, optimizers, scale)
     tables.bounds = BoundsCheck(bounds_check, features, tables.specs)
-    load_weights(tables, _weights(target))
+    if target.is_quantised:
+        _load_codes(tables, target, held)
+    else:
+        load_weights(tables, _weights(target))
     tables.use_huge_pages()
     return replacement(target, tables)
+
+
+def _load_codes(tables: ShardedTables, target: Target, held: Mapping[str, TableSpec]) -> None:
+    """Rows of a collection that TorchRec has quantised, equal on all ranks. Collective."""
+    from oper.integration.weights import Weights
+
+    keys = replace(target, path="").keys()
+    source = Weights(target.module, keys.values())
+    for spec in target.specs:
+        for begin, rows in source.rows(keys[spec.name], held[spec.name], spec):
+            tables.write(spec.name, rows, begin)
+    tables.publish()
 
 
 def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,24 @@ def name_tables(targets: list[Target], module: nn.Module) -> None:
     for target in targets:
         target.names = {s.name: names[target.path, s.name] for s in target.specs}
         target.specs = [replace(s, name=target.names[s.name]) for s in target.specs]
+
+
+def typed(specs: Sequence[TableSpec], row_dtype: str | Mapping[str, str] | None
+          ) -> list[TableSpec]:
+    """Tables whose rows are stored as `row_dtype`: of all, by table name, or as they are (None).
+
+    Raises:
+        InvalidInputError: an unknown table or type.
+    """
+    if row_dtype is None:
+        return list(specs)
+    if isinstance(row_dtype, str):
+        return [replace(s, dtype=row_dtype) for s in specs]
+    unknown = set(row_dtype) - {s.name for s in specs}
+    if unknown:
+        raise InvalidInputError(fail("cannot choose types of rows", "tables", sorted(unknown),
+                                     f"some of {[s.name for s in specs][:8]}", "correct it"))
+    return [replace(s, dtype=row_dtype.get(s.name, s.dtype)) for s in specs]
 
 
 def sharded_targets(module: nn.Module) -> list[Target]:

@@ -197,3 +197,25 @@ def test_what_is_refused(served, name: str, batch, tmp_path: Path) -> None:
     attached.close()
     with pytest.raises(OperError, match="not open"):
         attached(*batch)
+
+
+@pytest.mark.parametrize("row_dtype", [None, "int8", {"t0": "int4", "t2": "float16"}])
+def test_sharded_for_inference(row_dtype, name: str, batch) -> None:
+    """`oper.shard` and `oper.publish` store and read rows alike."""
+    with oper.publish(model(), name, row_dtype=row_dtype):
+        attached = oper.attach(model(), name)
+        sharded = oper.shard(model(), objective="inference", row_dtype=row_dtype)
+        with torch.no_grad():
+            assert torch.equal(sharded(*batch), attached(*batch))
+        attached.close()
+
+
+def test_a_quantised_model_is_sharded(batch) -> None:
+    quantised = quantize_inference_model(model())
+    expected = quantised(*batch)
+    with torch.no_grad():
+        assert torch.equal(oper.shard(quantised, objective="inference")(*batch), expected)
+    with pytest.raises(InvalidInputError, match="quantised"):
+        oper.shard(quantize_inference_model(model()), optimizer=oper.SGD(lr=0.1))
+    with pytest.raises(InvalidInputError, match="row_dtype"):
+        oper.shard(model(), optimizer=oper.SGD(lr=0.1), row_dtype="int8")

@@ -1,0 +1,67 @@
+"""Tables that are only read: one copy per memory domain, the same numbers from every rank."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from oper.plan import Piece, Plan, TablePlan, Tier, one_copy_per_domain
+from oper.shmem.batch import Lookup
+from oper.shmem.group import ThreadGroup
+from oper.shmem.quantise import dequantise, quantise
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+
+
+def plan(dtype: str) -> Plan:
+    spec = TableSpec("t", 50, 16, ("f",), "sum", dtype, "none")
+    tiers = (Tier(0, 10, "replicated", (0, 1, 2, 3)), Tier(10, 50, "striped", (0, 1, 2, 3)))
+    return Plan(4, (TablePlan(spec, (Piece(0, 16, tiers),)),), objective="inference")
+
+
+def test_a_single_domain_holds_every_row_once() -> None:
+    (tier,) = one_copy_per_domain(plan("float32"), [0, 0, 0, 0]).tables[0].tiers
+    assert tier == Tier(0, 50, "striped", (0, 1, 2, 3))
+
+
+def test_every_domain_has_a_replica() -> None:
+    hot, cold = one_copy_per_domain(plan("float32"), [0, 0, 1, 1]).tables[0].tiers
+    assert (hot.placement, hot.ranks, hot.stop) == ("replicated", (0, 2), 10)
+    assert cold == Tier(10, 50, "striped", (0, 1, 2, 3))
+    # A replica of one domain only is no replica.
+    spec = TableSpec("t", 10, 4)
+    owned = Plan(2, (TablePlan(spec, (Piece(0, 4, (Tier(0, 10, "replicated", (1,)),)),)),))
+    (tier,) = one_copy_per_domain(owned, [0, 1]).tables[0].tiers
+    assert (tier.placement, tier.ranks) == ("striped", (1,))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("domains", [None, [0, 0, 1, 1]])
+def test_numbers(dtype: str, domains: list[int] | None) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(50, 16)
+    stored = values if dtype == "float32" else dequantise(quantise(values, dtype), dtype, 16)
+    shared = one_copy_per_domain(plan(dtype), [0, 0, 0, 0] if domains is None else [0, 0, 1, 1])
+    groups = ThreadGroup.create(4, domains=domains)
+
+    def rank(group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tables = ShardedTables(shared, [("f", "t")], group, None)
+        tables.write("t", values)
+        tables.publish()
+        ids = torch.randperm(50, generator=torch.Generator().manual_seed(group.rank))
+        out = tables.lookup(Lookup(ids, torch.ones(50, dtype=torch.int64),
+                                   torch.zeros(1, dtype=torch.int64), 50))
+        read = tables.read("t")
+        tables.barrier()
+        held = torch.tensor(sum(tables.memory_bytes()["device"]))
+        tables.close()
+        return out, stored[ids], read, held
+
+    with ThreadPoolExecutor(4) as pool:
+        for out, expected, read, held in pool.map(rank, groups):
+            assert torch.equal(out, expected)
+            assert torch.equal(read, stored)
+            row = shared.tables[0].table.row_bytes
+            assert held == row * (50 if domains is None else 50 + 2 * 10)
