@@ -240,8 +240,9 @@ class Plan:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except ValueError as error:
-            raise FileFormatError(fail(what, "content", str(error), "a JSON plan file",
-                                       "pass a plan")) from None
+            raise FileFormatError(
+                fail(what, "content", str(error), "a JSON plan file",
+                     "the file is truncated, damaged or foreign, write it again")) from None
         return Plan.from_text(text, what)
 
     @staticmethod
