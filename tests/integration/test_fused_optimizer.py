@@ -56,7 +56,7 @@ def weight(model: Any, table: str) -> torch.Tensor:
     (PartialRowWiseAdam, {"lr": 0.5, "weight_decay": 0.5},
      oper.PartialRowWiseAdam(lr=0.5, weight_decay=0.5)),
     (TorchRecRowWise, {"lr": 0.5, "weight_decay": 0.5},
-     oper.RowWiseAdagrad(lr=0.5, weight_decay=0.5)),
+     oper.RowWiseAdagrad(lr=0.5, eps=1e-8, weight_decay=0.5)),
 ])
 def test_tags(theirs: type, arguments: dict[str, Any], ours: Any) -> None:
     collection = bags()
@@ -66,8 +66,8 @@ def test_tags(theirs: type, arguments: dict[str, Any], ours: Any) -> None:
 
 def test_decay_modes_of_fbgemm_in_a_tag() -> None:
     tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    want = {"NONE": oper.RowWiseAdagrad(), "L2": oper.RowWiseAdagrad(weight_decay=0.5),
-            "DECOUPLE": oper.RowWiseAdagrad(weight_decay=0.5, decoupled=True)}
+    want = {"NONE": oper.RowWiseAdagrad(eps=1e-8), "L2": oper.RowWiseAdagrad(weight_decay=0.5),
+            "DECOUPLE": oper.RowWiseAdagrad(eps=1e-8, weight_decay=0.5, decoupled=True)}
     for mode, ours in want.items():
         collection = bags("a")
         _apply_optimizer_in_backward(TorchRecRowWise, collection.parameters(), {
