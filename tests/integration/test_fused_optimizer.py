@@ -66,7 +66,8 @@ def test_tags(theirs: type, arguments: dict[str, Any], ours: Any) -> None:
 
 def test_decay_modes_of_fbgemm_in_a_tag() -> None:
     tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    want = {"NONE": oper.RowWiseAdagrad(eps=1e-8), "L2": oper.RowWiseAdagrad(weight_decay=0.5),
+    want = {"NONE": oper.RowWiseAdagrad(eps=1e-8),
+            "L2": oper.RowWiseAdagrad(eps=1e-8, weight_decay=0.5),
             "DECOUPLE": oper.RowWiseAdagrad(eps=1e-8, weight_decay=0.5, decoupled=True)}
     for mode, ours in want.items():
         collection = bags("a")
