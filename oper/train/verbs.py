@@ -92,13 +92,20 @@ def _text(result: dict[str, Any]) -> str:
 def _process_group() -> Iterator[None]:
     """The world that torchrun has described in the environment, if it has."""
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     from oper.shmem.group import DEADLINE_ENV
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # A stalled rank must not be waited for as long as gloo would.
-        dist.init_process_group("gloo", timeout=timedelta(
-            seconds=max(60.0, float(os.environ.get(DEADLINE_ENV, "300")))))
+        timeout = timedelta(seconds=max(60.0, float(os.environ.get(DEADLINE_ENV, "300"))))
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        # torchrun's static rendezvous keeps one store over restarts: under the same keys a rank
+        # could find the address of a peer that has ended.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size,
+                                timeout=timeout)
     yield
     if dist.is_initialized():
         # gloo's threads may still hold the last collective and want Python's lock for releasing it,

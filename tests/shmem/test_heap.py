@@ -54,7 +54,7 @@ def test_a_rank_can_write_only_its_own_arena() -> None:
 
 
 def test_segments_are_sealed() -> None:
-    fd = heap_module._create_segment(8192)
+    fd = heap_module.create_segment(8192)
     try:
         for size in (4096, 16384):
             with pytest.raises(PermissionError):
@@ -154,9 +154,9 @@ def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_out_of_memory_names_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(num_bytes: int) -> int:
+    def no_memory(num_bytes: int, name: str = "") -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(heap_module, "_create_segment", no_memory)
+    monkeypatch.setattr(heap_module, "create_segment", no_memory)
     with pytest.raises(OperError, match=r"bytes=8192.*Cannot allocate"):
         HostHeap(SingleGroup(), [8192])
