@@ -128,6 +128,7 @@ def test_the_verb_loads_no_plotting_without_a_page(files) -> None:
 
 
 def test_a_missing_package_is_named(files, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingDependencyError, match=r"jinja2.*oper\[report\]"):
         explain(files, "--html", str(tmp_path / "x.html"))
