@@ -6,8 +6,6 @@ and ids. On a CPU device the same code runs on small cases, for tests.
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -164,9 +162,7 @@ class Clock:
     def seconds(self, call: Callable[[], Any]) -> float:
         """How long a call takes on the device."""
         if self._device.type != "cuda":
-            begin = time.perf_counter()
-            call()
-            return time.perf_counter() - begin
+            return record.elapsed(call)
         begin_event = torch.cuda.Event(enable_timing=True)
         end_event = torch.cuda.Event(enable_timing=True)
         begin_event.record()
@@ -179,23 +175,11 @@ class Clock:
 def interleave(case: DeviceCase, clock: Clock, runs: Mapping[str, Callable[[int], Any]],
                before: Mapping[str, Callable[[int], Any]] | None = None
                ) -> dict[str, dict[str, float]]:
-    """Time contenders turn by turn; call k of each gets the number k. Summaries by name."""
-    names = list(runs)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    calls = dict.fromkeys(names, 0)
-    for turn in range(case.rounds + 1):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            for k in range(1 + case.per_round):
-                number = calls[name]
-                calls[name] += 1
-                if before and name in before:
-                    before[name](number)
-                clock.wait()
-                spent = clock.seconds(functools.partial(runs[name], number))
-                if turn and k:  # the first round and each turn's first call warm up
-                    taken[name].append(spent)
-    return {name: record.summary(np.array(t)) for name, t in taken.items()}
+    """`record.interleave` after a round of warming up, by the device's clock; summaries by name."""
+    record.interleave(runs, clock.wait, 1, case.per_round, before=before)
+    taken = record.interleave(runs, clock.wait, case.rounds, case.per_round, before=before,
+                              seconds=clock.seconds)
+    return {name: record.summary(t) for name, t in taken.items()}
 
 
 def copy_gbps(case: DeviceCase, device: torch.device, clock: Clock) -> float:

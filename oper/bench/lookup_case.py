@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -84,7 +84,13 @@ def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
     ceiling.tune(aligner(model.tables), slowest)
     gc.collect()
     progress(f"{case.name}: comparing with the unsharded collection")
-    verdicts = _verify(model, kjts, peers, ceiling)
+
+    def gathered(number: int) -> torch.Tensor:
+        ceiling.run(number)
+        return ceiling.out
+
+    verdicts = verify({"oper": lambda k: model(kjts[k]).values(), "ceiling": gathered}, peers,
+                      len(kjts))
     progress(f"{case.name}: measuring, {case.rounds} rounds of {case.per_round}")
     timings, others = _measure(case, model, kjts, ceiling, peers)
     moved = int(total([moved_bytes(work, ids[rank])["forward"]])[0])
@@ -115,7 +121,7 @@ def _measure(case: Case, model: Any, kjts: list[Any], ceiling: Ceiling,
             "ceiling": on_threads(own, ceiling.run)}
     for name in PEERS:
         runs[name] = (on_threads(case.num_threads, peers[name]) if rank == 0
-                      else on_threads(own, _nothing))
+                      else on_threads(own, nothing))
     align = aligner(model.tables)
     record.interleave(runs, align, 1, 2)
     clock = record.BusyClock()
@@ -169,13 +175,19 @@ def make_peers(work: Workload, collection: Any, ids: list[np.ndarray]
         "fbgemm": lambda k: fused(*flat[k % len(flat)])}
 
 
-def _verify(model: Any, kjts: list[Any], peers: dict[str, Callable[[int], Any]], ceiling: Ceiling
-            ) -> dict[str, dict[str, Any]]:
-    """Every contender's outputs against the unsharded collection's; verdicts on rank 0."""
-    verdicts = {name: Verdict() for name in ("oper", "ceiling", "nn_embedding_bag", "fbgemm")}
-    for k in range(min(_CHECKED_BATCHES, len(kjts))):
-        ceiling.run(k)
-        found = {"oper": _all_rows(model(kjts[k]).values()), "ceiling": _all_rows(ceiling.out)}
+def verify(lookups: Mapping[str, Callable[[int], torch.Tensor]],
+           peers: Mapping[str, Callable[[int], Any]], num_batches: int
+           ) -> dict[str, dict[str, Any]]:
+    """Pooled rows of all contenders against the unsharded collection's; verdicts on rank 0.
+
+    Args:
+        lookups: by name, this rank's rows of a batch by its number.
+        peers: what `make_peers` made on rank 0, nothing elsewhere.
+        num_batches: how many are there.
+    """
+    verdicts = {name: Verdict() for name in (*lookups, "nn_embedding_bag", "fbgemm")}
+    for k in range(min(_CHECKED_BATCHES, num_batches)):
+        found = {name: _all_rows(call(k)) for name, call in lookups.items()}
         if not peers:
             continue
         found["nn_embedding_bag"] = torch.cat(peers["nn_embedding_bag"](k), dim=1)
@@ -215,5 +227,5 @@ def on_threads(count: int, call: Callable[[int], Any]) -> Callable[[int], Any]:
     return run
 
 
-def _nothing(number: int) -> None:
+def nothing(number: int) -> None:
     """What a rank does while rank 0 runs a peer of a single process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -114,9 +115,18 @@ def summary(seconds: np.ndarray) -> dict[str, float]:
             "p90_ms": round(float(high), 4), "min_ms": round(float(ms.min()), 4), "n": int(ms.size)}
 
 
+def elapsed(call: Callable[[], Any]) -> float:
+    """Seconds that a call takes by the host's clock."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
 def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], None], rounds: int,
                per_round: int, lead_in: int = 1,
-               before: Mapping[str, Callable[[int], Any]] | None = None) -> dict[str, np.ndarray]:
+               before: Mapping[str, Callable[[int], Any]] | None = None,
+               seconds: Callable[[Callable[[], Any]], float] | None = None
+               ) -> dict[str, np.ndarray]:
     """Time several contenders in one run, turn by turn.
 
     In every round each contender makes `lead_in` untimed and then `per_round` timed calls; the
@@ -128,6 +138,7 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
         align: brings all ranks to the same point before every call; not timed.
         rounds, per_round, lead_in: see above.
         before: what a contender does before each of its calls, untimed.
+        seconds: how long a call takes; by the host's clock unless given.
 
     Returns:
         float64 [rounds * per_round] seconds by contender, of this rank.
@@ -143,12 +154,10 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
                 if before:
                     before[name](calls[name])
                 align()
-                begin = time.perf_counter()
-                run(calls[name])
-                end = time.perf_counter()
+                spent = (seconds or elapsed)(functools.partial(run, calls[name]))
                 calls[name] += 1
                 if k >= lead_in:
-                    taken[name].append(end - begin)
+                    taken[name].append(spent)
     return {name: np.array(t) for name, t in taken.items()}
 
 

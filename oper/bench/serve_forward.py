@@ -5,52 +5,36 @@ from __future__ import annotations
 
 import functools
 import gc
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from oper.bench import record
-from oper.bench.lookup_case import PEERS, _all_rows, _nothing, aligner, make_peers, on_threads
+from oper.bench.lookup_case import (
+    PEERS,
+    Case,
+    aligner,
+    make_peers,
+    nothing,
+    on_threads,
+    verify,
+)
 from oper.bench.planning import chosen_plan, slowest, total, world
-from oper.bench.sides import build_torchrec, make_collection
+from oper.bench.sides import Side, build_torchrec, make_collection
 from oper.bench.torchrec_peer import PLAN_KINDS
 from oper.bench.train_case import Progress
-from oper.bench.verify import Verdict
-from oper.bench.workload import Workload, make_kjt, timed_ids
-
-_CHECKED_BATCHES = 2
+from oper.bench.workload import make_kjt, timed_ids
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardCase:
-    """One case.
+class ForwardCase(Case):
+    """A case of lookups beside TorchRec's plans; every process of either has one thread."""
 
-    Attributes:
-        name: for the record.
-        work: the workload.
-        num_batches: distinct batches that are timed.
-        num_stats_batches: other batches that the statistics come from.
-        rounds, per_round: see `record.interleave`.
-    """
-
-    name: str
-    work: Workload
-    num_batches: int = 32
-    num_stats_batches: int = 32
+    world_size: int = 2
     rounds: int = 10
-    per_round: int = 5
-
-    def to_json(self) -> dict[str, Any]:
-        """For `from_json` in a worker."""
-        return {**asdict(self), "work": self.work.to_json()}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        """The case written by `to_json`."""
-        return cls(**{**value, "work": Workload.from_json(value["work"])})
 
 
 @torch.no_grad()
@@ -79,12 +63,14 @@ def run_forward_case(value: dict[str, Any], progress: Progress) -> dict[str, Any
         sides = {kind: build_torchrec(work, False, kind, world_size) for kind in PLAN_KINDS}
     gc.collect()
     progress(f"{case.name}: comparing with the unsharded collection")
-    verification = _verify(model, sides, kjts, peers)
+    verification = verify({"oper": functools.partial(_forward, model, kjts), **{
+        kind: functools.partial(_in_order, side, kjts) for kind, side in sides.items()}},
+        peers, len(kjts))
     runs = {"oper": on_threads(1, functools.partial(_forward, model, kjts))}
     for kind, side in sides.items():
         runs[kind] = on_threads(1, functools.partial(_forward, side.model, kjts))
     for name in PEERS:
-        runs[name] = on_threads(world_size if rank == 0 else 1, peers.get(name, _nothing))
+        runs[name] = on_threads(world_size if rank == 0 else 1, peers.get(name, nothing))
     progress(f"{case.name}: measuring, {case.rounds} rounds of {case.per_round}")
     align = aligner(model.tables)
     record.interleave(runs, align, 1, 2)
@@ -110,6 +96,10 @@ def _forward(model: Any, kjts: list[Any], number: int) -> torch.Tensor:
     return values
 
 
+def _in_order(side: Side, kjts: list[Any], number: int) -> torch.Tensor:
+    return side.lookup(kjts[number])
+
+
 def _figures(timings: dict[str, Any]) -> dict[str, Any]:
     ms = {name: t["median_ms"] for name, t in timings.items()}
     sharded, unsharded = min(PLAN_KINDS, key=ms.__getitem__), min(PEERS, key=ms.__getitem__)
@@ -117,19 +107,3 @@ def _figures(timings: dict[str, Any]) -> dict[str, Any]:
             "ratio_unsharded": round(ms[unsharded] / ms["oper"], 3),
             "torchrec_best": sharded, "unsharded_best": unsharded,
             **{f"{name}_forward_ms": x for name, x in ms.items()}}
-
-
-def _verify(model: Any, sides: dict[str, Any], kjts: list[Any], peers: dict[str, Any]
-            ) -> dict[str, dict[str, Any]]:
-    """Every contender's outputs against the unsharded collection's; verdicts on rank 0."""
-    verdicts = {name: Verdict() for name in ("oper", *sides, "nn_embedding_bag", "fbgemm")}
-    for k in range(_CHECKED_BATCHES):
-        found = {"oper": _all_rows(model(kjts[k]).values())}
-        found |= {name: _all_rows(side.lookup(kjts[k])) for name, side in sides.items()}
-        if not peers:
-            continue
-        found["nn_embedding_bag"] = torch.cat(peers["nn_embedding_bag"](k), dim=1)
-        found["fbgemm"] = peers["fbgemm"](k)
-        for name, values in found.items():
-            verdicts[name].compare("pooled", values, peers["ebc"](k))
-    return {name: v.to_json() for name, v in verdicts.items()} if peers else {}
