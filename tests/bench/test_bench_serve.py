@@ -198,3 +198,19 @@ def test_the_report_reads_a_record() -> None:
     text = serve.report(entries)
     for entry in entries:
         assert entry["name"] in text
+
+
+def test_forwards_are_measured_and_verified_beside_torchrecs_plans() -> None:
+    from oper.bench.launch import run_workers
+    from oper.bench.serve_forward import ForwardCase
+    from oper.bench.torchrec_peer import PLAN_KINDS
+    from oper.bench.workload import Workload
+
+    work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
+    case = ForwardCase("forward-small", work, num_batches=4, num_stats_batches=4, rounds=2,
+                       per_round=2)
+    entry, = run_workers("oper.bench.serve_forward:run_forward_case", [case.to_json()], 2)
+    assert entry["verified"] is True, entry["verification"]
+    assert set(entry["verification"]) == {"oper", *PLAN_KINDS, "nn_embedding_bag", "fbgemm"}
+    best = min(entry[f"{kind}_forward_ms"] for kind in PLAN_KINDS)
+    assert entry["ratio_forward"] == pytest.approx(best / entry["oper_forward_ms"], rel=1e-2)
