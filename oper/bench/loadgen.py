@@ -9,10 +9,12 @@ Source: https://github.com/mlcommons/inference/tree/master/loadgen
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,8 +118,9 @@ def run(settings: Settings, issue: Issue) -> Result:
                           lambda _: None)
     with tempfile.TemporaryDirectory(prefix="oper-loadgen-") as folder:
         try:
-            lg.StartTestWithLogSettings(sut, qsl, _test_settings(lg, settings),
-                                        _log_settings(lg, folder), "")
+            with _no_collector():
+                lg.StartTestWithLogSettings(sut, qsl, _test_settings(lg, settings),
+                                            _log_settings(lg, folder), "")
         finally:
             lg.DestroyQSL(qsl)
             lg.DestroySUT(sut)
@@ -127,6 +130,17 @@ def run(settings: Settings, issue: Issue) -> Result:
         raise OperError(fail("a query could not be issued", "error", failures[0], "none",
                              "look at the contender's log")) from failures[0]
     return parse(text)
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """A garbage collection in the process that issues would delay whatever is being served."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _test_settings(lg: Any, settings: Settings) -> Any:

@@ -1,77 +1,136 @@
-"""The highest rate at which a run is VALID, found by runs of LoadGen."""
+"""The highest rate at which LoadGen's runs are VALID.
+
+A p99 at a tight bound is decided by a few stalls of the machine, so no single run counts: a rate
+is VALID when two of at most three runs are. All contenders try rates of one grid and take turns,
+run by run, so that they meet the same arrivals and share the machine's disturbances.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from oper.bench.loadgen import Result
 
-_RAISE, _LOWER = 1.2, 0.7  # while only valid, or only invalid, rates are known
-_STEP_BACK = 0.94  # when the rate does not hold for longer
+STEP = 1.08  # between neighbouring rates of the grid
+_STRIDE = 5  # steps while only valid, or only invalid, rates are known
+_VOTES = 2
+_CLEARLY_VALID = 0.7  # of the bound: with a p99 below it the search walks on after one run
 
 
 @dataclass(slots=True)
-class Bracket:
+class Search:
     """What is known of a contender.
 
     Attributes:
-        first: rate of the first run, queries per second.
-        valid, invalid: highest valid rate and lowest invalid one above it; 0 = none yet.
-        runs: every rate tried and whether it was valid.
+        start: about the rate to begin with, queries per second.
+        bound_ms: latency bound of 99 % of the queries.
+        max_runs: when to give up.
+        runs: the grid's steps tried, with LoadGen's results.
     """
 
-    first: float
-    valid: float = 0.0
-    invalid: float = 0.0
-    runs: list[tuple[float, bool]] = field(default_factory=list)
+    start: float
+    bound_ms: float
+    max_runs: int = 10
+    runs: list[tuple[int, Result]] = field(default_factory=list)
 
-    def next_rate(self) -> float:
-        """Where to look now."""
+    def verdict(self, step: int, is_final: bool = False) -> bool | None:
+        """Whether a rate is VALID; None = not known yet.
+
+        Args:
+            step: of the grid.
+            is_final: count votes only; else a run that is far from the bound is enough to walk on.
+        """
+        found = [r for k, r in self.runs if k == step]
+        valid = sum(r.valid for r in found)
+        for votes, verdict in ((valid, True), (len(found) - valid, False)):
+            if votes >= _VOTES:
+                return verdict
+        if len(found) != 1 or is_final:
+            return None
+        latency = found[0].latency_ms
+        if found[0].valid and latency["p99"] <= _CLEARLY_VALID * self.bound_ms:
+            return True
+        # Stalls delay a few queries; a tenth of them are late when there are too many.
+        return False if latency["p90"] > self.bound_ms else None
+
+    def bracket(self) -> tuple[int | None, int | None]:
+        """The highest valid step, and the lowest invalid one above it.
+
+        A valid rate makes all lower ones valid: a failure below it was a disturbance.
+        """
+        steps = {k: self.verdict(k) for k, _ in self.runs}
+        low = max((k for k, v in steps.items() if v), default=None)
+        high = min((k for k, v in steps.items() if v is False and (low is None or k > low)),
+                   default=None)
+        return low, high
+
+    def next_step(self) -> int | None:
+        """Where to look now; None when the search is over."""
+        if len(self.runs) >= self.max_runs:
+            return None
         if not self.runs:
-            return self.first
-        if not self.invalid:
-            return self.valid * _RAISE
-        if not self.valid:
-            return self.invalid * _LOWER
-        return (self.valid + self.invalid) / 2
+            return round(math.log(max(self.start, 1.0)) / math.log(STEP))
+        last = self.runs[-1][0]
+        if self.verdict(last) is None:
+            return last
+        low, high = self.bracket()
+        if low is None:
+            assert high is not None
+            return max(0, high - _STRIDE) if high > 0 else None
+        if high is None:
+            return low + _STRIDE
+        if high - low > 1:
+            return (low + high) // 2
+        return low if self.verdict(low, is_final=True) is None else None
 
-    def take(self, rate: float, valid: bool) -> None:
-        """Note a run."""
-        self.runs.append((round(rate, 2), valid))
-        if valid:
-            self.valid = max(self.valid, rate)
-            if self.invalid and self.invalid <= self.valid:
-                self.invalid = 0.0  # the earlier failure was a disturbance
-        elif rate > self.valid:
-            self.invalid = min(self.invalid or rate, rate)
+    def best(self) -> tuple[float, Result]:
+        """The highest rate with two VALID runs, and the slower of them; the rate is 0 when there is
+        none, with the last run."""
+        confirmed = [k for k, _ in self.runs if self.verdict(k, is_final=True)]
+        if not confirmed:
+            return 0.0, self.runs[-1][1]
+        step = max(confirmed)
+        slower = max((r for k, r in self.runs if k == step and r.valid),
+                     key=lambda r: r.latency_ms["p99"])
+        return rate_of(step), slower
+
+    def to_json(self) -> list[list[float | bool]]:
+        """Every run: rate, p50, p90, p99 (ms), whether VALID."""
+        return [[round(rate_of(k), 1), *(r.latency_ms[p] for p in ("p50", "p90", "p99")), r.valid]
+                for k, r in self.runs]
 
 
-def search(brackets: Mapping[str, Bracket], run: Callable[[str, float], Result], steps: int
-           ) -> None:
-    """Bisect all contenders' rates, turn by turn, so that a disturbance meets all of them."""
-    names = list(brackets)
-    for step in range(steps):
-        shift = step % len(names)
-        for name in names[shift:] + names[:shift]:
-            rate = brackets[name].next_rate()
-            brackets[name].take(rate, run(name, rate).valid)
+def rate_of(step: int) -> float:
+    """Queries per second of a step of the grid."""
+    return float(STEP ** step)
 
 
-def confirm(brackets: Mapping[str, Bracket], run: Callable[[str, float], Result], tries: int
-            ) -> dict[str, tuple[float, Result]]:
-    """Longer runs at the rates found; a rate that does not hold is lowered and tried again.
+def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Result],
+           seconds: float = math.inf, between: Callable[[], None] = lambda: None) -> None:
+    """Run all searches, turn by turn.
 
-    Returns:
-        The rate and its run by contender; the last run where none was valid.
+    Args:
+        searches: by contender.
+        run: of a contender at a rate; told how often it has run at it before.
+        seconds: no turn begins later than that.
+        between: called before each round.
     """
-    rates = {n: b.valid or b.next_rate() for n, b in brackets.items()}
-    found: dict[str, tuple[float, Result]] = {}
-    for _ in range(tries):
-        for name, rate in rates.items():
-            if name in found and found[name][1].valid:
-                continue
-            found[name] = rate, run(name, rate)
-            if not found[name][1].valid:
-                rates[name] = rate * _STEP_BACK
-    return found
+    names = list(searches)
+    until = time.monotonic() + seconds
+    turn = 0
+    while time.monotonic() < until:
+        steps = {n: s for n in names if (s := searches[n].next_step()) is not None}
+        if not steps:
+            return
+        between()
+        shift = turn % len(names)
+        turn += 1
+        for name in names[shift:] + names[:shift]:
+            if name in steps and time.monotonic() < until:
+                step = steps[name]
+                before = sum(k == step for k, _ in searches[name].runs)
+                result = run(name, rate_of(step), before)
+                searches[name].runs.append((step, result))

@@ -41,9 +41,10 @@ def _shorter(case: Case) -> Case:
         return replace(case, work=work, num_stats_batches=4, rounds=4, per_round=3)
     served = ServeWork(small, num_queries=64)
     if isinstance(case, ServerCase):
-        return replace(case, served=served, search_s=0.7, steps=3, confirm_s=1.5)
-    return replace(case, served=served, seconds=20.0 if case.kind == "soak" else 3.0, search_s=0.7,
-                   steps=3)
+        return replace(case, served=served, run_s=0.7, min_queries=64, max_runs=4, search_s=30.0,
+                       other_s=0.5)
+    return replace(case, served=served, seconds=20.0 if case.kind == "soak" else 3.0, run_s=0.7,
+                   min_queries=64, max_runs=3)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -106,17 +107,23 @@ def _server(entry: dict[str, Any]) -> str:
         server, offline, single = found["server"], found["offline"], found["single_stream"]
         memory = found.get("memory")
         rows.append([
-            name, f"{server['queries_per_s']:.0f}/s", server["verdict"],
+            name, f"{server['target_qps']:.0f}/s", server["verdict"],
             *(f"{server['latency_ms'][p]:.2f} ms" for p in ("p50", "p99", "p99.9")),
             f"{offline['queries_per_s']:.0f}/s", offline["verdict"],
             f"{single['latency_ms']['p90']:.2f} ms",
             f"{memory['total_pss_bytes'] / 1e6:.0f} MB" if memory else "-"])
-    settings = entry["loadgen"]["at_bound"]
+    floor, stalls = entry["floor"]["server"], entry["stalls_of_two_idle_loops"]
+    rows.append(["no model", f"{floor['target_qps']:.0f}/s", floor["verdict"],
+                 *(f"{floor['latency_ms'][p]:.2f} ms" for p in ("p50", "p99", "p99.9")),
+                 "-", "", "-", "-"])
+    settings = entry["loadgen"]["server"]
     return (record.table(headers, rows) + f"\nqueries of {entry['case']['served']['candidates']} "
             f"samples, {entry['case']['served']['row_dtype']} rows; oper-2w / torchrec-2p: "
-            f"{entry['ratio_throughput']}x queries/s at the bound, {entry['ratio_memory']}x less "
-            f"memory; runs of {settings['min_duration_s']:g} s"
-            f"{' (MLPerf: 600 s)' if settings['shortened'] else ''}\n")
+            f"{entry['ratio_throughput'] or 'no'}x queries/s at the bound, "
+            f"{entry['ratio_memory']}x less memory; runs of at least "
+            f"{settings['min_duration_s']:g} s and {settings['min_queries']} queries"
+            f"{' (MLPerf: 600 s)' if settings['shortened'] else ''}; two idle loops stalled "
+            f"{stalls['share']:.1%} of the time, {stalls['longest_ms']:.1f} ms at most\n")
 
 
 def _live(entries: Sequence[dict[str, Any]]) -> str:

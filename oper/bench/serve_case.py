@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from oper.bench import loadgen, record
-from oper.bench.rate_search import Bracket, confirm, search
-from oper.bench.serve_models import ServeWork
+from oper.bench.rate_search import Search, search
+from oper.bench.serve_models import FLOOR, ServeWork
 from oper.bench.serve_pool import Pool
+from oper.bench.stalls import Stalls
 from oper.serve.batching import BatchOptions
 
 # Contender: kind of model, worker processes. Workers have one thread each; a peer in one process
@@ -22,7 +23,9 @@ CONTENDERS = {
     "oper-1w": ("oper", 1), "oper-2w": ("oper", 2), "oper-4w": ("oper", 4),
     "torchrec-1p": ("torchrec", 1), "torchrec-2p": ("torchrec", 2), "torch-1p": ("torch", 1),
 }
+FLOOR_NAME = "floor-2p"  # the same with a fixed amount of work instead of a model
 _TUNED = ("torchrec-1p", "torch-1p")
+_WIDEST = {"oper": "oper-2w", "torchrec": "torchrec-2p", "torch": "torch-1p"}
 _EQUAL = 1e-6  # scores of two int8 models on the same rows: the dense part may round otherwise
 _NEAR = {"int8": 5e-3, "int4": 5e-2, "float16": 1e-4}  # scores of rounded rows, of float32 rows
 _CHECKED = 16
@@ -36,18 +39,22 @@ class ServerCase:
         name: for the record.
         served: what is scored.
         bound_ms: latency bound of 99 % of the queries.
-        max_samples: of a batch.
-        search_s, steps: length and number of the runs that search the rate.
-        confirm_s: least length of the other runs.
+        max_queries: of a batch, as tried for each kind of model.
+        run_s, min_queries: least length of a run. LoadGen wants the more of a run's queries within
+            the bound the fewer there are: all of 460, 99.6 % of 1,500 and 99 % of very many.
+        max_runs, search_s: of each contender's search for the rate, and of the searches together.
+        other_s: length of the other runs.
     """
 
     name: str
     served: ServeWork = field(default_factory=ServeWork)
     bound_ms: float = 10.0
-    max_samples: int = 512
-    search_s: float = 2.0
-    steps: int = 5
-    confirm_s: float = 5.0
+    max_queries: tuple[int, ...] = (1, 4)
+    run_s: float = 2.5
+    min_queries: int = 1500
+    max_runs: int = 10
+    search_s: float = 180.0
+    other_s: float = 1.5
 
     def to_json(self) -> dict[str, Any]:
         """For the record."""
@@ -57,10 +64,10 @@ class ServerCase:
 def run_server_case(case: ServerCase, progress: Callable[[str], None]) -> dict[str, Any]:
     """Measure all contenders; an entry of the record."""
     load_before = record.load_average()
-    batching = BatchOptions(case.max_samples, 0.0, 1 << 40)
+    batching = BatchOptions(case.served.candidates, 0.0, 1 << 40)
     pools: dict[str, Pool] = {}
     try:
-        for kind, count in (("oper", 2), ("torchrec", 2), ("torch", 1)):
+        for kind, count in (("oper", 2), ("torchrec", 2), ("torch", 1), (FLOOR, 2)):
             progress(f"{case.name}: starting {kind}")
             pools[kind] = Pool(kind, case.served, batching)
             pools[kind].grow(count)
@@ -89,24 +96,31 @@ def run_server_case(case: ServerCase, progress: Callable[[str], None]) -> dict[s
 
 
 class _Runner:
-    """Runs LoadGen against contenders; knows how many threads each has."""
+    """Runs LoadGen against contenders; knows what each was found to be fastest with."""
 
     def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Callable[[str], None]
                  ) -> None:
         self._case, self._pools, self._progress = case, pools, progress
-        self.threads = dict.fromkeys(CONTENDERS, 1)
+        self.threads = dict.fromkeys([*CONTENDERS, FLOOR_NAME], 1)
+        self.max_queries = dict.fromkeys([*CONTENDERS, FLOOR_NAME], case.max_queries[0])
+        self.stalls = Stalls()
 
     def __call__(self, name: str, settings: loadgen.Settings) -> loadgen.Result:
         """One run."""
         self._progress(f"{self._case.name}: {settings.scenario} {name}, "
                        f"{settings.expected_qps:.0f}/s")
-        kind, count = CONTENDERS[name]
-        self._pools[kind].set_threads(count, self.threads[name])
+        kind, count = CONTENDERS.get(name, (FLOOR, 2))
+        self._pools[kind].configure(count, self.threads[name],
+                                    self.max_queries[name] * self._case.served.candidates)
         with self._pools[kind].issuing(count) as issue:
             return loadgen.run(settings, issue)
 
-    def tune(self, settings: loadgen.Settings) -> tuple[dict[str, float], dict[str, Any]]:
-        """Choose the threads; returns queries per second by contender, and by threads."""
+    def look_for_stalls(self) -> None:
+        """While nothing else runs."""
+        self._pools[FLOOR].spin(2, min(0.5, self._case.run_s), self.stalls)
+
+    def tune_threads(self, settings: loadgen.Settings) -> tuple[dict[str, float], dict[str, Any]]:
+        """Choose the threads by Offline's rates; returns those by contender, and by threads."""
         rates = {name: self(name, settings).rate for name in CONTENDERS}
         tried: dict[str, Any] = {}
         for name in _TUNED:
@@ -116,49 +130,75 @@ class _Runner:
             rates[name] = max(tried[name].values())
         return rates, tried
 
+    def tune_batches(self, settings: loadgen.Settings, offline: dict[str, float]
+                     ) -> dict[str, Any]:
+        """Choose the largest batch of each kind of model by the p99 at 0.6 of what it can do."""
+        tried: dict[str, Any] = {}
+        for kind, widest in _WIDEST.items():
+            tried[kind] = {}
+            for most in self._case.max_queries:
+                self.max_queries[widest] = most
+                found = self(widest, replace(settings, expected_qps=0.6 * offline[widest]))
+                tried[kind][most] = found.latency_ms["p99"]
+            best = min(tried[kind], key=tried[kind].__getitem__)
+            for name in CONTENDERS:
+                if CONTENDERS[name][0] == kind:
+                    self.max_queries[name] = best
+        return tried
+
 
 def _measure(case: ServerCase, pools: dict[str, Pool], progress: Callable[[str], None]
              ) -> dict[str, Any]:
-    base = loadgen.Settings("Offline", 300, case.search_s, bound_ms=case.bound_ms,
+    base = loadgen.Settings("Offline", 300, case.other_s, bound_ms=case.bound_ms,
                             num_samples=case.served.num_queries)
+    server = replace(base, scenario="Server", min_duration_s=case.run_s,
+                     min_queries=case.min_queries)
     run = _Runner(case, pools, progress)
-    guess, tried = run.tune(replace(base, min_duration_s=0.5))
+    guess, threads = run.tune_threads(replace(base, min_duration_s=0.5))
+    batches = run.tune_batches(server, guess)
     # LoadGen makes all queries ahead; too few would end the run too early for its verdict.
     offline = {name: run(name, replace(base, expected_qps=1.4 * guess[name]))
                for name in CONTENDERS}
     single = {name: run(name, replace(base, scenario="SingleStream",
                                       expected_qps=2 * max(50.0, guess[name])))
               for name in CONTENDERS}
-    server = replace(base, scenario="Server")
-    brackets = {name: Bracket(0.6 * offline[name].rate) for name in CONTENDERS}
-    search(brackets, lambda name, rate: run(name, replace(server, expected_qps=rate)), case.steps)
-    longer = replace(server, min_duration_s=case.confirm_s)
-    at_bound = confirm(brackets, lambda name, rate: run(name, replace(longer, expected_qps=rate)),
-                       4)
-    rates = {name: result.rate if result.valid else 0.0
-             for name, (_, result) in at_bound.items()}
+    starts = {name: 0.5 * offline[name].rate for name in CONTENDERS}
+    searches = {name: Search(rate, case.bound_ms, case.max_runs)
+                for name, rate in {**starts, FLOOR_NAME: max(starts.values())}.items()}
+    # Equal seeds: at equal rates contenders meet equal arrivals, another time others.
+    search(searches, lambda name, rate, before: run(
+        name, replace(server, expected_qps=rate, seed=server.seed + before)),
+        case.search_s, run.look_for_stalls)
+    rates = {name: s.best()[0] for name, s in searches.items()}
     found = {name: {
         "kind": kind, "workers": count, "threads": run.threads[name],
+        "max_queries": run.max_queries[name], **_at_bound(searches[name]),
         "offline": offline[name].to_json(), "single_stream": single[name].to_json(),
-        "server": {"target_qps": round(at_bound[name][0], 2), **at_bound[name][1].to_json()},
-        "samples_per_s_at_bound": round(rates[name] * case.served.candidates, 1),
-        "search": brackets[name].runs} for name, (kind, count) in CONTENDERS.items()}
+        "samples_per_s_at_bound": round(rates[name] * case.served.candidates, 1)}
+        for name, (kind, count) in CONTENDERS.items()}
     theirs = rates["torchrec-2p"]
     return {
         "ratio_throughput": round(rates["oper-2w"] / theirs, 4) if theirs else None,
-        "p99_ms": at_bound["oper-2w"][1].latency_ms["p99"],
+        "p99_ms": searches["oper-2w"].best()[1].latency_ms["p99"],
         "queries_per_s_at_bound": {n: round(r, 2) for n, r in rates.items()},
-        "contenders": found, "threads_tried": tried,
-        "loadgen": {"search": server.to_json(), "at_bound": longer.to_json(),
-                    "offline_and_single_stream": base.to_json(),
+        "contenders": found, "floor": _at_bound(searches[FLOOR_NAME]),
+        "stalls_of_two_idle_loops": run.stalls.to_json(),
+        "tried": {"threads_offline_qps": threads, "max_queries_p99_ms": batches},
+        "loadgen": {"server": server.to_json(), "offline_and_single_stream": base.to_json(),
                     "client_cores": f"none of its own: LoadGen shares {os.cpu_count()} cores with "
-                                    "the contender"}}
+                                    "the contender, which may use all of them"}}
+
+
+def _at_bound(searched: Search) -> dict[str, Any]:
+    rate, result = searched.best()
+    return {"server": {"target_qps": round(rate, 2), **result.to_json()},
+            "search": searched.to_json()}
 
 
 def _verify(pools: dict[str, Pool], served: ServeWork) -> dict[str, dict[str, Any]]:
     """OPER's scores against TorchRec's on equally rounded rows, both against float32."""
     queries = range(min(_CHECKED, served.num_queries))
-    scores = {kind: pool.scores(queries) for kind, pool in pools.items()}
+    scores = {kind: pool.scores(queries) for kind, pool in pools.items() if kind != FLOOR}
     found = {}
     for name, ours, reference, tolerance in (
             ("oper-torchrec", "oper", "torchrec", _EQUAL),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from oper.bench import loadgen, record
-from oper.bench.rate_search import Bracket, confirm, search
+from oper.bench.rate_search import Search, search
 from oper.bench.serve_client import LoadClient, Seen
 from oper.bench.serve_host import Host, Swap
 from oper.bench.serve_models import ServeWork
@@ -37,7 +37,8 @@ class LiveCase:
         seconds: length of the main runs.
         load: their rate as a share of the capacity.
         swaps: publications, for ``"publish"``.
-        search_s, steps: length and number of the runs that search the capacity.
+        run_s, min_queries: least length of the runs that search the capacity.
+        max_runs: of them.
         bound_ms: latency bound of 99 % of the queries.
     """
 
@@ -48,8 +49,9 @@ class LiveCase:
     seconds: float = 10.0
     load: float = 0.7
     swaps: int = 50
-    search_s: float = 2.0
-    steps: int = 5
+    run_s: float = 2.5
+    min_queries: int = 1500
+    max_runs: int = 10
     bound_ms: float = 10.0
 
     def to_json(self) -> dict[str, Any]:
@@ -76,16 +78,16 @@ class _Live:
     def capacity(self) -> tuple[float, dict[str, Any]]:
         """Highest rate that is VALID at the latency bound; 0 when none was, and how it was found.
         """
-        self.progress(f"{self.case.name}: looking for the capacity")
+        case = self.case
+        self.progress(f"{case.name}: looking for the capacity")
         single = self.client.run(replace(self.settings, scenario="SingleStream", expected_qps=300))
-        bracket = {"server": Bracket(single.result.rate)}
-        search(bracket, lambda _, r: self.client.run(self.at(r, self.case.search_s)).result,
-               self.case.steps)
-        rate, result = confirm(
-            bracket, lambda _, r: self.client.run(self.at(r, 2 * self.case.search_s)).result, 4
-        )["server"]
-        return (rate if result.valid else 0.0), {
-            "single_stream": single.result.to_json(), "search": bracket["server"].runs,
+        found = Search(single.result.rate, case.bound_ms, case.max_runs)
+        search({"server": found}, lambda _, rate, before: self.client.run(replace(
+            self.at(rate, case.run_s), min_queries=case.min_queries,
+            seed=self.settings.seed + before)).result)
+        rate, result = found.best()
+        return rate, {
+            "single_stream": single.result.to_json(), "search": found.to_json(),
             "server": {"target_qps": round(rate, 2), **result.to_json()}}
 
 
@@ -96,7 +98,7 @@ def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]
     try:
         client = LoadClient(host.address, case.served)
         try:
-            base = loadgen.Settings("Server", 100, case.search_s, bound_ms=case.bound_ms,
+            base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
                                     num_samples=case.served.num_queries)
             live = _Live(case, host, client, base, progress)
             first = client.learn()
@@ -121,7 +123,7 @@ def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, 
         clock = record.BusyClock(lambda: live.host.cpu_seconds() + live.client.cpu_seconds())
         rate, how = live.capacity()
         # A machine too busy for any valid rate still gets its load, and the record says so.
-        target = case.load * (rate or how["server"]["target_qps"])
+        target = case.load * (rate or min(r[0] for r in how["search"]))
         entry = {"http": _http, "publish": _publish, "soak": _soak}[case.kind](live, target)
         entry |= {"capacity_qps": round(rate, 2), "capacity": how,
                   "other_busy_cores": round(clock.others(list), 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import hashlib
 import logging
 import typing
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = ("oper", "torchrec", "torch")  # published int8 rows; TorchRec's int8 model; float32
+FLOOR = "floor"  # no model: a fixed amount of work in its place
+_HASHED = bytes(16 << 10)  # per sample of the floor: about as long as a model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +126,38 @@ class TorchPredictor:
         return {}
 
 
+class FloorPredictor:
+    """As much computing for every sample, whatever is in it, and no memory beyond a core's caches:
+    what the machine and the way to it allow a server that takes this long."""
+
+    epoch = 1
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+
+    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+        """Zeros float32 [B], and 1."""
+        digest = hashlib.sha256()
+        for _ in range(batch.num_samples):
+            digest.update(_HASHED)  # other threads may run meanwhile, as in PyTorch's operators
+        return np.zeros(batch.num_samples, np.float32), 1
+
+    def rows_read(self) -> dict[str, int]:
+        """None are read."""
+        return {}
+
+
 def make_predictor(kind: str, value: dict[str, Any], publication: str) -> Any:
     """A contender's predictor.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `KINDS`, or `FLOOR`.
         value: ``ServeWork.to_json()``.
         publication: the name that OPER's tables are published under.
     """
     served = ServeWork.from_json(value)
+    if kind == FLOOR:
+        return FloorPredictor(served.signature)
     if kind == "oper":
         return AttachedModel(functools.partial(build, value), publication, served.signature)
     model = build(value, "cpu")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import array
 import contextlib
 import functools
+import gc
 import os
 import select
 import socket
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from oper.bench import loadgen
 from oper.bench.launch import die_with_parent
 from oper.bench.memory import cpu_seconds, pss_bytes
 from oper.bench.serve_models import ServeWork, build, give_back_memory, make_predictor
+from oper.bench.stalls import Stalls, spin
 from oper.errors import OperError, fail
 from oper.serve.allocator import for_children
 from oper.serve.batching import Batcher, BatchOptions, Ticket
@@ -47,7 +49,7 @@ class Pool:
     """Processes of one kind of contender.
 
     Args:
-        kind: of `oper.bench.serve_models.KINDS`.
+        kind: of `oper.bench.serve_models`.
         served: what they score.
         batching: of each worker.
     """
@@ -96,10 +98,19 @@ class Pool:
         raise OperError(fail("a process of the serving benchmark has failed", "contender",
                              self.kind, "an answer", "see its log above"))
 
-    def set_threads(self, count: int, threads: int) -> None:
-        """Give the models of the first `count` workers so many threads."""
+    def configure(self, count: int, threads: int, max_samples: int) -> None:
+        """Give the models of the first `count` workers so many threads, and batches of at most so
+        many samples."""
         for worker in self._workers[:count]:
-            self._ask(worker.control, "threads", threads)
+            self._ask(worker.control, "configure", threads, max_samples)
+
+    def spin(self, count: int, seconds: float, stalls: Stalls) -> None:
+        """Look for stalls in the first `count` workers at once."""
+        used = self._workers[:count]
+        for worker in used:
+            worker.control.send(("spin", seconds))
+        for worker in used:
+            stalls.add(seconds, self._ask(worker.control))
 
     def scores(self, indices: Sequence[int], worker: int = 0) -> np.ndarray:
         """Scores float32 [queries, candidates] of queries that are scored together."""
@@ -225,13 +236,18 @@ def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any]
     threaded = _Threaded(predictor)
     batcher = Batcher(threaded, batching)
     threading.Thread(target=_take, args=(queries, batcher, library), daemon=True).start()
+    gc.collect()
+    gc.freeze()  # as the server's workers do
     control.send(True)
     with contextlib.suppress(EOFError):
         while True:
             command, *words = control.recv()
-            if command == "threads":
-                threaded.threads = words[0]
+            if command == "configure":
+                threaded.threads, max_samples = words
+                batcher.options = replace(batching, max_samples=max_samples)
                 control.send(True)
+            elif command == "spin":
+                control.send(spin(*words))
             elif command == "scores":
                 found = [batcher.score(library[k])[0] for k in words[0]]
                 control.send(np.stack(found))

@@ -75,13 +75,13 @@ class Batcher:
 
     Args:
         predictor: what scores.
-        options: how requests become batches.
+        options: how requests become batches; may be replaced while it runs.
         observe: told ``(num_requests, num_samples, seconds)`` after every batch.
     """
 
     def __init__(self, predictor: Predictor, options: BatchOptions,
                  observe: Callable[[int, int, float], Any] | None = None) -> None:
-        self._predictor, self._options = predictor, options
+        self._predictor, self.options = predictor, options
         self._observe = observe or (lambda requests, samples, seconds: None)
         self._waiting: deque[Ticket] = deque()
         self._queued = 0  # samples in `_waiting`
@@ -106,13 +106,13 @@ class Batcher:
             if self._closing:
                 raise OverloadedError(fail("cannot score the request", "server", "shutting down",
                                            "running", "ask another one"))
-            if self._queued and self._queued + size > self._options.max_queued:
+            if self._queued and self._queued + size > self.options.max_queued:
                 raise OverloadedError(fail(
                     "too many requests", "samples waiting", self._queued + size,
-                    f"<= {self._options.max_queued}", "retry later"))
+                    f"<= {self.options.max_queued}", "retry later"))
             self._waiting.append(ticket)
             self._queued += size
-            if len(self._waiting) == 1 or self._queued >= self._options.max_samples:
+            if len(self._waiting) == 1 or self._queued >= self.options.max_samples:
                 self._changed.notify()
 
     def score(self, request: Request, timeout_s: float = 60.0) -> tuple[np.ndarray, int]:
@@ -139,7 +139,7 @@ class Batcher:
 
     def _next_batch(self) -> list[Ticket]:
         """The next tickets, at least one; none when the batcher is closed and nothing waits."""
-        o = self._options
+        o = self.options
         with self._changed:
             while not self._waiting and not self._closing:
                 self._changed.wait()
