@@ -26,7 +26,8 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(path))
     except OSError:
         return None
-    for name in ("parse", "encode", "encoded", "runs", "sample", "merge", "lookup", "deal"):
+    for name in ("parse", "encode", "encoded", "runs", "sample", "merge", "lookup", "deal",
+                 "tally", "tally_move", "tally_purge", "tally_levels", "tally_list"):
         getattr(found, f"oper_data_{name}").restype = ctypes.c_int64
     return found
 

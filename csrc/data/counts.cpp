@@ -48,63 +48,62 @@ void radix_sort(std::vector<Entry<V>>& entries, std::vector<Entry<V>>& other) {
     }
 }
 
-constexpr size_t kNearBytes = 1 << 18;  // of a table that the nearer caches hold
-constexpr int64_t kAhead = 12;          // values between asking for a slot and using it
+constexpr int64_t kBlock = 64;  // values whose slots are asked for before the first is used
 
-// Distinct values, numbered from 1 in the order in which they were first met, and how often each
-// was: a table with open addressing.
+// Distinct values, numbered from 1 in the order in which they were first met: a table with open
+// addressing.
 template <class V>
 class Codes {
   public:
-    Codes() : counts_(1, 0), slots_(1 << 12), shift_(64 - 12) {}
+    Codes() : slots_(1 << 12), shift_(64 - 12) {}
 
-    void prefetch(V value) const { __builtin_prefetch(&slots_[place(value)]); }
+    uint32_t size() const { return size_; }
 
-    bool is_large() const { return slots_.size() * sizeof(Slot) > kNearBytes; }
+    // Room for `more` new values: places that were computed stay right meanwhile.
+    void reserve(int64_t more) {
+        while (2 * (size_ + static_cast<uint64_t>(more)) > slots_.size()) grow();
+    }
 
-    uint32_t code(V value) {
-        uint64_t at = place(value);
-        for (; slots_[at].code; at = (at + 1) & (slots_.size() - 1)) {
-            if (slots_[at].value == value) {
-                ++counts_[slots_[at].code];
-                return slots_[at].code;
+    // Where the search for a value begins. Fibonacci hashing of the folded value (Knuth, TAOCP 3,
+    // section 6.4).
+    uint64_t place(V value) const {
+        auto v = static_cast<uint64_t>(value);
+        return ((v ^ (v >> 32)) * 0x9e3779b97f4a7c15u) >> shift_;
+    }
+
+    void prefetch(uint64_t at) const { __builtin_prefetch(&slots_[at]); }
+
+    uint32_t code(V value, uint64_t at) {
+        for (;; at = (at + 1) & (slots_.size() - 1)) {
+            Slot& s = slots_[at];
+            if (__builtin_expect(s.value == value && s.code, 1)) return s.code;
+            if (!s.code) {
+                s = {value, ++size_};
+                return s.code;
             }
         }
-        auto code = static_cast<uint32_t>(counts_.size());
-        slots_[at] = {value, code};
-        counts_.push_back(1);
-        if (2 * counts_.size() > slots_.size()) grow();
-        return code;
     }
 
     // The values with their codes, in no order.
     void list(std::vector<Entry<V>>& found) const {
         found.clear();
-        found.reserve(counts_.size() - 1);
+        found.reserve(size_);
         for (const Slot& s : slots_)
             if (s.code) found.push_back({static_cast<Key<V>>(s.value) ^ kFlip<V>, s.code});
     }
 
     // Forgets everything; the table becomes small again, its memory stays.
     void clear() {
-        counts_.assign(1, 0);
+        size_ = 0;
         slots_.assign(1 << 12, {});
         shift_ = 64 - 12;
     }
-
-    const std::vector<int64_t>& counts() const { return counts_; }
 
   private:
     struct Slot {
         V value;
         uint32_t code;  // 0 = free
     };
-
-    // Fibonacci hashing of the folded value (Knuth, TAOCP 3, section 6.4).
-    uint64_t place(V value) const {
-        auto v = static_cast<uint64_t>(value);
-        return ((v ^ (v >> 32)) * 0x9e3779b97f4a7c15u) >> shift_;
-    }
 
     void grow() {
         other_.assign(4 * slots_.size(), {});
@@ -118,24 +117,33 @@ class Codes {
         }
     }
 
-    std::vector<int64_t> counts_;  // by code; of 0, nothing
     std::vector<Slot> slots_, other_;
+    uint32_t size_ = 0;
     int shift_;
 };
 
+// What becomes of a code, and how often it was met.
+struct Final {
+    uint32_t place, count;
+};
+
 template <class C>
-void renumber(const uint32_t* place, const uint32_t* codes, int64_t size, void* to) {
+void renumber(Final* finals, const uint32_t* codes, int64_t size, void* to) {
     auto out = static_cast<C*>(to);
-    for (int64_t k = 0; k < size; ++k) out[k] = static_cast<C>(place[codes[k]]);
+    for (int64_t k = 0; k < size; ++k) {
+        Final& f = finals[codes[k]];
+        out[k] = static_cast<C>(f.place);
+        ++f.count;
+    }
 }
 
 // Memory that a thread keeps from call to call: fresh pages would cost more than the work in them.
 template <class V>
 struct Kept {
     Codes<V> found;
-    std::vector<uint32_t> scratch, place;
+    std::vector<uint32_t> scratch;
+    std::vector<Final> finals;
     std::vector<Entry<V>> entries, other;
-    int64_t missing = 0;
 };
 
 template <class V>
@@ -146,24 +154,33 @@ Kept<V>& kept() {
 
 template <class V>
 int64_t encode(const V* values, const uint8_t* valid, int64_t offset, int64_t size) {
-    auto& [found, scratch, place, entries, other, missing] = kept<V>();
+    auto& [found, scratch, finals, entries, other] = kept<V>();
+    auto is_there = [&](int64_t k) { return valid[(offset + k) >> 3] >> ((offset + k) & 7) & 1; };
     found.clear();
     scratch.resize(size);
-    missing = 0;
-    if (!valid) {
-        int64_t k = 0;
-        for (; k < size && !found.is_large(); ++k) scratch[k] = found.code(values[k]);
-        for (; k < size - kAhead; ++k) {
-            found.prefetch(values[k + kAhead]);
-            scratch[k] = found.code(values[k]);
+    int64_t start = 0;
+    for (; valid && start < size && !is_there(start); ++start) scratch[start] = 0;
+    V last = start < size ? values[start] : V{};
+    V block[kBlock];
+    uint64_t at[kBlock];
+    uint32_t mask[kBlock];
+    for (; start < size; start += kBlock) {
+        int64_t count = std::min(kBlock, size - start);
+        const V* from = values + start;
+        if (valid) {
+            // A missing value repeats the last one that is there, whose code is then masked away:
+            // no branch to mispredict, and nothing is entered for it.
+            for (int64_t k = 0; k < count; ++k) {
+                mask[k] = -static_cast<uint32_t>(is_there(start + k));
+                block[k] = last = mask[k] ? values[start + k] : last;
+            }
+            from = block;
         }
-        for (; k < size; ++k) scratch[k] = found.code(values[k]);
-    } else {
-        for (int64_t k = 0; k < size; ++k) {
-            bool is_there = valid[(offset + k) >> 3] >> ((offset + k) & 7) & 1;
-            scratch[k] = is_there ? found.code(values[k]) : 0;
-            missing += !is_there;
-        }
+        found.reserve(count);
+        for (int64_t k = 0; k < count; ++k) found.prefetch(at[k] = found.place(from[k]));
+        uint32_t* out = scratch.data() + start;
+        for (int64_t k = 0; k < count; ++k) out[k] = found.code(from[k], at[k]);
+        for (int64_t k = 0; valid && k < count; ++k) out[k] &= mask[k];
     }
     found.list(entries);
     radix_sort(entries, other);
@@ -172,20 +189,19 @@ int64_t encode(const V* values, const uint8_t* valid, int64_t offset, int64_t si
 
 template <class V>
 int64_t encoded(void* codes, V* distinct, int64_t* counts) {
-    auto& [found, scratch, place, entries, other, missing] = kept<V>();
+    auto& [found, scratch, finals, entries, other] = kept<V>();
     auto num = static_cast<int64_t>(entries.size());
     auto size = static_cast<int64_t>(scratch.size());
-    place.resize(num + 1);
-    place[0] = 0;
-    counts[0] = missing;
+    finals.resize(num + 1);
+    finals[0] = {0, 0};
     for (int64_t k = 0; k < num; ++k) {
-        place[entries[k].with] = static_cast<uint32_t>(k + 1);
+        finals[entries[k].with] = {static_cast<uint32_t>(k + 1), 0};
         distinct[k] = static_cast<V>(entries[k].key ^ kFlip<V>);
-        counts[k + 1] = found.counts()[entries[k].with];
     }
-    if (num <= 0xff) renumber<uint8_t>(place.data(), scratch.data(), size, codes);
-    else if (num <= 0xffff) renumber<uint16_t>(place.data(), scratch.data(), size, codes);
-    else renumber<uint32_t>(place.data(), scratch.data(), size, codes);
+    if (num <= 0xff) renumber<uint8_t>(finals.data(), scratch.data(), size, codes);
+    else if (num <= 0xffff) renumber<uint16_t>(finals.data(), scratch.data(), size, codes);
+    else renumber<uint32_t>(finals.data(), scratch.data(), size, codes);
+    for (int64_t k = 0; k <= num; ++k) counts[finals[k].place] = finals[k].count;
     return num;
 }
 
@@ -238,6 +254,102 @@ void lookup(const V* known, const int32_t* ids, int64_t num_known, const V* valu
     }
 }
 
+// Whether the 64-bit hash of an id (the finalizer of splitmix64) has `level` leading zeros.
+inline bool is_sampled(uint64_t id, int32_t level) {
+    uint64_t x = id + 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return !level || (x ^ (x >> 31)) >> (64 - level) == 0;
+}
+
+// An id and how often it was met; never met = free.
+template <class V>
+struct Tallied {
+    V id, count;
+};
+
+inline uint64_t tally_place(uint64_t id, int32_t bits) {
+    return (id * 0x9e3779b97f4a7c15u) >> (64 - bits);
+}
+
+// Where an id stands, or would stand, in a table of 2^bits slots that has free ones.
+template <class V>
+Tallied<V>& tallied(Tallied<V>* slots, int32_t bits, V id, uint64_t at) {
+    for (uint64_t mask = (uint64_t{1} << bits) - 1;; at = (at + 1) & mask)
+        if (!slots[at].count || slots[at].id == id) return slots[at];
+}
+
+template <class V>
+int64_t tally(Tallied<V>* slots, int32_t bits, const int64_t* ids, const int64_t* counts,
+              int64_t size, int64_t limit, int64_t* used) {
+    uint64_t at[kBlock];
+    int64_t start = 0;
+    for (; start < size; start += kBlock) {
+        int64_t count = std::min(kBlock, size - start);
+        if (*used + count > limit) break;
+        for (int64_t k = 0; k < count; ++k)
+            __builtin_prefetch(&slots[at[k] = tally_place(ids[start + k], bits)], 1);
+        for (int64_t k = 0; k < count; ++k) {
+            auto id = static_cast<V>(ids[start + k]);
+            Tallied<V>& t = tallied(slots, bits, id, at[k]);
+            *used += !t.count;
+            t.id = id;
+            t.count += counts ? static_cast<V>(counts[start + k]) : 1;
+        }
+    }
+    return std::min(start, size);
+}
+
+template <class V, class W>
+void tally_move(const Tallied<V>* from, int32_t from_bits, Tallied<W>* to, int32_t bits) {
+    for (int64_t k = 0; k < int64_t{1} << from_bits; ++k) {
+        if (!from[k].count) continue;
+        auto id = static_cast<W>(from[k].id);
+        tallied(to, bits, id, tally_place(from[k].id, bits)) = {id, static_cast<W>(from[k].count)};
+    }
+}
+
+// Takes `level` from all counts; ids whose count is not above it go.
+template <class V>
+int64_t tally_purge(Tallied<V>* slots, int32_t bits, V level) {
+    const int64_t size = int64_t{1} << bits;
+    int64_t first = 0, left = 0;
+    while (slots[first].count) ++first;  // what lies behind a free slot is at home behind it, too
+    for (int64_t k = 1; k <= size; ++k) {
+        Tallied<V>& slot = slots[(first + k) & (size - 1)];
+        Tallied<V> t = slot;
+        slot.count = 0;
+        if (t.count <= level) continue;
+        tallied(slots, bits, t.id, tally_place(t.id, bits)) = {t.id, static_cast<V>(t.count - level)};
+        ++left;
+    }
+    return left;
+}
+
+template <class V>
+void tally_levels(const Tallied<V>* slots, int32_t bits, int64_t* few, int64_t size) {
+    for (int64_t k = 0; k < int64_t{1} << bits; ++k)
+        ++few[std::min<uint64_t>(slots[k].count, static_cast<uint64_t>(size - 1))];
+}
+
+template <class V>
+int64_t tally_list(const Tallied<V>* slots, int32_t bits, V above, int32_t level, int64_t room,
+                   int64_t* ids, int64_t* counts) {
+    std::vector<Entry<int64_t>> entries, other;
+    entries.reserve(room);
+    for (int64_t k = 0; k < int64_t{1} << bits; ++k)
+        if (slots[k].count > above && is_sampled(slots[k].id, level))
+            entries.push_back({slots[k].id, slots[k].count});
+    auto found = static_cast<int64_t>(entries.size());
+    if (found > room) return found;
+    radix_sort(entries, other);
+    for (int64_t k = 0; k < found; ++k) {
+        ids[k] = static_cast<int64_t>(entries[k].key);
+        counts[k] = static_cast<int64_t>(entries[k].with);
+    }
+    return found;
+}
+
 template <class C>
 void gather(const int32_t* table, const void* codes, int64_t size, int32_t* out) {
     auto in = static_cast<const C*>(codes);
@@ -284,13 +396,64 @@ OPER_DATA_API int64_t oper_data_sample(const int64_t* ids, int64_t size, int32_t
                                        int64_t* places) {
     int64_t n = 0;
     for (int64_t k = 0; k < size; ++k) {
-        uint64_t x = static_cast<uint64_t>(ids[k]) + 0x9e3779b97f4a7c15u;
-        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-        x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
         places[n] = k;
-        n += (x ^ (x >> 31)) >> (64 - level) == 0;
+        n += oper::data::is_sampled(static_cast<uint64_t>(ids[k]), level);
     }
     return n;
+}
+
+// Tables of ids and counts with open addressing: 2^bits slots of an id and a count each, uint32 or
+// (`wide`) uint64; count 0 = free.
+#define BY_WIDTH(wide, call)                    \
+    if (wide) { using V = uint64_t; call; }     \
+    else { using V = uint32_t; call; }
+
+// Counts ids in such a table. counts: int64 [size], >= 1, of each id; null = 1. Adds new ids to
+// `*used` and stops at `limit` of them; returns the number of ids taken.
+OPER_DATA_API int64_t oper_data_tally(int32_t wide, void* table, int32_t bits, const int64_t* ids,
+                                      const int64_t* counts, int64_t size, int64_t limit,
+                                      int64_t* used) {
+    using namespace oper::data;
+    BY_WIDTH(wide, return tally(static_cast<Tallied<V>*>(table), bits, ids, counts, size, limit,
+                                used))
+}
+
+// Moves the ids of one such table to a larger or wider one, which is empty.
+OPER_DATA_API int64_t oper_data_tally_move(int32_t from_wide, const void* from, int32_t from_bits,
+                                           int32_t wide, void* to, int32_t bits) {
+    using namespace oper::data;
+    if (from_wide)
+        tally_move(static_cast<const Tallied<uint64_t>*>(from), from_bits,
+                   static_cast<Tallied<uint64_t>*>(to), bits);
+    else
+        BY_WIDTH(wide, tally_move(static_cast<const Tallied<uint32_t>*>(from), from_bits,
+                                  static_cast<Tallied<V>*>(to), bits))
+    return 0;
+}
+
+// Takes `level` from all counts of such a table, which has a free slot; ids whose count is not above
+// it go. Returns how many are left.
+OPER_DATA_API int64_t oper_data_tally_purge(int32_t wide, void* table, int32_t bits,
+                                            int64_t level) {
+    using namespace oper::data;
+    BY_WIDTH(wide, return tally_purge(static_cast<Tallied<V>*>(table), bits, static_cast<V>(level)))
+}
+
+// few[c], int64 [size]: slots with count c; in the last place those with more, too.
+OPER_DATA_API int64_t oper_data_tally_levels(int32_t wide, const void* table, int32_t bits,
+                                             int64_t* few, int64_t size) {
+    using namespace oper::data;
+    BY_WIDTH(wide, tally_levels(static_cast<const Tallied<V>*>(table), bits, few, size); return 0)
+}
+
+// Ids of such a table with counts above `above` whose hash has `level` leading zeros: ascending, with
+// their counts. Returns how many there are; when that is more than `room`, nothing is written.
+OPER_DATA_API int64_t oper_data_tally_list(int32_t wide, const void* table, int32_t bits,
+                                           int64_t above, int32_t level, int64_t room, int64_t* ids,
+                                           int64_t* counts) {
+    using namespace oper::data;
+    BY_WIDTH(wide, return tally_list(static_cast<const Tallied<V>*>(table), bits,
+                                     static_cast<V>(above), level, room, ids, counts))
 }
 
 // Adds up two lists of ascending distinct values with counts; returns the length of the result.

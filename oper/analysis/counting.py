@@ -9,13 +9,13 @@ import numpy as np
 
 from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
 from oper.analysis.sketch import DistinctSample, HeavyHitters, sketched_stats
+from oper.analysis.tally import Tally
 from oper.errors import InvalidInputError, fail
-from oper.native import count_distinct, merge_counts
+from oper.native import count_distinct, merge_counts, sampled
 from oper.stats import TableStats, TimeBucket
 
 _PENDING = 1 << 20         # ids that a sparse counter collects before it sorts them, at least
 _MAX_PENDING = 1 << 23     # at most, once it holds twice as many
-_SKETCH_PENDING = 1 << 23  # ids that are sorted before they meet a sketch
 _BUCKET_ENTRIES = 1 << 16  # ids of a time bucket that is not counted exactly
 _UINT32_MAX = 2**32 - 1
 _EMPTY = np.zeros(0, np.int64)
@@ -28,18 +28,18 @@ class CountOptions:
     Attributes:
         presence_samples: window sizes n at which presence is measured.
         dense_budget_bytes: memory for dense counters (4 bytes per row) over all tables; tables that
-            do not fit are counted by sorting, exactly as well, at a third to a tenth of the speed.
-        sparse_budget_bytes: memory of one such table (16 bytes per touched row, about twice that
-            while counting, and up to 64 MB of ids not yet counted); beyond it heavy hitters are
-            kept with a bounded error and the tail is estimated from a sample of its rows (see
-            `oper.analysis.sketch`).
+            do not fit are counted in a hash table, exactly as well, at a fraction of the speed.
+        sparse_budget_bytes: memory of the counts of one such table (11 to 43 bytes per touched row,
+            twice that with ids or accesses beyond 32 bits, a quarter more while it grows); beyond
+            it heavy hitters are kept with a bounded error and the tail is estimated from a sample
+            of its rows (see `oper.analysis.sketch`).
         max_overhead: share of the time that a live `Collector` may take, e.g. 0.02: batches that
             would take more are left out; None = count every batch.
     """
 
     presence_samples: tuple[int, ...] = PRESENCE_SAMPLES
     dense_budget_bytes: int = 2 << 30
-    sparse_budget_bytes: int = 1 << 29
+    sparse_budget_bytes: int = 1 << 28
     max_overhead: float | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class SparseCounter:
         self._num_pending += values.size
         # The more is held, the more is collected first: fewer merges.
         if self._num_pending >= _PENDING and self._num_pending >= min(
-                _MAX_PENDING, sum(v.size for v, _ in self._runs) // 2):
+                _MAX_PENDING, self.num_entries // 2):
             self._flush()
 
     def _flush(self) -> None:
@@ -98,6 +98,11 @@ class SparseCounter:
         self._runs.append((values, counts))
         while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
             self._runs[-2:] = [merge_counts(self._runs[-2:])]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of all runs."""
+        return sum(v.size for v, _ in self._runs)
 
     @property
     def num_bytes(self) -> int:
@@ -118,63 +123,84 @@ class AdaptiveCounter:
 
     def __init__(self, budget_bytes: int) -> None:
         """Start counting exactly."""
-        self._exact: SparseCounter | None = SparseCounter()
-        self._budget = budget_bytes
-        self._pending: list[np.ndarray] = []
+        self._tally = Tally(budget_bytes)
+        self._pending: list[np.ndarray] = []  # sampled ids
         self._num_pending = 0
+        self.is_exact = True  # whether every id has been counted
         self.num_accesses = 0
         self.heavy, self.sample = HeavyHitters(), DistinctSample()
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every id has been counted."""
-        return self._exact is not None
 
     def add(self, ids: np.ndarray) -> None:
         """Count `ids`, integer [N], none negative."""
         self.num_accesses += ids.size
-        if self._exact is not None:
-            self._exact.add(ids)
-            if self._exact.num_bytes > self._budget:
-                self._sketch(*self._exact.result())
-                self._exact = None
+        self._add(ids.astype(np.int64, copy=False), None)
+
+    def _add(self, ids: np.ndarray, counts: np.ndarray | None) -> None:
+        taken = 0
+        if self.is_exact:
+            taken = self._tally.add(ids, counts)
+            if taken == ids.size:
+                return
+            self._end_exact()
+        ids, counts = ids[taken:], None if counts is None else counts[taken:]
+        self._add_sampled(ids, counts)
+        while ids.size:
+            taken = self._tally.add(ids, counts)
+            ids, counts = ids[taken:], None if counts is None else counts[taken:]
+            if ids.size:
+                self._tally.purge(max(self.heavy.num_entries, self._tally.num_ids // 2))
+
+    def _end_exact(self) -> None:
+        """Go over to sketches: the table keeps the heavy hitters, the sample is taken from it."""
+        if not self.is_exact:
             return
-        self._pending.append(ids.astype(np.int64))
-        self._num_pending += ids.size
-        if self._num_pending >= _SKETCH_PENDING:
-            self._flush()
+        self.is_exact = False
+        level = max(0, (self._tally.num_ids // max(1, self.sample.num_entries)).bit_length() - 1)
+        self.sample.level = max(level, self.sample.level)
+        self.sample.add(*self._tally.sample(self.sample.level))
+        # However small the budget, room for the heavy hitters and as many others.
+        self._tally.max_bytes = max(self._tally.max_bytes, 64 * self.heavy.num_entries, 1 << 17)
+
+    def _add_sampled(self, ids: np.ndarray, counts: np.ndarray | None) -> None:
+        at = sampled(ids, self.sample.level)
+        if counts is not None:
+            self.sample.add(ids[at], counts[at])
+            return
+        self._pending.append(ids[at])
+        self._num_pending += at.size
+        if self._num_pending >= 2 * self.sample.num_entries:
+            self._flush_sample()
+
+    def _flush_sample(self) -> None:
+        if self._pending:
+            self.sample.add(*count_distinct(np.concatenate(self._pending)))
+            self._pending, self._num_pending = [], 0
 
     def _flush(self) -> None:
-        if self._num_pending:
-            values = np.concatenate(self._pending)
-            self._pending, self._num_pending = [], 0
-            self._sketch(*count_distinct(values))
-
-    def _sketch(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        self.heavy.add(ids, counts)
-        self.sample.add(ids, counts)
+        """Give what was counted to the sketches; the table is empty afterwards."""
+        self._flush_sample()
+        tally = self._tally
+        tally.purge(self.heavy.num_entries)
+        self.heavy.error += tally.error
+        self.heavy.add(*tally.result())
+        self._tally = Tally(tally.max_bytes)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """Ids, ascending, and counts: all of them, or the heavy hitters' lower bounds."""
-        if self._exact is not None:
-            return self._exact.result()
+        if self.is_exact:
+            return self._tally.result()
         self._flush()
         return self.heavy.result()
 
     def merge(self, other: AdaptiveCounter) -> None:
         """Add what another counter has counted (its own count is lost)."""
         self.num_accesses += other.num_accesses
-        if self._exact is not None and other._exact is not None:
-            self._exact.add_counts(*other._exact.result())
-            if self._exact.num_bytes > self._budget:
-                self._sketch(*self._exact.result())
-                self._exact = None
+        if other.is_exact:
+            self._add(*other._tally.result())
             return
         for counter in (self, other):
+            counter._end_exact()
             counter._flush()
-            if counter._exact is not None:
-                counter._sketch(*counter._exact.result())
-                counter._exact = None
         self.heavy.merge(other.heavy)
         self.sample.merge(other.sample)
 
@@ -213,7 +239,7 @@ class TableCounter:
 
     def __init__(self, name: str, num_rows: int, dense: bool = True,
                  presence_samples: Sequence[int] = PRESENCE_SAMPLES,
-                 sparse_budget_bytes: int = 1 << 29) -> None:
+                 sparse_budget_bytes: int = 1 << 28) -> None:
         """Start a counter.
 
         Args:

@@ -50,7 +50,7 @@ def disk_need(recipe: Recipe, units: Sequence[Unit]) -> DiskNeed:
         rows += count
         # Codes of 1 to 4 bytes; distinct values with counts at most as large as the text itself.
         work += count * (9 + 4 * num_dense + 3 * num_sparse + min(0.5 * row_bytes, 6 * num_sparse))
-        output += count * (2 + 5 * bool(recipe.time) + 3 * num_dense + 3 * num_sparse)
+        output += count * (2 + 5 * bool(recipe.time) + 4 * num_dense + 4 * num_sparse)
     return DiskNeed(rows, int(work), int(output))
 
 

@@ -165,7 +165,8 @@ class Stage:
             np.save(file, rows.rows if has_gaps else rows.rows[:1])
             np.save(file, rows.labels)
             np.save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
-            np.save(file, rows.dense)
+            # Part of a wider array: as it is NumPy would write it number by number.
+            np.save(file, np.ascontiguousarray(rows.dense))
             for ids in rows.sparse:
                 coded, found = encode(ids)
                 offsets.append(file.tell())

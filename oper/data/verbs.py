@@ -143,9 +143,9 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", default="2GiB", metavar="SIZE",
                         help="memory for dense counters; tables beyond it are counted by sorting, "
                              "more slowly (default 2GiB)")
-    parser.add_argument("--table-memory", default="512MiB", metavar="SIZE",
+    parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
                         help="memory for a table counted by sorting; beyond it heavy hitters are "
-                             "kept with a bounded error and the tail is estimated (default 512MiB)")
+                             "kept with a bounded error and the tail is estimated (default 256MiB)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 

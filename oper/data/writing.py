@@ -200,9 +200,10 @@ class _PartWriter:
         for start in range(0, count, group):
             if self._writer is None:
                 name = f"part-{self._unit:05d}-{self._num_parts:03d}.parquet"
-                # Ids are dense integers already: a dictionary would cost time and save little,
-                # and unpacking costs those who train more than reading a third more bytes.
-                few = [n for n in table.schema.names if n not in self._ids]
+                # Ids and numbers as they are: a dictionary would cost time and save little of the
+                # ids, and unpacking costs those who train more than reading the bytes.
+                few = [f.name for f in table.schema
+                       if f.name not in self._ids and not pa.types.is_floating(f.type)]
                 self._writer = pq.ParquetWriter(
                     self._folder / name, table.schema, compression="none", use_dictionary=few,
                     write_statistics=False, write_page_checksum=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from oper import native
 from oper.analysis import (
     DistinctSample,
     HeavyHitters,
@@ -20,6 +21,7 @@ from oper.analysis import (
 from oper.analysis.counting import AdaptiveCounter
 from oper.analysis.presence import Lookups
 from oper.analysis.sketch import sketched_stats
+from oper.analysis.tally import Tally
 from oper.errors import InvalidInputError
 from oper.native import count_distinct
 from oper.stats import AccessStats, TableStats
@@ -81,7 +83,6 @@ def test_statistics_from_sketches_are_close_to_exact_ones(
     exponent: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_rows, ids = 400_000, zipf(400_000, 1_500_000, exponent)
-    monkeypatch.setattr(counting, "_SKETCH_PENDING", 1 << 16)
     monkeypatch.setattr("oper.analysis.sketch.HEAVY_ENTRIES", 20_000)
     exact, sketched = (TableCounter("t", num_rows, dense, sparse_budget_bytes=1 << 18)
                        for dense in (True, False))
@@ -101,6 +102,82 @@ def test_statistics_from_sketches_are_close_to_exact_ones(
     true = dict(zip(a.head_ids.tolist(), a.head_counts.tolist(), strict=True))
     for i, count in zip(b.head_ids.tolist(), b.head_counts.tolist(), strict=True):
         assert abs(count - true[i]) <= 0.1 * true[i] + 1
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@given(parts=st.lists(st.lists(st.integers(0, 300) | st.integers(0, 2**63 - 1), max_size=300),
+                      max_size=6), repeat=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_a_tally_counts_everything_that_it_takes(compiled: bool, parts: list[list[int]],
+                                                 repeat: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr("oper.analysis.tally.library", lambda: None)
+        tally, found = Tally(1 << 20), Counter()
+        for part in parts:
+            ids = np.unique(np.array(part, np.int64))
+            assert tally.add(ids, np.full(ids.size, repeat)) == ids.size
+            assert tally.add(np.repeat(ids, 2)) == 2 * ids.size
+            found.update(dict.fromkeys(ids.tolist(), repeat + 2))
+        ids, counts = tally.result()
+        assert ids.tolist() == sorted(found)
+        assert counts.tolist() == [found[i] for i in ids.tolist()]
+        some = tally.sample(1)
+        assert some[0].tolist() == ids[native.sampled(ids, 1)].tolist()
+        keep = len(found) // 3 + 1
+        tally.purge(keep)
+        left = dict(zip(*(a.tolist() for a in tally.result()), strict=True))
+        assert len(left) == tally.num_ids <= keep
+        assert tally.error <= sum(found.values()) / keep
+        assert all(n - tally.error <= left.get(i, 0) <= n for i, n in found.items())
+        tally.add(np.array(sorted(left), np.int64))  # still found where they are
+        assert all(n == left[i] + 1 for i, n in zip(
+            *(a.tolist() for a in tally.result()), strict=True))
+
+
+def test_a_tally_counts_beyond_32_bits() -> None:
+    tally = Tally(1 << 20)
+    ids, many = np.array([3, 2**32 - 1]), np.array([2**32 - 5, 7])
+    for k in range(3):  # the table is made wide before a count could overflow
+        assert tally.add(ids, many) == 2
+        assert tally.result()[1].tolist() == ((k + 1) * many).tolist()
+    full = Tally(1 << 16)
+    assert full.add(np.arange(10_000)) == 6144  # three quarters of 8192 slots
+    assert full.add(np.array([1 << 40])) == 0
+    full.purge(3072)
+    assert full.add(np.array([1 << 40])) == 0 or full.num_ids <= 3072
+    full.purge(100)
+    assert full.add(np.array([1 << 40])) == 1 and (1 << 40) in full.result()[0]
+    tally.purge(1)
+    assert (tally.result()[0].tolist(), tally.error) == ([3], 21)
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1 << 16, 1 << 18])
+def test_a_tally_stays_within_its_memory_and_tells_what_did_not_fit(max_bytes: int) -> None:
+    tally, ids = Tally(max_bytes), np.arange(100_000) * 12_345_677
+    taken = tally.add(ids)
+    assert 0.74 * max_bytes - 1024 <= taken * 16 <= max_bytes
+    assert tally.result()[0].tolist() == ids[:taken].tolist()
+
+
+@pytest.mark.parametrize("budget", [1 << 30, 1 << 16])
+def test_a_counter_beyond_its_budget_keeps_its_bounds_when_the_hot_ids_change(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter, true = AdaptiveCounter(budget), Counter()
+    counter.heavy, counter.sample = HeavyHitters(2000), DistinctSample(2000)
+    for day in range(4):
+        ids = (zipf(30_000, 40_000, 1.1) + 7919 * day) % 30_000  # other rows are hot every day
+        for part in np.array_split(ids.astype(np.int32), 13):
+            counter.add(part)
+        true.update(ids.tolist())
+    found = dict(zip(*(a.tolist() for a in counter.result()), strict=True))
+    assert counter.is_exact == (budget == 1 << 30)
+    error = 0 if counter.is_exact else counter.heavy.error
+    assert error <= 160_000 / 2000
+    assert all(n - error <= found.get(i, 0) <= n for i, n in true.items())
+    assert counter.is_exact or all(
+        true[i] == n for i, n in zip(*(a.tolist() for a in counter.sample.result()), strict=True))
 
 
 def test_adaptive_counters_merge_whatever_they_have_become() -> None:

@@ -6,6 +6,9 @@ Arguments that it does not know go to libFuzzer, e.g. ``-max_total_time=600``.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -24,10 +27,23 @@ def main() -> int:
     parser.add_argument("--corpus", help="folder that is kept and grows")
     args, rest = parser.parse_known_args()
     warnings.simplefilter("ignore")
-    corpus = Path(args.corpus or tempfile.mkdtemp(prefix="fuzz-corpus-"))
+    own = None if args.corpus else tempfile.mkdtemp(prefix="fuzz-corpus-")
+    corpus = Path(args.corpus or own)
     corpus.mkdir(parents=True, exist_ok=True)
     for k, data in enumerate(targets.seeds(args.format)):
         (corpus / f"seed{k}").write_bytes(data)
+    # libFuzzer ends its process at once, whatever happens: another one clears up.
+    child = os.fork()
+    if child:
+        status = 1
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):  # the fuzzer's own, which then ends
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                break
+        targets.remove_files()
+        if own:
+            shutil.rmtree(own, ignore_errors=True)
+        return abs(status)
 
     def run(data: bytes) -> None:
         targets.one(args.format, data)

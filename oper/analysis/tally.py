@@ -1,0 +1,161 @@
+"""Counts of ids in a table of a bounded size: exact while they fit, by Misra and Gries beyond."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from oper.native import Counts, address, count_distinct, library, merge_counts, sampled
+
+_FEW = 1 << 12  # counts below are told apart when a table is purged
+_FIRST_BITS = 12
+_NARROW = 1 << 32  # ids and accesses below fit slots of 8 bytes
+_EMPTY = np.zeros(0, np.int64)
+
+
+class Tally:
+    """Counts ids, none negative, in one hash table.
+
+    Open addressing with at most three quarters of the slots taken; a slot has 8 bytes, 16 once ids
+    or accesses exceed 32 bits. `purge` makes room as Misra and Gries do ("Finding repeated
+    elements", 1982), many ids at a time (Anderson et al., "A high-performance algorithm for
+    identifying frequent items in data streams", 2017).
+
+    Attributes:
+        error: what `purge` has taken from each count, at most.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """The table takes at most `max_bytes`, and a quarter more while it grows."""
+        self.max_bytes = max_bytes
+        self.error = 0
+        self._num_accesses = 0
+        self._wide = False
+        self._bits = 0
+        self._used = ctypes.c_int64(0)
+        self._table = _EMPTY
+        self._runs: list[Counts] = []  # where nothing is compiled
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that have a count."""
+        return self._used.value if library() is not None else sum(v.size for v, _ in self._runs)
+
+    def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
+        """Count `ids` int64 [N], each once or `counts` int64 [N] times; how many fitted."""
+        compiled = library()
+        if not ids.size:
+            return 0
+        if compiled is None:
+            return self._add_run(ids, counts)
+        num = self._num_accesses + (ids.size if counts is None else int(counts.sum()))
+        if (num >= _NARROW or int(ids.max()) >= _NARROW) and not self._widen():
+            return 0
+        self._num_accesses = num
+        ids, taken = np.ascontiguousarray(ids), 0
+        while taken < ids.size:
+            if self._bits:
+                left = None if counts is None else np.ascontiguousarray(counts[taken:])
+                taken += compiled.oper_data_tally(
+                    *self._where(), address(ids[taken:]), address(left),
+                    ctypes.c_int64(ids.size - taken), ctypes.c_int64(3 << self._bits - 2),
+                    ctypes.byref(self._used))
+            if taken < ids.size and not self._grow():
+                break
+        return taken
+
+    def _where(self) -> tuple[ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]:
+        return ctypes.c_int32(self._wide), address(self._table), ctypes.c_int32(self._bits)
+
+    def _grow(self) -> bool:
+        """Four times the slots, or twice as many when no more fit."""
+        bits = self._bits
+        return any(self._rebuild(b, self._wide) for b in (
+            (bits + 2, bits + 1) if bits else (_FIRST_BITS,)))
+
+    def _widen(self) -> bool:
+        """Slots of 16 bytes, if the ids fit as many of them as there may be."""
+        bits = self._bits
+        while bits and 16 << bits > self.max_bytes:
+            bits -= 1
+        return self._wide or ((self._used.value <= 3 << bits - 2 if bits else not self._bits) and (
+            self._rebuild(bits, True)))
+
+    def _rebuild(self, bits: int, wide: bool) -> bool:
+        if bits and (16 if wide else 8) << bits > self.max_bytes:
+            return False
+        # Zeros that the system gives: only pages that are used cost anything.
+        table = np.zeros((2 if wide else 1) << bits, np.int64) if bits else _EMPTY
+        compiled = library()
+        if self._bits and compiled is not None:
+            compiled.oper_data_tally_move(*self._where(), ctypes.c_int32(wide), address(table),
+                                          ctypes.c_int32(bits))
+        self._table, self._bits, self._wide = table, bits, wide
+        return True
+
+    def _add_run(self, ids: np.ndarray, counts: np.ndarray | None) -> int:
+        """As `add`, all or nothing: sorted runs, of which those of like size are merged."""
+        room = self.max_bytes // 16 - ids.size
+        if self.num_ids > room:
+            self._runs = [merge_counts(self._runs)] if self._runs else []
+        if self.num_ids > room:
+            return 0
+        self._runs.append(count_distinct(ids.copy()) if counts is None else (ids, counts))
+        while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
+            self._runs[-2:] = [merge_counts(self._runs[-2:])]
+        return ids.size
+
+    def _level(self, num_ids: int) -> int:
+        """The smallest count that at most `num_ids` ids exceed, or a smaller one."""
+        few = np.zeros(_FEW, np.int64)
+        compiled = library()
+        if compiled is None:
+            self._runs = [merge_counts(self._runs)] if self._runs else []
+            for _, counts in self._runs:
+                few += np.bincount(np.minimum(counts, _FEW - 1), minlength=_FEW)
+        elif self._bits:
+            compiled.oper_data_tally_levels(*self._where(), address(few), ctypes.c_int64(_FEW))
+        above = few[1:].sum() - np.cumsum(few) + few[0]
+        fits = np.flatnonzero(above <= num_ids)
+        return min(int(fits[0]), _FEW - 2) if fits.size else _FEW - 2
+
+    def purge(self, num_ids: int) -> None:
+        """Keep at most `num_ids` ids, those of the largest counts, each less by the same number.
+
+        That number is added to `error`; more than `num_ids` counts are less by it or were
+        that small, so that `error` stays below (ids counted) / `num_ids`.
+        """
+        while self.num_ids > num_ids:
+            level = self._level(num_ids)
+            compiled = library()
+            if compiled is None:
+                (ids, counts), = self._runs
+                self._runs = [(ids[counts > level], counts[counts > level] - level)]
+            else:
+                self._used.value = compiled.oper_data_tally_purge(
+                    *self._where(), ctypes.c_int64(level))
+            self.error += level
+
+    def sample(self, level: int) -> Counts:
+        """As `result`, of the ids whose hash has `level` leading zeros (see `native.sampled`)."""
+        compiled = library()
+        if compiled is None:
+            ids, counts = merge_counts(self._runs) if self._runs else (_EMPTY, _EMPTY)
+            keep = sampled(ids, level)
+            return ids[keep], counts[keep]
+        room = self.num_ids if not level else 0
+        while True:
+            ids, counts = np.empty(room, np.int64), np.empty(room, np.int64)
+            if not self._bits:
+                return ids, counts
+            found = compiled.oper_data_tally_list(
+                *self._where(), ctypes.c_int64(0), ctypes.c_int32(level), ctypes.c_int64(room),
+                address(ids), address(counts))
+            if found <= room:
+                return ids[:found], counts[:found]
+            room = found
+
+    def result(self) -> Counts:
+        """Ids, ascending, and their counts, int64 [K]: true - error <= count <= true."""
+        return self.sample(0)
