@@ -226,23 +226,47 @@ Output output_of(const Tensor& out) {
   return {out.data_ptr(), row_type(out.scalar_type()), out.dim() == 2 ? out.stride(0) : 0};
 }
 
+// Rows of other memory domains that were received, or none.
+FarRows far_rows(const std::optional<Tensor>& stretches, const std::optional<Tensor>& rows,
+                 int64_t num_rows) {
+  if (!stretches.has_value() || !rows.has_value()) return {nullptr, 0, 0, nullptr};
+  return {int64_data(*stretches), stretches->size(0), num_rows,
+          static_cast<const char*>(rows->data_ptr())};
+}
+
+// Where rows are staged, once they are: those of peers in the first `near_bytes`.
+Staging stage_rows(const Call& call, const std::optional<Tensor>& staging, int64_t near_bytes,
+                   bool skip_pushed, const FarRows& far) {
+  if (!staging.has_value()) return {nullptr, 0};
+  const View& view = call.context.view();
+  const Staging staged{static_cast<char*>(staging->data_ptr()), staging->numel()};
+  STD_TORCH_CHECK(staged.bytes / kStagingUnit < static_cast<int64_t>(kNotStaged),
+                  "internal: too much staging memory");
+  cudaError_t status = clear_staging(call.batch, call.work.plan, call.stream);
+  if (status == cudaSuccess)
+    status = place_far_rows(view, call.work.plan, far, staged, call.stream);
+  if (status == cudaSuccess && near_bytes > 0)
+    status = stage(view, call.context.classes(), call.batch, call.work.plan,
+                   {staged.data, near_bytes}, skip_pushed, call.stream);
+  check(status, "cannot fetch the rows of peers");
+  return staged;
+}
+
 void device_forward(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
                     std::optional<Tensor> weights, int64_t batch_size, bool pooled, bool by_pair,
                     int64_t max_pairs, Tensor workspace, Tensor out, bool skip_pushed,
-                    std::optional<Tensor> staging) {
+                    std::optional<Tensor> staging, int64_t near_bytes,
+                    std::optional<Tensor> stretches, std::optional<Tensor> received,
+                    int64_t num_far) {
   const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
                               max_pairs, workspace);
   const View& view = call.context.view();
   if (!pooled)
     check(lay_out_features(view, call.batch, call.work.plan, call.stream), "cannot look up");
-  const Staging staged{staging.has_value() ? static_cast<char*>(staging->data_ptr()) : nullptr,
-                       staging.has_value() ? staging->numel() : 0};
-  const auto& classes = call.context.classes();
-  if (staged.data)
-    check(stage(view, classes, call.batch, call.work.plan, staged, skip_pushed, call.stream),
-          "cannot fetch the rows of peers");
-  check(pool(view, classes, call.batch, call.work.plan, output_of(out), staged, skip_pushed,
-             call.stream),
+  const Staging staged =
+      stage_rows(call, staging, near_bytes, skip_pushed, far_rows(stretches, received, num_far));
+  check(pool(view, call.context.classes(), call.batch, call.work.plan, output_of(out), staged,
+             skip_pushed, call.stream),
         "cannot look up");
 }
 
@@ -266,13 +290,37 @@ void device_push(int64_t handle, int64_t step, Tensor ids, Tensor bounds, Tensor
 }
 
 void device_weight_gradient(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
-                            int64_t batch_size, Tensor grad, Tensor out) {
-  const Batch batch =
-      make_batch(ids, bounds, key_of, std::nullopt, batch_size, true, false, ids.numel());
-  check(weight_gradient(context_of(handle).view(), batch,
+                            std::optional<Tensor> weights, int64_t batch_size, bool pooled,
+                            bool by_pair, int64_t max_pairs, Tensor workspace, Tensor grad,
+                            Tensor out, std::optional<Tensor> staging,
+                            std::optional<Tensor> stretches, std::optional<Tensor> received,
+                            int64_t num_far) {
+  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
+                              max_pairs, workspace);
+  const Staging staged = stage_rows(call, staging, 0, false, far_rows(stretches, received, num_far));
+  check(weight_gradient(call.context.view(), call.batch, call.work.plan,
                         {grad.data_ptr(), row_type(grad.scalar_type()), grad.stride(0), 1.0f},
-                        static_cast<float*>(out.data_ptr()), stream_of(bounds)),
+                        static_cast<float*>(out.data_ptr()), staged, call.stream),
         "cannot compute the gradient of the weights");
+}
+
+// Where in a workspace a planned batch, and the owner's lists of an update, are: bytes, in the order
+// of PLAN_PARTS in oper/shmem/device_batch.py; keys_are_wide and the lists' capacity are numbers.
+std::vector<int64_t> device_plan_parts(int64_t handle, int64_t batch_size, int64_t max_pairs,
+                                       bool weighted, bool by_pair) {
+  const Workspace work =
+      carve(context_of(handle), sized_batch(batch_size, max_pairs, weighted, by_pair), nullptr);
+  return work.parts;
+}
+
+// Rows of this rank for ranks of other domains, see AskedRows.
+void device_pack_rows(int64_t handle, Tensor stretches, Tensor slots, Tensor out) {
+  check(pack_rows(context_of(handle).view(),
+                  {int64_data(stretches), stretches.size(0), slots.numel(),
+                   static_cast<const uint32_t*>(slots.data_ptr()),
+                   static_cast<char*>(out.data_ptr())},
+                  stream_of(out)),
+        "cannot pack rows");
 }
 
 void device_plan(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
@@ -398,14 +446,22 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   m.def(
       "device_forward(int handle, Tensor ids, Tensor bounds, Tensor key_of, Tensor? weights, "
       "int batch_size, bool pooled, bool by_pair, int max_pairs, Tensor(a!) workspace, "
-      "Tensor(b!) out, bool skip_pushed, Tensor(c!)? staging) -> ()");
+      "Tensor(b!) out, bool skip_pushed, Tensor(c!)? staging, int near_bytes, "
+      "Tensor? stretches, Tensor? received, int num_far) -> ()");
   m.def(
       "device_push(int handle, int step, Tensor ids, Tensor bounds, Tensor key_of, "
       "Tensor? weights, int batch_size, int max_pairs, Tensor(a!) workspace, Tensor(b!) out, "
       "Tensor requests, Tensor partials, int request_bytes, int partial_bytes) -> ()");
   m.def(
       "device_weight_gradient(int handle, Tensor ids, Tensor bounds, Tensor key_of, "
-      "int batch_size, Tensor grad, Tensor(a!) out) -> ()");
+      "Tensor? weights, int batch_size, bool pooled, bool by_pair, int max_pairs, "
+      "Tensor(a!) workspace, Tensor grad, Tensor(b!) out, Tensor(c!)? staging, "
+      "Tensor? stretches, Tensor? received, int num_far) -> ()");
+  m.def(
+      "device_plan_parts(int handle, int batch_size, int max_pairs, bool weighted, bool by_pair) "
+      "-> int[]");
+  m.def(
+      "device_pack_rows(int handle, Tensor stretches, Tensor slots, Tensor(a!) out) -> ()");
   m.def(
       "device_plan(int handle, Tensor ids, Tensor bounds, Tensor key_of, Tensor? weights, "
       "int batch_size, bool pooled, bool by_pair, int max_pairs, Tensor(a!) workspace) -> ()");
@@ -443,6 +499,8 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("device_push", TORCH_BOX(&oper::device::device_push));
   m.impl("device_weight_gradient", TORCH_BOX(&oper::device::device_weight_gradient));
   m.impl("device_plan", TORCH_BOX(&oper::device::device_plan));
+  m.impl("device_plan_parts", TORCH_BOX(&oper::device::device_plan_parts));
+  m.impl("device_pack_rows", TORCH_BOX(&oper::device::device_pack_rows));
   m.impl("device_set_optimizers", TORCH_BOX(&oper::device::device_set_optimizers));
   m.impl("device_copy_optimizers", TORCH_BOX(&oper::device::device_copy_optimizers));
   m.impl("device_reduce", TORCH_BOX(&oper::device::device_reduce));

@@ -314,6 +314,7 @@ Workspace carve(const Context& context, const Batch& batch, void* block) {
   w.plan.feature_begin = carver.take<int64_t>(F + 1);
   w.plan.output_begin = carver.take<int64_t>(F);
   w.plan.tile_begin = carver.take<int32_t>(F + 1);
+  w.parts = {wide, carver.used()};
   w.plan.keys = keys(wide);
   w.plan.spare_keys = keys(wide);
   w.plan.payloads = carver.take<uint32_t>(P);
@@ -322,7 +323,9 @@ Workspace carve(const Context& context, const Batch& batch, void* block) {
   w.plan.places = carver.take<uint32_t>(batch.by_pair ? P : 0);
   w.plan.staged = carver.take<uint32_t>(1);
   w.plan.pair_weights = carver.take<float>(batch.weights ? P : 0);
+  w.parts.push_back(carver.used());
   w.plan.run_begin = carver.take<uint32_t>(P + 1);
+  w.parts.push_back(carver.used());
   w.plan.num_runs = carver.take<int64_t>(1);
   w.plan.segments = carver.take<uint32_t>(T * W + 1);
   w.plan.sort_scratch_bytes = sort_scratch_bytes(std::max<int64_t>(P, 1));
@@ -337,7 +340,9 @@ Workspace carve(const Context& context, const Batch& batch, void* block) {
   w.long_runs.partials = carver.take<float>(w.long_runs.capacity * w.long_runs.stride);
   if (!context.updates_at_once()) {
     w.inbox.capacity = context.inbox_capacity();
+    w.parts.insert(w.parts.end(), {w.inbox.capacity, carver.used()});
     w.inbox.list_begin = carver.take<int64_t>(W * (T + 1));
+    w.parts.push_back(carver.used());
     w.inbox.keys = {wide ? static_cast<void*>(carver.take<uint64_t>(W * w.inbox.capacity))
                          : static_cast<void*>(carver.take<uint32_t>(W * w.inbox.capacity)),
                     wide};

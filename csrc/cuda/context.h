@@ -92,6 +92,8 @@ struct Workspace {
   Inbox inbox;
   PushPlan push;
   int64_t bytes;
+  // Where parts of it are, see `device_plan_parts`.
+  std::vector<int64_t> parts;
 };
 Workspace carve(const Context& context, const Batch& batch, void* block);
 

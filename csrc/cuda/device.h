@@ -85,7 +85,9 @@ struct Refresh {
 
 // In host memory that the device maps; `code` is written last.
 struct ErrorWord {
-  int32_t code;  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths
+  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not
+  // at the same exchange
+  int32_t code;
   int32_t rank;
   int64_t detail;
 };
@@ -93,8 +95,9 @@ struct ErrorWord {
 // Where kernels leave errors: the first one to claim it writes the word.
 struct ErrorSink {
   ErrorWord* word;
-  int* claimed;  // device memory
+  int* claimed;  // device memory: 0, then 1, or kLost when a peer has not come
 };
+constexpr int kLost = 2;
 
 // One batch; all pointers are device memory. Unpooled: every id is a bag of its own.
 struct Batch {
@@ -213,9 +216,33 @@ struct Staging {
 };
 constexpr int64_t kStagingUnit = 16;
 constexpr uint32_t kNotStaged = ~0u;
+// No row is staged yet; before the others.
+cudaError_t clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream);
 cudaError_t stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
                   const BatchPlan& plan, const Staging& staging, bool skip_pushed,
                   cudaStream_t stream);
+
+// Rows of other memory domains, as they were received: stretches of runs of the batch plan.
+struct FarRows {
+  enum Column { kBegin, kRun, kBytes, kUnit, kTableIndex, kWidth };
+  const int64_t* stretches;  // [num_stretches, kWidth]: rows before it, first run, where its rows
+                             // begin in `rows` (bytes) and in the staging memory (units), table
+  int64_t num_stretches, num_rows;
+  const char* rows;
+};
+// Copies them to where aligned loads find them.
+cudaError_t place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
+                           const Staging& staging, cudaStream_t stream);
+
+// Rows that ranks of other memory domains ask for, side by side.
+struct AskedRows {
+  enum Column { kBegin, kBytes, kTableIndex, kWidth };
+  const int64_t* stretches;  // [num_stretches, kWidth]: slots before it, bytes in `out`, table
+  int64_t num_stretches, num_rows;
+  const uint32_t* slots;
+  char* out;
+};
+cudaError_t pack_rows(const View& view, const AskedRows& asked, cudaStream_t stream);
 
 // Pools every bag. `skip_pushed`: leave out rows of pushed tiers, and do not divide the means of
 // tables that have such tiers.
@@ -226,7 +253,8 @@ cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const B
 cudaError_t lay_out_features(const View& view, const Batch& batch, const BatchPlan& plan,
                              cudaStream_t stream);
 // Gradient of the per-sample weights, float [num_ids].
-cudaError_t weight_gradient(const View& view, const Batch& batch, const Gradient& grad, float* out,
+cudaError_t weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan,
+                            const Gradient& grad, float* out, const Staging& staging,
                             cudaStream_t stream);
 
 cudaError_t make_plan(const View& view, int64_t num_keys, const Batch& batch,
@@ -300,12 +328,18 @@ cudaError_t sort_pairs(const Keys& keys, const Keys& spare_keys, uint32_t* paylo
 cudaError_t find_runs(const Keys& keys, int64_t count, uint32_t* run_begin, int64_t* num_runs,
                       void* scratch, int64_t scratch_bytes, cudaStream_t stream);
 int64_t sort_scratch_bytes(int64_t count);
-cudaError_t inclusive_sums(const int64_t* values, int64_t* sums, int64_t count, void* scratch,
-                           int64_t scratch_bytes, cudaStream_t stream);
+// bounds[k + 1] = sum of the first k + 1 lengths, at most num_ids; bounds[0] = 0.
+struct Lengths {
+  const void* data;
+  bool are_32_bit;
+  int64_t count, num_ids;
+};
+cudaError_t sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch,
+                        int64_t scratch_bytes, const ErrorSink& error, cudaStream_t stream);
 
 // Blocks of `per_block` groups for `groups` of them, at most what keeps the device busy.
 int blocks_for(int64_t groups, int64_t per_block);
-// Threads that the device holds at once when each takes 64 registers.
+// Threads that the device holds at once when each takes 128 registers, as the hot kernels do.
 int64_t resident_threads();
 
 inline int bits_for(uint64_t count) {

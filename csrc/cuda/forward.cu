@@ -109,7 +109,10 @@ struct Pool {
     const int64_t position = position_of(table.read.head, id);
     const int32_t tier = tier_of(table.read, position);
     if (a.skip_pushed && table.pushes[tier]) return 0;
-    return locate_in_tier(table.read.tiers[tier], position);
+    const int64_t address = locate_in_tier(table.read.tiers[tier], position);
+    if (address >= 0) return address;
+    report(a.view.error, 8, a.view.rank, i);  // in another memory domain, and was not fetched
+    return 0;
   }
 };
 
@@ -167,7 +170,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_ids(const PoolArgs a
 
 // One group of 16 lanes per id; sums over features and column pieces in their order.
 __global__ void __launch_bounds__(256)
-    weight_gradient_kernel(View view, Batch batch, Gradient grad, float* out) {
+    weight_gradient_kernel(View view, Batch batch, BatchPlan plan, Gradient grad, float* out,
+                           Staging staging) {
   const Group<16> group;
   const int64_t B = batch.batch_size;
   for (int64_t i = group.index(); i < batch.num_ids; i += group.count()) {
@@ -180,7 +184,18 @@ __global__ void __launch_bounds__(256)
       const Table& table = view.tables[feature.table];
       const int64_t id = id_at(batch, i);
       if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(table.read.num_rows)) continue;
-      const char* row = reinterpret_cast<const char*>(locate(table.read, id));
+      const char* row;
+      const uint32_t place =
+          staging.data == nullptr
+              ? kNotStaged
+              : plan.places[plan.feature_begin[f] + i - batch.bounds[key * B]];
+      if (place != kNotStaged) {
+        row = staging.data + place * kStagingUnit;
+      } else {
+        const int64_t address = locate(table.read, id);
+        if (address < 0) continue;
+        row = reinterpret_cast<const char*>(address);
+      }
       const int64_t length = batch.bounds[bound + 1] - batch.bounds[bound];
       const float divisor = table.mean && length > 1 ? static_cast<float>(length) : 1.0f;
       const int64_t at = bag * grad.stride + feature.column;
@@ -236,12 +251,16 @@ cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const B
         out,
         (row_class.wide_output || !batch.pooled) && is_wide(out.data, out.stride, out.type),
         skip_pushed};
-    // Few bags: one group each, so that all are in flight at once. Many: up to 32, whose ids and
-    // rows a group fetches together.
+    // Few bags: one group each, so that all are in flight at once. Many: bags of about kIdsPerGroup
+    // ids, enough to fetch rows together, and few enough that the last groups end soon after the
+    // others: all groups come in six turns or more.
+    constexpr int64_t kIdsPerGroup = 64;
     const int64_t bags = batch.batch_size * args.num_features;
     const int64_t resident = resident_threads() / row_class.group_lanes();
-    args.bags_per_group =
-        static_cast<int32_t>(std::clamp<int64_t>(bags / std::max<int64_t>(1, 2 * resident), 1, 32));
+    const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * view.num_features);
+    const int64_t mean = std::max<int64_t>(1, batch.max_pairs / all_bags);
+    args.bags_per_group = static_cast<int32_t>(std::clamp<int64_t>(
+        std::min(kIdsPerGroup / mean, bags / std::max<int64_t>(1, 6 * resident)), 1, 32));
     cudaError_t status = cudaSuccess;
     with_shape(row_class, [&](auto shape) {
       using S = decltype(shape);
@@ -256,11 +275,12 @@ cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const B
   return cudaSuccess;
 }
 
-cudaError_t weight_gradient(const View& view, const Batch& batch, const Gradient& grad, float* out,
+cudaError_t weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan,
+                            const Gradient& grad, float* out, const Staging& staging,
                             cudaStream_t stream) {
   if (batch.num_ids == 0) return cudaSuccess;
-  OPER_LAUNCH(weight_gradient_kernel, blocks_for(batch.num_ids, 16), 256, stream, view, batch, grad,
-              out);
+  OPER_LAUNCH(weight_gradient_kernel, blocks_for(batch.num_ids, 16), 256, stream, view, batch, plan,
+              grad, out, staging);
   return cudaGetLastError();
 }
 

@@ -37,6 +37,26 @@ struct Group {
   }
 };
 
+// All lanes together; in the widest parts that size and addresses allow. Rows have 2-byte elements or
+// wider ones.
+template <int G>
+OPER_DEVICE void copy_row(const Group<G>& group, char* to, const char* from, int64_t num_bytes) {
+  const uint64_t all = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) |
+                       static_cast<uint64_t>(num_bytes);
+  const auto copy = [&](auto part) {
+    using Part = decltype(part);
+    for (int64_t at = group.lane * sizeof(Part); at < num_bytes; at += G * sizeof(Part))
+      *reinterpret_cast<Part*>(to + at) = *reinterpret_cast<const Part*>(from + at);
+  };
+  if (all % 16 == 0) {
+    copy(uint4{});
+  } else if (all % 4 == 0) {
+    copy(uint32_t{});
+  } else {
+    copy(uint16_t{});
+  }
+}
+
 // ---- element types -----------------------------------------------------------------------------
 
 // Rounded to nearest, for outputs.

@@ -131,9 +131,15 @@ SharedMemory create_shared(const ArenaParts& arena, int device) {
   }
   try {
     made.address = map(handles, parts, device);
-    if (cudaMemset(reinterpret_cast<void*>(made.address), 0, static_cast<size_t>(arena.bytes)) !=
-        cudaSuccess)
-      throw std::runtime_error("shared device memory cannot be written");
+    // Part by part, each of one kind of memory; done before any stream, or a peer, may write there.
+    cudaError_t status = cudaSuccess;
+    for (const Part& part : parts)
+      if (status == cudaSuccess)
+        status = cudaMemset(reinterpret_cast<char*>(made.address) + part.begin, 0, part.bytes);
+    if (status == cudaSuccess) status = cudaDeviceSynchronize();
+    if (status != cudaSuccess)
+      throw std::runtime_error(std::string("shared device memory cannot be written: ") +
+                               cudaGetErrorString(status));
   } catch (...) {
     for (int64_t fd : made.fds) close(static_cast<int>(fd));
     throw;

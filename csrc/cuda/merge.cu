@@ -188,7 +188,6 @@ __global__ void __launch_bounds__(256) clear_touched_kernel(View view) {
     view.tables[t].touched[view.rank][0] = 0;
 }
 
-// One 16-byte part or one element per lane at a time.
 __global__ void __launch_bounds__(256) refresh_kernel(View view) {
   const Group<32> group;
   for (int32_t k = 0; k < view.num_refreshes; ++k) {
@@ -204,13 +203,7 @@ __global__ void __launch_bounds__(256) refresh_kernel(View view) {
       if (slot < part.slot_begin || slot >= part.slot_end) continue;
       const char* from = part.masters + slot * row_bytes;
       char* to = part.replicas + (part.first + (slot - part.slot_begin) * part.stride) * row_bytes;
-      if (row_bytes % 16 == 0) {
-        for (int64_t at = group.lane * 16; at < row_bytes; at += 32 * 16)
-          *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(from + at);
-      } else {
-        for (int64_t at = group.lane * 2; at < row_bytes; at += 32 * 2)
-          *reinterpret_cast<uint16_t*>(to + at) = *reinterpret_cast<const uint16_t*>(from + at);
-      }
+      copy_row(group, to, from, row_bytes);
     }
   }
 }

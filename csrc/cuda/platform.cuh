@@ -18,3 +18,19 @@
 #include "oper/platform.h"
 
 #define OPER_DEVICE __device__ __forceinline__
+
+namespace oper::device {
+
+// Has the lines that hold [from, from + num_bytes) fetched into the second-level cache.
+OPER_DEVICE void prefetch(const void* from, int64_t num_bytes) {
+#if defined(OPER_EMULATED)
+  (void)from;
+  (void)num_bytes;
+#else
+  const char* at = static_cast<const char*>(from);
+  for (int64_t k = 0; k < num_bytes; k += 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at + k));
+#endif
+}
+
+}  // namespace oper::device

@@ -18,6 +18,7 @@ struct ReduceArgs {
   const UpdateArgs* optimizers;  // [T]
   int32_t table_begin, table_end;
   bool wide_grad;
+  int32_t runs_per_group;  // at most the group's lanes
 };
 
 template <class Shape>
@@ -116,6 +117,29 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, int32_t t, int64_t run, int64_t
   }
 }
 
+// Has what a run needs first fetched: its first gradient and, where it is updated here, its row and
+// state. A group works on its runs one after the other, each a chain of loads that wait for another;
+// a lane per run starts all of them at once.
+template <class Shape, class Grad, bool kUpdate>
+OPER_DEVICE void fetch_ahead(const ReduceArgs& a, const Table& table, int64_t begin, int64_t key) {
+  uint32_t where = a.plan.payloads[begin];
+  if (a.batch.by_pair) where = a.plan.pair_bags[where];
+  int64_t at = static_cast<int64_t>(where) * a.grad.stride + table.piece_start;
+  if (a.batch.pooled)
+    at = (where & ((1u << a.plan.bag_bits) - 1u)) * a.grad.stride +
+         a.view.features[where >> a.plan.bag_bits].column;
+  prefetch(static_cast<const Grad*>(a.grad.data) + at, table.dim * sizeof(Grad));
+  if constexpr (kUpdate) {
+    using T = typename Shape::T;
+    const int64_t slot = key - table.key_begin;
+    prefetch(reinterpret_cast<const T*>(table.rows) + slot * table.dim, table.dim * sizeof(T));
+    const OptimizerArgs& optimizer = a.optimizers[&table - a.view.tables].optimizer;
+    const bool per_row = optimizer.kind == Optimizer::kRowWiseAdagrad;
+    if (table.momentum1 != nullptr)
+      prefetch(table.momentum1 + slot * (per_row ? 1 : table.dim), per_row ? 4 : 4 * table.dim);
+  }
+}
+
 template <class Shape, class Grad, bool kUpdate>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_runs(const ReduceArgs a) {
   __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
@@ -124,27 +148,39 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_runs(const ReduceA
   const int64_t W = a.view.world_size;
   if (!kUpdate && outbox_is_full(a.view)) return;
   const int64_t last = a.plan.segments[a.table_end * W];
-  for (int64_t run = a.plan.segments[a.table_begin * W] + group.index(); run < last;
-       run += group.count()) {
-    const int64_t begin = a.plan.run_begin[run], end = a.plan.run_begin[run + 1];
-    const int64_t key = a.plan.keys.at(begin);
-    const int32_t t = static_cast<int32_t>(
-        last_at_most(a.view.table_keys, a.view.num_tables, key));
-    if (end - begin > kChunk) {
-      // Left for the next kernels. The order of this list does not matter.
-      if (group.lane == 0) {
-        const uint32_t chunks = static_cast<uint32_t>((end - begin + kChunk - 1) / kChunk);
-        const uint32_t at = atomicAdd(a.long_runs.counts, 1u);
-        const uint32_t first = atomicAdd(a.long_runs.counts + 1, chunks);
-        a.long_runs.runs[at] = static_cast<uint32_t>(run);
-        a.long_runs.first[at] = first;
-        for (uint32_t k = 0; k < chunks; ++k) a.long_runs.chunk_run[first + k] = at;
-      }
-      continue;
+  const int64_t step = a.runs_per_group;
+  for (int64_t tile = a.plan.segments[a.table_begin * W] + group.index() * step; tile < last;
+       tile += group.count() * step) {
+    const int n = static_cast<int>(last - tile < step ? last - tile : step);
+    uint32_t own_begin = 0;
+    int32_t own_table = 0;
+    if (group.lane < n) {
+      own_begin = a.plan.run_begin[tile + group.lane];
+      const int64_t key = a.plan.keys.at(own_begin);
+      own_table = static_cast<int32_t>(last_at_most(a.view.table_keys, a.view.num_tables, key));
+      fetch_ahead<Shape, Grad, kUpdate>(a, a.view.tables[own_table], own_begin, key);
     }
-    Row<Shape> sum;
-    sum_pairs<Shape, Grad>(a, a.view.tables[t], begin, end, group, sum);
-    finish_run<Shape, kUpdate>(a, t, run, key, group, buffer, sum);
+    for (int j = 0; j < n; ++j) {
+      // What lanes have read already comes from the cache: it need not stay in registers.
+      const int64_t run = tile + j, begin = group.shuffle(own_begin, j);
+      const int64_t end = a.plan.run_begin[run + 1], key = a.plan.keys.at(begin);
+      const int32_t t = group.shuffle(own_table, j);
+      if (end - begin > kChunk) {
+        // Left for the next kernels. The order of this list does not matter.
+        if (group.lane == 0) {
+          const uint32_t chunks = static_cast<uint32_t>((end - begin + kChunk - 1) / kChunk);
+          const uint32_t at = atomicAdd(a.long_runs.counts, 1u);
+          const uint32_t first = atomicAdd(a.long_runs.counts + 1, chunks);
+          a.long_runs.runs[at] = static_cast<uint32_t>(run);
+          a.long_runs.first[at] = first;
+          for (uint32_t k = 0; k < chunks; ++k) a.long_runs.chunk_run[first + k] = at;
+        }
+        continue;
+      }
+      Row<Shape> sum;
+      sum_pairs<Shape, Grad>(a, a.view.tables[t], begin, end, group, sum);
+      finish_run<Shape, kUpdate>(a, t, run, key, group, buffer, sum);
+    }
   }
 }
 
@@ -269,6 +305,13 @@ cudaError_t launch_typed(const ReduceArgs& args, cudaStream_t stream) {
   return launch_reduce<Shape, typename Shape::T, kUpdate>(args, stream);
 }
 
+// As many as lanes can look at together, but no more than keep all groups busy for some turns.
+int32_t runs_per_group(const RowClass& row_class, const Batch& batch) {
+  const int64_t groups = std::max<int64_t>(1, 6 * resident_threads() / row_class.group_lanes());
+  return static_cast<int32_t>(
+      std::clamp<int64_t>(batch.max_pairs / groups, 1, row_class.group_lanes()));
+}
+
 }  // namespace
 
 cudaError_t reduce(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
@@ -292,7 +335,8 @@ cudaError_t reduce(const View& view, const std::vector<RowClass>& classes, const
                           row_class.table_begin,
                           row_class.table_end,
                           (row_class.wide_output || !batch.pooled) &&
-                              is_wide(grad.data, grad.stride, grad.type)};
+                              is_wide(grad.data, grad.stride, grad.type),
+                          runs_per_group(row_class, batch)};
     cudaError_t status = cudaSuccess;
     with_shape(row_class, [&](auto shape) {
       using S = decltype(shape);

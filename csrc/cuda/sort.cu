@@ -1,15 +1,42 @@
 // Sorting and scanning through CUB; in a file of its own, since it takes long to compile.
-#include "cuda/device.h"
-#include "cuda/platform.cuh"
+#include "cuda/batch.cuh"
 
 #if !defined(OPER_EMULATED)
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 #include <cub/device/device_select.cuh>
 #include <thrust/iterator/counting_iterator.h>
+#include <thrust/iterator/tabulate_output_iterator.h>
+#include <thrust/iterator/transform_iterator.h>
 #endif
 
 namespace oper::device {
+namespace {
+
+struct LengthAt {
+  Lengths lengths;
+  ErrorSink error;
+  OPER_DEVICE int64_t operator()(int64_t i) const {
+    const int64_t length = lengths.are_32_bit ? static_cast<const int32_t*>(lengths.data)[i]
+                                              : static_cast<const int64_t*>(lengths.data)[i];
+    if (length >= 0) return length;
+    report(error, 5, -1, length);
+    return 0;
+  }
+};
+
+struct WriteBound {
+  Lengths lengths;
+  int64_t* bounds;
+  ErrorSink error;
+  OPER_DEVICE void operator()(int64_t i, int64_t sum) const {
+    if (i == 0) bounds[0] = 0;
+    if (i + 1 == lengths.count && sum != lengths.num_ids) report(error, 5, -1, sum);
+    bounds[i + 1] = sum < lengths.num_ids ? sum : lengths.num_ids;
+  }
+};
+
+}  // namespace
 
 #if !defined(OPER_EMULATED)
 namespace {
@@ -59,13 +86,24 @@ cudaError_t find_runs(const Keys& keys, int64_t count, uint32_t* run_begin, int6
                                num_runs, count, BeginsRun{keys}, stream);
 }
 
-cudaError_t inclusive_sums(const int64_t* values, int64_t* sums, int64_t count, void* scratch,
-                           int64_t scratch_bytes, cudaStream_t stream) {
+cudaError_t sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch,
+                        int64_t scratch_bytes, const ErrorSink& error, cudaStream_t stream) {
   size_t bytes = static_cast<size_t>(scratch_bytes);
-  return cub::DeviceScan::InclusiveSum(scratch, bytes, values, sums, count, stream);
+  const auto in = thrust::make_transform_iterator(thrust::counting_iterator<int64_t>(0),
+                                                  LengthAt{lengths, error});
+  const auto out = thrust::make_tabulate_output_iterator(WriteBound{lengths, bounds, error});
+  return cub::DeviceScan::InclusiveSum(scratch, bytes, in, out, lengths.count, stream);
 }
 
+// Asked for by every operator with few different sizes; finding it out takes microseconds.
 int64_t sort_scratch_bytes(int64_t count) {
+  struct Known {
+    int64_t count = -1, bytes = 0;
+  };
+  thread_local Known known[4];
+  thread_local int next = 0;
+  for (const Known& k : known)
+    if (k.count == count) return k.bytes;
   size_t sort = 0, select = 0, scan = 0;
   cub::DoubleBuffer<uint64_t> keys(nullptr, nullptr);
   cub::DoubleBuffer<uint32_t> payloads(nullptr, nullptr);
@@ -73,10 +111,14 @@ int64_t sort_scratch_bytes(int64_t count) {
   cub::DeviceSelect::If(nullptr, select, thrust::counting_iterator<uint32_t>(0),
                         static_cast<uint32_t*>(nullptr), static_cast<int64_t*>(nullptr), count,
                         BeginsRun{});
-  cub::DeviceScan::InclusiveSum(nullptr, scan, static_cast<const int64_t*>(nullptr),
-                                static_cast<int64_t*>(nullptr), count);
-  size_t most = sort > select ? sort : select;
-  return static_cast<int64_t>(most > scan ? most : scan);
+  cub::DeviceScan::InclusiveSum(
+      nullptr, scan,
+      thrust::make_transform_iterator(thrust::counting_iterator<int64_t>(0), LengthAt{}),
+      thrust::make_tabulate_output_iterator(WriteBound{}), count);
+  const size_t most = std::max({sort, select, scan});
+  known[next] = {count, static_cast<int64_t>(most)};
+  next = (next + 1) % 4;
+  return static_cast<int64_t>(most);
 }
 
 int64_t resident_threads() {
@@ -84,7 +126,7 @@ int64_t resident_threads() {
     int device = 0, count = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return (count > 0 ? count : 1) * 1024;
+    return (count > 0 ? count : 1) * 512;
   }();
   return threads;
 }
@@ -106,10 +148,12 @@ cudaError_t find_runs(const Keys& keys, int64_t count, uint32_t* run_begin, int6
   return cudaSuccess;
 }
 
-cudaError_t inclusive_sums(const int64_t* values, int64_t* sums, int64_t count, void*, int64_t,
-                           cudaStream_t) {
+cudaError_t sum_lengths(const Lengths& lengths, int64_t* bounds, void*, int64_t,
+                        const ErrorSink& error, cudaStream_t) {
+  const LengthAt length_at{lengths, error};
+  const WriteBound write_bound{lengths, bounds, error};
   int64_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) sums[i] = sum += values[i];
+  for (int64_t i = 0; i < lengths.count; ++i) write_bound(i, sum += length_at(i));
   return cudaSuccess;
 }
 

@@ -29,6 +29,7 @@ OPER_DEVICE int64_t far_row(const StageArgs& a, const Table& table, int64_t run)
   const int32_t tier = tier_of(table.read, position);
   if (a.skip_pushed && table.pushes[tier]) return 0;
   const int64_t address = locate_in_tier(table.read.tiers[tier], position);
+  if (address < 0) return 0;  // in another memory domain
   const char* row = reinterpret_cast<const char*>(address);
   return row >= a.view.arena_begin && row < a.view.arena_end ? 0 : address;
 }
@@ -98,13 +99,16 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArg
 
 }  // namespace
 
+cudaError_t clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream) {
+  const size_t pairs = static_cast<size_t>(batch.max_pairs);
+  const cudaError_t status = cudaMemsetAsync(plan.places, 0xff, 4 * pairs, stream);
+  return status == cudaSuccess ? cudaMemsetAsync(plan.staged, 0, 4, stream) : status;
+}
+
 cudaError_t stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
                   const BatchPlan& plan, const Staging& staging, bool skip_pushed,
                   cudaStream_t stream) {
-  const size_t pairs = static_cast<size_t>(batch.max_pairs);
-  cudaError_t status = cudaMemsetAsync(plan.places, 0xff, 4 * pairs, stream);
-  if (status == cudaSuccess) status = cudaMemsetAsync(plan.staged, 0, 4, stream);
-  if (status != cudaSuccess) return status;
+  cudaError_t status = cudaSuccess;
   for (const RowClass& row_class : classes) {
     const StageArgs args{
         view, batch, plan, staging, row_class.table_begin, row_class.table_end, skip_pushed};

@@ -16,6 +16,7 @@ import torch
 
 from oper.errors import OperError, PlanError, fail
 from oper.shmem import library
+from oper.shmem.domains import DomainGroup
 from oper.shmem.group import Group, ProcessGroup
 from oper.shmem.heap import exchange_over_sockets
 
@@ -27,7 +28,8 @@ class DeviceHeap:
     """Arenas of all ranks of a group in device memory.
 
     Args:
-        group: the ranks. Creation is collective.
+        group: the ranks, or those of one memory domain. Creation is collective, in all domains
+            together.
         num_bytes: int [W], size of each rank's arena; equal on all ranks.
         device: this rank's device.
         host_ranges: [W] lists of ascending [begin, end) of the rows in host memory, multiples of
@@ -43,10 +45,12 @@ class DeviceHeap:
         OperError: the memory cannot be had.
     """
 
-    def __init__(self, group: Group, num_bytes: list[int], device: torch.device,
+    def __init__(self, group: Group | DomainGroup, num_bytes: list[int], device: torch.device,
                  host_ranges: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
         library.load_device()
         self._group = group
+        # Decisions are those of all domains, so that their collectives stay the same.
+        self._whole: Group = group.whole if isinstance(group, DomainGroup) else group
         self.device = device
         # Symmetric memory wants equal sizes.
         self._size = -(-max(1, *num_bytes) // PART_BYTES) * PART_BYTES
@@ -57,11 +61,13 @@ class DeviceHeap:
         self._keep: list[Any] = []
         self._mapped: list[tuple[int, list[int]]] = []
         self.page_kind = "device"
-        if group.is_local:
+        # Where no rank has a neighbour, nobody else needs to see this memory.
+        if group.is_local or (isinstance(group, DomainGroup)
+                              and max(group.whole.all_gather(group.world_size)) == 1):
             self.kind = "local"
             self._open_local(has_host)
             return
-        assert isinstance(group, ProcessGroup)
+        assert isinstance(self._whole, ProcessGroup)
         wanted = os.environ.get(HEAP_ENV, "")
         if wanted not in ("", "symmetric", "virtual"):
             raise OperError(fail("cannot open the device heap", HEAP_ENV, wanted,
@@ -73,7 +79,7 @@ class DeviceHeap:
                 raise OperError(fail("cannot open the device heap", HEAP_ENV, wanted,
                                      "virtual, for a plan with rows in host memory", "unset it"))
         elif wanted != "virtual":
-            reason = self._open_symmetric(group)
+            reason = self._open_symmetric()
             if not reason:
                 self.kind = "symmetric memory"
                 return
@@ -82,7 +88,7 @@ class DeviceHeap:
                                      "a torch and a driver that provide it",
                                      f"unset {HEAP_ENV}"))
         self.kind = "virtual memory"
-        self._open_virtual(group, reason)
+        self._open_virtual(reason)
 
     def _open_local(self, has_host: bool) -> None:
         if has_host and self.device.type == "cuda":
@@ -102,7 +108,20 @@ class DeviceHeap:
                      sorted(devices), "one device", "start one process per device"))
         self.addresses = [address for address, _ in everyone]
 
-    def _open_symmetric(self, group: ProcessGroup) -> str:
+    def _name(self) -> str:
+        """Name of the process group of these ranks."""
+        whole = self._whole
+        assert isinstance(whole, ProcessGroup)
+        if not isinstance(self._group, DomainGroup):
+            return whole.name
+        import torch.distributed as dist
+
+        everyone = dist.get_process_group_ranks(whole.process_group or dist.group.WORLD)
+        self._domain = dist.new_group([everyone[r] for r in self._group.members], backend="gloo",
+                                      use_local_synchronization=True)
+        return str(self._domain.group_name)
+
+    def _open_symmetric(self) -> str:
         """Map all arenas by torch's symmetric memory; returns why not, or an empty string."""
         reason = ""
         handle: Any = None
@@ -116,21 +135,21 @@ class DeviceHeap:
         except (ImportError, AttributeError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
         # All or none: a rank that went ahead alone would wait for ever.
-        reasons = [r for r in group.all_gather(reason) if r]
+        reasons = [r for r in self._whole.all_gather(reason) if r]
         if reasons:
             return reasons[0]
         try:
-            handle = symmetric.rendezvous(arena, group=group.name)  # type: ignore[arg-type]
+            handle = symmetric.rendezvous(arena, group=self._name())  # type: ignore[arg-type]
             addresses = [int(a) for a in handle.buffer_ptrs]
         except (AttributeError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
-        reasons = [r for r in group.all_gather(reason) if r]
+        reasons = [r for r in self._whole.all_gather(reason) if r]
         if reasons:
             return reasons[0]
         assert arena is not None
         arena.zero_()
         torch.cuda.synchronize(self.device)
-        group.all_gather(None)
+        self._whole.all_gather(None)
         self._keep += [handle, arena]
         self.addresses = addresses
         return ""
@@ -143,7 +162,8 @@ class DeviceHeap:
         self._mapped.append((address, mine))
         return address, fds
 
-    def _open_virtual(self, group: ProcessGroup, reason: str) -> None:
+    def _open_virtual(self, reason: str) -> None:
+        group = self._group
         fds: list[int] = []
         address, error = 0, ""
         try:
@@ -152,7 +172,7 @@ class DeviceHeap:
             error = str(problem).splitlines()[0]
         received: dict[int, list[int]] = {}
         try:
-            errors = [(rank, e) for rank, e in enumerate(group.all_gather(error)) if e]
+            errors = [(rank, e) for rank, e in enumerate(self._whole.all_gather(error)) if e]
             if errors:
                 raise OperError(
                     fail("cannot share device memory between processes", "rank", errors[0],
@@ -160,13 +180,20 @@ class DeviceHeap:
                          f"symmetric memory was not used either ({reason}); use a plan that "
                          "exchanges over torch.distributed"))
             _, received = exchange_over_sockets(group, fds)
+            own: PlanError | None = None
             for rank in range(group.world_size):
-                self.addresses.append(
-                    address if rank == group.rank else self._attach(rank, received[rank]))
+                try:
+                    self.addresses.append(
+                        address if rank == group.rank else self._attach(rank, received[rank]))
+                except PlanError as found:
+                    own = own or found
+            # All ranks or none: one that went ahead would wait for the others.
+            problems = [p for p in self._whole.all_gather(own) if p is not None]
+            if problems:
+                raise own or problems[0]
         finally:
             for fd in [*fds, *(fd for got in received.values() for fd in got)]:
                 os.close(fd)
-        group.all_gather(None)
 
     def _attach(self, rank: int, fds: list[int]) -> int:
         parts = self._host_ranges[rank]

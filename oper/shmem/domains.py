@@ -23,13 +23,14 @@ class DomainGroup:
     Collectives stay collective over the whole group, in which all domains do the same.
 
     Attributes:
+        whole: all ranks.
         rank: this rank's place in its domain.
         world_size: ranks of the domain.
         members: their ranks in the whole group, ascending.
     """
 
     def __init__(self, group: Group, members: list[int]) -> None:
-        self._group = group
+        self.whole = group
         self.members = members
         self.rank = members.index(group.rank)
         self.world_size = len(members)
@@ -37,7 +38,7 @@ class DomainGroup:
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of the domain's ranks."""
-        values = self._group.all_gather(value)
+        values = self.whole.all_gather(value)
         return [values[rank] for rank in self.members]
 
 

@@ -21,7 +21,9 @@ import torch
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem.batch import Lookup
+from oper.shmem.by_feature import key_bounds
 from oper.shmem.optimizers import STATE_PARTS
+from oper.shmem.table_rows import put_rows
 from oper.tables import format_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class Migration:
         self._rank = tables.group.rank
         self._target = tables.prepare(self._own_part(plan))
         self._limit = bytes_per_step
-        self._pages = tables.page_kind != "4KiB"
+        self._pages = tables.page_kind not in ("4KiB", "device")
         self._regions = self._list_regions()
         self._frontier = self._regions[0].view.data_ptr() if self._regions else 0
         self._touched: dict[str, list[np.ndarray]] = {}
@@ -122,10 +124,10 @@ class Migration:
     def note(self, batch: Lookup, offsets: torch.Tensor) -> None:
         """Remember the ids that a step looks up: the rows that it changes."""
         source = self._source
+        bounds, all_ids = key_bounds(batch, offsets), batch.ids.cpu().numpy()
         for (_, table), key in zip(source.features, batch.key_of.tolist(), strict=True):
-            begin, end = (int(offsets[k * batch.batch_size]) for k in (key, key + 1))
-            if end > begin:
-                ids = np.unique(batch.ids[begin:end].numpy()).astype(np.int64)
+            if bounds[key + 1] > bounds[key]:
+                ids = np.unique(all_ids[bounds[key]:bounds[key + 1]]).astype(np.int64)
                 self._touched.setdefault(table, []).append(ids)
 
     def restart(self) -> None:
@@ -218,7 +220,7 @@ class Migration:
         values = region.view.new_empty(slots.size, region.view.shape[1])
         self._source.gather(directory.table.name, directory.ids_at(positions), region.part,
                             target.columns(region.part, region.piece), values)
-        region.view[torch.from_numpy(slots)] = values
+        put_rows(region.view, torch.from_numpy(slots), values, torch.arange(slots.size))
         self.num_copied_bytes += values.numel() * values.element_size()
 
     def _slots_of(self, region: _Region, ids: np.ndarray) -> np.ndarray:

@@ -12,12 +12,15 @@ Every optimizer can clip, element by element (FBGEMM) or by the norm of a row's 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, PlanError, fail
+from oper.tables import TableSpec
 
+MAX_DIM = 1024
 # Names of the state of each optimizer and whether it is one number per row (else one per column).
 STATE_PARTS: dict[str, tuple[tuple[str, bool], ...]] = {
     "none": (),
@@ -153,3 +156,15 @@ def _check(optimizer: Clipping, **values: float) -> None:
         limit = getattr(optimizer, name)
         if limit is not None and not (limit > 0 and math.isfinite(limit)):
             raise InvalidInputError(fail(what, name, limit, "> 0, or None", "correct it"))
+
+
+def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimizer] | None
+                    ) -> None:
+    """Raise PlanError unless the kernels can run these tables with these optimizers."""
+    for t in tables:
+        what = f"cannot shard table {t.name!r}"
+        if t.dim > MAX_DIM:
+            raise PlanError(fail(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns"))
+        if optimizers is not None and t.optimizer != optimizers[t.name].name:
+            raise PlanError(fail(what, "plan's optimizer", t.optimizer, optimizers[t.name].name,
+                                 "plan again for this optimizer"))

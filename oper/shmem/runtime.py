@@ -34,19 +34,14 @@ from oper.shmem.group import DEADLINE_ENV, Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.library import load
 from oper.shmem.migration import Migration, check_room
-from oper.shmem.optimizers import Optimizer
+from oper.shmem.optimizers import Optimizer, check_supported
 from oper.shmem.pull import PullCosts, choose_pull
 from oper.shmem.rounding import rounding_key
 from oper.shmem.table_rows import LogicalRows
-from oper.tables import TableSpec
 from oper.traffic import SENT, Traffic
 
-MAX_DIM = 1024
 # As csrc/host/context.h numbers them.
 PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
-# What a plan decides; the rest of `ShardedTables` stays when the plan changes.
-_OF_THE_PLAN = ("plan", "directories", "has_push", "pieces", "_layout", "_heap", "_handle",
-                "_addresses", "_exchange")
 
 
 class ShardedTables(LogicalRows):
@@ -68,6 +63,10 @@ class ShardedTables(LogicalRows):
     """
 
     pull: bool | PullCosts = False  # see `choose_pull`
+    # What a plan decides; the rest stays when the plan changes.
+    _of_the_plan: tuple[str, ...] = ("plan", "directories", "has_push", "pieces", "_layout",
+                                     "_heap", "_handle", "_addresses", "_exchange")
+
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
                  gradient_scale: float = 1.0, seed: int | None = None) -> None:
@@ -86,7 +85,7 @@ class ShardedTables(LogicalRows):
             for o in dict.fromkeys((optimizers or {}).values())]
         self.gradient_scale = gradient_scale
         plan.check_for(tables, group.world_size)
-        _check_supported(tables, self.optimizers)
+        check_supported(tables, self.optimizers)
         self.specs = {t.name: t for t in tables}
         self.directories = [TableDirectory(t, group.world_size, piece)
                             for t in plan.tables for piece in range(len(t.pieces))]
@@ -101,7 +100,7 @@ class ShardedTables(LogicalRows):
         self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
         self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         domains = find_domains(group)
-        self._exchange = Exchange(group, domains) if len(set(domains)) > 1 else None
+        self._exchange = self._open_exchange(domains) if len(set(domains)) > 1 else None
         self._heap: HostHeap | None = None
         near = self._open_heap()
         self._handle = self._create_context(near)
@@ -122,6 +121,9 @@ class ShardedTables(LogicalRows):
         assert self._heap is not None
         self._release = weakref.finalize(self, _release, self._handle, self._heap)
         self._release.atexit = False
+
+    def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
+        return Exchange(self.group, domain_of)
 
     def _open_heap(self) -> list[int]:
         """Lay out and map the arenas; returns the ranks of this memory domain."""
@@ -449,11 +451,10 @@ class ShardedTables(LogicalRows):
 
     def prepare(self, plan: Plan) -> ShardedTables:
         """The same tables under another plan, with arenas that are still empty. Collective."""
-        other = ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale)
+        other = self._like(plan)
         problem: OperError | None = None
         try:
-            check_room([b for b, a in zip(other._layout.used_bytes, other._addresses, strict=True)
-                        if a])
+            other._check_room()
         except OperError as error:
             problem = error
         # All ranks or none: their views of free memory may differ.
@@ -463,12 +464,19 @@ class ShardedTables(LogicalRows):
             raise found[0]
         return other
 
+    def _like(self, plan: Plan) -> ShardedTables:
+        return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale)
+
+    def _check_room(self) -> None:
+        """Raise OperError unless there is memory for the arenas of this domain."""
+        check_room([b for b, a in zip(self._layout.used_bytes, self._addresses, strict=True) if a])
+
     def take_over(self, other: ShardedTables) -> None:
         """Go on with the arenas and the plan of `other`, which gives them up."""
         with self._resolving:
             self._release()
             other._release.detach()
-            for name in _OF_THE_PLAN:
+            for name in self._of_the_plan:
                 setattr(self, name, getattr(other, name))
             if self.pull is not False:
                 choose_pull(self, self.pull)
@@ -536,14 +544,3 @@ class _Lookup(torch.autograd.Function):
             weights = tables.weight_gradient(grads[0], batch, offsets)
         tables.apply_gradients(grads[0], batch, offsets)
         return None, weights, None, None
-
-
-def _check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimizer] | None
-                     ) -> None:
-    for t in tables:
-        what = f"cannot shard table {t.name!r}"
-        if t.dim > MAX_DIM:
-            raise PlanError(fail(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns"))
-        if optimizers is not None and t.optimizer != optimizers[t.name].name:
-            raise PlanError(fail(what, "plan's optimizer", t.optimizer, optimizers[t.name].name,
-                                 "plan again for this optimizer"))

@@ -193,7 +193,7 @@ class LogicalRows:
             else:
                 far[rank], places[rank] = (part, piece, slot), index
         for rank, rows in self._fetch(far).items():
-            to[places[rank]] = self._numbers(piece, rows)[:, inside]
+            to[places[rank]] = self._numbers(piece, rows)[:, inside].to(to.device)
 
     def _numbers(self, piece: int, rows: torch.Tensor, at: torch.Tensor | None = None
                  ) -> torch.Tensor:
@@ -241,7 +241,7 @@ class LogicalRows:
                 stop = min(values.shape[0], at + CHUNK_ROWS)
                 for rank, index, slot in self._parts(piece, np.arange(begin + at, begin + stop)):
                     if rank == self.group.rank:
-                        _put(mine, slot, values[:, first - column:last - column], index + at)
+                        put_rows(mine, slot, values[:, first - column:last - column], index + at)
 
     def _write_codes(self, table: str, values: torch.Tensor, begin: int) -> None:
         (piece,) = self.pieces[table]
@@ -251,7 +251,7 @@ class LogicalRows:
             for rank, index, slot in self._parts(piece, np.arange(begin + at, begin + stop)):
                 if rank == self.group.rank:
                     codes = as_rows(values[index + at], self.specs[table])
-                    _put(mine, slot, codes, torch.arange(slot.numel()))
+                    put_rows(mine, slot, codes, torch.arange(slot.numel()))
 
     def publish(self) -> None:
         """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
@@ -282,7 +282,7 @@ class LogicalRows:
                     else:
                         far[peer] = ("rows", piece, slots)
             for peer, rows in self._fetch(far).items():
-                copy[places[peer]] = rows
+                copy[places[peer]] = rows.to(copy.device)
 
     def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
         """A rank's copy of the replicated rows of one column piece of a table.
@@ -305,7 +305,8 @@ class LogicalRows:
                              int(d.num_replica_rows[rank]), d.dim, d.table.dtype)
 
 
-def _put(to: torch.Tensor, slot: torch.Tensor, values: torch.Tensor, index: torch.Tensor) -> None:
+def put_rows(to: torch.Tensor, slot: torch.Tensor, values: torch.Tensor, index: torch.Tensor
+             ) -> None:
     """``to[slot] = values[index]``; both int64 [n], n > 0. Runs are copied as such."""
     n = slot.numel()
     if bool((slot.diff() == 1).all()) and bool((index.diff() == 1).all()):

@@ -27,7 +27,7 @@ class Transport(Protocol):
         """Send segment r of `send` to rank r, receive segment r of `recv` from it. Collective.
 
         Args:
-            send, recv: uint8, contiguous, on the CPU; segments in rank order.
+            send, recv: uint8, contiguous, on the CPU or on one device; segments in rank order.
             send_bytes, recv_bytes: int [W], sizes of the segments; what a rank receives from
                 another must be what that one sends to it.
 
@@ -52,12 +52,16 @@ class ThreadTransport:
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
         group = self._group
+        if send.is_cuda:  # threads may use streams of their own
+            torch.cuda.synchronize(send.device)
         everyone = group.all_gather((send, send_bytes))
         parts = []
         for data, sizes in everyone:
             begin = sum(sizes[:group.rank])
             parts.append(data[begin:begin + sizes[group.rank]])
         torch.cat(parts, out=recv)
+        if recv.is_cuda:
+            torch.cuda.synchronize(recv.device)
         group.all_gather(None)  # senders may reuse their buffers
 
     def blame(self, kind: int, rank: int) -> tuple[int, int]:

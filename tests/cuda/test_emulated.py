@@ -102,13 +102,13 @@ class _Staging:
         from oper.shmem.device_tables import DeviceTables
 
         self.used = 0
-        wanted = DeviceTables._staging
+        wanted = DeviceTables._near_bytes
 
-        def count(tables: DeviceTables, max_pairs: int) -> torch.Tensor:
+        def count(tables: DeviceTables, max_pairs: int) -> int:
             self.used += 1
-            return wanted(tables, max_pairs)[:room]
+            return wanted(tables, max_pairs) if room is None else room
 
-        patch.setattr(DeviceTables, "_staging", count)
+        patch.setattr(DeviceTables, "_near_bytes", count)
         patch.setattr(DeviceTables, "_pays_to_stage", lambda t: t.group.world_size > 1)
 
 
@@ -140,8 +140,8 @@ def test_duplication_decides_what_is_fetched_once(emulation: pytest.MonkeyPatch)
     from oper.shmem.device_tables import DeviceTables
 
     used = []
-    wanted = DeviceTables._staging
-    emulation.setattr(DeviceTables, "_staging", lambda t, n: used.append(n) or wanted(t, n))
+    wanted = DeviceTables._near_bytes
+    emulation.setattr(DeviceTables, "_near_bytes", lambda t, n: used.append(n) or wanted(t, n))
     case = Case((TableSpec("t", 400, 8, ("a",), "sum", "float32", "sgd"),), ("a",))
     for num_distinct, expected in [(400, 0), (40, 2 * 3)]:
         used.clear()

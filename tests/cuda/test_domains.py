@@ -1,0 +1,158 @@
+"""Tables in device memory in several memory domains give the bits of one; virtual ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oper.errors import InvalidInputError, PeerLostError
+from oper.plan import Plan
+from oper.shmem.group import ThreadGroup
+from oper.shmem.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.tables import TableSpec
+from tests import runtime_support
+from tests.cuda.emulated import device_tables
+from tests.runtime_support import (
+    OPTIMIZERS,
+    OTHER_OPTIMIZERS,
+    Case,
+    Result,
+    assert_bitwise,
+    make_steps,
+    mixed_plan,
+    plans_for,
+    rich_plan,
+    run_ranks,
+    train_virtual,
+)
+from tests.shmem.test_exchange import lookups
+
+ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
+
+
+def small_case(optimizer: str, **fields: Any) -> Case:
+    """Rows of whole 16-byte parts and others, a shared key, a mean."""
+    shapes = [("odd", 9, 6, ("f1",), "sum"), ("two", 300, 12, ("a", "b"), "sum"),
+              ("mean", 2000, 24, ("b",), "mean")]
+    tables = tuple(TableSpec(n, r, d, f, p, "float32", optimizer) for n, r, d, f, p in shapes)
+    return Case(tables, ("b", "f1", "extra", "a"), **{"base_batch": 8, **fields})
+
+
+def check(patches: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimizer,
+          domains: tuple[int, ...], steps: int = 2) -> None:
+    """The host's one domain, and the device's several."""
+    batches = make_steps(case, len(domains), steps)
+    host = train_virtual(case, plan, batches, optimizer)
+    with patches.context() as patch:
+        patch.setattr(runtime_support, "ShardedTables", device_tables)
+        device: Result = train_virtual(case, plan, batches, optimizer, domains=domains)
+    for part in ("outputs", "weights", "states", "replicas"):
+        assert_bitwise(getattr(host, part), getattr(device, part), part)
+
+
+@pytest.mark.parametrize("name, domains", [
+    ("striped", (0, 1)), ("replicated", (0, 1, 0, 1)), ("owned", (0, 1, 2, 3)),
+    ("mixed0", (0, 1, 1, 1)), ("mixed1", (0, 1, 0, 1))], ids=str)
+def test_placements(emulation: pytest.MonkeyPatch, name: str, domains: tuple[int, ...]) -> None:
+    case = small_case("rowwise_adagrad")
+    check(emulation, case, plans_for(case.tables, len(domains))[name],
+          OPTIMIZERS["rowwise_adagrad"], domains)
+
+
+@pytest.mark.parametrize("optimizer, domains, seed", [
+    ("rowwise_adagrad", (0, 1), 1), ("partial_rowwise_adam", (0, 1, 0, 1), 2),
+    ("sgd", (0, 0, 1, 1), 1), ("adam", (0, 1), 2)], ids=str)
+def test_push_columns_weights_and_optimizers(
+        emulation: pytest.MonkeyPatch, optimizer: str, domains: tuple[int, ...], seed: int) -> None:
+    odd = list(ALL_OPTIMIZERS).index(optimizer) % 2 == 1
+    case = small_case(optimizer, weighted=odd, id_dtype=torch.int32 if odd else torch.int64)
+    plan = rich_plan(case.tables, len(domains), seed, columns=True)
+    check(emulation, case, plan, ALL_OPTIMIZERS[optimizer], domains)
+
+
+def test_rows_of_16_bits_and_rows_clipped_by_their_norm(emulation: pytest.MonkeyPatch) -> None:
+    case = small_case("rowwise_adagrad")
+    case = replace(case, tables=tuple(
+        replace(t, dtype=("float16", "bfloat16", "float32")[k % 3])
+        for k, t in enumerate(case.tables)))
+    plan = rich_plan(case.tables, 2, 1, columns=True)
+    check(emulation, case, plan, RowWiseAdagrad(lr=0.05, max_row_norm=0.01), (0, 1))
+
+
+@pytest.mark.parametrize("pooled, weighted", [(True, True), (False, False)])
+def test_lookups_without_gradients_sequences_and_weight_gradients(
+        emulation: pytest.MonkeyPatch, pooled: bool, weighted: bool) -> None:
+    tables = (TableSpec("t", 900, 16, ("f", "g"), "sum" if pooled else "none", optimizer="sgd"),
+              TableSpec("u", 70, 16, ("h",), "mean" if pooled else "none", optimizer="sgd"))
+    case = Case(tables, ("g", "f", "h"), weighted)
+    (batches,) = make_steps(case, 4, 1)
+    for plan in (rich_plan(tables, 4, 3, columns=True), mixed_plan(tables, 4, 4)):
+        def body(group: ThreadGroup, plan: Plan = plan) -> Any:
+            return lookups(group, case, plan, batches, pooled)
+
+        one = run_ranks(4, body)
+        with emulation.context() as patch:
+            patch.setattr(runtime_support, "ShardedTables", device_tables)
+            several = run_ranks(4, body, domains=(0, 1, 0, 1))
+        for (_, *a), (before, *b) in zip(one, several, strict=True):
+            for x, y in zip(a, b, strict=True):
+                if x is not None:
+                    torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+            assert_bitwise(before, b[0], "without gradients")
+
+
+@pytest.mark.parametrize("wire", ["exact", "bf16"])
+def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, wire: str) -> None:
+    """Of pulled tiers every kind; of pushed ones those of the forward pass."""
+    emulation.setenv("OPER_WIRE", wire)
+    case = small_case("sgd")
+    steps = make_steps(case, 4, 2)
+    domains = (0, 1, 0, 1)
+    for plan, kinds in ((mixed_plan(case.tables, 4, 1), None),
+                        (rich_plan(case.tables, 4, 1, columns=False),
+                         ("row_ids", "rows", "ids", "partial_sums", "refreshed_rows"))):
+        def body(group: ThreadGroup, plan: Plan = plan) -> dict[str, list[int]]:
+            tables = runtime_support.open_tables(case, plan, group, SGD(lr=0.1))
+            tables.sent_bytes(reset=True)
+            for batches in steps:
+                out = tables.lookup(batches[group.rank].lookup(case))
+                runtime_support.rank_loss(out, batches[group.rank].target).backward()
+            return tables.sent_bytes()
+
+        host = run_ranks(4, body, domains=domains)
+        with emulation.context() as patch:
+            patch.setattr(runtime_support, "ShardedTables", device_tables)
+            device = run_ranks(4, body, domains=domains)
+        for a, b in zip(host, device, strict=True):
+            for kind in kinds or a:
+                assert a[kind] == b[kind], kind
+            assert sum(itertools.chain(*b.values())) > 0
+            assert np.array_equal(a["headers"], b["headers"])
+
+
+def test_an_error_on_one_rank_is_told_to_all(emulation: pytest.MonkeyPatch, on_device: None
+                                             ) -> None:
+    """An id out of range is this rank's error at its next meeting, and a lost peer for others."""
+    case = small_case("sgd")
+    plan = plans_for(case.tables, 2)["striped"]
+    (batches,) = make_steps(case, 2, 1)
+
+    def body(group: ThreadGroup) -> str:
+        tables = runtime_support.open_tables(case, plan, group, SGD(lr=0.1))
+        batch = batches[0].lookup(case)
+        if group.rank == 1:
+            batch = replace(batch, ids=torch.full_like(batch.ids, 10**6))
+        try:
+            tables.lookup(batch).sum().backward()
+        except (InvalidInputError, PeerLostError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    mine, theirs = run_ranks(2, body, domains=(0, 1))
+    assert theirs.startswith("InvalidInputError") and "1000000" in theirs
+    assert mine.startswith("PeerLostError") and "rank=1" in mine
