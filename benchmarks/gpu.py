@@ -1,12 +1,21 @@
 """Everything about the device back end that a machine with a GPU can show, in one command.
 
     python benchmarks/gpu.py --out DIR [--fbgemm FOLDER] [--wheels FOLDER] [--limit SECONDS]
+                             [--resume FILE] [--only GLOB]
 
-Builds the libraries for this GPU, runs the tests of tests/cuda on it (equality with the host back
-end, processes through symmetric and virtual memory, a killed rank, graphs, rows in host memory,
-the same bits in every run), looks for races and bad accesses with compute-sanitizer where there
-is one, and records `oper bench lookup` and `oper bench train` with `--device cuda`. A step that
-fails does not stop the others. DIR gets a log per step, lookup.json, train.json and summary.md.
+Parts run one after the other, the most telling first: what the machine is; the build; the tests
+of tests/cuda (equality with the host back end, processes through symmetric and virtual memory, a
+killed rank, graphs, rows in host memory, the same bits in every run); every case of `oper bench
+lookup --device cuda` (forward, backward with the update, and steps as fractions of a copy's
+bandwidth, beside torch and fbgemm; what directories and peers' addresses add), a batch of 256
+under a graph, rows in host memory; one of `oper bench train`; compute-sanitizer; modelled steps on
+8 GPUs.
+
+A part that fails, crashes or takes too long does not stop the others. After every part DIR holds
+all there is: gpu.json (states, times and figures), summary.md (figures beside what is wanted) and
+log.txt. --limit ends a call in time; the next one, with --resume and the gpu.json of the last,
+goes on with the parts that are not there yet, so that three calls of 570 seconds do what one of
+half an hour does. Only the build is repeated where nothing is left of it.
 
 FOLDER of --fbgemm is what benchmarks/fbgemm_one_arch.py has packed; without it, or an installed
 fbgemm_gpu, there is no comparison with fbgemm. --wheels installs wheels that the machine lacks.
@@ -15,106 +24,242 @@ fbgemm_gpu, there is no comparison with fbgemm. --wheels installs wheels that th
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build" / "gpu"  # what need not be kept
+_PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-ra"]
 # A small training run, under a tool that slows kernels down many times.
-_SMALL = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_emulated.py", "-k",
+_SMALL = [*_PYTEST, "tests/cuda/test_emulated.py", "-k",
           "test_training_gives_the_hosts_bits and 2-mixed0 or test_push and True-2"]
+_SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all"]
+_REPEATED = ("build",)  # in every call: quick where nothing is to be done
+_TAIL = 25  # lines of a part's log in the record
+_MACHINE = """
+import json, platform, torch
+p = torch.cuda.get_device_properties(0)
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "name": p.name,
+                  "python": platform.python_version(), "processors": p.multi_processor_count,
+                  "memory_bytes": p.total_memory, "capability": [p.major, p.minor]}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One command.
+
+    Attributes:
+        name: for the record.
+        command: its words.
+        limit_s: when it is ended.
+        json: file with its figures, or None.
+    """
+
+    name: str
+    command: list[str]
+    limit_s: float
+    json: Path | None = None
 
 
 def main() -> int:
-    """Run the steps; 1 when one has failed."""
+    """Run the parts; 1 when one has failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, type=Path, help="folder for logs and records")
+    parser.add_argument("--out", required=True, type=Path, help="folder for record and logs")
+    parser.add_argument("--resume", type=Path, help="gpu.json of an earlier call")
     parser.add_argument("--fbgemm", type=Path, help="packed fbgemm_gpu, see above")
     parser.add_argument("--wheels", type=Path, help="wheels to install first")
-    parser.add_argument("--limit", type=float, default=1500.0,
-                        help="seconds for all steps; the later ones are left out")
+    parser.add_argument("--limit", type=float, default=1700.0, help="seconds of this call")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="parts by name")
     parser.add_argument("--quick", action="store_true", help="main cases only")
     args = parser.parse_args()
+    begin = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    record = Record(args.out, args.resume)
     env = _environment(args)
-    end = time.monotonic() + args.limit
-    done = []
-    for name, command in _steps(args).items():
-        left = end - time.monotonic()
-        if left < 5:
-            done.append((name, "left out", 0.0))
+    for part in parts(args.quick):
+        if not fnmatch.fnmatch(part.name, args.only) or (
+                record.has(part.name) and part.name not in _REPEATED):
             continue
-        begin = time.monotonic()
-        state = _run(name, command, env, left, args.out)
-        done.append((name, state, time.monotonic() - begin))
-        print(f"{name}: {state} in {done[-1][2]:.0f} s", flush=True)
-    _summarize(args.out, done)
-    return int(any(state not in ("ok", "not there") for _, state, _ in done))
+        left = args.limit - (time.monotonic() - begin)
+        if left < 15:
+            print(f"{part.name}: left for the next call", flush=True)
+            continue
+        record.add(part, *_run(part, env, min(left, part.limit_s), args.out / "log.txt"))
+    record.write()
+    print(summary(record.parts))
+    return int(any(p["state"] not in ("ok", "not there") for p in record.parts.values()))
+
+
+class Record:
+    """States and figures of the parts that have run, in `out`/gpu.json and `out`/summary.md."""
+
+    def __init__(self, out: Path, earlier: Path | None) -> None:
+        self._out = out
+        self.parts: dict[str, dict[str, Any]] = {}
+        for path in (earlier, out / "gpu.json"):
+            if path is not None and path.exists():
+                self.parts.update(json.loads(path.read_text(encoding="utf-8"))["parts"])
+
+    def has(self, name: str) -> bool:
+        """Whether a part has run to its end."""
+        return self.parts.get(name, {}).get("state") in ("ok", "not there")
+
+    def add(self, part: Part, state: str, seconds: float, tail: list[str]) -> None:
+        """Keep what a part has shown."""
+        entry = {"state": state, "seconds": round(seconds, 1), "command": part.command,
+                 "tail": tail}
+        if part.json is not None and part.json.exists():
+            entry["record"] = json.loads(part.json.read_text(encoding="utf-8"))
+        self.parts[part.name] = entry
+        print(f"{part.name}: {state} in {seconds:.0f} s", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Everything so far."""
+        text = json.dumps({"benchmark": "gpu", "parts": self.parts}, indent=1)
+        for name, content in (("gpu.json", text), ("summary.md", summary(self.parts))):
+            part = self._out / f"{name}.part"
+            part.write_text(content + "\n", encoding="utf-8")
+            part.replace(self._out / name)
+
+
+def parts(quick: bool) -> Iterator[Part]:
+    """The most telling first."""
+    python = [sys.executable]
+    tests = "tests/cuda/test_"
+    yield Part("machine", [*python, "-c", _MACHINE], 120)
+    yield Part("driver", ["nvidia-smi"], 60)
+    yield Part("build", [*python, "setup.py", "build_ext", "--inplace"], 420)
+    yield Part("tests-first", [*python, *_PYTEST, f"{tests}emulated.py", "-x", "-k",
+                               "hosts_bits and 1-striped or hosts_bits and 2-mixed0"], 120)
+    bench = [*python, "-m", "oper", "bench"]
+    flags = ["--quick"] if quick else []
+    sys.path.insert(0, str(ROOT))
+    from oper.bench.device import cases
+
+    def case(verb: str, name: str) -> Part:
+        out = WORK / f"{name}.json"
+        out.unlink(missing_ok=True)
+        return Part(name, [*bench, verb, "--device", "cuda", *flags, "--only", name, "--json",
+                           str(out)], 150, out)
+
+    names = [c.name for c in cases(quick, "lookup")]
+    names.sort(key=lambda n: ("uniform" not in n, "graph" not in n, "host" in n))
+    half = [n for n in names if "uniform" in n or "graph" in n]
+    yield from (case("lookup", n) for n in half)
+    yield Part("tests-ranks", [*python, *_PYTEST, f"{tests}emulated.py", f"{tests}domains.py",
+                               f"{tests}moves.py", f"{tests}counters.py"], 300)
+    yield Part("tests-processes", [*python, *_PYTEST, f"{tests}on_gpu.py",
+                                   f"{tests}domain_processes.py"], 400)
+    yield from (case("lookup", n) for n in names if n not in half)
+    yield case("train", cases(quick, "train")[0].name)
+    for tool in ("memcheck", "racecheck"):
+        yield Part(tool, [*_SANITIZER, "--tool", tool, *python, *_SMALL], 240)
+    yield Part("tests-bench", [*python, *_PYTEST, "tests/bench/test_bench_device.py"], 120)
+    modelled = WORK / "modelled.json"
+    yield Part("modelled", [*python, "-m", "oper.bench.device_model", str(modelled)], 300, modelled)
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OPER_CUDA": "1", "PYTHONUNBUFFERED": "1",
            "OPER_CUDA_ARCHS": os.environ.get("OPER_CUDA_ARCHS", "90")}
     if args.wheels:
-        site = args.out / "site"
+        site = WORK / "site"
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps",
-                        "--target", str(site), *map(str, sorted(args.wheels.glob("*.whl")))],
-                       check=True)
+                        "--upgrade", "--target", str(site),
+                        *map(str, sorted(args.wheels.glob("*.whl")))], check=False)
         env["PYTHONPATH"] += f":{site}"
     if args.fbgemm:
         sys.path.insert(0, str(ROOT / "benchmarks"))
         from fbgemm_one_arch import unpack
 
-        env["OPER_FBGEMM"] = str(unpack(args.fbgemm, args.out / "fbgemm"))
+        place, done = WORK / "fbgemm", WORK / "fbgemm.unpacked"
+        try:
+            if not done.exists():
+                unpack(args.fbgemm, place)
+                done.touch()
+            env["OPER_FBGEMM"] = str(place)
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            print(f"no comparison with fbgemm: {error}", file=sys.stderr)
     return env
 
 
-def _steps(args: argparse.Namespace) -> dict[str, list[str]]:
-    python = [sys.executable]
-    bench = [*python, "-m", "oper", "bench"]
-    quick = ["--quick"] if args.quick else []
-    sanitizer = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all"]
-    return {
-        "machine": ["nvidia-smi"],
-        "build": [*python, "setup.py", "build_ext", "--inplace"],
-        "tests": [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda",
-                  "tests/bench/test_bench_device.py", "--deselect",
-                  "tests/cuda/test_compiled.py"],
-        "lookup": [*bench, "lookup", "--device", "cuda", *quick, "--json",
-                   str(args.out / "lookup.json")],
-        "train": [*bench, "train", "--device", "cuda", *quick, "--json",
-                  str(args.out / "train.json")],
-        "memcheck": [*sanitizer, "--tool", "memcheck", *python, *_SMALL],
-        "racecheck": [*sanitizer, "--tool", "racecheck", *python, *_SMALL],
-    }
-
-
-def _run(name: str, command: list[str], env: dict[str, str], limit: float, out: Path) -> str:
-    if shutil.which(command[0]) is None:
-        return "not there"
-    with open(out / f"{name}.log", "w", encoding="utf-8") as log:
+def _run(part: Part, env: dict[str, str], limit_s: float, log: Path
+         ) -> tuple[str, float, list[str]]:
+    """State, seconds and the end of the output of a part."""
+    if shutil.which(part.command[0]) is None:
+        return "not there", 0.0, []
+    begin = time.monotonic()
+    own = WORK / f"{part.name}.log"
+    with open(own, "w", encoding="utf-8") as out:
+        process = subprocess.Popen(part.command, cwd=ROOT, env=env, stdout=out, stderr=out,
+                                   start_new_session=True)
         try:
-            code = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log,
-                                  timeout=limit, check=False).returncode
+            code = process.wait(limit_s)
+            state = "ok" if code == 0 else f"failed with {code}"
         except subprocess.TimeoutExpired:
-            return "out of time"
-    return "ok" if code == 0 else f"failed with {code}"
+            os.killpg(process.pid, 9)  # and whatever it has started
+            process.wait()
+            state = f"out of time after {limit_s:.0f} s"
+    lines = own.read_text(encoding="utf-8", errors="replace").splitlines()
+    with open(log, "a", encoding="utf-8") as out:
+        out.write("\n".join([f"==== {part.name}: {state}", *lines, ""]))
+    return state, time.monotonic() - begin, lines[-_TAIL:]
 
 
-def _summarize(out: Path, done: list[tuple[str, str, float]]) -> None:
-    lines = ["# On a GPU", "", "| step | result | seconds |", "|---|---|---|"]
-    lines += [f"| {name} | {state} | {seconds:.0f} |" for name, state, seconds in done]
-    for name in ("tests", "memcheck", "racecheck", "lookup", "train"):
-        log = out / f"{name}.log"
-        if log.exists():
-            tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-60:]
-            lines += ["", f"## {name}", "", "```", *tail, "```"]
-    text = "\n".join(lines) + "\n"
-    (out / "summary.md").write_text(text, encoding="utf-8")
-    print(text)
+# ---- what it comes to ----------------------------------------------------------------------------
+
+
+def _wanted(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, float, str, bool]]:
+    """Figure, value, what is wanted, and whether it is met, of one case."""
+    def at_least(key: str, wanted: float) -> Iterator[tuple[str, float, str, bool]]:
+        if key in entry:
+            yield key, entry[key], f">= {wanted}", entry[key] >= wanted
+
+    def at_most(key: str, wanted: float) -> Iterator[tuple[str, float, str, bool]]:
+        if key in entry:
+            yield key, entry[key], f"<= {wanted}", entry[key] <= wanted
+
+    if "uniform" in name:
+        yield from at_least("forward_fraction_of_floor", 0.8)
+    one_hot = "pool1-" in name and "host" not in name
+    yield from at_least("ratio_forward_fbgemm", 1.3 if one_hot else 1.0)
+    yield from at_least("ratio_update_fbgemm", 1.0)
+    yield from at_most("location_overhead", 0.05)
+    yield from at_most("peer_overhead", 0.03)
+    yield from at_most("forward_us_replayed", 40.0)
+
+
+def summary(done: dict[str, dict[str, Any]]) -> str:
+    """All parts for a person."""
+    lines = ["# On a GPU", "", "| part | result | seconds |", "|---|---|---|"]
+    lines += [f"| {name} | {p['state']} | {p['seconds']:.0f} |" for name, p in done.items()]
+    entries = {name: e for name, p in done.items()
+               for e in p.get("record", {}).get("cases", ()) if "verified" in e}
+    if entries:
+        lines += ["", "| case | right | figure | value | wanted | met |",
+                  "|---|---|---|---|---|---|"]
+        for name, entry in entries.items():
+            right = "yes" if entry["verified"] else "NO"
+            figures = list(_wanted(name, entry))
+            lines += [f"| {name} | {right} | {key} | {value:.4g} | {wanted} | "
+                      f"{'yes' if met else 'NO'} |" for key, value, wanted, met in figures]
+            lines += [] if figures else [f"| {name} | {right} | | | | |"]
+    for name, p in done.items():
+        if p["state"] != "ok" or name.startswith(("tests", "mem", "race", "modelled", "machine")):
+            lines += ["", f"## {name}: {p['state']}", "", "```", *p["tail"], "```"]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -116,6 +117,7 @@ def torch_side(case: DeviceCase, device: torch.device) -> Side:
     return Side(forward, tolerance=1e-5 if case.dtype == "float32" else 4e-3)
 
 
+@functools.cache
 def has_fbgemm() -> bool:
     """Whether fbgemm_gpu can be imported, from `FBGEMM_ENV` too.
 
