@@ -135,6 +135,7 @@ class DeviceExchange(Exchange):
         return {"outboxes": outboxes, "touched": touched, "squares": squares}
 
     def segment_bytes(self, num_tables: int) -> int:
+        """Bytes of the bounds by table and owner in outboxes and requests."""
         return (4 * (num_tables * self._size + 1) + 7) // 8 * 8
 
     def attach(self, handle: int, directories: Sequence[TableDirectory]) -> None:
@@ -160,12 +161,13 @@ class DeviceExchange(Exchange):
         return _Stretches(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """The array on this rank's device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
     # ---- meetings --------------------------------------------------------------------------------
 
     def meet(self, what: Meeting, counts: np.ndarray, weighted: bool = False
-              ) -> tuple[np.ndarray, list[bool]]:
+             ) -> tuple[np.ndarray, list[bool]]:
         """Tell all ranks int64 [W, T] counts; theirs for this rank, and who has weights.
 
         Raises:
@@ -207,7 +209,7 @@ class DeviceExchange(Exchange):
             raise_status(*self.check(*found), self._tables.arenas.outbox_bytes, None)
 
     def send(self, parts: dict[int, list[torch.Tensor]], wanted: dict[int, int],
-              dtype: torch.dtype) -> dict[int, torch.Tensor]:
+             dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """Send each far rank its tensors; `wanted` numbers from each, aligned to 16 bytes."""
         none = torch.empty(0, dtype=dtype, device=self._device)
         mine = torch.cat([none, *(x for r in sorted(parts) for x in parts[r])])
@@ -224,8 +226,8 @@ class DeviceExchange(Exchange):
         return found
 
     def send_numbers(self, parts: dict[int, list[torch.Tensor]], wanted: dict[int, int]
-                      ) -> dict[int, torch.Tensor]:
-        """As `_send`, of float32 numbers, rounded on their way where `OPER_WIRE` says so."""
+                     ) -> dict[int, torch.Tensor]:
+        """As `send`, of float32 numbers, rounded on their way where `OPER_WIRE` says so."""
         wire = _WIRES[self._wire]
         if wire == torch.float32:
             return self.send(parts, wanted, wire)
@@ -233,6 +235,7 @@ class DeviceExchange(Exchange):
         return {r: x.float() for r, x in self.send(rounded, wanted, wire).items()}
 
     def count(self, kind: str, r: int, num_bytes: int) -> None:
+        """Note that so many bytes go to rank `r`."""
         self.sent[SENT.index(kind), r] += num_bytes
 
     def number_bytes(self, count: int) -> int:
