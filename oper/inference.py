@@ -27,8 +27,9 @@ from oper.integration.targets import (
 )
 from oper.integration.weights import Source, Weights
 from oper.plan import Plan, uniform_plan
+from oper.shmem.numa import find_nodes
 from oper.shmem.publication import Publisher
-from oper.shmem.published import PublishedTables, Reader, numa_nodes
+from oper.shmem.published import PublishedTables, Reader
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -292,7 +293,7 @@ def _named_targets(model: nn.Module) -> list[Target]:
 
 
 def _placed(tables: list[TableSpec], stats: AccessStats | None, plan: Plan | None) -> Plan:
-    num_domains = len(numa_nodes()) if plan is None else plan.world_size
+    num_domains = len(find_nodes()) if plan is None else plan.world_size
     if plan is not None:
         plan.check_for(tables, num_domains)
         return replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in tables))

@@ -36,6 +36,21 @@ def pss_bytes(pid: int, mapping: str = "") -> int:
     return total
 
 
+def unfiled_pss_bytes(pid: int) -> int:
+    """As `pss_bytes`, without pages of files: libraries, whose share in a process changes with the
+    number of processes.
+
+    Raises:
+        OperError: no such process, or none that we may look into.
+    """
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+    except OSError as error:
+        raise OperError(fail("cannot read a process's memory", "pid", pid, "a running process",
+                             str(error))) from error
+    return sum(int(x) << 10 for x in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.M))
+
+
 def num_descriptors(pid: int) -> int:
     """Open file descriptors of a process; raises OperError."""
     try:

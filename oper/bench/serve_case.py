@@ -67,9 +67,12 @@ def run_server_case(case: ServerCase, progress: Callable[[str], None]) -> dict[s
     batching = BatchOptions(case.served.candidates, 0.0, 1 << 40)
     pools: dict[str, Pool] = {}
     try:
-        for kind, count in (("oper", 2), ("torchrec", 2), ("torch", 1), (FLOOR, 2)):
-            progress(f"{case.name}: starting {kind}")
+        progress(f"{case.name}: starting the processes")
+        counts = {"oper": 2, "torchrec": 2, "torch": 1, FLOOR: 2}
+        for kind, count in counts.items():
             pools[kind] = Pool(kind, case.served, batching)
+            pools[kind].begin(count)
+        for kind, count in counts.items():
             pools[kind].grow(count)
         memory = {name: pools[kind].memory(count)
                   for name, (kind, count) in CONTENDERS.items() if count <= 2}

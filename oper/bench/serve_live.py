@@ -31,7 +31,7 @@ class LiveCase:
     Attributes:
         name: for the record.
         kind: ``"http"``: capacity at the latency bound; ``"publish"``: new weights under load;
-            ``"soak"``: long, with a killed worker.
+            ``"soak"``: long, with a killed worker; its capacity is the throughput.
         served: what is scored.
         workers: of the server.
         seconds: length of the main runs.
@@ -91,6 +91,16 @@ class _Live:
             "server": {"target_qps": round(rate, 2), **result.to_json()}}
 
 
+    def throughput(self) -> tuple[float, dict[str, Any]]:
+        """Queries per second with as many in flight as the client sends at once, and how it was
+        found."""
+        self.progress(f"{self.case.name}: looking for the throughput")
+        offline = replace(self.settings, scenario="Offline", expected_qps=300)
+        guess = self.client.run(offline).result.rate
+        found = self.client.run(replace(offline, expected_qps=1.4 * guess)).result
+        return found.rate, {"offline": found.to_json()}
+
+
 @contextlib.contextmanager
 def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]:
     progress(f"{case.name}: starting the server")
@@ -121,7 +131,7 @@ def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, 
     load_before = record.load_average()
     with _running(case, progress) as live:
         clock = record.BusyClock(lambda: live.host.cpu_seconds() + live.client.cpu_seconds())
-        rate, how = live.capacity()
+        rate, how = live.throughput() if case.kind == "soak" else live.capacity()
         # A machine too busy for any valid rate still gets its load, and the record says so.
         target = case.load * (rate or min(r[0] for r in how["search"]))
         entry = {"http": _http, "publish": _publish, "soak": _soak}[case.kind](live, target)

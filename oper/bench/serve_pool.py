@@ -24,7 +24,7 @@ import numpy as np
 
 from oper.bench import loadgen
 from oper.bench.launch import die_with_parent
-from oper.bench.memory import cpu_seconds, pss_bytes
+from oper.bench.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
 from oper.bench.serve_models import ServeWork, build, give_back_memory, make_predictor
 from oper.bench.stalls import Stalls, spin
 from oper.errors import OperError, fail
@@ -62,22 +62,29 @@ class Pool:
         self._workers: list[_Worker] = []
         self._publisher: Any = None
         self._name = f"bench-{os.getpid()}-{id(self) & 0xffffff:x}"
+        self._waited_for: list[Any] = []  # ends of control pipes
         if kind == "oper":
             self._publisher = self._start(_publish, (served.to_json(), self._name))
-            self._ask(self._publisher[1])  # published
+        self._is_published = self._publisher is None
 
-    def grow(self, count: int) -> None:
-        """Have at least `count` workers, ready to score."""
-        new = []
-        while len(self._workers) < count:
+    def begin(self, count: int) -> None:
+        """Start workers up to `count`; those of OPER only once the tables are published."""
+        while self._is_published and len(self._workers) < count:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 process, control = self._start(_work, (
                     theirs, self.kind, self._served.to_json(), self._name, self._batching))
             self._workers.append(_Worker(process, ours, control))
-            new.append(self._workers[-1])
-        for worker in new:
-            self._ask(worker.control)
+            self._waited_for.append(control)
+
+    def grow(self, count: int) -> None:
+        """Have at least `count` workers, ready to score."""
+        if not self._is_published:
+            self._ask(self._publisher[1])
+            self._is_published = True
+        self.begin(count)
+        while self._waited_for:
+            self._ask(self._waited_for.pop())
 
     def _start(self, function: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
         ours, theirs = self._context.Pipe()
@@ -227,10 +234,10 @@ def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any]
     library = served.library()
     build(value, "meta")  # imports what the model needs: not part of its memory
     give_back_memory()
-    before = pss_bytes(os.getpid())
+    before = unfiled_pss_bytes(os.getpid())
     predictor = make_predictor(kind, value, name)
     give_back_memory()
-    loaded = pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
+    loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
     for request in library[:8]:
         predictor.predict(request)
     threaded = _Threaded(predictor)

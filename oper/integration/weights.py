@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.integration.checkpoint_files import METADATA, Reader, check_files
 from oper.integration.on_demand import TableRows, rows_on_demand
 from oper.shmem.quantise import dequantise
 from oper.shmem.table_rows import CHUNK_ROWS
@@ -32,7 +34,7 @@ class Weights:
 
     Raises:
         InvalidInputError: a name is missing.
-        FileFormatError: not a checkpoint.
+        FileFormatError: not a checkpoint, or a damaged one.
     """
 
     def __init__(self, source: Source, keys: Iterable[str]) -> None:
@@ -52,15 +54,18 @@ class Weights:
             if not path.is_dir():
                 return dict(_flat(torch.load(path, map_location="cpu", weights_only=True,
                                              mmap=True)))
-            from torch.distributed.checkpoint.filesystem import FileSystemReader
-
             # As oper.save_checkpoint lays it out, or the folder itself.
-            found = sorted(path.rglob(".metadata"))
+            found = sorted(path.rglob(METADATA))
             if len(found) != 1:
                 raise FileFormatError(fail(what, "checkpoints", len(found), "one in this folder",
                                            "name the folder of one checkpoint"))
-            self._folder = found[0].parent
-            return dict(FileSystemReader(self._folder).read_metadata().state_dict_metadata)
+            self._folder = self._hold(found[0].parent)
+            try:
+                check_files(self._folder)
+                return dict(Reader(self._folder).read_metadata().state_dict_metadata)
+            except FileFormatError as error:
+                raise FileFormatError(
+                    str(error).replace(str(self._folder), str(found[0].parent))) from None
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             if isinstance(error, FileFormatError):
                 raise
@@ -68,12 +73,18 @@ class Weights:
                 fail(what, "content", f"{type(error).__name__} {error}",
                      "a checkpoint folder or a file of torch.save", "write it again")) from None
 
+    def _hold(self, folder: Path) -> Path:
+        """A path to this very folder, although a training run may put its next checkpoint in its
+        place while it is read: files of two checkpoints must not mix."""
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, number)
+        return Path(f"/proc/self/fd/{number}")
+
     def value(self, key: str) -> Any:
         """A weight: a tensor, or `TableRows`."""
         value = self._values[self._prefix + key]
         if self._folder is None:
             return getattr(value, "elem", value)  # TorchRec's packed 4-bit tensors
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
         if not hasattr(value, "size"):
@@ -82,7 +93,7 @@ class Weights:
                      "save the model's state_dict"))
         out = torch.empty(value.size, dtype=value.properties.dtype)
         name = self._prefix + key
-        load({name: out}, storage_reader=FileSystemReader(self._folder), no_dist=True)
+        load({name: out}, storage_reader=Reader(self._folder), no_dist=True)
         return out
 
     def tensor(self, key: str) -> torch.Tensor:

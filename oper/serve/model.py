@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -58,17 +59,15 @@ class PublishedModel:
         self.signature, self._build = signature, build
         model, rest = weights, None
         if not hasattr(weights, "named_parameters"):
+            model = build("meta")
             if isinstance(weights, Mapping):
-                model = build("meta")
                 _load(model, weights)
             else:
-                model, rest = build("cpu"), weights
+                rest = weights
         # Several servers of one user may run on a host.
         name = f"{signature.name[:40]}-{os.getpid()}-{id(self) & 0xffffff:x}"
-        self._publication: Any = oper.publish(model, name, row_dtype=row_dtype,
+        self._publication: Any = oper.publish(model, name, weights=rest, row_dtype=row_dtype,
                                               keep_spare=keep_spare)
-        if rest is not None:
-            self._publication.publish(rest)
         self._reads_again: Callable[[], Any] | None = None
 
     def reads_again(self, read: Callable[[], Any]) -> PublishedModel:
@@ -163,7 +162,7 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm", row_dtype: st
     """The model that ``oper train`` has written into `folder`, published on this host.
 
     Args:
-        folder: with ``config.json`` and ``state.pt``.
+        folder: with ``config.json``, and ``state.pt`` or a checkpoint (see `find_weights`).
         name: of the model on the server.
         row_dtype, keep_spare: see `PublishedModel`.
 
@@ -180,12 +179,39 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm", row_dtype: st
                           ).reads_again(functools.partial(read_weights, folder))
 
 
-def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Weights of a training folder, by their names in the model without its loss."""
+def find_weights(folder: str | os.PathLike[str]) -> Path:
+    """The newest weights of a training folder: its ``state.pt``, or the folder of its last
+    checkpoint while the training runs or when it was ended.
+
+    Raises:
+        FileFormatError: there are none.
+    """
+    from oper.integration.checkpoint_files import METADATA
+    from oper.train.resume import CHECKPOINT
+
+    folder = Path(folder)
+    found: list[tuple[int, Path]] = []
+    for path in (folder / STATE, *(folder / name / METADATA
+                                   for name in (CHECKPOINT, f"{CHECKPOINT}.previous"))):
+        with contextlib.suppress(FileNotFoundError):  # there is none, or it is being replaced
+            found.append((path.stat().st_mtime_ns, path))
+    if not found:
+        raise FileFormatError(fail(f"cannot serve {os.fspath(folder)!r}", "weights", "none",
+                                   f"{STATE} or {CHECKPOINT}/ in it",
+                                   "wait for the training's first checkpoint, or for its end"))
+    newest = max(found)[1]
+    return newest.parent if newest.name == METADATA else newest
+
+
+def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | Path:
+    """The newest weights of a training folder, by their names in the model without its loss, or
+    the checkpoint that they are in."""
     from oper.train.model import load_state
 
-    state = load_state(Path(folder) / STATE)
-    return {name.removeprefix("model."): value for name, value in state.items()}
+    path = find_weights(folder)
+    if path.name != STATE:
+        return path
+    return {name.removeprefix("model."): value for name, value in load_state(path).items()}
 
 
 def _describe(folder: Path) -> _Trained:

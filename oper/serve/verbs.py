@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 _ROW_DTYPES = ("float32", "float16", "int8", "int4")
@@ -37,7 +37,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-s", type=float, default=30.0, metavar="S",
                         help="for requests in flight after SIGTERM (30)")
     parser.add_argument("--watch", action="store_true",
-                        help="publish the folder's weights whenever they change")
+                        help="publish the folder's weights whenever there are newer ones")
     parser.add_argument("--json", action="store_true", help="say where it serves as JSON")
     parser.epilog = ("SIGTERM or Ctrl-C: finish the requests in flight and exit with 0. SIGHUP: "
                      "publish the folder's weights again.")
@@ -53,7 +53,6 @@ def run_serve(args: argparse.Namespace) -> int:
         BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
         drain_s=args.drain_s)
     watch = _Watch(args.model) if args.watch else None
-    print(f"loading {args.model}", file=sys.stderr, flush=True)
     server = Server(_model(args), options).start()
     where = {"address": server.address, "model": server.model.signature.name, "pid": os.getpid(),
              "workers": server.worker_pids}
@@ -70,12 +69,14 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> Any:
-    from oper.errors import InvalidInputError, fail
+    from oper.errors import FileFormatError, InvalidInputError, fail
 
     module, colon, function = args.model.partition(":")
     if not colon or os.path.exists(args.model):
-        from oper.serve.model import load_model
+        from oper.serve.model import find_weights, load_model
 
+        with contextlib.suppress(FileFormatError):  # told by load_model, after other mistakes
+            print(f"loading {find_weights(args.model)}", file=sys.stderr, flush=True)
         return load_model(args.model, args.name, args.row_dtype, args.keep_spare)
     sys.path.insert(0, os.getcwd())
     try:
@@ -88,24 +89,24 @@ def _model(args: argparse.Namespace) -> Any:
 
 
 class _Watch:
-    """Notices when the weights of a folder have been replaced."""
+    """Notices when there are other weights in a folder of ``oper train``."""
 
     def __init__(self, folder: str) -> None:
-        from oper.errors import InvalidInputError, fail
-        from oper.serve.model import STATE
+        self._folder = folder
+        self._seen = self._stamp(find=True)
 
-        self._path = Path(folder) / STATE
-        if not self._path.exists():
-            raise InvalidInputError(fail("cannot watch", "model", folder,
-                                         f"a folder with {STATE}", "leave --watch out"))
-        self._seen = self._stamp()
+    def _stamp(self, find: bool = False) -> tuple[Any, ...] | None:
+        from oper.errors import FileFormatError
+        from oper.serve.model import find_weights
 
-    def _stamp(self) -> tuple[int, ...] | None:
         try:
-            found = self._path.stat()
-        except FileNotFoundError:  # being replaced
+            path = find_weights(self._folder)
+            found = path.stat()
+        except (FileNotFoundError, FileFormatError):  # being replaced
+            if find:
+                raise
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return path.name, found.st_ino, found.st_mtime_ns, found.st_size
 
     def changed(self) -> bool:
         """Whether there are other weights than at the last call."""

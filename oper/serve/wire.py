@@ -100,19 +100,42 @@ def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any]
     body, at = place
     dtype, count = DTYPES[datatype], math.prod(shape)
     if "data" in entry:
-        try:
-            value = np.array(entry["data"], dtype).reshape(shape)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise _bad(f"data of {name!r}", str(error), f"{datatype} {shape}") from None
-        return value, at
-    size = (entry.get("parameters") or {}).get("binary_data_size")
-    if size != count * dtype.itemsize:
+        return _listed(name, datatype, shape, entry["data"]), at
+    stated = entry.get("parameters")
+    size = stated.get("binary_data_size") if isinstance(stated, Mapping) else None
+    if type(size) is not int or size != count * dtype.itemsize:
         raise _bad(f"binary_data_size of {name!r}", size,
                    f"{count * dtype.itemsize} bytes for {datatype} {shape}")
     if at + size > len(body):
         raise _bad("size of the message", len(body), f">= {at + size} bytes as its header says")
-    # A copy: where it lies in the message it is neither aligned nor writable, as PyTorch wants it.
-    return np.frombuffer(body, dtype, count, at).reshape(shape).copy(), at + size
+    try:
+        # A copy: where it lies in the message it is neither aligned nor writable, as PyTorch wants
+        # it.
+        return np.frombuffer(body, dtype, count, at).reshape(shape).copy(), at + size
+    except (ValueError, OverflowError) as error:  # no bytes, but 10^30 rows of none
+        raise _bad(f"shape of {name!r}", shape, f"one that an array can have ({error})") from None
+
+
+def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray:
+    """A tensor from numbers in the header; none is rounded to another kind."""
+    dtype = DTYPES[datatype]
+    try:
+        found = np.array(data)
+        kinds = "iuf" if dtype.kind == "f" else "iu"
+        if found.size and (found.dtype.kind not in kinds or _has_truth(data)):
+            raise ValueError(f"{found.dtype.name} values, truth values or text")
+        with np.errstate(over="ignore"):  # infinity is refused with the request
+            value = found.astype(dtype)
+        if dtype.kind == "i" and not np.array_equal(value, found):
+            raise ValueError(f"a number that is no {dtype.name}")
+        return value.reshape(shape)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _bad(f"data of {name!r}", str(error), f"{datatype} {shape}") from None
+
+
+def _has_truth(data: Any) -> bool:
+    """Whether there is a true or false in it, which NumPy takes for numbers among numbers."""
+    return any(map(_has_truth, data)) if isinstance(data, list) else isinstance(data, bool)
 
 
 def decode_request(body: bytes, header_length: int | None, signature: Signature) -> Request:
@@ -126,6 +149,9 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
             raise _bad(f"input {name!r}", f"{_NAMES[value.dtype]} {list(value.shape)}",
                        f"{datatype} with {ndim} dimensions")
     lengths, ids = tensors["lengths"], tensors["ids"]
+    if lengths.shape[1] != tensors["dense"].shape[0]:  # before anything of that size is made
+        raise _bad("columns of lengths", lengths.shape[1],
+                   f"{tensors['dense'].shape[0]}, the rows of dense")
     features = header["parameters"].get("features")
     if features is not None:
         if not isinstance(features, str):

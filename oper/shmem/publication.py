@@ -15,6 +15,7 @@ import selectors
 import socket
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, fail
 from oper.plan import Plan
+from oper.shmem import numa
 from oper.shmem.domains import peer_credentials
 from oper.shmem.heap import create_segment
 from oper.shmem.library import load
@@ -41,7 +43,6 @@ from oper.shmem.published import (
     checksums,
     dense_entries,
     dense_view,
-    numa_nodes,
     socket_name,
 )
 from oper.shmem.quantise import as_rows
@@ -51,14 +52,12 @@ _WAIT_S = 0.001
 _TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
 _SEND_S = 10.0  # that a reader may take to accept its greeting
 _FREE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_MPOL_BIND = 2
 
 
 class _Buffer:
     """One of the two: its segments, mapped writable."""
 
-    def __init__(self, layout: Layout, nodes: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, nodes: Sequence[numa.Node]) -> None:
         self.sizes = [*layout.segment_bytes, layout.dense_bytes]
         self.fds: list[int] = []
         self.addresses: list[int] = []
@@ -69,7 +68,7 @@ class _Buffer:
                 address = int(torch.ops.oper.map_segment(self.fds[-1], size, True))
                 self.addresses.append(address)
                 if len(nodes) > 1 and k < len(nodes):
-                    _bind(address, size, nodes[k])
+                    _bind(address, size, nodes[k].number)
         except BaseException:
             self.close()
             raise
@@ -95,10 +94,17 @@ class _Buffer:
         self.addresses, self.fds = [], []
 
 
+def _bind(address: int, num_bytes: int, node: int) -> None:
+    refused = numa.bind(address, num_bytes, node)
+    if refused:
+        warnings.warn(f"the system does not bind tables to NUMA node {node} ({refused}): their "
+                      "pages lie where they are first written", stacklevel=2)
+
+
 class _State:
     """What the publisher and its door share, and what is to be released."""
 
-    def __init__(self, layout: Layout, nodes: list[list[int]]) -> None:
+    def __init__(self, layout: Layout, nodes: list[numa.Node]) -> None:
         self.layout = layout
         self.nodes = nodes
         self.lock = threading.RLock()  # held by whoever writes or gives back a buffer
@@ -108,10 +114,9 @@ class _State:
         self.control = int(
             torch.ops.oper.map_segment(self.control_fd, self.control_bytes, True))
         torch.ops.oper.publication_init(self.control)
-        domains = list(range(layout.plan.world_size))
         try:
             for _ in range(2):
-                self.buffers.append(_Buffer(layout, domains))
+                self.buffers.append(_Buffer(layout, nodes))
         except BaseException:
             self.close()
             raise
@@ -169,7 +174,7 @@ class Publisher:
         self.layout = Layout(plan, dense_entries(dense))
         self._keep_spare = keep_spare
         self._checksum = checksum
-        nodes = numa_nodes()
+        nodes = numa.find_nodes()
         listener = _listen(name)
         try:
             self._state = _State(self.layout, nodes[:plan.world_size])
@@ -405,7 +410,7 @@ class _Door(threading.Thread):
             for buffer in state.buffers:
                 fds += [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
                         for fd in buffer.fds]
-            _say(connection, {"slot": slot, "nodes": state.nodes,
+            _say(connection, {"slot": slot, "nodes": [n.processors for n in state.nodes],
                               "layout": state.layout.to_text()}, fds)
         finally:
             for fd in fds[1:]:
@@ -458,13 +463,3 @@ def _say(connection: socket.socket, value: Mapping[str, Any], fds: list[int]) ->
     else:
         connection.sendall(head)
     connection.sendall(text)
-
-
-def _bind(address: int, num_bytes: int, node: int) -> None:
-    """Take the pages of a range from one NUMA node, where the system lets us."""
-    number = _MBIND.get(os.uname().machine)
-    if number is not None:
-        mask = ctypes.c_ulong(1 << node)
-        ctypes.CDLL(None).syscall(
-            ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(num_bytes),
-            ctypes.c_int(_MPOL_BIND), ctypes.byref(mask), ctypes.c_ulong(65), ctypes.c_uint(0))

@@ -33,6 +33,7 @@ from oper.shmem.batch import BatchChecks, FailedBatch, Lookup, raise_status
 from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.domains import peer_credentials
 from oper.shmem.library import load
+from oper.shmem.numa import near_domain
 from oper.shmem.table_rows import LogicalRows
 from oper.traffic import Traffic
 
@@ -499,27 +500,6 @@ def _greeting(connection: socket.socket) -> tuple[str, list[int]]:
         raise OperError(fail("a publisher does not answer", "greeting", str(error),
                              "its tables in time", "look at the publisher")) from None
     return b"".join(parts).decode(), fds
-
-
-def numa_nodes() -> list[list[int]]:
-    """Processors of each NUMA node that has any; one list of all where the system does not say."""
-    found = []
-    for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*"),
-                       key=lambda p: int(p.name[4:])):
-        with contextlib.suppress(OSError, ValueError):
-            text = (node / "cpulist").read_text(encoding="ascii").strip()
-            cpus = [c for part in text.split(",") if part
-                    for c in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1)]
-            if cpus:
-                found.append(cpus)
-    return found or [list(range(os.cpu_count() or 1))]
-
-
-def near_domain(nodes: Sequence[Sequence[int]]) -> int:
-    """The memory domain that most of this process's processors belong to."""
-    mine = os.sched_getaffinity(0)
-    shares = [len(mine.intersection(cpus)) for cpus in nodes]
-    return shares.index(max(shares))
 
 
 def shared_pss_bytes(pid: int | str = "self") -> int:

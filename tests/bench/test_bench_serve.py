@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from oper.bench import loadgen, serve
-from oper.bench.memory import num_descriptors, pss_bytes
+from oper.bench.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
 from oper.bench.rate_search import STEP, Search, search
 from oper.bench.serve_case import ServerCase, _verify
 from oper.bench.serve_client import Seen
@@ -193,9 +193,14 @@ def test_pss_counts_what_is_resident() -> None:
             area[:1 << 20] = b"x" * (1 << 20)
             assert (before, pss_bytes(os.getpid(), "oper-pss-test")) == (0, 1 << 20)
             assert num_descriptors(os.getpid()) > 3
+            with mmap.mmap(-1, 4 << 20) as more:
+                unfiled = unfiled_pss_bytes(os.getpid())
+                more[:] = bytes(4 << 20)
+                grown = unfiled_pss_bytes(os.getpid()) - unfiled
+                assert 4 << 20 <= grown < 6 << 20
     finally:
         os.close(number)
-    assert pss_bytes(os.getpid()) > 10 << 20
+    assert pss_bytes(os.getpid()) > unfiled_pss_bytes(os.getpid()) > 10 << 20
     with pytest.raises(OperError, match="pid"):
         pss_bytes(2 ** 22 + 1)
 
@@ -224,7 +229,9 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
     try:
         for kind in KINDS:  # by this thread: the processes end with the one that started them
             pools[kind] = Pool(kind, SMALL, BatchOptions(64, 0.0))
-            pools[kind].grow(1)
+            pools[kind].begin(1)
+        for pool in pools.values():
+            pool.grow(1)
         verdicts = _verify(pools, SMALL)
         assert all(v["passed"] for v in verdicts.values()), verdicts
         memory = pools["oper"].memory(1)
@@ -251,7 +258,7 @@ def test_the_floor_works_as_long_for_every_sample() -> None:
 
 
 def test_publications_under_load() -> None:
-    case = LiveCase("publish", "publish", SMALL, workers=1, seconds=1.0, swaps=4, run_s=0.3,
+    case = LiveCase("publish", "publish", SMALL, workers=1, seconds=0.6, swaps=4, run_s=0.3,
                     min_queries=16, max_runs=1, load=0.3)
     entry = run_live_case(case, lambda _: None)
     assert entry["errors"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -21,11 +22,13 @@ from oper.errors import OperError
 from oper.files import read_arrays, write_arrays
 from oper.integration.checkpoint_files import CHECKSUMS, METADATA, Reader, check_files
 from oper.plan import Plan
+from oper.serve import wire as serve_wire
 from oper.shmem.watch import Watch
 from oper.stats import AccessStats
 from oper.topology import Topology
 from oper.train.config import load_config
 from oper.train.model import load_state
+from tests.serve_support import SIGNATURE, random_request
 
 # In memory where there is such a place: millions of files are written.
 _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -136,9 +139,14 @@ def wire(data: bytes) -> None:
             assert peers.watch._peers == {}, "a stranger was let in"
 
 
+def request(data: bytes) -> None:
+    """Requests to the scoring server: two bytes for the length of the header, then the message."""
+    serve_wire.decode_request(data[2:], int.from_bytes(data[:2], "little"), SIGNATURE)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {f.__name__: f for f in (
     arrays, stats, plan, topology, recipe, configuration, manifest, value_counts, trained_state,
-    checkpoint, checksums, wire)}
+    checkpoint, checksums, wire, request)}
 
 
 def one(name: str, data: bytes) -> bool:
@@ -170,7 +178,20 @@ def seeds(name: str) -> list[bytes]:
     if name == "wire":
         return [struct.pack("<4sqq", b"ask?", 0, 0), struct.pack("<4sqq", b"gave", 2, 1),
                 struct.pack("<4sqq", b"tell", 5, 0) * 3, b"\xfft" * 20]
+    if name == "request":
+        return [length.to_bytes(2, "little") + body for body, length in _requests()]
     return _texts(name)
+
+
+def _requests() -> list[tuple[bytes, int]]:
+    rng = np.random.default_rng(0)
+    some, none = random_request(rng, 2), random_request(rng, 0)
+    listed = json.dumps({"inputs": [
+        {"name": name, "datatype": kind, "shape": list(value.shape), "data": value.tolist()}
+        for name, kind, value in (("dense", "FP32", some.dense), ("lengths", "INT32", some.lengths),
+                                  ("ids", "INT64", some.ids))]}).encode()
+    return [serve_wire.encode_request(some), serve_wire.encode_request(some, ["a", "b", "c"]),
+            serve_wire.encode_request(none), (listed, len(listed))]
 
 
 def _texts(name: str) -> list[bytes]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -154,6 +156,43 @@ def test_half_a_request_is_forgotten(server: Server, client: Client) -> None:
     wait_for(lambda: 'outcome="gone"' in client.metrics())
     assert before == 0
     assert value_of(client.metrics(), "oper_requests_in_flight") == 0
+
+
+def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) -> None:
+    """Whole requests, headers and all, with some bytes changed, cut out or doubled: an answer or a
+    closed connection, and good requests as ever."""
+    good = random_request(np.random.default_rng(3), 2)
+    body, length = wire.encode_request(good)
+    whole = (f"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n{wire.HEADER_LENGTH}: {length}\r\n"
+             f"oper-timeout-ms: 500\r\ncontent-length: {len(body)}\r\n\r\n").encode() + body
+    chunked = (b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+               b"\r\n5\r\nabcde\r\n0\r\n\r\n")
+    restarts, pids = server.counts["worker_restarts"], server.worker_pids
+    rng = random.Random(5)
+    host, port = server.address.split(":")
+    statuses = set()
+    for k in range(200):
+        damaged = bytearray(whole if k % 4 else chunked)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(damaged))
+            # Mostly in the head: the body has tests of its own.
+            at = at if k % 3 == 0 else at % (length + 100)
+            if rng.random() < 0.6:
+                damaged[at] = rng.choice((0, 13, 10, 255, 48 + rng.randrange(10),
+                                          rng.randrange(256)))
+            elif rng.random() < 0.5:
+                del damaged[at:at + rng.randint(1, 9)]
+            else:
+                damaged[at:at] = damaged[at:at + rng.randint(1, 40)]
+        with (socket.create_connection((host, int(port)), timeout=20) as connection,
+              contextlib.suppress(ConnectionError)):
+            connection.sendall(damaged)
+            connection.shutdown(socket.SHUT_WR)
+            statuses.add(connection.recv(4096)[9:12])
+    assert {b"200", b"400", b"404"} <= statuses, statuses
+    assert not {s for s in statuses if s.startswith(b"5")}, statuses
+    assert np.array_equal(client.score_request(good)[0], expected(good))
+    assert (server.counts["worker_restarts"], server.worker_pids) == (restarts, pids)
 
 
 def test_connections_that_the_server_closed_are_not_used() -> None:

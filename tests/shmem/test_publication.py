@@ -18,8 +18,9 @@ import torch
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
+from oper.shmem.numa import near_domain
 from oper.shmem.publication import Publisher, Rows
-from oper.shmem.published import PublishedTables, Reader, near_domain, shared_pss_bytes
+from oper.shmem.published import PublishedTables, Reader, shared_pss_bytes
 from oper.tables import TableSpec
 
 ROOT = Path(__file__).resolve().parents[2]

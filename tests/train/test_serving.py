@@ -1,0 +1,99 @@
+"""From training in two processes to scores over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Prepared  # type: ignore[import-not-found]
+from test_train import config, finish, start_ranks, words  # type: ignore[import-not-found]
+
+from oper.data import Folder
+from oper.serve import Client, Request
+from oper.serve.model import STATE, find_weights
+from oper.train.batches import to_batch
+from oper.train.model import build_dlrm, load_state
+from oper.train.resume import CHECKPOINT
+from oper.train.tasks import click_batches
+from tests.serve_support import wait_for
+from tests.support import ROOT
+
+
+def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray]:
+    """A batch that training has not seen, and the trained model's own scores of it."""
+    trained = config(prepared, run)
+    folder = Folder.open(trained.data)
+    model = build_dlrm(folder.tables(trained.model.dim), len(folder.dense), trained.model, seed=9)
+    model.load_state_dict(load_state(run / STATE), strict=True)
+    batch = to_batch(next(iter(click_batches(trained, "valid"))), folder.sparse)
+    with torch.no_grad():
+        _, (_, logits, _) = model.eval()(batch)
+    sparse = batch.sparse_features
+    assert list(sparse.keys()) == [f for t in folder.tables(8) for f in t.features]
+    lengths = sparse.lengths().view(len(sparse.keys()), -1)
+    return (Request(batch.dense_features.numpy(), lengths.numpy().astype(np.int32),
+                    sparse.values().numpy().astype(np.int64)),
+            torch.sigmoid(logits.reshape(-1)).numpy())
+
+
+def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_path: Path) -> None:
+    """First from the run's checkpoint alone, as while the training still runs, then from its
+    state, which the server notices."""
+    run = tmp_path / "run"
+    ranks = start_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=20,
+                              checkpoint_every=20), 2)
+    texts = finish(ranks)
+    assert [p.returncode for p in ranks] == [0, 0], texts
+    request, expected = validation_batch(prepared, run)
+    assert expected.std() > 1e-3
+    os.rename(run / STATE, tmp_path / STATE)
+    assert find_weights(run).name == CHECKPOINT
+    server = subprocess.Popen(
+        [sys.executable, "-m", "oper", "serve", str(run), "--port", "0", "--json", "--watch",
+         "--workers", "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        client = Client(json.loads(server.stdout.readline())["address"], timeout_s=30)
+        scores, first = client.score_request(request)
+        assert np.abs(scores - expected).max() < 1e-6
+        os.utime(tmp_path / STATE)
+        os.rename(tmp_path / STATE, run / STATE)
+        wait_for(lambda: client.score_request(request)[1] == first + 1)
+        assert np.abs(client.score_request(request)[0] - expected).max() < 1e-6
+        # The next checkpoint is damaged: it is refused, and the old weights go on.
+        data = next(p for p in (run / CHECKPOINT).iterdir() if p.suffix == ".distcp")
+        data.write_bytes(data.read_bytes()[:-8])
+        os.utime(run / CHECKPOINT / ".metadata")
+        wait_for(lambda: "oper_failed_publications_total 1" in client.metrics())
+        assert client.score_request(request)[1] == first + 1
+        server.send_signal(signal.SIGTERM)
+        _, log = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert f"loading {run / CHECKPOINT}" in log
+        assert f"cannot read the checkpoint {str(run / CHECKPOINT)!r}" in log
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_the_newest_weights_are_served(tmp_path: Path) -> None:
+    from oper.errors import FileFormatError
+
+    with pytest.raises(FileFormatError, match="first checkpoint"):
+        find_weights(tmp_path)
+    previous = tmp_path / f"{CHECKPOINT}.previous"
+    for k, path in enumerate((previous / ".metadata", tmp_path / CHECKPOINT / ".metadata",
+                              tmp_path / STATE)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+        os.utime(path, (k, k))
+        assert find_weights(tmp_path) == (path if path.name == STATE else path.parent)
+    os.utime(tmp_path / CHECKPOINT / ".metadata", (9, 9))
+    assert find_weights(tmp_path) == tmp_path / CHECKPOINT
