@@ -1,8 +1,8 @@
 """The highest rate at which LoadGen's runs are VALID.
 
 A p99 at a tight bound is decided by a few stalls of the machine, so no single run counts: a rate
-is VALID when two of at most three runs are. All contenders try rates of one grid and take turns,
-run by run, so that they meet the same arrivals and share the machine's disturbances.
+is VALID when the majority of three (or five) runs are. All contenders try rates of one grid and
+take turns, run by run, so that they meet the same arrivals and share the machine's disturbances.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from oper.bench.loadgen import Result
 
 STEP = 1.08  # between neighbouring rates of the grid
 _STRIDE = 5  # steps while only valid, or only invalid, rates are known
-_VOTES = 2
 _CLEARLY_VALID = 0.7  # of the bound: with a p99 below it the search walks on after one run
 
 
@@ -28,12 +27,14 @@ class Search:
         start: about the rate to begin with, queries per second.
         bound_ms: latency bound of 99 % of the queries.
         max_runs: when to give up.
+        votes: runs that decide about a rate: 2 of 3, 3 of 5.
         runs: the grid's steps tried, with LoadGen's results.
     """
 
     start: float
     bound_ms: float
     max_runs: int = 10
+    votes: int = 2
     runs: list[tuple[int, Result]] = field(default_factory=list)
 
     def verdict(self, step: int, is_final: bool = False) -> bool | None:
@@ -46,7 +47,7 @@ class Search:
         found = [r for k, r in self.runs if k == step]
         valid = sum(r.valid for r in found)
         for votes, verdict in ((valid, True), (len(found) - valid, False)):
-            if votes >= _VOTES:
+            if votes >= self.votes:
                 return verdict
         if len(found) != 1 or is_final:
             return None
@@ -87,15 +88,15 @@ class Search:
         return low if self.verdict(low, is_final=True) is None else None
 
     def best(self) -> tuple[float, Result]:
-        """The highest rate with two VALID runs, and the slower of them; the rate is 0 when there is
-        none, with the last run."""
+        """The highest rate with enough VALID runs, and the slowest of them; the rate is 0 when
+        there is none, with the last run."""
         confirmed = [k for k, _ in self.runs if self.verdict(k, is_final=True)]
         if not confirmed:
             return 0.0, self.runs[-1][1]
         step = max(confirmed)
-        slower = max((r for k, r in self.runs if k == step and r.valid),
+        slowest = max((r for k, r in self.runs if k == step and r.valid),
                      key=lambda r: r.latency_ms["p99"])
-        return rate_of(step), slower
+        return rate_of(step), slowest
 
     def to_json(self) -> list[list[float | bool]]:
         """Every run: rate, p50, p90, p99 (ms), whether VALID."""

@@ -24,6 +24,7 @@ CONTENDERS = {
     "torchrec-1p": ("torchrec", 1), "torchrec-2p": ("torchrec", 2), "torch-1p": ("torch", 1),
 }
 FLOOR_NAME = "floor-2p"  # the same with a fixed amount of work instead of a model
+_COMPARED = ("oper-2w", "torchrec-2p", FLOOR_NAME)
 _TUNED = ("torchrec-1p", "torch-1p")
 _WIDEST = {"oper": "oper-2w", "torchrec": "torchrec-2p", "torch": "torch-1p"}
 _EQUAL = 1e-6  # scores of two int8 models on the same rows: the dense part may round otherwise
@@ -41,8 +42,10 @@ class ServerCase:
         bound_ms: latency bound of 99 % of the queries.
         max_queries: of a batch, as tried for each kind of model.
         run_s, min_queries: least length of a run. LoadGen wants the more of a run's queries within
-            the bound the fewer there are: all of 460, 99.6 % of 1,500 and 99 % of very many.
-        max_runs, search_s: of each contender's search for the rate, and of the searches together.
+            the bound the fewer there are: all of 460, 99.5 % of 2,000 and 99 % of very many.
+        max_runs, search_s: of each contender's search for the rate, and of the searches together;
+            those that are compared with each other may run twice as often, and 3 of 5 runs decide
+            about their rates, 2 of 3 elsewhere.
         other_s: length of the other runs.
     """
 
@@ -51,9 +54,9 @@ class ServerCase:
     bound_ms: float = 10.0
     max_queries: tuple[int, ...] = (1, 4)
     run_s: float = 2.5
-    min_queries: int = 1500
-    max_runs: int = 10
-    search_s: float = 180.0
+    min_queries: int = 2000
+    max_runs: int = 8
+    search_s: float = 200.0
     other_s: float = 1.5
 
     def to_json(self) -> dict[str, Any]:
@@ -166,7 +169,8 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Callable[[str],
                                       expected_qps=2 * max(50.0, guess[name])))
               for name in CONTENDERS}
     starts = {name: 0.5 * offline[name].rate for name in CONTENDERS}
-    searches = {name: Search(rate, case.bound_ms, case.max_runs)
+    searches = {name: Search(rate, case.bound_ms, case.max_runs * (1 + (name in _COMPARED)),
+                             3 if name in _COMPARED else 2)
                 for name, rate in {**starts, FLOOR_NAME: max(starts.values())}.items()}
     # Equal seeds: at equal rates contenders meet equal arrivals, another time others.
     search(searches, lambda name, rate, before: run(

@@ -99,6 +99,14 @@ def test_a_lucky_run_does_not_count() -> None:
     assert found.best()[1].latency_ms["p99"] == 9.5  # the slower of the two
 
 
+def test_votes_can_be_asked_of_more_runs() -> None:
+    found = Search(100.0, 10, 20, votes=3)
+    found.runs = [(60, result(True)), (60, result(False))] * 2
+    assert found.next_step() == 60
+    found.runs += [(60, result(True))]
+    assert found.best()[0] == pytest.approx(STEP ** 60)
+
+
 def test_a_valid_rate_above_an_invalid_one_counts() -> None:
     found = Search(50.0, 10)
     found.runs = [(50, result(False))] * 2 + [(52, result(True))] * 2

@@ -99,7 +99,7 @@ def test_a_publication_follows_the_nodes(host: Host, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(numa, "bind", lambda address, size, node: bound.append(node) or "")
     torch.manual_seed(0)
     bags = torch.nn.EmbeddingBag(40_000, 16, mode="sum")
-    spec = oper.TableSpec("table", 40_000, 16, ("feature",))
+    spec = oper.TableSpec("weight", 40_000, 16, ("weight",))
     tiers = (Tier(0, 100, "replicated", (0, 1)), Tier(100, 40_000, "striped", (0, 1)))
     plan = Plan(2, (TablePlan(spec, (Piece(0, 16, tiers),)),), objective="inference")
     hot, cold = torch.arange(100).view(1, -1), torch.arange(100, 40_000, 7).view(1, -1)
