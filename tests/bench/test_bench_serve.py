@@ -288,8 +288,9 @@ def test_cases_have_the_names_that_are_asked_for() -> None:
     assert ServeWork.from_json(json.loads(json.dumps(case.to_json()))["served"]) == case.served
 
 
-def test_the_report_reads_a_record() -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "serve.json"
+@pytest.mark.parametrize("file", ["serve.json", "serve-server.json"])
+def test_the_report_reads_a_record(file: str) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / file
     if not path.exists():
         pytest.skip("no record yet")
     entries = json.loads(path.read_text())["cases"]
