@@ -23,6 +23,7 @@ TIMEOUT = b"oper-timeout-ms"  # how long the client will wait
 _READ_S = 30.0  # for a request to arrive
 _BINARY = b"application/octet-stream"
 _JSON = b"application/json"
+_HEADER_LENGTH = wire.HEADER_LENGTH.encode()
 _Send = Callable[[dict[str, Any]], Awaitable[None]]
 _Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -102,10 +103,15 @@ class App:
         self.counted.in_flight.inc()
         try:
             scores, epoch = await self._score(scope, receive)
-            body, length = wire.encode_scores(scores, epoch, self.signature.name)
+            # A client that sends its numbers in JSON gets them so.
+            binary = any(name == _HEADER_LENGTH for name, _ in scope["headers"])
+            body, length = wire.encode_scores(scores, epoch, self.signature.name, binary)
             outcome = "ok"
-            await _answer(send, 200, body, _BINARY,
-                          [(wire.HEADER_LENGTH.encode(), str(length).encode())])
+            if length is None:
+                await _answer(send, 200, body, _JSON)
+            else:
+                await _answer(send, 200, body, _BINARY,
+                              [(_HEADER_LENGTH, str(length).encode())])
         except _Refused as error:
             outcome = error.outcome
             raise
@@ -129,7 +135,7 @@ class App:
                                              "all of it in less", "send it again")) from None
         begin = time.monotonic()
         try:
-            length = _number(headers, wire.HEADER_LENGTH.encode())
+            length = _number(headers, _HEADER_LENGTH)
             timeout = _number(headers, TIMEOUT)
             request = wire.decode_request(body, None if length is None else int(length),
                                           self.signature)

@@ -163,10 +163,16 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     return request
 
 
-def encode_scores(scores: np.ndarray, epoch: int, model: str) -> tuple[bytes, int]:
-    """An answer: scores float32 [B]."""
-    return encode({"scores": scores}, "outputs", {"epoch": epoch}, model_name=model,
-                  model_version=str(epoch))
+def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True
+                  ) -> tuple[bytes, int | None]:
+    """An answer: scores float32 [B], behind the header, or in it for clients without the binary
+    extension (then there is no length of the header)."""
+    fields = {"model_name": model, "model_version": str(epoch)}
+    if binary:
+        return encode({"scores": scores}, "outputs", {"epoch": epoch}, **fields)
+    return json.dumps({**fields, "parameters": {"epoch": epoch}, "outputs": [
+        {"name": "scores", "datatype": "FP32", "shape": list(scores.shape),
+         "data": scores.tolist()}]}).encode(), None
 
 
 def decode_scores(body: bytes, header_length: int | None) -> tuple[np.ndarray, int]:

@@ -86,6 +86,21 @@ def test_features_by_name(client: Client) -> None:
         client.score(dense, {"a": (np.array([1]), [1])})
 
 
+def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
+    request = random_request(np.random.default_rng(4), 3)
+    body = json.dumps({"inputs": [
+        {"name": name, "datatype": kind, "shape": list(value.shape), "data": value.tolist()}
+        for name, kind, value in (("dense", "FP32", request.dense), ("ids", "INT64", request.ids),
+                                  ("lengths", "INT32", request.lengths))]}).encode()
+    status, answer = post(server, body)
+    output, = answer["outputs"]
+    assert (status, answer["parameters"], answer["model_name"]) == (200, {"epoch": 1}, "sums")
+    assert (output["name"], output["shape"], output["data"]) == (
+        "scores", [3], expected(request).tolist())
+    scores, epoch = wire.decode_scores(json.dumps(answer).encode(), None)
+    assert np.array_equal(scores, expected(request)) and epoch == 1
+
+
 def test_bad_requests_harm_nobody(server: Server, client: Client) -> None:
     """Good ones flow all the time, in the batches that bad ones would have met."""
     stop, wrong = threading.Event(), []
