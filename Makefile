@@ -22,13 +22,14 @@ else
 TORCH_SPEC ?= torch==2.13.0
 endif
 
-.PHONY: help setup build demo test test-faults lint wheel-test clean
+.PHONY: help setup build demo test test-faults test-sanitizers lint wheel-test clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo [DATA=train.txt]  the main job end to end, beside TorchRec"
 	@echo "make test [ARGS=...]        the tests"
 	@echo "make test-faults            kill, stop, slow down, fill up, damage; prints a table"
+	@echo "make test-sanitizers        the native libraries under the compiler's sanitizers"
 	@echo "make lint                   ruff and mypy"
 	@echo "make wheel-test             build a wheel, install it elsewhere, try it"
 	@echo "make setup                  only install into $(VENV) and build"
@@ -69,6 +70,9 @@ test: setup
 
 test-faults: setup
 	@$(BIN)/python -W ignore -m tests.faults $(ARGS)
+
+test-sanitizers: setup
+	@$(BIN)/python -m tests.sanitizers $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

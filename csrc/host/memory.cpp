@@ -1,6 +1,7 @@
 #include "host/memory.h"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <map>
@@ -43,9 +44,51 @@ Pool& pool() {
 
 size_t pool_size(size_t bytes) { return round_up(bytes > 0 ? bytes : 1, kHugePage); }
 
-}  // namespace
+#if defined(__SANITIZE_THREAD__)
+// ThreadSanitizer knows memory by its address, so ranks that are threads must see a segment at one
+// place to be checked against each other. What is writable for one rank is then so for all.
+struct Place {
+  void* data;
+  size_t bytes;
+  int users;
+};
+std::mutex places_mutex;
+std::map<std::pair<dev_t, ino_t>, Place>& places() {
+  static auto* instance = new std::map<std::pair<dev_t, ino_t>, Place>;
+  return *instance;
+}
 
-void* map_shared(int fd, size_t bytes, bool writable) {
+template <class Map>
+void* map_once(int fd, size_t bytes, Map map) {
+  struct stat about;
+  if (fstat(fd, &about) != 0) return nullptr;
+  const std::lock_guard<std::mutex> lock(places_mutex);
+  const auto key = std::make_pair(about.st_dev, about.st_ino);
+  const auto found = places().find(key);
+  if (found != places().end() && found->second.bytes == bytes) {
+    ++found->second.users;
+    return found->second.data;
+  }
+  void* data = map(true);
+  if (data == nullptr) return map(false);  // sealed
+  places()[key] = Place{data, bytes, 1};
+  return data;
+}
+
+// Whether other ranks still use the place.
+bool leave_place(void* data) {
+  const std::lock_guard<std::mutex> lock(places_mutex);
+  for (auto entry = places().begin(); entry != places().end(); ++entry) {
+    if (entry->second.data != data) continue;
+    if (--entry->second.users > 0) return true;
+    places().erase(entry);
+    return false;
+  }
+  return false;
+}
+#endif
+
+void* map_new(int fd, size_t bytes, bool writable) {
   char* at = reserve_aligned(bytes);
   if (at == nullptr) return nullptr;
   const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
@@ -57,7 +100,20 @@ void* map_shared(int fd, size_t bytes, bool writable) {
   return data;
 }
 
+}  // namespace
+
+void* map_shared(int fd, size_t bytes, bool writable) {
+#if defined(__SANITIZE_THREAD__)
+  return map_once(fd, bytes, [=](bool write) { return map_new(fd, bytes, write); });
+#else
+  return map_new(fd, bytes, writable);
+#endif
+}
+
 bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable) {
+#if defined(__SANITIZE_THREAD__)
+  writable = true;  // for the rank that owns it, at the same place
+#endif
   const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
   if (mmap(data, bytes, protection, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(offset)) ==
       MAP_FAILED)
@@ -66,7 +122,12 @@ bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable) {
   return true;
 }
 
-void unmap(void* data, size_t bytes) { munmap(data, round_up(bytes, 4096)); }
+void unmap(void* data, size_t bytes) {
+#if defined(__SANITIZE_THREAD__)
+  if (leave_place(data)) return;
+#endif
+  munmap(data, round_up(bytes, 4096));
+}
 
 size_t collapse_huge(void* data, size_t bytes) {
   size_t done = 0;

@@ -1,0 +1,199 @@
+"""``python -m tests.sanitizers``: the native libraries under the compiler's sanitizers.
+
+A copy of the project is built with AddressSanitizer and UndefinedBehaviorSanitizer, or with
+ThreadSanitizer, and the tests that drive the libraries run in it. Under ThreadSanitizer these are
+the tests whose ranks are threads of one process: it knows nothing of memory that processes share.
+Before the tests, a planted defect of each kind must be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FAILED, LACKING = 1, 3
+REPORT = "sanitizer-report"
+
+PLANTED = """
+#include <cstdlib>
+#include <thread>
+extern "C" int overflow(int n) {
+  char* p = static_cast<char*>(std::malloc(16));
+  const int found = p[16 + n];
+  std::free(p);
+  return found;
+}
+extern "C" int shift(int n) { return 1 << (32 + n); }
+extern "C" int race(int n) {
+  int shared = n;
+  std::thread other([&] { ++shared; });
+  ++shared;
+  other.join();
+  return shared;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to build and run.
+
+    Attributes:
+        flags: of the compiler.
+        libraries: that must be loaded before all others.
+        options: the sanitizers' own environment variables, without where they report to.
+        suppressions: reports that are not about these libraries.
+        planted: functions of `PLANTED` and what the report on each says.
+        tests: that run by default.
+    """
+
+    flags: str
+    libraries: tuple[str, ...]
+    options: dict[str, str]
+    suppressions: str
+    planted: dict[str, str]
+    tests: tuple[str, ...]
+
+
+# Leaks are not looked for: Python and torch keep memory until the process ends. Python's own
+# allocator would hide overflows of small blocks, so it is told to leave them to malloc.
+KINDS = {
+    "address": Kind(
+        "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
+        ("libasan.so", "libubsan.so"),
+        {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+         "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONMALLOC": "malloc"},
+        "",
+        {"overflow": "heap-buffer-overflow", "shift": "shift exponent"},
+        ("tests/shmem", "tests/data/test_reading.py", "tests/data/test_fuzz.py",
+         "tests/data/test_preprocessing.py", "tests/analysis/test_counting.py",
+         "tests/search/test_annealing.py", "tests/search/test_bottleneck.py",
+         "tests/search/test_monte_carlo.py")),
+    "thread": Kind(
+        "-fsanitize=thread", ("libtsan.so",),
+        {"TSAN_OPTIONS": "report_signal_unsafe=0:second_deadlock_stack=1:history_size=4"},
+        # torch is not compiled with it: its process groups, and how OpenMP's threads hand work to
+        # each other. Ranks with one thread each, the usual ones of these tests, do without OpenMP.
+        "race:c10d::\nrace:at::internal::invoke_parallel\n",
+        {"race": "data race"},
+        ("tests/shmem/test_exactness.py", "tests/shmem/test_push_and_columns.py",
+         "tests/shmem/test_optimizers.py", "tests/shmem/test_exchange.py",
+         "tests/shmem/test_clipping.py", "tests/shmem/test_pull.py",
+         "tests/shmem/test_row_dtypes.py")),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build, plant, test; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitizers", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=sorted(KINDS), action="append",
+                        help="only this one (default: all, one after another)")
+    parser.add_argument("--folder", type=Path, metavar="DIR",
+                        help="build there and keep it; a second run compiles what has changed")
+    parser.add_argument("tests", nargs="*", metavar="TEST",
+                        help="tests in place of the default ones, as pytest takes them")
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="oper-sanitizers-") as temporary:
+        folder = (args.folder or Path(temporary)).resolve()
+        statuses = [_run(name, folder / name, args.tests) for name in args.kind or sorted(KINDS)]
+    return max(statuses)
+
+
+def _run(name: str, folder: Path, tests: Sequence[str]) -> int:
+    kind, began = KINDS[name], time.monotonic()
+    compiler = os.environ.get("CXX", "g++")
+    libraries = [_library(compiler, x) for x in kind.libraries]
+    if not all(libraries):
+        print(f"{name}: SKIPPED, {compiler} has no {' and '.join(kind.libraries)}")
+        return LACKING
+    copy_project(folder)
+    _say(name, f"building in {folder}")
+    build = {"CXX": f"{compiler} {kind.flags} -fno-omit-frame-pointer -g1", "OPER_CUDA": "0"}
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=folder,
+                   env=os.environ | build, check=True)
+    reports = folder / "reports"
+    shutil.rmtree(reports, ignore_errors=True)
+    reports.mkdir()
+    environment = _environment(kind, [str(x) for x in libraries], folder)
+    missed = [what for what, text in kind.planted.items()
+              if not _finds(what, text, f"{compiler} {kind.flags}", folder, environment)]
+    if missed:
+        print(f"{name}: FAILED, planted defects were not found: {missed}")
+        return FAILED
+    _say(name, "planted defects found; running the tests")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(tests or kind.tests)],
+        cwd=folder, check=False, env=environment | {"PYTHONPATH": str(folder)})
+    found = sorted(reports.glob(f"{REPORT}*"))
+    for report in found:
+        print(report.read_text(errors="replace")[:6000])
+    print(f"{name}: pytest ended with {done.returncode}, {len(found)} reports, "
+          f"{time.monotonic() - began:.0f} s")
+    return FAILED if done.returncode or found else 0
+
+
+def copy_project(folder: Path) -> None:
+    """What git tracks or would track, with times, so that a second build is short."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+                            cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, os.fsdecode(listed).split("\0")):
+        source, target = ROOT / name, folder / name
+        if not source.is_file():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and target.stat().st_mtime_ns == source.stat().st_mtime_ns:
+            continue
+        shutil.copy2(source, target)
+
+
+def _library(compiler: str, name: str) -> Path | None:
+    """Where the compiler keeps a runtime library."""
+    command = [*shlex.split(compiler), f"-print-file-name={name}"]
+    found = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    return found if found.is_absolute() else None
+
+
+def _environment(kind: Kind, libraries: Sequence[str], folder: Path) -> dict[str, str]:
+    suppressions = folder / "suppressions.txt"
+    suppressions.write_text(kind.suppressions)
+    more = f":log_path={folder / 'reports' / REPORT}"
+    if kind.suppressions:
+        more += f":suppressions={suppressions}:print_suppressions=0"
+    options = {name: value + (more if name.endswith("_OPTIONS") else "")
+               for name, value in kind.options.items()}
+    return os.environ | options | {"LD_PRELOAD": " ".join(libraries), "OMP_NUM_THREADS": "1"}
+
+
+def _finds(what: str, text: str, compiler: str, folder: Path, environment: dict[str, str]) -> bool:
+    """Whether a planted defect is reported; its report is removed again."""
+    source, library = folder / "planted.cpp", folder / "planted.so"
+    source.write_text(PLANTED)
+    subprocess.run([*shlex.split(compiler), "-g1", "-O0", "-fPIC", "-shared", str(source), "-o",
+                    str(library)], check=True)
+    program = f"import ctypes; ctypes.CDLL({str(library)!r}).{what}(0)"
+    subprocess.run([sys.executable, "-c", program], env=environment, check=False,
+                   capture_output=True)
+    reports = list((folder / "reports").glob(f"{REPORT}*"))
+    said = [report.read_text(errors="replace") for report in reports]
+    for report in reports:
+        report.unlink()
+    return any(text in s for s in said)
+
+
+def _say(name: str, text: str) -> None:
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
