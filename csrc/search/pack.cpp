@@ -33,6 +33,7 @@ constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer b
 constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
 constexpr double kHot = 0.5, kCold = 2e-5;  // temperature as a share of the energy: kHot / tables,
 constexpr double kHottest = 0.008;          // at most kHottest, at first
+constexpr double kWorthKeeping = 3e-5;      // of the best step, for which a state is copied
 
 struct Random {  // xorshift64*, Vigna 2016
   uint64_t s;
@@ -416,7 +417,7 @@ class Packing {
     if (found <= energy_ || random_.unit() < std::exp((energy_ - found) / temperature)) {
       energy_ = found;
       remember_busiest();
-      if (step_ < best_step_ * (1 - 1e-9)) keep_best();
+      if (step_ < best_step_ * (1 - kWorthKeeping)) keep_best();
     } else {
       undo();
     }

@@ -32,6 +32,7 @@ class Pool:
         table: int64 [N], table of each column.
         choice: option of each block of that table, one array per column.
         kind: type of its pushed pieces, see `Columns`.
+        amount: float64 [N, O, 4], features by option.
         resources: float64 [N, R].
         weight: float64 [N], share of each column in the relaxed solution.
     """
@@ -39,6 +40,7 @@ class Pool:
     table: list[int] = field(default_factory=list)
     choice: list[np.ndarray] = field(default_factory=list)
     kind: list[int] = field(default_factory=list)
+    amount: list[np.ndarray] = field(default_factory=list)
     resources: list[np.ndarray] = field(default_factory=list)
     weight: np.ndarray = field(default_factory=lambda: np.zeros(0))
     known: set[tuple[int, int, bytes]] = field(default_factory=set)
@@ -55,6 +57,7 @@ class Pool:
                 self.table.append(t)
                 self.choice.append(choice.copy())
                 self.kind.append(int(columns.kind[t]))
+                self.amount.append(columns.amount[t])
                 self.resources.append(columns.resources[t])
         return new
 
@@ -64,14 +67,14 @@ class Pool:
         if not self.table:
             return out
         tables, kinds = np.array(self.table), np.array(self.kind)
-        amount = np.stack([relaxation.amount(t, c)
-                           for t, c in zip(self.table, self.choice, strict=True)])
+        amount = np.stack(self.amount)
         rows = relaxation.resources_at(amount, tables, kinds)
         for n in np.flatnonzero(relaxation.fitting(amount, tables, kinds)).tolist():
             out.known.add((self.table[n], self.kind[n], self.choice[n].tobytes()))
             out.table.append(self.table[n])
             out.choice.append(self.choice[n])
             out.kind.append(self.kind[n])
+            out.amount.append(self.amount[n])
             out.resources.append(rows[n])
         return out
 
@@ -243,14 +246,19 @@ class _Master:
 
     def add(self, indices: list[int]) -> None:
         """Add pool columns to the LP."""
-        offset = self.relaxation.num_rows
-        for k in indices:
-            dense = self.pool.resources[k]
-            rows = np.flatnonzero(dense)
-            index = np.concatenate([rows, [offset + self.pool.table[k]]]).astype(np.int32)
-            value = np.concatenate([dense[rows], [1.0]])
-            self.highs.addCol(0.0, 0.0, _highspy().kHighsInf, index.size, index, value)
-            self.columns.append(k)
+        if not indices:
+            return
+        # The resources, and a 1 in the convexity row of the column's table.
+        dense = np.zeros((len(indices), self.relaxation.num_rows + len(self.relaxation.tables)))
+        dense[:, :self.relaxation.num_rows] = [self.pool.resources[k] for k in indices]
+        dense[range(len(indices)),
+              [self.relaxation.num_rows + self.pool.table[k] for k in indices]] = 1.0
+        column, row = np.nonzero(dense)
+        starts = np.searchsorted(column, np.arange(len(indices))).astype(np.int32)
+        zero = np.zeros(len(indices))
+        self.highs.addCols(len(indices), zero, zero, np.full(len(indices), _highspy().kHighsInf),
+                           row.size, starts, row.astype(np.int32), dense[column, row])
+        self.columns += indices
 
     def solve(self) -> tuple[float, float, np.ndarray] | None:
         """Relaxed step (us), memory overflow and raw prices [R]; None when the solver gave up."""

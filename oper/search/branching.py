@@ -3,6 +3,10 @@
 A box of plans is bounded by the relaxation with pieces that fit the box. In short phases pieces are
 small and pay many id streams and partial sums; in long ones the phase itself is dear. The box with
 the least bound is cut in two until it is narrow, or the plan that is already known is close enough.
+
+Which of the loads (by phase and group of terms) is cut decides how fast the bound rises. A box is
+first cut at each of them in turn, and the one that lifts the lower half most is kept (strong
+branching, Applegate et al. 1995); its halves are cut at the same load until they are slim.
 """
 
 from __future__ import annotations
@@ -20,6 +24,11 @@ from oper.search.pieces import Box
 from oper.search.problem import IDS
 
 _NARROW = 0.002  # what pieces may exceed their phase by, as a share of the step
+_SLIM = 1.04  # largest over least load of a box that is cut at another load next
+_FAR = 8.0  # a box that begins at 0 is cut as if it began at a part of its end
+_CANDIDATES = 3  # loads that are tried
+
+_Load = tuple[int, int]  # phase and group of terms
 
 
 class Branching:
@@ -33,17 +42,17 @@ class Branching:
     def __init__(self, bound: Bound) -> None:
         self.bound, self.solved = bound, 0
         self._order = count()
-        self._heap: list[tuple[float, int, Bound]] = []
+        self._heap: list[tuple[float, int, Bound, _Load | None]] = []
         relaxation = bound.relaxation
         if relaxation.tables and relaxation.owner_rows and bound.overflow <= 1e-6:
-            self._heap = [(bound.lower_bound_us, next(self._order), bound)]
+            self._heap = [(bound.lower_bound_us, next(self._order), bound, None)]
 
     def run(self, max_boxes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
             deadline: float | None = None) -> Bound:
         """Cut boxes until the bound is good enough; returns it.
 
         Args:
-            max_boxes: relaxations to solve.
+            max_boxes: relaxations to solve, about.
             step_us: a step that is already known; only faster plans are bounded.
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
@@ -54,25 +63,40 @@ class Branching:
         while self._heap and self.solved < end and self._heap[0][0] < min(goal_us, step_us):
             if deadline is not None and time.monotonic() > deadline:
                 break
-            parts = _cut(self._heap[0][2])
-            if not parts:
+            _, _, node, load = self._heap[0]
+            cuts = _cuts(node)
+            if not cuts:
                 break
-            _, _, node = heapq.heappop(self._heap)
-            for box in parts:
-                self.solved += 1
-                relaxation.set_box(replace(box, step=limit))
-                found = solve_relaxation(relaxation, pool=node.pool.under(relaxation))
-                value = max(found.lower_bound_us, node.lower_bound_us)
-                heapq.heappush(self._heap, (value, next(self._order),
-                                            replace(found, lower_bound_us=value)))
+            slim = load is None or _ratio(node.box, load) < _SLIM
+            tried = list(cuts)[:_CANDIDATES] if slim or load not in cuts else [load]
+            found = {x: [self._solve(node, box, limit) for box in cuts[x]] for x in tried}
+            best = max(tried, key=lambda x: min(b.lower_bound_us for b in found[x]))
+            heapq.heappop(self._heap)
+            for part in found[best]:
+                heapq.heappush(self._heap, (part.lower_bound_us, next(self._order), part, best))
         if self._heap:
             self.bound = self._heap[0][2]
             relaxation.set_box(self.bound.box)
         return self.bound
 
+    def _solve(self, node: Bound, box: Box, limit: float) -> Bound:
+        self.solved += 1
+        relaxation = node.relaxation
+        relaxation.set_box(replace(box, step=limit))
+        found = solve_relaxation(relaxation, pool=node.pool.under(relaxation))
+        return replace(found, lower_bound_us=max(found.lower_bound_us, node.lower_bound_us))
 
-def _cut(node: Bound) -> list[Box]:
-    """The two halves of a box, at the load which the relaxed solution overlooks most; or none."""
+    def lowest(self, number: int) -> list[Bound]:
+        """The bounds of the `number` boxes with the least bounds, least first."""
+        return [x[2] for x in heapq.nsmallest(number, self._heap)] or [self.bound]
+
+
+def _ratio(box: Box, load: _Load) -> float:
+    return float(box.most[load] / box.least[load]) if box.least[load] > 0 else np.inf
+
+
+def _cuts(node: Bound) -> dict[_Load, list[Box]]:
+    """The two halves of a box at each load that the relaxed solution overlooks, worst first."""
     relaxation = node.relaxation
     relaxation.set_box(node.box)
     largest = _largest(node)
@@ -85,15 +109,18 @@ def _cut(node: Bound) -> list[Box]:
         room = (relaxation.phase_weight[row] @ times - total[row] + node.box.least[phase, group])
         rooms[phase, group] = min(rooms[phase, group], room)
     excess = np.where(np.isfinite(rooms), largest - rooms, 0.0) / max(1e-9, node.lower_bound_us)
-    phase, group = (int(i) for i in np.unravel_index(int(excess.argmax()), excess.shape))
-    if excess[phase, group] <= _NARROW:
-        return []
-    room = float(rooms[phase, group])
-    low, high = float(node.box.least[phase, group]), float(largest[phase, group])
-    at = float(np.clip(room + 0.5 * (high - room), low + 0.1 * (high - low), high * 0.98))
-    most, least = node.box.most.copy(), node.box.least.copy()
-    most[phase, group] = least[phase, group] = at
-    return [replace(node.box, most=most), replace(node.box, least=least)]
+    out: dict[_Load, list[Box]] = {}
+    for flat in np.argsort(-excess, axis=None, kind="stable").tolist():
+        at = divmod(flat, excess.shape[1])
+        if excess[at] <= _NARROW:
+            break
+        low, high = float(node.box.least[at]), float(largest[at])
+        begin = max(low, float(rooms[at]), high / _FAR)
+        cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low), high * 0.98))
+        most, least = node.box.most.copy(), node.box.least.copy()
+        most[at] = least[at] = cut
+        out[at] = [replace(node.box, most=most), replace(node.box, least=least)]
+    return out
 
 
 def _largest(node: Bound) -> np.ndarray:
@@ -102,7 +129,7 @@ def _largest(node: Bound) -> np.ndarray:
     out = np.zeros(relaxation.pieces.floor.shape[1:])
     for n in np.flatnonzero(pool.weight > 1e-6).tolist():
         k = pool.table[n]
-        amount = relaxation.amount(k, pool.choice[n])
+        amount = pool.amount[n]
         for o, option in enumerate(relaxation.options):
             if option.kind == PUSH and amount[o, IDS] > 0:
                 types = relaxation.pieces.types[k][option.rank_class]

@@ -11,6 +11,8 @@ seen is kept.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,15 +31,17 @@ class Effort:
     """How long to search.
 
     Attributes:
-        max_anneals: times that pushed rows are put on ranks by annealing, from other seeds.
+        num_starts: relaxed solutions, of boxes of plans, from which the search begins.
+        max_anneals: times that pushed rows are put on ranks by annealing, from each.
         max_trials: placements tried by the Markov chain.
         max_moves: placements tried by the local search.
         max_kicks: times it may pass through worse plans.
-        max_boxes: relaxations solved to raise the bound, for a hundred tables.
+        max_boxes: relaxations solved to raise the bound before a search, of a hundred tables.
         deadline: `time.monotonic()` value at which it ends; None = the counts decide, so that
             equal seeds give equal plans.
     """
 
+    num_starts: int
     max_anneals: int
     max_trials: int
     max_moves: int
@@ -50,39 +54,53 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(5, 4000, 300, 3, 10),
-           "thorough": Effort(60, 60000, 20000, 40, 300)}
+EFFORTS = {"fast": Effort(3, 2, 4000, 300, 3, 20),
+           "thorough": Effort(8, 10, 60000, 20000, 40, 300)}
+_CHAINS = 2  # annealings that run beside each other; their number never changes what is found
 _MOVES = 40_000_000  # of one annealing, over the number of ranks and a little; more for more tables
 _RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
 
-def search(bound: Bound, effort: Effort, lower_us: float, target_gap: float, seed: int) -> State:
-    """Find a placement of the bound's problem.
+def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap: float, seed: int
+           ) -> State:
+    """Find a placement of the bounds' problem.
 
     Args:
-        bound: the solved relaxation.
+        bounds: solved relaxations of one problem, of different boxes, the least bound first.
         effort: rounds, trials, kicks, deadline.
         lower_us: lower bound of the whole problem, of which this relaxation may be a branch.
         target_gap: stop when step / lower_us - 1 is at most this.
         seed: equal seeds give equal placements unless a deadline cuts the search short.
     """
     rng = np.random.default_rng(seed)
-    relaxation = bound.relaxation
-    book = RecipeBook(bound)
-    near = bound.lower_bound_us * (1.0 + 0.1 * target_gap)
     goal = lower_us * (1.0 + target_gap)
-    if relaxation.tables:
+    found: list[tuple[State, RecipeBook]] = []
+    for n, bound in enumerate(bounds):
+        if found and (effort.over() or min(s.evaluation.step_us for s, _ in found) <= goal):
+            break
+        book = _book(bound, target_gap, rng)
+        relaxation = bound.relaxation
+        placements = [Placer(relaxation, book.total).place(book.chosen())]
+        if any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options):
+            placements.append(_annealed(book, bound, effort, goal, seed + 97 * n))
+        found += [(State(relaxation.model, relaxation.tables, relaxation.base_tally, p), book)
+                  for p in placements]
+        if len(placements) == 1:
+            break  # pieces are what boxes differ in
+    improver = _Improver(*min(found, key=lambda x: x[0].score), rng)
+    improver.run(effort, goal)
+    return improver.best
+
+
+def _book(bound: Bound, target_gap: float, rng: np.random.Generator) -> RecipeBook:
+    """Recipes for all tables, chosen by class means."""
+    bound.relaxation.set_box(bound.box)
+    book, near = RecipeBook(bound), bound.lower_bound_us * (1.0 + 0.1 * target_gap)
+    if bound.relaxation.tables:
         book.descend(rng, near)
         book.refine(rng, near)
         book.simplify(near)
-    placements = [Placer(relaxation, book.total).place(book.chosen())]
-    if any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options):
-        placements.append(_annealed(book, bound, effort, goal, seed))
-    states = [State(relaxation.model, relaxation.tables, relaxation.base_tally, p)
-              for p in placements]
-    improver = _Improver(min(states, key=lambda s: s.score), book, rng)
-    improver.run(effort, goal)
-    return improver.best
+    return book
 
 
 def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed: int
@@ -93,13 +111,17 @@ def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed:
     tables, world = len(book.recipes), book.relaxation.model.machine.world_size
     moves = max(_MOVES // (world + 32), 1000 * tables)
     best: Packed | None = None
-    for n in range(effort.max_anneals):
-        left = 0.0 if effort.deadline is None else max(0.05, effort.deadline - time.monotonic())
-        found = annealing.run(moves, goal, 1000 * seed + n, left)
-        if best is None or found.step_us < best.step_us:
-            best = found
-        if best.step_us <= goal or effort.over():
-            break
+    with ThreadPoolExecutor(_CHAINS) as pool:
+        for first in range(0, effort.max_anneals, _CHAINS):
+            left = (0.0 if effort.deadline is None
+                    else max(0.05, effort.deadline - time.monotonic()))
+            seeds = range(first, min(first + _CHAINS, effort.max_anneals))
+            chains = [pool.submit(annealing.run, moves, goal, 1000 * seed + n, left)
+                      for n in seeds]
+            every = [c.result() for c in chains] + ([] if best is None else [best])
+            best = min(every, key=lambda x: x.step_us)
+            if best.step_us <= goal or effort.over():
+                break
     assert best is not None
     return Placer(book.relaxation, book.total).lay(best.recipes, best.layout, best.units)
 

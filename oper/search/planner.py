@@ -216,7 +216,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     """The best placement of all branches, and bounds tightened around it."""
     best: tuple[_Branch, State] | None = None
     num_tables = len(branches[0].bound.relaxation.tables)
-    boxes = round(budget.max_boxes * 25 / max(25, num_tables))  # each time; more tables, fewer
+    boxes = round(budget.max_boxes * 100 / max(25, num_tables))  # each time; more tables, fewer
     anneals = budget.max_anneals
     many = num_tables > _MANY
     if many:
@@ -233,8 +233,8 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
             branch.tighten(boxes, known, known, budget.deadline)
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
-            state = search(branch.bound, replace(budget, max_anneals=anneals), lower_us, target_gap,
-                           seed + turn)
+            state = search(branch.boxes.lowest(budget.num_starts),
+                           replace(budget, max_anneals=anneals), lower_us, target_gap, seed + turn)
             if best is None or state.score < best[1].score:
                 best = branch, state
             anneals = max(1, anneals // 2)  # the likeliest branch gets most of the time

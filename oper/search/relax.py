@@ -46,6 +46,7 @@ class Columns:
     Attributes:
         choice: int64 [num_blocks], option of each block.
         kind: int64 [T], type of each table's pushed pieces, an index of `Pieces.types`.
+        amount: float64 [T, O, 4], features by option.
         resources: float64 [T, R], what each table then asks of the resource rows.
         value: float64 [T], a lower bound of each table's cost over all configurations at the prices
             that produced these.
@@ -53,6 +54,7 @@ class Columns:
 
     choice: np.ndarray
     kind: np.ndarray
+    amount: np.ndarray
     resources: np.ndarray
     value: np.ndarray
 
@@ -277,7 +279,9 @@ class Relaxation:
             best = self._choose_pushed(cost, push, prices, choice, kind)
         else:
             best = np.add.reduceat(cost.min(axis=1), self.starts[:-1])
-        return Columns(choice, kind, self.resources(choice, kind), best)
+        amount = self.amounts(choice)
+        rows = self.resources_at(amount, np.arange(len(self.tables)), kind)
+        return Columns(choice, kind, amount, rows, best)
 
     def _choose_pushed(self, cost: np.ndarray, push: np.ndarray, prices: np.ndarray,
                        choice: np.ndarray, kind: np.ndarray) -> np.ndarray:
@@ -314,27 +318,12 @@ class Relaxation:
         whole = self.model.partial_bytes(t, t.spec.dim, most)
         return np.where(most > 0, whole * (ids / np.maximum(most, 1e-300)), 0.0)
 
-    def resources(self, choice: np.ndarray, kind: np.ndarray) -> np.ndarray:
-        """What whole-table configurations ask of the resource rows.
-
-        Args:
-            choice: int64 [num_blocks], option of each block.
-            kind: int64 [T], type of the pushed pieces.
-
-        Returns:
-            float64 [T, R].
-        """
-        num_options = len(self.options)
-        amount = np.zeros((len(self.tables) * num_options, NUM_FEATURES))
-        np.add.at(amount, self.table_of * num_options + choice, self.features)
-        return self.resources_at(amount.reshape(len(self.tables), num_options, NUM_FEATURES),
-                                 np.arange(len(self.tables)), kind)
-
-    def amount(self, k: int, choice: np.ndarray) -> np.ndarray:
-        """Features by option of one table's configuration (int64 [K]); float64 [O, 4]."""
-        out = np.zeros((len(self.options), NUM_FEATURES))
-        np.add.at(out, choice, self.features[self.starts[k]:self.starts[k + 1]])
-        return out
+    def amounts(self, choice: np.ndarray) -> np.ndarray:
+        """Features by option of whole-table configurations (int64 [num_blocks]); [T, O, 4]."""
+        shape = (len(self.tables), len(self.options), NUM_FEATURES)
+        at = self.table_of * len(self.options) + choice
+        return np.stack([np.bincount(at, f, minlength=shape[0] * shape[1])
+                         for f in self.features.T], axis=-1).reshape(shape)
 
     def fitting(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
         """Whether the pieces of configurations (see `resources_at`) fit the limit; bool [N]."""
