@@ -5,7 +5,7 @@ small and pay many id streams and partial sums; in long ones the phase itself is
 the least bound is cut in two until it is narrow, or the plan that is already known is close enough.
 
 Which of the loads (by phase and group of terms) is cut decides how fast the bound rises. A box is
-first cut at each of them in turn, and the one that lifts the lower half most is kept (strong
+first cut at several of them in turn, and the one that lifts both halves most is kept (strong
 branching, Applegate et al. 1995); its halves are cut at the same load until they are slim.
 """
 
@@ -19,6 +19,7 @@ from itertools import count
 import numpy as np
 
 from oper.search.bound import Bound, solve_relaxation
+from oper.search.machine import GROUPS
 from oper.search.owner_rows import PUSH
 from oper.search.pieces import Box
 from oper.search.problem import IDS
@@ -27,6 +28,7 @@ _NARROW = 0.002  # what pieces may exceed their phase by, as a share of the step
 _SLIM = 1.04  # largest over least load of a box that is cut at another load next
 _FAR = 8.0  # a box that begins at 0 is cut as if it began at a part of its end
 _CANDIDATES = 3  # loads that are tried
+_IDLE = 0.05  # weight of a load whose resource has no price
 
 _Load = tuple[int, int]  # phase and group of terms
 
@@ -68,9 +70,11 @@ class Branching:
             if not cuts:
                 break
             slim = load is None or _ratio(node.box, load) < _SLIM
-            tried = list(cuts)[:_CANDIDATES] if slim or load not in cuts else [load]
-            found = {x: [self._solve(node, box, limit) for box in cuts[x]] for x in tried}
-            best = max(tried, key=lambda x: min(b.lower_bound_us for b in found[x]))
+            few = max(1, min(_CANDIDATES, (end - self.solved) // 4))
+            tried = list(cuts)[:few] if slim or load not in cuts else [load]
+            found = {x: [self._solve(node, box, limit, deadline) for box in cuts[x]]
+                     for x in tried}
+            best = max(tried, key=lambda x: _merit(node, found[x]))
             heapq.heappop(self._heap)
             for part in found[best]:
                 heapq.heappush(self._heap, (part.lower_bound_us, next(self._order), part, best))
@@ -79,11 +83,11 @@ class Branching:
             relaxation.set_box(self.bound.box)
         return self.bound
 
-    def _solve(self, node: Bound, box: Box, limit: float) -> Bound:
+    def _solve(self, node: Bound, box: Box, limit: float, deadline: float | None) -> Bound:
         self.solved += 1
         relaxation = node.relaxation
         relaxation.set_box(replace(box, step=limit))
-        found = solve_relaxation(relaxation, pool=node.pool.under(relaxation))
+        found = solve_relaxation(relaxation, deadline=deadline, pool=node.pool.under(relaxation))
         return replace(found, lower_bound_us=max(found.lower_bound_us, node.lower_bound_us))
 
     def lowest(self, number: int) -> list[Bound]:
@@ -91,12 +95,19 @@ class Branching:
         return [x[2] for x in heapq.nsmallest(number, self._heap)] or [self.bound]
 
 
+def _merit(node: Bound, parts: list[Bound]) -> float:
+    """What a cut gains: the product of both gains, so that a part which gains nothing spoils it."""
+    least = 1e-4 * node.lower_bound_us
+    return float(np.prod([max(x.lower_bound_us - node.lower_bound_us, least) for x in parts]))
+
+
 def _ratio(box: Box, load: _Load) -> float:
     return float(box.most[load] / box.least[load]) if box.least[load] > 0 else np.inf
 
 
 def _cuts(node: Bound) -> dict[_Load, list[Box]]:
-    """The two halves of a box at each load that the relaxed solution overlooks, worst first."""
+    """The two halves of a box at each load that the relaxed solution overlooks, the worst of those
+    whose resource has a price first."""
     relaxation = node.relaxation
     relaxation.set_box(node.box)
     largest = _largest(node)
@@ -109,11 +120,16 @@ def _cuts(node: Bound) -> dict[_Load, list[Box]]:
         room = (relaxation.phase_weight[row] @ times - total[row] + node.box.least[phase, group])
         rooms[phase, group] = min(rooms[phase, group], room)
     excess = np.where(np.isfinite(rooms), largest - rooms, 0.0) / max(1e-9, node.lower_bound_us)
+    weight = np.full(largest.shape, _IDLE)
+    for n, (phase, name, _) in enumerate(relaxation.row_names):
+        weight[phase, GROUPS.index(name)] += node.prices[n]
+    for row, phase, group in relaxation.owner_rows:
+        weight[phase, group] += node.prices[row]
     out: dict[_Load, list[Box]] = {}
-    for flat in np.argsort(-excess, axis=None, kind="stable").tolist():
+    for flat in np.argsort(-excess * weight, axis=None, kind="stable").tolist():
         at = divmod(flat, excess.shape[1])
         if excess[at] <= _NARROW:
-            break
+            continue
         low, high = float(node.box.least[at]), float(largest[at])
         begin = max(low, float(rooms[at]), high / _FAR)
         cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low), high * 0.98))

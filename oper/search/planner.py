@@ -148,6 +148,30 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Pla
     return replace(plan, step_us=step_us, lower_bound_us=min(lower_us, step_us), notes=notes)
 
 
+def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: int = 2000,
+           time_budget_s: float | None = None) -> Plan:
+    """`plan` with its lower bound raised by branch and price, for longer than planning may take.
+
+    Args:
+        plan: a plan of the problem that fits.
+        problem: the problem.
+        goal_gap: stop when the gap is at most this.
+        max_boxes: relaxations to solve at most, about.
+        time_budget_s: seconds after which the bound so far is returned; None = no limit.
+
+    Raises:
+        PlanError: the plan is for other tables or another number of ranks.
+    """
+    deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
+    step_us = evaluate(plan, problem).step_us
+    branches = _bounds(problem, deadline)
+    boxes = _tighten(branches, max_boxes, step_us, step_us / (1 + goal_gap), deadline)
+    lower_us = min(step_us, max(plan.lower_bound_us, min(x.lower_bound_us for x in branches)))
+    notes = {**plan.notes, "gap_kind": "branching" if boxes else plan.notes.get("gap_kind"),
+             "bound_boxes": boxes}
+    return replace(plan, step_us=step_us, lower_bound_us=lower_us, notes=notes)
+
+
 def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:
     """The Markov chain's plan with the bound of the space."""
     bounds = _bounds(problem, budget.deadline)
@@ -217,12 +241,14 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     best: tuple[_Branch, State] | None = None
     num_tables = len(branches[0].bound.relaxation.tables)
     boxes = round(budget.max_boxes * 100 / max(25, num_tables))  # each time; more tables, fewer
-    anneals = budget.max_anneals
-    many = num_tables > _MANY
-    if many:
+    turns = [1, budget.num_starts]  # boxes from which it begins: of more use when a step is known
+    if num_tables > _MANY:
         moves = budget.max_moves * _MANY // num_tables
-        budget = replace(budget, max_moves=moves)
-    for turn in range(1 if many else 2):
+        budget, turns = replace(budget, max_moves=moves), turns[:1]
+    now = time.monotonic()
+    first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
+    _tighten(branches, boxes, np.inf, np.inf, first)
+    for turn, num_starts in enumerate(turns):
         for branch in sorted(branches, key=lambda x: x.lower_bound_us):
             known = np.inf if best is None else best[1].evaluation.step_us
             lower_us = min(x.lower_bound_us for x in branches)
@@ -230,19 +256,32 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
             if best is not None and known <= max(branch.lower_bound_us,
                                                  lower_us * (1 + target_gap)):
                 continue
-            branch.tighten(boxes, known, known, budget.deadline)
+            if best is not None:
+                branch.tighten(boxes, known, known, budget.deadline)
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
-            state = search(branch.boxes.lowest(budget.num_starts),
-                           replace(budget, max_anneals=anneals), lower_us, target_gap, seed + turn)
+            starts = branch.boxes.lowest(num_starts)
+            state = search(starts, budget, lower_us, target_gap, seed + turn)
             if best is None or state.score < best[1].score:
                 best = branch, state
-            anneals = max(1, anneals // 2)  # the likeliest branch gets most of the time
     assert best is not None
     known = best[1].evaluation.step_us
-    for branch in branches:
-        branch.tighten(boxes, known, known / (1 + target_gap), budget.deadline)
+    _tighten(branches, 2 * boxes, known, known / (1 + target_gap), budget.deadline)
     return best
+
+
+def _tighten(branches: list[_Branch], max_boxes: int, step_us: float, goal_us: float,
+             deadline: float | None) -> int:
+    """Raise the bound of whichever branch holds it down; returns the boxes solved."""
+    solved = 0
+    while solved < max_boxes:
+        lowest = min(branches, key=lambda x: x.lower_bound_us)
+        before = lowest.boxes.solved
+        lowest.tighten(min(max_boxes - solved, 16), step_us, goal_us, deadline)
+        if lowest.boxes.solved == before:
+            break
+        solved += lowest.boxes.solved - before
+    return solved
 
 
 def _splits_pay(problem: Problem) -> bool:

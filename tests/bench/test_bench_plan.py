@@ -17,8 +17,9 @@ from oper.search.space import EVERYTHING
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 
-KEYS = ("gap", "gap_kind", "seconds", "modelled_step_us", "best_peer", "best_peer_step_us",
-        "ratio_vs_torchrec", "ratio_vs_best_peer", "lower_bound_us", "peak_rss_mb", "verified")
+KEYS = ("gap", "gap_kind", "proved_gap", "proved_boxes", "seconds", "modelled_step_us", "best_peer",
+        "best_peer_step_us", "ratio_vs_torchrec", "ratio_vs_best_peer", "lower_bound_us",
+        "peak_rss_mb", "verified")
 
 
 def small(seed: int = 0) -> Workload:
@@ -55,6 +56,7 @@ def test_record_and_table(suite, tmp_path, capsys) -> None:
     assert case["name"] == "small/8/training" and set(KEYS) <= set(case)
     assert case["lower_bound_us"] <= case["modelled_step_us"] <= case["best_peer_step_us"]
     assert case["ratio_vs_torchrec"] is None and case["torchrec"] is None
+    assert case["proved_gap"] <= case["gap"]
     assert absent == {"name": "absent/8/training", "verified": True,
                       "skipped": "its data is not in the folder named by OPER_DATA"}
     out = capsys.readouterr().out

@@ -14,7 +14,7 @@ from oper.search.bound import solve_relaxation
 from oper.search.branching import Branching
 from oper.search.cost import CostModel, evaluate
 from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, Box, column_widths
-from oper.search.planner import plan_problem
+from oper.search.planner import plan_problem, proved
 from oper.search.problem import Problem, make_problem
 from oper.search.relax import Relaxation
 from oper.search.space import EVERYTHING
@@ -81,6 +81,36 @@ def test_branching_raises_the_bound_and_certifies_itself():
     assert boxes.solved > 0
     assert boxes.bound.lower_bound_us > first * 1.2
     assert boxes.bound.recompute() >= boxes.bound.lower_bound_us * (1 - 1e-9)
+
+
+def test_more_boxes_never_lower_the_bound_and_few_do_most():
+    work = plan_workloads.synthetic(30, 0)
+    problem = make_problem(work.tables, work.stats, plan_workloads.machine(64),
+                           batch_size=work.batch_size, allow=EVERYTHING)
+    boxes = Branching(solve_relaxation(Relaxation(CostModel(problem))))
+    found = [boxes.bound.lower_bound_us]
+    for _ in range(4):
+        boxes.run(12)
+        found.append(boxes.bound.lower_bound_us)
+        lowest = [b.lower_bound_us for b in boxes.lowest(3)]
+        assert lowest == sorted(lowest) and lowest[0] == found[-1]
+    assert (np.diff(found) >= 0).all()
+    assert found[2] - found[0] > 0.8 * (found[-1] - found[0]) > 0
+
+
+def test_a_plan_is_proved_closer_than_planning_had_time_for():
+    work = plan_workloads.few_tables(0)
+    problem = make_problem(work.tables, work.stats, plan_workloads.machine(16),
+                           batch_size=work.batch_size, allow=EVERYTHING)
+    plan = plan_problem(problem, time_budget_s=0.5)
+    first = proved(plan, problem, max_boxes=4)
+    better = proved(plan, problem, max_boxes=200)
+    assert plan.lower_bound_us <= first.lower_bound_us <= better.lower_bound_us <= plan.step_us
+    assert better.lower_bound_us > first.lower_bound_us
+    assert better.tables == plan.tables and better.notes["gap_kind"] == "branching"
+    near = proved(plan, problem, goal_gap=plan.gap + 0.5)
+    assert near.lower_bound_us == plan.lower_bound_us  # near enough already: nothing is solved
+    assert proved(plan, problem, max_boxes=200).lower_bound_us == better.lower_bound_us
 
 
 def test_a_smaller_box_admits_less_and_bounds_higher():
