@@ -27,7 +27,9 @@ from oper.search.problem import IDS
 _NARROW = 0.002  # what pieces may exceed their phase by, as a share of the step
 _SLIM = 1.04  # largest over least load of a box that is cut at another load next
 _FAR = 8.0  # a box that begins at 0 is cut as if it began at a part of its end
-_CANDIDATES = 3  # loads that are tried
+_STAY = 0.5  # a load is cut again if it is overlooked by this share of the worst one
+_CANDIDATES = 3  # loads that are tried, where more than a few boxes may be solved
+_FEW = 10
 _IDLE = 0.05  # weight of a load whose resource has no price
 
 _Load = tuple[int, int]  # phase and group of terms
@@ -62,6 +64,7 @@ class Branching:
         relaxation = self.bound.relaxation
         limit = step_us - relaxation.fixed_us
         end = self.solved + max_boxes
+        num_tried = _CANDIDATES if max_boxes >= _FEW else 1
         while self._heap and self.solved < end and self._heap[0][0] < min(goal_us, step_us):
             if deadline is not None and time.monotonic() > deadline:
                 break
@@ -69,10 +72,11 @@ class Branching:
             cuts = _cuts(node)
             if not cuts:
                 break
-            slim = load is None or _ratio(node.box, load) < _SLIM
-            few = max(1, min(_CANDIDATES, (end - self.solved) // 4))
-            tried = list(cuts)[:few] if slim or load not in cuts else [load]
-            found = {x: [self._solve(node, box, limit, deadline) for box in cuts[x]]
+            tried = list(cuts)[:num_tried]
+            if (load is not None and load in cuts and _ratio(node.box, load) >= _SLIM
+                    and cuts[load][0] >= _STAY * cuts[tried[0]][0]):
+                tried = [load]
+            found = {x: [self._solve(node, box, limit, deadline) for box in cuts[x][1]]
                      for x in tried}
             best = max(tried, key=lambda x: _merit(node, found[x]))
             heapq.heappop(self._heap)
@@ -105,9 +109,9 @@ def _ratio(box: Box, load: _Load) -> float:
     return float(box.most[load] / box.least[load]) if box.least[load] > 0 else np.inf
 
 
-def _cuts(node: Bound) -> dict[_Load, list[Box]]:
-    """The two halves of a box at each load that the relaxed solution overlooks, the worst of those
-    whose resource has a price first."""
+def _cuts(node: Bound) -> dict[_Load, tuple[float, list[Box]]]:
+    """The two halves of a box at each load that the relaxed solution overlooks, by how much of the
+    step it overlooks, largest first; loads whose resource has no price count little."""
     relaxation = node.relaxation
     relaxation.set_box(node.box)
     largest = _largest(node)
@@ -125,7 +129,7 @@ def _cuts(node: Bound) -> dict[_Load, list[Box]]:
         weight[phase, GROUPS.index(name)] += node.prices[n]
     for row, phase, group in relaxation.owner_rows:
         weight[phase, group] += node.prices[row]
-    out: dict[_Load, list[Box]] = {}
+    out: dict[_Load, tuple[float, list[Box]]] = {}
     for flat in np.argsort(-excess * weight, axis=None, kind="stable").tolist():
         at = divmod(flat, excess.shape[1])
         if excess[at] <= _NARROW:
@@ -135,7 +139,8 @@ def _cuts(node: Bound) -> dict[_Load, list[Box]]:
         cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low), high * 0.98))
         most, least = node.box.most.copy(), node.box.least.copy()
         most[at] = least[at] = cut
-        out[at] = [replace(node.box, most=most), replace(node.box, least=least)]
+        out[at] = (float(excess[at] * weight[at]),
+                   [replace(node.box, most=most), replace(node.box, least=least)])
     return out
 
 

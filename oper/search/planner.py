@@ -31,6 +31,7 @@ from oper.topology import Topology
 
 _MANY = 200  # tables, above which less is tried
 _NEGLIGIBLE = 2e-3  # of a step
+_TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
 
 
@@ -240,7 +241,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     """The best placement of all branches, and bounds tightened around it."""
     best: tuple[_Branch, State] | None = None
     num_tables = len(branches[0].bound.relaxation.tables)
-    boxes = round(budget.max_boxes * 100 / max(25, num_tables))  # each time; more tables, fewer
+    boxes = round(budget.max_boxes * 100 / max(50, num_tables))  # each time; more tables, fewer
     turns = [1, budget.num_starts]  # boxes from which it begins: of more use when a step is known
     if num_tables > _MANY:
         moves = budget.max_moves * _MANY // num_tables
@@ -266,7 +267,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                 best = branch, state
     assert best is not None
     known = best[1].evaluation.step_us
-    _tighten(branches, 2 * boxes, known, known / (1 + target_gap), budget.deadline)
+    _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline)
     return best
 
 
@@ -277,7 +278,7 @@ def _tighten(branches: list[_Branch], max_boxes: int, step_us: float, goal_us: f
     while solved < max_boxes:
         lowest = min(branches, key=lambda x: x.lower_bound_us)
         before = lowest.boxes.solved
-        lowest.tighten(min(max_boxes - solved, 16), step_us, goal_us, deadline)
+        lowest.tighten(min(max_boxes, _TURN), step_us, goal_us, deadline)
         if lowest.boxes.solved == before:
             break
         solved += lowest.boxes.solved - before

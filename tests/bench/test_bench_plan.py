@@ -51,7 +51,7 @@ def test_record_and_table(suite, tmp_path, capsys) -> None:
                  "--json", str(target)) == 0
     value = json.loads(target.read_text())
     assert value["command"] == ("oper bench plan --only '*/8/training' --seed 3 "
-                                f"--torchrec-seconds 0.0 --json {target}")
+                                f"--torchrec-seconds 0.0 --prove-seconds 20.0 --json {target}")
     case, absent = value["cases"]
     assert case["name"] == "small/8/training" and set(KEYS) <= set(case)
     assert case["lower_bound_us"] <= case["modelled_step_us"] <= case["best_peer_step_us"]
