@@ -33,9 +33,6 @@ constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer b
 constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
 constexpr double kHot = 0.5, kCold = 2e-5;  // temperature as a share of the energy: kHot / tables,
 constexpr double kHottest = 0.008;          // at most kHottest, at first
-constexpr double kFirst = 0.4;              // share of the moves before the first kick
-constexpr int64_t kKick = 20000, kKickPerTable = 100;  // moves after a kick
-constexpr double kKickHot = 0.3;            // temperature after it, of the first one
 constexpr double kWorthKeeping = 3e-5;      // of the best step, for which a state is copied
 
 struct Random {  // xorshift64*, Vigna 2016
@@ -115,53 +112,21 @@ class Packing {
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
     energy_ = evaluate();
     keep_best();
-    begin_ = std::chrono::steady_clock::now();
+    const auto begin = std::chrono::steady_clock::now();
     const double hot = std::clamp(kHot / double(std::max<int64_t>(T, 1)), 2 * kCold, kHottest);
-    const int64_t each = kKick + kKickPerTable * T;
-    anneal(std::max(std::min(each, p_.max_moves), int64_t(kFirst * double(p_.max_moves))), hot);
-    while (moves_ < p_.max_moves && !over_ && best_step_ > p_.goal) {
-      return_to_best();
-      kick();
-      anneal(std::min(each, p_.max_moves - moves_), std::max(kKickHot * hot, 2 * kCold));
-    }
-    restore_best();
-  }
-
-  // Moves from a temperature down to the coldest.
-  void anneal(int64_t count, double hot) {
-    for (int64_t n = 0; n < count && best_step_ > p_.goal; ++n) {
+    for (int64_t n = 0; n < p_.max_moves && best_step_ > p_.goal; ++n) {
       if (n % 1024 == 0) {
-        const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin_;
-        over_ = p_.seconds > 0 && gone.count() > p_.seconds;
-        if (over_) return;
+        const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin;
+        if (p_.seconds > 0 && gone.count() > p_.seconds) break;
         for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
         energy_ = evaluate();
       }
-      const double part = double(n) / double(count);
-      step(energy_ * hot * std::pow(kCold / hot, part));
-      ++moves_;
+      const double part = double(n) / double(p_.max_moves);
+      const double temperature = energy_ * hot * std::pow(kCold / hot, part);
+      step(temperature);
+      moves_ = n + 1;
     }
-  }
-
-  // Cuts a table anew that loads a busiest rank; what this unsettles takes many moves to mend.
-  void kick() {
-    begin_move();
-    const auto& list = on_rank_[busiest_[random_.below(P)]];
-    const int64_t k = list.empty() ? random_.below(T)
-                                   : pieces_[list[random_.below(int64_t(list.size()))]].table;
-    if (!of_table_[k].empty()) {
-      const int pieces = int(of_table_[k].size()) + int(random_.below(5)) - 2;
-      const int owners = pieces_[of_table_[k].front()].owners + int(random_.below(3)) - 1;
-      while (!of_table_[k].empty()) erase(of_table_[k].back());
-      if (!pour(k, int(p_.dim[k]) / std::max(pieces, 1), std::clamp(owners, 1, max_owners(k)))) {
-        finish_move();
-        undo();
-        begin_move();
-      }
-    }
-    finish_move();
-    energy_ = evaluate();
-    remember_busiest();
+    restore_best();
   }
 
   void write() {
@@ -649,18 +614,6 @@ class Packing {
     for (int64_t k = 0; k < T; ++k)
       for (const int id : of_table_[k]) best_pieces_.push_back(pieces_[id]);
   }
-  void return_to_best() {
-    begin_move();
-    for (int64_t k = 0; k < T; ++k) {
-      while (!of_table_[k].empty()) erase(of_table_[k].back());
-      if (recipe_[k] != best_recipe_[k]) set_recipe(k, best_recipe_[k]);
-    }
-    for (int64_t r = 0; r < W; ++r) set_units(r, best_units_[r]);
-    for (const Piece& x : best_pieces_) insert(x);
-    finish_move();
-    energy_ = evaluate();
-    remember_busiest();
-  }
   void restore_best() {
     recipe_ = best_recipe_, units_ = best_units_;
     pieces_ = best_pieces_;
@@ -689,8 +642,6 @@ class Packing {
   std::vector<int64_t> saved_rank_, saved_mark_;
   std::vector<Logged> log_;
   int64_t stamp_ = 0;
-  bool over_ = false;
-  std::chrono::steady_clock::time_point begin_;
   double energy_ = 0, step_ = 0, best_step_ = 0;
 };
 

@@ -262,7 +262,9 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
             starts = branch.boxes.lowest(num_starts)
-            state = search(starts, budget, lower_us, target_gap, seed + turn)
+            anneals = budget.max_anneals * (1 if turn else 2)
+            state = search(starts, replace(budget, max_anneals=anneals), lower_us, target_gap,
+                           seed + turn)
             if best is None or state.score < best[1].score:
                 best = branch, state
     assert best is not None
