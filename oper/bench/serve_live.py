@@ -38,7 +38,7 @@ class LiveCase:
         load: their rate as a share of the capacity.
         swaps: publications, for ``"publish"``.
         run_s, min_queries: least length of the runs that search the capacity.
-        max_runs: of them.
+        max_runs, search_s: how many, and how long the search may take.
         bound_ms: latency bound of 99 % of the queries.
     """
 
@@ -50,8 +50,9 @@ class LiveCase:
     load: float = 0.7
     swaps: int = 50
     run_s: float = 2.5
-    min_queries: int = 1500
+    min_queries: int = 1000
     max_runs: int = 10
+    search_s: float = 90.0
     bound_ms: float = 10.0
 
     def to_json(self) -> dict[str, Any]:
@@ -81,10 +82,10 @@ class _Live:
         case = self.case
         self.progress(f"{case.name}: looking for the capacity")
         single = self.client.run(replace(self.settings, scenario="SingleStream", expected_qps=300))
-        found = Search(single.result.rate, case.bound_ms, case.max_runs)
+        found = Search(0.5 * single.result.rate, case.bound_ms, case.max_runs)
         search({"server": found}, lambda _, rate, before: self.client.run(replace(
             self.at(rate, case.run_s), min_queries=case.min_queries,
-            seed=self.settings.seed + before)).result)
+            seed=self.settings.seed + before)).result, case.search_s)
         rate, result = found.best()
         return rate, {
             "single_stream": single.result.to_json(), "search": found.to_json(),

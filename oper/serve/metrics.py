@@ -5,16 +5,74 @@ A worker's counts stay when it ends; what it has in hand (queue, requests, rows)
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from oper.errors import MissingDependencyError, fail
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus_client when it is imported
+_MEMORY, _PREFIX = "/dev/shm", "oper-serve-"
 _LATENCY_S = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .1, .25, .5, 1., 5.)
 _SAMPLES = tuple(float(1 << k) for k in range(15))
 _REQUESTS = tuple(float(1 << k) for k in range(9))
+
+
+class Folder:
+    """A folder for the files of one server, in memory where there is such a place.
+
+    Workers count in mapped files. On a disk the system writes them back every few seconds, and
+    whoever counts meanwhile waits for the disk: milliseconds in the middle of a request.
+
+    A killed server leaves its folder behind; the next one of the user removes it. Whether the
+    owner lives is told by its lock on the folder, which ends with it.
+    """
+
+    def __init__(self) -> None:
+        place = tempfile.gettempdir()
+        if "TMPDIR" not in os.environ and os.access(_MEMORY, os.R_OK | os.W_OK | os.X_OK):
+            place = _MEMORY
+        for left in Path(place).glob(f"{_PREFIX}*"):
+            self._remove_if_left(left)
+        self._lock = -1
+        while self._lock < 0:
+            self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
+            self._lock = _locked(Path(self.path))  # -1: another server took it for left behind
+
+    def remove(self) -> None:
+        """Remove it. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    @staticmethod
+    def _remove_if_left(folder: Path) -> None:
+        lock = _locked(folder)
+        if lock >= 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """An open, locked descriptor of a folder of this user, or -1."""
+    try:
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        if os.fstat(number).st_uid == os.getuid():
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists():
+                return number
+    except OSError:  # its server lives
+        pass
+    os.close(number)
+    return -1
 
 
 def use_folder(folder: str) -> None:

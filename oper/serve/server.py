@@ -7,10 +7,8 @@ import ctypes
 import importlib.util
 import logging
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -182,11 +180,11 @@ class Server:
                                          "not started", "make another one"))
         self._context = processes.get_context("spawn")
         self._counts = self._context.RawValue(Counts)
-        self._folder = tempfile.mkdtemp(prefix="oper-serve-")
+        self._folder = metrics.Folder()
         try:
             self._listener = self._bind()
         except OSError as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             raise OperError(fail("cannot listen", "address",
                                  f"{self.options.host}:{self.options.port}", "a free one",
                                  f"choose another ({error.strerror})")) from error
@@ -316,7 +314,7 @@ class Server:
         ours, theirs = socket.socketpair()
         closed = self._context.RawValue(ctypes.c_long)
         opener = self.model.opener() if hasattr(self.model, "opener") else _Opener(self.model)
-        job = WorkerJob(opener, self.options, self._folder, self._counts, closed)
+        job = WorkerJob(opener, self.options, self._folder.path, self._counts, closed)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
         # A folder for metrics in the environment is not meant for the workers.
@@ -380,7 +378,7 @@ class Server:
         self._workers.remove(worker)
         worker.control.close()
         worker.process.join()
-        metrics.forget(worker.process.pid, self._folder)
+        metrics.forget(worker.process.pid, self._folder.path)
 
     def _hand_over(self) -> bool:
         """Give one waiting connection away; whether there was one."""
@@ -423,7 +421,7 @@ class Server:
             worker.process.join()
         self._workers.clear()
         self._counts.workers = 0
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
         close = getattr(self.model, "close", None)
         if close is not None:
             close()

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from oper.errors import DeadlineError, InvalidInputError, OperError
-from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, wire
+from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
 from oper.serve.client import ServerError
 from tests.serve_support import SIGNATURE, Sums, expected, random_request, wait_for
 from tests.support import ROOT
@@ -389,6 +389,28 @@ def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20)
+
+
+def test_a_folder_left_behind_is_removed_by_the_next(tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setattr(metrics, "_MEMORY", str(tmp_path))
+    left = tmp_path / "oper-serve-left"
+    left.mkdir()
+    (left / "counter_1.db").write_bytes(b"x")
+    (tmp_path / "oper-serve-link").symlink_to(tmp_path)
+    first, second = metrics.Folder(), metrics.Folder()
+    assert not left.exists()
+    assert Path(first.path).parent == Path(second.path).parent == tmp_path
+    first.remove()
+    first.remove()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        ["oper-serve-link", Path(second.path).name])
+    second.remove()
+    monkeypatch.setattr(metrics, "_MEMORY", str(tmp_path / "nowhere"))
+    third = metrics.Folder()  # a machine without such a place
+    assert Path(third.path).is_dir()
+    third.remove()
 
 
 # ---- starting ------------------------------------------------------------------------------------
