@@ -21,6 +21,7 @@ from oper.serve.requests import Request, Signature
 log = logging.getLogger("oper.serve")
 TIMEOUT = b"oper-timeout-ms"  # how long the client will wait
 _READ_S = 30.0  # for a request to arrive
+_PATIENCE = 4  # times the largest body that is read
 _BINARY = b"application/octet-stream"
 _JSON = b"application/json"
 _HEADER_LENGTH = wire.HEADER_LENGTH.encode()
@@ -179,18 +180,24 @@ class App:
         raise _Refused(500, "failed", what)
 
     async def _body(self, headers: dict[bytes, bytes], receive: _Receive) -> bytes:
-        """The whole body, never more than `max_bytes` of it."""
+        """The whole body, never more than `max_bytes` of it.
+
+        Of one that is not much too large the rest is read and dropped: a client that is still
+        sending when the connection ends would not see the answer.
+        """
         announced = headers.get(b"content-length", b"0")
         size = int(announced) if announced.isdigit() else 0
         parts: list[bytes] = []
-        have, more = 0, size <= self.max_bytes
+        have, more = 0, size <= _PATIENCE * self.max_bytes
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise _GoneError
-            parts.append(message.get("body", b""))
-            have += len(parts[-1])
-            more = message.get("more_body", False) and have <= self.max_bytes
+            body = message.get("body", b"")
+            have += len(body)
+            if max(size, have) <= self.max_bytes:
+                parts.append(body)
+            more = message.get("more_body", False) and have <= _PATIENCE * self.max_bytes
         if max(size, have) > self.max_bytes:
             raise _Refused(413, "oversized", fail(
                 "the request is too large", "bytes", max(size, have), f"<= {self.max_bytes}",

@@ -302,11 +302,11 @@ def test_a_request_that_ends_workers_is_given_up(server: Server) -> None:
     before = server.counts["worker_restarts"]
     deadly = random_request(np.random.default_rng(0), 1)
     deadly.dense[0, 0] = 666
-    with (Client(server.address, timeout_s=60) as client,
+    with (Client(server.address, timeout_s=150) as client,  # four workers are started anew
           pytest.raises(ServerError, match="connections lost=4")):
         client.score_request(deadly)
-    wait_for(lambda: server.counts["worker_restarts"] == before + 4)
-    wait_for(lambda: server.counts["workers"] == 2)
+    wait_for(lambda: server.counts["worker_restarts"] == before + 4, 90)
+    wait_for(lambda: server.counts["workers"] == 2, 90)
     with Client(server.address) as client:
         good = random_request(np.random.default_rng(1), 2)
         assert np.array_equal(client.score_request(good)[0], expected(good))
