@@ -140,8 +140,13 @@ OPER_DEVICE void fetch_ahead(const ReduceArgs& a, const Table& table, int64_t be
   }
 }
 
+// Blocks that a multiprocessor must hold: one where looking ahead beside two or more parts of a row
+// would spill.
+template <class Shape>
+constexpr int kReduceBlocks = Shape::V * Shape::E <= 8 ? 2 : 1;
+
 template <class Shape, class Grad, bool kUpdate>
-__global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_runs(const ReduceArgs a) {
+__global__ void __launch_bounds__(256, kReduceBlocks<Shape>) reduce_runs(const ReduceArgs a) {
   __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
   const Group<Shape::G> group;

@@ -75,9 +75,11 @@ def model(name: str, shape: tuple[int, int, int, int, str, int], exponent: float
         rows, exponent, pooling)), "the distribution")
     problem = make_problem(tables, stats, topology, objective="training", batch_size=batch_size)
     plans: dict[str, Plan] = {"oper": plan_problem(problem)}
+    torchrec = "left out"
     if torchrec_s:
         with TorchRecPlanner(torchrec_s) as planner:
             found = planner.propose(problem)
+        torchrec = "planned" if found else f"no plan within {torchrec_s:g} s"
         if found:
             best = min(found, key=lambda n: evaluate(found[n], problem).step_us)
             plans[f"torchrec: {best}"] = found[best]
@@ -85,6 +87,7 @@ def model(name: str, shape: tuple[int, int, int, int, str, int], exponent: float
     ranks = [{t.features[0]: Bags(_draw(rank, k, rows, batch_size * pooling, exponent), lengths)
               for k, t in enumerate(tables)} for rank in range(topology.world_size)]
     return {"name": name, "modelled": f"published rates of {topology.name}, nothing measured",
+            "torchrec": torchrec,
             "plans": {n: {**seconds_of(Replay(p).step(ranks), topology),
                           "cost_model_step_us": round(evaluate(p, problem).step_us, 2)}
                       for n, p in plans.items()}}
