@@ -70,7 +70,12 @@ class Costs:
         tier_ns: per id and pass, for tables of several tiers (position in hotness order, tier).
         push_tier_ns: the same for tables of several tiers of which any is pushed.
         push_ns: per pushed id at its reader, forward and backward (owner, request).
+        push_bag_ns: per bag in the forward pass, for tables with pulled beside pushed rows (a bag's
+            pulled rows are found bag by bag).
+        odd_ns: per id (or touched row), pass over it and 16 columns, for rows of a width that no
+            kernel is made for.
         table_us: per table and phase (a task, and what is set up for it).
+        sort_table_us: per table in the backward pass, beside that (counters of the sort).
         warm_share: share of the caches that keeps rows and buffers from one batch to the next
             (0 = every batch begins cold).
     """
@@ -85,7 +90,10 @@ class Costs:
     tier_ns: float = 0.0
     push_tier_ns: float = 0.0
     push_ns: float = 0.0
+    push_bag_ns: float = 0.0
+    odd_ns: float = 0.0
     table_us: float = 0.0
+    sort_table_us: float = 0.0
     warm_share: float = 0.0
 
     def __post_init__(self) -> None:

@@ -10,11 +10,10 @@ OPER_INLINE int64_t rows_ahead(int64_t row_bytes) {
 
 // Rows of codes, in FBGEMM's order: from zero on, and means by a factor.
 template <int N, bool kWeighted, class E>
-OPER_INLINE Row<N> pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
-                              int64_t ahead) {
+OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
+                            int64_t ahead, Row<N>& row) {
   const int dim = table.dim;
   const int64_t row_bytes = table.row_bytes();
-  Row<N> row;
   row.zero(dim);
   for (int64_t i = 0; i < n; ++i) {
     prefetch_codes(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
@@ -24,15 +23,13 @@ OPER_INLINE Row<N> pool_codes(const Table& table, const int64_t* at, int64_t n, 
     row.add_codes(p, of, dim);
   }
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
-  return row;
 }
 
 template <int N, bool kWeighted, class E>
-OPER_INLINE Row<N> pool_numbers(const Table& table, const int64_t* at, int64_t n, const float* w,
-                                int64_t ahead) {
+OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, const float* w,
+                              int64_t ahead, Row<N>& row) {
   const int dim = table.dim;
   const int64_t row_bytes = N > 0 ? N * 16 * static_cast<int64_t>(sizeof(E)) : table.row_bytes();
-  Row<N> row;
   prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
   row.load(reinterpret_cast<const E*>(at[0]), dim);
   if (kWeighted) row.scale(w[0], dim);
@@ -46,7 +43,6 @@ OPER_INLINE Row<N> pool_numbers(const Table& table, const int64_t* at, int64_t n
     }
   }
   if (table.mean && n > 1) row.divide(static_cast<float>(n), dim);
-  return row;
 }
 
 template <int N, bool kWeighted, bool kStream, class E>
@@ -58,13 +54,13 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
     const float* w = kWeighted ? weights + offsets[b] : nullptr;
-    Row<N> row;
+    Row<N> row;  // filled in place: one of any dim is 64 vectors to copy
     if (n == 0) {
       row.zero(dim);
     } else if constexpr (kIsCodes<E>) {
-      row = pool_codes<N, kWeighted, E>(table, at, n, w, ahead);
+      pool_codes<N, kWeighted, E>(table, at, n, w, ahead, row);
     } else {
-      row = pool_numbers<N, kWeighted, E>(table, at, n, w, ahead);
+      pool_numbers<N, kWeighted, E>(table, at, n, w, ahead, row);
     }
     at += n;
     if (kStream) {

@@ -72,9 +72,14 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   float* sums = scratch.get<float>(2, num_rows * dim);
   uint8_t* seen = scratch.get<uint8_t>(3, num_rows);
   std::memset(seen, 0, static_cast<size_t>(num_rows));
+  // Bags follow each other `output_columns` apart: too far for the processor to fetch ahead itself.
+  constexpr int64_t kAhead = 12;
+  const int64_t row_bytes = table.gradient_bytes();
   int64_t i = 0;
   while (i < in.order.n) {
     const uint32_t bag = in.bags[i];
+    if (i + kAhead < in.order.n)
+      prefetch_row(bag_gradient(table, batch, grad, in.bags[i + kAhead]), row_bytes);
     int64_t end = i + 1;
     while (end < in.order.n && in.bags[end] == bag) ++end;
     Row<N> g;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,11 @@ _BAG = 16  # rows summed per bag in the bare gather: little is written
 _GATHER_ROWS = 1 << 19
 _HELD_BYTES = 4 << 30  # tables that are open at a time
 _LEAD_IN, _TIMED = 2, 3  # steps of a plan in each round
-_QUIET = 25  # percentile of steps that counts: whatever disturbs a step makes it longer
+_FEWEST = 8  # undisturbed steps that make a median
+_DELAYED = 0.02  # share of an undisturbed step that a rank may have waited for its core
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+INTERVAL = 0.03  # half a median's 95 % interval, relative: what rounds are repeated for
+_PATIENCE = 4  # times the rounds asked for, at most
 _WAITS = (2, 4)  # where the runtime's phase clock counts waiting for peers
 
 
@@ -82,9 +88,7 @@ def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, 
         progress: called with what is being done.
 
     Returns:
-        On rank 0: bandwidths, or by kind ``wall_us`` (slowest rank, lower quartile), ``median_us``
-        (its median), ``outside_us`` (calls and barriers, outside of the working phases, median),
-        ``phases_us``, float [W][6] (lower quartiles), and ``bytes_read``.
+        On rank 0: bandwidths, or what `_summary` says of each kind and ``bytes_read``.
     """
     group = ProcessGroup()
     if "gather" in case:
@@ -129,15 +133,34 @@ def _open(plan: Plan, features: list[tuple[str, str]], group: ProcessGroup) -> S
     return tables
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step of this rank.
+
+    Attributes:
+        seconds: of the whole step.
+        phases_ns: by phase of the runtime's clock.
+        delayed: seconds that this rank was ready to run while other programs had its core.
+    """
+
+    seconds: float
+    phases_ns: list[int]
+    delayed: float
+
+
 def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
             group: ProcessGroup, rounds: int) -> dict[str, Any]:
-    """Steps under all plans in turn, so that what disturbs the machine disturbs all of them."""
+    """Steps under all plans in turn, so that what disturbs the machine disturbs all of them.
+
+    After `rounds` turns, more are made until every plan's median is known within `INTERVAL`.
+    """
     features = [(f, f"t{k}") for k, f in enumerate(work.features)]
     tables = {kind: _open(plan, features, group) for kind, plan in plans.items()}
-    taken: dict[str, list[tuple[float, list[int]]]] = {kind: [] for kind in plans}
+    taken: dict[str, list[_Step]] = {kind: [] for kind in plans}
     gradient = torch.full((batches[0].batch_size, work.dim * len(features)), 1e-3)
     number = 0
-    for turn in range(rounds):
+    found: dict[str, Any] = {}
+    for turn in range(1 + _PATIENCE * rounds):
         for kind in plans:
             # The first steps touch the outbox for the first time; later on, caches fill again.
             for k in range((4 if turn == 0 else _LEAD_IN) + _TIMED):
@@ -145,36 +168,68 @@ def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
                 number += 1
                 if k >= _LEAD_IN and turn > 0:
                     taken[kind].append(timed)
-    found = {kind: {**_summary(steps, group), "bytes_read": bytes_read(tables[kind])}
-             for kind, steps in taken.items()}
+        if turn >= rounds:  # all ranks have the same numbers, and decide alike
+            found = {kind: _summary(steps, group) for kind, steps in taken.items()}
+            if all(x["interval"] < INTERVAL for x in found.values()):
+                break
+    for kind, opened in tables.items():
+        found[kind]["bytes_read"] = bytes_read(opened)
     for opened in tables.values():
         opened.barrier()
         opened.close()
     return found
 
 
-def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor
-          ) -> tuple[float, list[int]]:
-    """Seconds of one step, and nanoseconds by phase."""
+def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor) -> _Step:
+    """One step; all ranks begin it together."""
     tables.barrier()
+    delayed = _run_delay()
     begin = time.perf_counter()
     _, offsets = tables.forward(batch, collective=True)
     tables.apply_gradients(gradient, batch, offsets)
     took = time.perf_counter() - begin
-    return took, list(tables.phase_ns().values())
+    return _Step(took, list(tables.phase_ns().values()), _run_delay() - delayed)
 
 
-def _summary(steps: Sequence[tuple[float, list[int]]], group: ProcessGroup) -> dict[str, Any]:
-    wall, phases = zip(*steps, strict=True)
-    every = group.all_gather((np.array(wall) * 1e6, np.array(phases, float) / 1e3))
-    walls, clocks = (np.stack([x[k] for x in every]) for k in (0, 1))  # [W, n], [W, n, 6]
+def _run_delay() -> float:
+    """Seconds that this thread has waited for a core so far; 0 where the kernel does not say."""
+    try:
+        return int(_SCHEDSTAT.read_text(encoding="ascii").split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def _summary(steps: Sequence[_Step], group: ProcessGroup) -> dict[str, Any]:
+    """What the undisturbed steps of one plan took. Collective.
+
+    A step is undisturbed when no rank had to wait for its core for more than `_DELAYED` of it. With
+    too few of those, the steps with the shortest waits stand in for them.
+
+    Returns:
+        ``wall_us`` (slowest rank, median), ``interval`` (half the width of that median's 95 %
+        interval, relative: McGill, Tukey and Larsen 1978), ``median_us`` (of all steps),
+        ``num_steps``, ``num_undisturbed``, ``delayed`` (mean share of all steps that a rank waited
+        for its core), ``outside_us`` (calls and barriers, outside of the working phases, median)
+        and ``phases_us``, float [W][6] (medians).
+    """
+    every = group.all_gather((np.array([s.seconds for s in steps]) * 1e6,
+                              np.array([s.phases_ns for s in steps], float) / 1e3,
+                              np.array([s.delayed for s in steps]) * 1e6))
+    walls, clocks, delays = (np.stack([x[k] for x in every]) for k in range(3))
+    slowest = walls.max(axis=0)
+    delayed = delays.max(axis=0) / slowest
+    limit = max(_DELAYED, float(np.sort(delayed)[min(_FEWEST, slowest.size) - 1]))
+    kept = delayed <= limit
     # Who arrives last at a barrier waits for nobody: what is left is the barrier itself.
     barriers = clocks[:, :, list(_WAITS)].min(axis=0).sum(axis=1)
-    slowest = walls.max(axis=0)
-    return {"wall_us": float(np.percentile(slowest, _QUIET)),
-            "median_us": float(np.median(slowest)),
-            "outside_us": float(np.median(walls - clocks.sum(axis=2)) + np.median(barriers)),
-            "phases_us": np.percentile(clocks, _QUIET, axis=1).tolist()}
+    low, middle, high = np.percentile(slowest[kept], [25, 50, 75])
+    return {"wall_us": float(middle), "median_us": float(np.median(slowest)),
+            "interval": float(1.57 * (high - low) / np.sqrt(kept.sum()) / middle),
+            "num_steps": slowest.size, "num_undisturbed": int((delayed <= _DELAYED).sum()),
+            "delayed": float(delayed.mean()),
+            "outside_us": float(np.median((walls - clocks.sum(axis=2))[:, kept])
+                                + np.median(barriers[kept])),
+            "phases_us": np.median(clocks[:, kept], axis=1).tolist()}
 
 
 def _gather(group: ProcessGroup, cache_bytes: int) -> dict[str, Any]:

@@ -89,11 +89,12 @@ def run_case(case: Case, workload: Workload, seed: int, torchrec: TorchRecPlanne
              prove_seconds: float = 0.0) -> dict[str, Any]:
     """Plan one case, score the peers, and check the plan against bound, memory and peers."""
     topology = plan_workloads.machine(case.num_ranks, case.workload.startswith("unequal"))
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), record.BusyClock()
     problem = make_problem(workload.tables, workload.stats, topology, objective=case.objective,
                            batch_size=workload.batch_size, allow=EVERYTHING)
     plan = plan_problem(problem, seed=seed)
     seconds = time.perf_counter() - begin
+    others = busy.others(lambda own: own)
     peak_rss_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     found, better = evaluate(plan, problem), plan
     if plan.gap > TARGET_GAP and prove_seconds > 0:
@@ -106,7 +107,8 @@ def run_case(case: Case, workload: Workload, seed: int, torchrec: TorchRecPlanne
     own = min((us for n, us in peers.items() if n.startswith(_TORCHREC)), default=None)
     return {
         "name": case.name, "modelled": topology.source, "gap": plan.gap,
-        "gap_kind": plan.notes["gap_kind"], "seconds": seconds, "modelled_step_us": found.step_us,
+        "gap_kind": plan.notes["gap_kind"], "seconds": seconds,
+        "other_busy_cores": round(others, 2), "modelled_step_us": found.step_us,
         "lower_bound_us": plan.lower_bound_us, "proved_gap": better.gap,
         "proved_boxes": better.notes["bound_boxes"], "best_peer": best,
         "best_peer_step_us": None if best is None else peers[best],

@@ -47,6 +47,10 @@ from oper.traffic import ROW_WISE
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id on the wire
 PUSH_PASSES = 3  # over the ids of a table with pushed rows, at their reader, in each direction
+#: Columns of the rows that the host kernels are compiled for; others take a loop over columns.
+KERNEL_WIDTHS = (16, 32, 64, 96, 128)
+#: Passes over such a row: pooling; staging and summing; merging, squares, decay and update.
+ODD_PASSES = (1, 2, 4)
 GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
 
 # Rows of a tally. Relational: what an owner exchanges with *each* reading rank.
@@ -174,16 +178,31 @@ class CostModel:
                                       + ID_BYTES * (ids + mine))
         out[..., FORWARD_IDS, :] = ids + mine  # pooled at the owner, resolved at the reader
         out[..., HELD, :] = owner[..., ROWS, :] * (row + (state if self.training else 0))
-        out[..., FORWARD_NS, :] = mine * self.costs.push_ns
+        # A rank that owns all rows of a table reads its own; see `own_requests` for others.
+        asked = mine - owner[..., IDS, :]
+        out[..., FORWARD_NS, :] = asked * self.costs.push_ns + ids * self.odd_ns(t, width, 0)
         if self.training:
             # Owners reduce what the readers have left for them: per id, and per row and reader.
             runs = owner[..., TOUCHED, :] * world
-            out[..., BACKWARD_NS, :] = mine * self.costs.push_ns
+            out[..., BACKWARD_NS, :] = asked * self.costs.push_ns
             out[..., UPDATE_BYTES, :] = ids * again * grad
-            out[..., UPDATE_NS, :] = (ids * (self.costs.sort_ns + self.costs.reduce_ns)
+            out[..., UPDATE_NS, :] = (ids * (self.costs.sort_ns + self.costs.reduce_ns
+                                             + self.odd_ns(t, width, 1))
                                       + runs * self.costs.run_ns)
         self._add_update(out, t, width, owner)
         return out
+
+    def own_requests(self, own: np.ndarray, ids: np.ndarray | float) -> np.ndarray:
+        """Nanoseconds in which ranks ask themselves for pushed rows; float64 [W].
+
+        Only the owner of a whole table leaves its own ids out of the exchange. `push_rows`, and so
+        the bound, takes all owners to do so, and stays below.
+
+        Args:
+            own: float64 [W], ids that each rank pushes to itself.
+            ids: all ids of a rank's batch.
+        """
+        return np.where(own >= np.asarray(ids) * (1 - 1e-9), 0.0, own) * self.costs.push_ns
 
     def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
         """Bytes of partial sums that an owner of `ids` (float64 [...]) sends to each reader."""
@@ -199,18 +218,34 @@ class CostModel:
         first, buffers = self.caching.first(t), self.caching.buffers
         out[..., FORWARD_BYTES, :] += (distinct * first + (ids - distinct) * again) * row
         out[..., FORWARD_IDS, :] += ids
+        out[..., FORWARD_NS, :] += ids * self.odd_ns(t, width, 0)
         if self.training:
             # Gradients of a bag are read once from memory (`table_rows`), then from cache per id.
             per_id = 0.0 if t.spec.pooling == "none" else grad * again
             out[..., BACKWARD_BYTES, :] += distinct * grad * buffers + ids * per_id
             out[..., BACKWARD_IDS, :] += ids
-            out[..., BACKWARD_NS, :] += distinct * self.costs.run_ns
+            out[..., BACKWARD_NS, :] += (distinct * self.costs.run_ns
+                                         + ids * self.odd_ns(t, width, 1))
 
     def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
         if self.training:
             row, _, state = row_bytes(t, width)
             out[..., UPDATE_BYTES, :] += owner[..., TOUCHED_ALL, :] * 2 * (row + state)
             out[..., UPDATE_ROWS, :] += owner[..., TOUCHED_ALL, :]
+            out[..., UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
+
+    def odd_ns(self, t: TableProblem, width: int, phase: int) -> float:
+        """Nanoseconds per id or row of a table without a kernel of its width.
+
+        Args:
+            t: the table; its own width counts, so that a piece costs in proportion to its columns.
+            width: columns of the piece.
+            phase: 0..2, forward, backward and update.
+        """
+        if t.spec.dim in KERNEL_WIDTHS:
+            return 0.0
+        vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
+        return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
 
     def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
         """Tally rows that every plan pays for the table: outputs, bag gradients, outbox memory.
@@ -228,6 +263,8 @@ class CostModel:
             out[BACKWARD_BYTES] = out[FORWARD_BYTES]
             out[HELD] = min(t.traffic.num_ids, t.spec.num_rows) * t.spec.dim * GRAD_BYTES
         out[list(self._extra)] += self.costs.table_us * 1e3
+        if self.training:
+            out[BACKWARD_NS] += self.costs.sort_table_us * 1e3
         return out
 
     # -- plans ------------------------------------------------------------------------------------
@@ -250,17 +287,18 @@ class CostModel:
         for piece in pieces:
             total = total.plus(self._piece(t, piece, ordered))
         split = len(pieces) > 1 and self.training and t.spec.optimizer in ROW_WISE
-        rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), split)
+        rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
         return Tally(rows, total.partial_replicas, total.num_pushed, (len(pieces) - 1) * split)
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
-                    exchanges_squares: bool) -> np.ndarray:
+                    bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:
         """Tally rows of all pieces of a table and what they cost together.
 
         Args:
             pieces: its column pieces.
             rows: float64 [15, W], the sum over pieces.
             ids: ids per rank and batch, or float64 [W].
+            bags: bags per rank and batch, or float64 [W].
             exchanges_squares: whether owners of the columns of a row exchange the sum of their
                 squared gradients.
         """
@@ -273,6 +311,8 @@ class CostModel:
             pushes = any(x.mode == "push" for p in pieces for x in p.tiers)
             per_id = (PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns)
             rows[list(self._extra[:2])] += ids * per_id * len(pieces)
+            if pushes:
+                rows[FORWARD_NS] += bags * self.costs.push_bag_ns * len(pieces)
         if exchanges_squares:
             rows[UPDATE_BYTES] += 4 * rows[UPDATE_ROWS]
         return rows
@@ -304,6 +344,7 @@ class CostModel:
         if num_pushed:
             # One partial sum per bag and owner, however many tiers the owner holds.
             rows[PARTIALS] += self.partial_bytes(t, width, pushed_ids)
+            rows[list(self._extra[:2])] += self.own_requests(pushed_ids, float(t.total[IDS]))
         return Tally(rows, replicas, num_pushed)
 
     def _subset(self, t: TableProblem, width: int, tier: Tier,

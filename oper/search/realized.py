@@ -16,8 +16,10 @@ import numpy as np
 from oper.plan import Piece, Plan
 from oper.search.cost import (
     BACKWARD_IDS,
+    BACKWARD_NS,
     BROADCAST,
     FORWARD_BYTES,
+    FORWARD_NS,
     GRAD_BYTES,
     GRADS,
     NUM_ROWS,
@@ -112,7 +114,8 @@ class RealizedLoad:
             split = self.problem.training and len(entry.pieces) > 1 and (
                 t.spec.optimizer in ROW_WISE)
             rows += self.model.whole_table(
-                entry.pieces, own, np.array([b.ids.size for b in batches], float), split)
+                entry.pieces, own, np.array([b.ids.size for b in batches], float),
+                np.array([b.num_bags for b in batches], float), split)
         units = self.model.loads(rows)
         self._exchange(units, exchange)
         seconds = units * self.problem.machine.seconds_per_unit
@@ -126,13 +129,14 @@ class RealizedLoad:
         """Adds to `exchange`; returns each rank's own tally rows, float64 [15, W]."""
         width, world = piece.stop - piece.start, self.world_size
         features = self._features(len(piece.tiers), placed, batches)
-        rows = np.zeros((NUM_ROWS, world))
+        rows, own = np.zeros((NUM_ROWS, world)), np.zeros(world)
         for k, tier in enumerate(piece.tiers):
             owner = features[k]
             if tier.mode == "push" and self.problem.training:
                 out = self.model.push_rows(t, width, owner)
                 rows += _own(out.mean(axis=0))  # an owner pools for all, a mean times their number
                 exchange.ids.__iadd__(out[:, PUSH_IDS])
+                own += np.diagonal(owner[:, IDS])
             elif tier.placement == "replicated":
                 out = self.model.replica_rows(t, width, owner)
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
@@ -153,6 +157,8 @@ class RealizedLoad:
                 exchange.gradients.__iadd__(out[:, GRADS])
         if placed.has_push:
             exchange.partials.__iadd__(_partials(placed, batches, world) * width * GRAD_BYTES)
+            rows[[FORWARD_NS, BACKWARD_NS]] += self.model.own_requests(
+                own, np.array([b.ids.size for b in batches], float))
         return rows
 
     def _features(self, num_tiers: int, placed: Placed, batches: Sequence[TableBatch]

@@ -18,14 +18,14 @@ from oper.search import topology_preset
 from oper.topology import Costs, Topology
 
 TRUE = Costs(phase_us=40.0, id_ns=3.0, sort_ns=4.0, reduce_ns=4.0, update_ns=20.0, run_ns=2.0,
-             refresh_ns=6.0, tier_ns=1.5, push_tier_ns=5.0, push_ns=10.0, table_us=2.0,
-             warm_share=0.5)
+             refresh_ns=6.0, tier_ns=1.5, push_tier_ns=5.0, push_ns=10.0, push_bag_ns=30.0,
+             odd_ns=1.0, table_us=2.0, sort_table_us=5.0, warm_share=0.5)
 BANDWIDTH = {"read_gbps": 50.0, "cache_gbps": 150.0}
 
 
 def works() -> list[Workload]:
     return [Workload((5000, 300), dim, 512, pooling, exponent)
-            for pooling in (1, 20) for dim in (16, 64) for exponent in (0.0, 1.05)]
+            for pooling in (1, 20) for dim in (16, 40, 64) for exponent in (0.0, 1.05)]
 
 
 def true_topology() -> Topology:
@@ -39,7 +39,8 @@ def modelled(work: Workload, kind: str, noise: float = 0.0) -> Sample:
     """A sample as a machine would give it that is exactly what the model says."""
     stats = collect_stats(work, 0, 2, 2)
     sample = Sample(work, kind, stats, 0.0, 0.0, 60.0, np.zeros((3, 2)))
-    found = calibrate._model(sample, true_topology())
+    made = true_topology()
+    found, = calibrate._modelled(calibrate._stated([sample], made), made)
     clock = np.stack([p.groups.max(axis=0) * 1e6 for p in found.phases])
     shaken = clock * (1 + noise * np.random.default_rng(work.pooling).standard_normal(clock.shape))
     return replace(sample, phases_us=shaken, wall_us=found.step_us, median_us=found.step_us)
