@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,10 @@ from oper.search.problem import Problem
 from oper.search.realized import RealizedLoad, StepLoad
 from oper.search.simulate import Bags, RankBatch, Replay
 from oper.search.timeline import Schedule, Timeline, run
+from oper.search.wire import WireReplay
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec, format_bytes
-from oper.traffic import KINDS, LINKS, link_classes, unit_bytes
+from oper.traffic import KINDS, LINKS, SENT, link_classes, unit_bytes
 
 
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,11 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, metavar="N",
                         help="samples per rank and step (default: the plan's own)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="at most (default 20)")
+    parser.add_argument("--clipped", nargs="+", default=(), metavar="TABLE",
+                        help="tables whose rows' gradients are clipped to a norm (max_row_norm); "
+                             "'*' = all")
+    parser.add_argument("--half-wire", action="store_true",
+                        help="32-bit numbers travel between memory domains as 16 bits (OPER_WIRE)")
     parser.add_argument("--dense-us", type=float, default=0.0, metavar="US",
                         help="dense compute per step, between lookup and backward (default 0)")
     parser.add_argument("--in-flight", type=int, default=1, metavar="K",
@@ -59,7 +65,10 @@ def run_simulate(args: argparse.Namespace) -> int:
         raise InvalidInputError(fail("cannot replay", "steps", args.steps, ">= 1", "correct it"))
     plan, problem = verbs.stated(args, _statistics(args))
     schedule = Schedule(problem.training, False, args.dense_us, args.in_flight)
-    found = simulate(plan, problem, _batches(args, plan, problem), args.steps)
+    clipped = _clipped(args.clipped, plan)
+    wire = WireReplay(plan, problem.topology.domain_of(), problem.training,
+                      is_half=args.half_wire, clipped=clipped)
+    found = simulate(plan, problem, _batches(args, plan, problem), args.steps, wire)
     schedule = Schedule(problem.training, found.has_push, args.dense_us, args.in_flight)
     timeline = run(found.loads, schedule, plan.world_size)
     if args.trace_out is not None:
@@ -81,30 +90,44 @@ class Simulation:
     Attributes:
         num_bytes: int64 [13, W, W], bytes of all steps by kind (`oper.traffic.KINDS`), reader and
             peer.
+        sent_bytes: int64 [12, W, W], bytes of all steps that ranks of different memory domains send
+            each other, by kind (`oper.traffic.SENT`), sender and receiver.
         loads: one per step.
         has_push: whether any tier is pushed.
     """
 
     num_bytes: np.ndarray
+    sent_bytes: np.ndarray
     loads: list[StepLoad] = field(default_factory=list)
     has_push: bool = False
 
 
-def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], steps: int
-             ) -> Simulation:
+def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], steps: int,
+             wire: WireReplay | None = None) -> Simulation:
     """Replay up to `steps` steps.
+
+    Args:
+        plan: the plan.
+        problem: machine, costs and statistics.
+        batches: the batches of all ranks, one list per step.
+        steps: at most.
+        wire: counts what memory domains send each other, and says which rows are clipped; None = in
+            full width, no rows clipped.
 
     Raises:
         InvalidInputError: no batch at all, or one that does not fit the plan's tables.
     """
-    replay, realized = Replay(plan), RealizedLoad(plan, problem)
+    wire = wire or WireReplay(plan, problem.topology.domain_of(), problem.training)
+    replay, realized = Replay(plan, clipped=wire.clipped), RealizedLoad(plan, problem)
     unit = [unit_bytes(t, stop - start)[:, None, None] for t, start, stop in replay.pieces]
     world = plan.world_size
-    found = Simulation(np.zeros((len(KINDS), world, world), np.int64), has_push=realized.has_push)
+    found = Simulation(np.zeros((len(KINDS), world, world), np.int64),
+                       np.zeros((len(SENT), world, world), np.int64), has_push=realized.has_push)
     with tqdm(total=steps, desc="replaying", unit=" steps", disable=None) as bar:
         for ranks in batches:
             for size, counts in zip(unit, replay.counts(ranks), strict=True):
                 found.num_bytes += counts * size
+            found.sent_bytes += wire.step(ranks)
             found.loads.append(realized.step(ranks))
             bar.update(1)
             if len(found.loads) == steps:
@@ -113,6 +136,16 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         raise InvalidInputError(fail("nothing to replay", "full batches", 0, ">= 1",
                                      "use a smaller --batch-size or more data"))
     return found
+
+
+def _clipped(names: Sequence[str], plan: Plan) -> list[str]:
+    """Tables named on the command line; raises InvalidInputError for one that is not there."""
+    known = [t.table.name for t in plan.tables]
+    unknown = [n for n in names if n not in known and n != "*"]
+    if unknown:
+        raise InvalidInputError(fail("cannot replay", "clipped", unknown[:8],
+                                     f"some of {known[:8]}, or '*'", "name tables of the plan"))
+    return known if "*" in names else list(names)
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -222,6 +255,9 @@ def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, proble
         "bytes_read": {name: {c: int(found.num_bytes[k][link == n].sum())
                               for n, c in enumerate(LINKS)}
                        for k, name in enumerate(KINDS) if found.num_bytes[k].any()},
+        "bytes_sent": {name: {c: int(found.sent_bytes[k][link == n].sum())
+                              for n, c in enumerate(LINKS) if n > 1}
+                       for k, name in enumerate(SENT) if found.sent_bytes[k].any()},
         "bytes_read_total": int(found.num_bytes.sum()),
         "bytes_by_pair": found.num_bytes.sum(axis=0).tolist()}
 
@@ -251,4 +287,10 @@ def as_text(value: dict[str, Any]) -> str:
     lines += [f"{name:20s} " + " ".join(f"{format_bytes(b / value['num_steps']):>14s}"
                                         for b in by.values())
               for name, by in value["bytes_read"].items()]
+    if value["bytes_sent"]:
+        lines += ["", "bytes that memory domains send each other per step (a row once per reader)",
+                  f"{'':20s} " + " ".join(f"{c:>14s}" for c in LINKS[2:])]
+        lines += [f"{name:20s} " + " ".join(f"{format_bytes(b / value['num_steps']):>14s}"
+                                            for b in by.values())
+                  for name, by in value["bytes_sent"].items()]
     return "\n".join(lines) + "\n"

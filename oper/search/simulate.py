@@ -7,7 +7,7 @@ and the ids alone: the counts of both are equal, unit for unit. `LoadReplay` in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -136,13 +136,14 @@ class Replay:
         training: whether backward and update follow (default: the plan's objective).
         deduplicates: whether lookups read a row of another rank once per batch
             (`oper.shmem.pull`), except in tables that the reader pushes.
+        clipped: tables whose rows' gradients are clipped to a norm.
 
     The forward pass of training is collective: tiers in push mode are pooled by their owners.
     """
 
-    def __init__(self, plan: Plan, training: bool | None = None, deduplicates: bool = False
-                 ) -> None:
-        self.plan, self.deduplicates = plan, deduplicates
+    def __init__(self, plan: Plan, training: bool | None = None, deduplicates: bool = False,
+                 clipped: Collection[str] = ()) -> None:
+        self.plan, self.deduplicates, self.clipped = plan, deduplicates, clipped
         self.training = plan.objective == "training" if training is None else training
         self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
 
@@ -172,7 +173,10 @@ class Replay:
         for entry in self.plan.tables:
             batches = [table_batch(entry.table, b) for b in ranks]
             pieces = [Placed(entry, world, k, not self.training) for k in range(len(entry.pieces))]
-            squares = len(pieces) > 1 and entry.table.optimizer in ROW_WISE
+            clips = len(pieces) > 1 and entry.table.name in self.clipped
+            sums = len(pieces) > 1 and entry.table.optimizer in ROW_WISE
+            # Clipped rows are summed anew for the optimizer's squares, and clipped again with them.
+            squares = 3 if clips and sums else int(clips or sums)
             touched = np.unique(np.concatenate([b.ids for b in batches]))
             owners = [p.resolve(touched)[1] for p in pieces] if squares else []
             for k, placed in enumerate(pieces):
@@ -182,11 +186,11 @@ class Replay:
                     if self.deduplicates:
                         _count_once(counts, placed, reader, batch)
                     if self.training:
-                        _count_gradients(counts, placed, reader, batch, 2 if squares else 1)
+                        _count_gradients(counts, placed, reader, batch, 1 + clips + sums)
                 if self.training:
                     _count_update(counts, placed, touched)
                     for other in owners:
-                        np.add.at(counts[KIND["squares"]], (owners[k], other), 1)
+                        np.add.at(counts[KIND["squares"]], (owners[k], other), squares)
                 yield counts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -53,9 +54,9 @@ def executed(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Any, g
 
 
 def assert_equal(case: Case, plan: Plan, steps: list[list[Batch]], found: list[Traffic],
-                 trains_weights: bool = False) -> None:
+                 trains_weights: bool = False, clipped: Collection[str] = ()) -> None:
     plan = replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in case.tables))
-    replay = Replay(plan)
+    replay = Replay(plan, clipped=clipped)
     total = replay.empty()
     for batches in steps:
         step = replay.step([as_bags(case, b, trains_weights) for b in batches])
@@ -85,6 +86,18 @@ def test_replayed_traffic_is_the_executed_traffic(world_size: int, optimizer: st
         found = run_ranks(world_size, lambda g, plan=plan: executed(
             case, plan, steps, OPTIMIZERS[optimizer], g))
         assert_equal(case, plan, steps, found)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, max_row_norm=0.01),
+                                       RowWiseAdagrad(lr=0.05, max_row_norm=0.01)],
+                         ids=["sgd", "rowwise_adagrad"])
+def test_clipped_rows_are_summed_as_often_as_replayed(optimizer: Any) -> None:
+    case = dlrm_case(optimizer.name)
+    steps = make_steps(case, 2, 3)
+    plan = rich_plan(case.tables, 2, 1, columns=True)
+    found = run_ranks(2, lambda g: executed(case, plan, steps, optimizer, g))
+    assert found[0].counts[KIND["squares"]].sum() > 0
+    assert_equal(case, plan, steps, found, clipped=[t.name for t in case.tables])
 
 
 def test_weights_and_their_gradients_count() -> None:
