@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from search_cases import gpus, host, problem, random_plan
 
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.search.cost import evaluate
+from oper.search.cost import KERNEL_WIDTHS, evaluate
 from oper.search.machine import (
     COMPUTE,
     CROSS_IN,
@@ -21,6 +25,7 @@ from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL, make_problem
 from oper.search.space import EVERYTHING
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
+from oper.topology import Costs
 
 
 def flat(topology, objective="training", num_rows=64, dim=16, length=1, batch=32):
@@ -224,3 +229,34 @@ def test_plans_of_another_world_or_memory_are_refused():
         evaluate(uniform_plan([stated.tables[0].spec], 2), stated)
     with pytest.raises(PlanError, match="host"):
         evaluate(plan_of(stated, Tier(0, 64, "owned", (0,), memory="host")), stated)
+
+
+def test_widths_with_kernels_are_those_of_the_host_kernels() -> None:
+    source = (Path(__file__).parents[2] / "csrc/host/rows.inl").read_text()
+    body = source[source.index("auto with_row_width"):]
+    cases = re.findall(r"case (\d+): return body", body[:body.index("default")])
+    assert tuple(16 * int(n) for n in cases) == KERNEL_WIDTHS
+
+
+def compute(costs: Costs, dim: int, tier: Tier) -> list[np.ndarray]:
+    """Nanoseconds by phase and rank of one table under `costs`; 64 ids per rank."""
+    stated = flat(replace(host(2), costs=costs), dim=dim, length=2)
+    return [p.units[COMPUTE] for p in evaluate(plan_of(stated, tier), stated).phases]
+
+
+def test_widths_without_a_kernel_cost_by_pass_and_vector() -> None:
+    """56 columns are 4 vectors: 4 ns more per id forward, 8 per id backward, 16 per touched row."""
+    owned, odd = Tier(0, 64, "owned", (0,)), Costs(phase_us=0.0, odd_ns=1.0)
+    assert not np.any(compute(odd, 64, owned))
+    forward, backward, update = compute(odd, 56, owned)
+    assert forward == pytest.approx([4 * 64] * 2) and backward == pytest.approx([8 * 64] * 2)
+    touched = flat(host(2), dim=56, length=2).tables[0].total[TOUCHED_ALL]
+    assert update == pytest.approx([16 * touched, 0.0])
+
+
+def test_only_the_owner_of_a_whole_pushed_table_asks_nobody() -> None:
+    asks = Costs(phase_us=0.0, push_ns=1.0)
+    forward, backward, _ = compute(asks, 16, Tier(0, 64, "owned", (0,), mode="push"))
+    assert forward == pytest.approx([0.0, 64.0]) and backward == pytest.approx([0.0, 64.0])
+    forward, backward, _ = compute(asks, 16, Tier(0, 64, "striped", (0, 1), mode="push"))
+    assert forward == pytest.approx([64.0] * 2) and backward == pytest.approx([64.0] * 2)
