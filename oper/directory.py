@@ -203,18 +203,20 @@ class NeedsAcross:
 
     Attributes:
         gathers: whether any rank asks other domains for rows.
+        pulls: the same of rows in pulled tiers alone, which is all where owners pool the others.
         refreshes: whether replicas of masters in other domains are refreshed.
         shares: whether a rank reads a replica of a neighbour.
     """
 
     gathers: bool
+    pulls: bool
     refreshes: bool
     shares: bool
 
 
 def needs_across(directories: Sequence[TableDirectory], domain_of: Sequence[int]) -> NeedsAcross:
     """What a plan needs between the memory domains of its ranks; `domain_of` by rank."""
-    gathers = refreshes = shares = False
+    gathers = pulls = refreshes = shares = False
     domains = np.asarray(domain_of)
     for x in (x for d in directories for x in d.tiers):
         owners = set(domains[x.pattern].tolist())
@@ -222,7 +224,9 @@ def needs_across(directories: Sequence[TableDirectory], domain_of: Sequence[int]
         for domain in set(domain_of):
             is_far = owners != {domain}
             mine = holds[domains == domain]
-            gathers |= is_far and not mine.any()
+            asks = is_far and not mine.any()
+            gathers |= asks
+            pulls |= asks and x.tier.mode != "push"
             refreshes |= is_far and bool(mine.any())
             shares |= is_far and bool(mine.any() and not mine.all())
-    return NeedsAcross(gathers, refreshes, shares)
+    return NeedsAcross(gathers, pulls, refreshes, shares)

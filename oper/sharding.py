@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -100,10 +99,10 @@ def shard(
     for target in targets:
         target.specs = [wanted[s.name] for s in target.specs]
     if group.world_size > 1 and any(
-            hasattr(m, "_managed_collision_collection") and m.training for m in module.modules()):
-        warnings.warn("managed-collision modules keep a map of ids on every rank, and maps that "
-                      "learn from different batches disagree: freeze them with eval()",
-                      stacklevel=2)
+            hasattr(m, "_managed_collision_collection") for m in module.modules()):
+        from oper.integration.managed_collision import share_maps
+
+        share_maps(module, group)
     tables = [s for t in targets for s in t.specs]
     made = _the_plan(tables, stats, plan, topology, objective, batch_size, group)
     made.check_for(tables, group.world_size)

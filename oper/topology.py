@@ -76,6 +76,10 @@ class Costs:
             kernel is made for.
         table_us: per table and phase (a task, and what is set up for it).
         sort_table_us: per table in the backward pass, beside that (counters of the sort).
+        far_ns: per id of a pulled tier that lies in other memory domains, at its reader: finding
+            each row once, and what was fetched of it.
+        wire_ns: per byte that a rank sends to another host or receives from there, in the rank's
+            own time: packing, copies, the network stack. No phase computes while it exchanges.
         warm_share: share of the caches that keeps rows and buffers from one batch to the next
             (0 = every batch begins cold).
     """
@@ -94,6 +98,8 @@ class Costs:
     odd_ns: float = 0.0
     table_us: float = 0.0
     sort_table_us: float = 0.0
+    far_ns: float = 0.0
+    wire_ns: float = 0.0
     warm_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -242,10 +248,12 @@ class Topology:
         domains = tuple(
             replace(here.domains[0], ranks=tuple(range(start, end)), host=host, cross_gbps=1.25)
             for host, (start, end) in enumerate(zip(starts, ends, strict=True)))
-        # A collective over TCP costs some hundred microseconds before its first byte. What tiers
-        # and pushed ids cost is of the order that calibration finds: little beside a network of
-        # this speed, but it decides between plans that send alike.
-        costs = replace(here.costs, phase_us=300.0, tier_ns=1.0, push_tier_ns=3.0, push_ns=3.0)
+        # A meeting over TCP costs some hundred microseconds before its first byte, and the ranks
+        # copy every byte themselves. What tiers and pushed ids cost is of the order that
+        # calibration finds: little beside a network of this speed, but it decides between plans
+        # that send alike.
+        costs = replace(here.costs, phase_us=600.0, tier_ns=1.0, push_tier_ns=3.0, push_ns=3.0,
+                        far_ns=12.0, wire_ns=0.4)
         return replace(here, name=f"hosts-{'-'.join(str(len(d.ranks)) for d in domains)}",
                        domains=domains, costs=costs)
 

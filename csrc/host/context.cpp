@@ -363,7 +363,7 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
                ParallelFor parallel) {
   PhaseClock clock(context);
   Batch found = batch;
-  if (context.exchange && context.exchange->gathers()) {
+  if (context.exchange && context.exchange->gathers(collective && context.has_push)) {
     const Status status = context.exchange->gather(found, kRows, collective, parallel);
     if (status.code != 0) return status;
   }
@@ -418,7 +418,7 @@ Status resolve(Context& context, const Batch& batch, int64_t* addresses, const R
 Status weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
                        ParallelFor parallel) {
   Batch found = batch;
-  if (context.exchange && context.exchange->gathers()) {
+  if (context.exchange && context.exchange->gathers(false)) {
     const Status status = context.exchange->gather(found, kWeightRows, false, parallel);
     if (status.code != 0) return status;
   }

@@ -53,10 +53,13 @@ Exchange::Exchange(Context& context, ExchangeSetup setup)
       mapped_.emplace_back(data, bytes);
       table.squares[r] = static_cast<float*>(data);
     }
-    bool is_far = false;
+    bool is_far = false, pulls_far = false;
     for (int32_t k = 0; k < table.read.num_tiers; ++k)
-      for (int64_t o = 0; o < table.read.tiers[k].period; ++o)
+      for (int64_t o = 0; o < table.read.tiers[k].period; ++o) {
         is_far |= table.read.tiers[k].base[o] < 0;
+        pulls_far |= table.read.tiers[k].base[o] < 0 && !table.pushes[k];
+      }
+    pulls_far_.push_back(pulls_far);
     if (is_far) far_tables_.push_back(static_cast<int32_t>(t));
   }
 }

@@ -47,6 +47,7 @@ struct ExchangeSetup {
   std::vector<bool> near;              // [W], whose memory can be addressed
   std::vector<ReplicaTarget> targets;
   bool gathers, refreshes;             // whether any rank does
+  bool pulls;                          // whether any rank gathers rows of pulled tiers
   bool shares_replicas;                // whether ranks read replicas of their neighbours
   RowType wire;                        // how fp32 rows and gradients are sent
   Transport transport;
@@ -57,8 +58,8 @@ class Exchange {
   Exchange(Context& context, ExchangeSetup setup);
   ~Exchange();
 
-  // Whether forward passes need rows of other domains.
-  bool gathers() const { return setup_.gathers; }
+  // Whether forward passes need rows of other domains. `pools`: owners pool those of pushed tiers.
+  bool gathers(bool pools) const { return pools ? setup_.pulls : setup_.gathers; }
   // Whether ranks read replicas of their neighbours.
   bool shares_replicas() const { return setup_.shares_replicas; }
   // Fetches the rows of other domains that the batch needs and fills in their addresses, which hold
@@ -161,6 +162,7 @@ class Exchange {
   ExchangeSetup setup_;
   std::vector<int32_t> far_;         // ranks of other domains, ascending
   std::vector<int32_t> far_tables_;  // tables with rows that this rank cannot address
+  std::vector<bool> pulls_far_;      // [T] whether some of these are in pulled tiers
   int64_t head_width_;
   std::vector<uint32_t> heads_out_, heads_in_;
   uint32_t sequence_ = 0;

@@ -274,9 +274,9 @@ Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor p
   const int64_t num_far = static_cast<int64_t>(far_tables_.size());
   int64_t total = 0;
   std::vector<int64_t> first;
-  // Tables that are pushed as a whole, which their owners pool.
+  // Tables of which owners pool all rows that this rank cannot address.
   const auto is_skipped = [&](const Table& table) {
-    return collective && table.has_push && table.all_pushed;
+    return collective && table.has_push && !pulls_far_[table.index];
   };
   for (int32_t t : far_tables_) {
     first.push_back(total);

@@ -249,41 +249,67 @@ bool stage(Context& context, int32_t index, const Batch& batch, const float* gra
   return true;
 }
 
-// Sorts one rank's requests by slot and sums the gradients of each row, in that rank's order.
+// One rank's requests by slot: the gradients of each row are summed in that rank's order. K packs
+// (slot, payload); the payload is the bag, with weights the index of the id.
+template <int N, class K>
+void reduce_requests(const Table& table, const Requests& in, int slot_bits, int payload_bits,
+                     PushedRows& out, Scratch& scratch) {
+  const int dim = table.dim;
+  K* pairs = scratch.get<K>(2, in.n);
+  K* spare = scratch.get<K>(3, in.n);
+  for (int64_t i = 0; i < in.n; ++i)
+    pairs[i] = (static_cast<K>(in.slots[i]) << payload_bits) |
+               static_cast<K>(in.weights ? static_cast<uint32_t>(i) : in.bags[i]);
+  const K* sorted = radix_sort(pairs, spare, in.n, payload_bits, slot_bits);
+  const K mask = (K{1} << payload_bits) - 1;
+  int64_t num_rows = in.n > 0 ? 1 : 0;
+  for (int64_t i = 1; i < in.n; ++i)
+    num_rows += (sorted[i] >> payload_bits) != (sorted[i - 1] >> payload_bits);
+  out.slots.resize(static_cast<size_t>(num_rows));
+  if (static_cast<int64_t>(out.rows.size()) < num_rows * dim)
+    out.rows.resize(static_cast<size_t>(num_rows * dim));
+  const auto gradient = [&](K pair) {
+    const K payload = pair & mask;
+    return in.gradients + static_cast<int64_t>(in.weights ? in.bags[payload] : payload) * dim;
+  };
+  constexpr int64_t kAhead = 12;
+  float* to = out.rows.data();
+  size_t row = 0;
+  for (int64_t i = 0; i < in.n; to += dim) {
+    const K slot = sorted[i] >> payload_bits;
+    Row<N> sum;
+    for (bool first = true; i < in.n && (sorted[i] >> payload_bits) == slot; ++i, first = false) {
+      if (i + kAhead < in.n) prefetch_row(gradient(sorted[i + kAhead]), table.gradient_bytes());
+      const float* g = gradient(sorted[i]);
+      if (first) {
+        sum.load(g, dim);
+        if (in.weights) sum.scale(in.weights[sorted[i] & mask], dim);
+      } else if (in.weights) {
+        sum.add_scaled(g, in.weights[sorted[i] & mask], dim);
+      } else {
+        sum.add(g, dim);
+      }
+    }
+    out.slots[row++] = static_cast<uint32_t>(slot);
+    sum.store(to, dim);
+  }
+}
+
 void reduce_pushed(Context& context, int32_t index, int32_t reader, Scratch& scratch) {
   Table& table = context.tables[index];
-  const int dim = table.dim;
   const Requests in = requests_of(context, index, reader);
   PushedRows& out = table.pushed[reader];
-  out.slots.clear();
-  out.rows.clear();
-  uint64_t* pairs = scratch.get<uint64_t>(2, in.n);
-  uint64_t* spare = scratch.get<uint64_t>(3, in.n);
-  for (int64_t i = 0; i < in.n; ++i)
-    pairs[i] = (static_cast<uint64_t>(in.slots[i]) << 32) | static_cast<uint64_t>(i);
   const int64_t slots = table.owner_begin[context.rank + 1] - table.owner_begin[context.rank];
-  const uint64_t* sorted =
-      radix_sort(pairs, spare, in.n, 32, bits_for(static_cast<uint64_t>(slots)));
-  with_row_width(dim, [&](auto width) {
+  const int slot_bits = bits_for(static_cast<uint64_t>(slots));
+  // Bags ascend.
+  const int payload_bits =
+      bits_for(static_cast<uint64_t>(in.weights || in.n == 0 ? in.n : in.bags[in.n - 1] + 1));
+  with_row_width(table.dim, [&](auto width) {
     constexpr int N = decltype(width)::value;
-    for (int64_t i = 0; i < in.n;) {
-      const uint64_t slot = sorted[i] >> 32;
-      Row<N> sum;
-      for (bool first = true; i < in.n && sorted[i] >> 32 == slot; ++i, first = false) {
-        const int64_t k = static_cast<int64_t>(sorted[i] & 0xffffffffu);
-        const float* g = in.gradients + static_cast<int64_t>(in.bags[k]) * dim;
-        if (first) {
-          sum.load(g, dim);
-          if (in.weights) sum.scale(in.weights[k], dim);
-        } else if (in.weights) {
-          sum.add_scaled(g, in.weights[k], dim);
-        } else {
-          sum.add(g, dim);
-        }
-      }
-      out.slots.push_back(static_cast<uint32_t>(slot));
-      out.rows.resize(out.rows.size() + static_cast<size_t>(dim));
-      sum.store(out.rows.data() + out.rows.size() - dim, dim);
+    if (slot_bits + payload_bits <= 32) {
+      reduce_requests<N, uint32_t>(table, in, slot_bits, payload_bits, out, scratch);
+    } else {
+      reduce_requests<N, uint64_t>(table, in, slot_bits, payload_bits, out, scratch);
     }
   });
 }

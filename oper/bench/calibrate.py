@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from oper.bench import record
+from oper.bench.calibrate_network import across_hosts, measure_network
 from oper.bench.calibrate_worker import INTERVAL, KINDS, plan_of
 from oper.bench.launch import run_workers
 from oper.bench.workload import Workload
@@ -104,6 +105,9 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
                         help="topology file (TOML) to write")
     parser.add_argument("--world-size", type=int, default=2, metavar="N",
                         help="processes that share this machine (default 2)")
+    parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
+                        help="collective: a topology in which every process is a host, with the "
+                             "costs of exchanging over this machine's network stack")
     parser.add_argument("--quick", action="store_true", help="fewer workloads and steps")
     parser.add_argument("--check", metavar="F", help="predict other placements, execute them, and "
                                                      "write the comparison (JSON)")
@@ -118,8 +122,11 @@ def run_calibrate(args: argparse.Namespace) -> int:
         works = [(w, _FITTED) for w in fitting] + [(w, KINDS) for w in checking]
         bandwidth, samples = measure(args.world_size, works, 4 if args.quick else 5, Path(folder))
     fitted = fit([s for s in samples if s.work in fitting], args.world_size, bandwidth)
-    write_text(args.output, as_toml(fitted.topology))
-    print(_report(fitted), end="")
+    topology = fitted.topology
+    if args.exchange == "collective":
+        topology = across_hosts(topology, measure_network(args.world_size))
+    write_text(args.output, as_toml(topology))
+    print(_report(replace(fitted, topology=topology)), end="")
     if args.check:
         value = predicted_against_executed([s for s in samples if s.work in checking], fitted)
         command = ["oper", "calibrate", "-o", args.output, "--world-size", str(args.world_size),
@@ -434,12 +441,14 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def as_toml(topology: Topology) -> str:
-    """A one-domain topology as the text of a topology file."""
+    """A topology of equal domains, each a host, as the text of a topology file."""
     d, costs = topology.domains[0], topology.costs
+    several = {"copies": len(topology.domains), "per_host": 1} if len(topology.domains) > 1 else {}
     domain = {"memory_bytes": d.memory_bytes, "read_gbps": round(d.read_gbps, 2),
               "cache_gbps": round(d.cache_gbps, 2), "cache_bytes": d.cache_bytes,
               "link_gbps": round(d.link_gbps, 2), "cross_gbps": round(d.cross_gbps, 2)}
     lines = [f'name = "{topology.name}"', f'source = "{topology.source}"', "", "[[domain]]",
+             *(f"{k} = {v}" for k, v in several.items()),
              f"ranks = {len(d.ranks)}", *(f"{k} = {v}" for k, v in domain.items()), "", "[costs]",
              *(f"{f.name} = {getattr(costs, f.name)}" for f in fields(costs))]
     return "\n".join(lines) + "\n"

@@ -38,6 +38,7 @@ from oper.search.machine import (
     LINK_OUT,
     MEMORY,
     TERMS,
+    add_wire,
 )
 from oper.search.overlap import RESOLVE
 from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
@@ -111,6 +112,9 @@ class CostModel:
         self.hidden = np.array([problem.overlap.get(p, none) for p in self.phases]) * 1e-6
         self.caching = Caching(problem)
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
+        m = self.machine
+        #: float64 [W], nanoseconds per id of a pulled tier; 0 where one domain holds all ranks.
+        self._per_far_id = self.costs.far_ns * (m.num_near < m.world_size)
 
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
 
@@ -140,7 +144,10 @@ class CostModel:
         if self.training:
             out[..., GRADS, :] = owner[..., TOUCHED, :] * grad
             out[..., HELD, :] += owner[..., ROWS, :] * state
-        self._add_reader(out, t, width, owner.sum(axis=-1))
+        total = owner.sum(axis=-1)
+        self._add_reader(out, t, width, total)
+        # Readers in other domains find each of their rows once before they ask for it.
+        out[..., FORWARD_NS, :] += total[..., IDS, None] * self._per_far_id
         self._add_update(out, t, width, owner)
         return out
 
@@ -305,17 +312,19 @@ class CostModel:
         rows = rows.copy()
         rows[list(self._extra)] += (len(pieces) - 1) * self.costs.table_us * 1e3
         if any(len(p.tiers) > 1 for p in pieces):
-            # No part of the bound, which knows no tiers: it is below every plan all the same. A
-            # reader of pushed rows goes through its ids to count them, to write its requests, and
-            # to add up.
+            # No part of the bound, which knows no tiers: it is below every plan all the same.
             pushes = any(x.mode == "push" for p in pieces for x in p.tiers)
-            per_id = (PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns)
-            rows[list(self._extra[:2])] += ids * per_id * len(pieces)
+            rows[list(self._extra[:2])] += ids * self.tiers_ns(pushes) * len(pieces)
             if pushes:
                 rows[FORWARD_NS] += bags * self.costs.push_bag_ns * len(pieces)
         if exchanges_squares:
             rows[UPDATE_BYTES] += 4 * rows[UPDATE_ROWS]
         return rows
+
+    def tiers_ns(self, pushes: bool) -> float:
+        """Per id and pass of a table of several tiers; `pushes`: whether any is pushed. A reader of
+        pushed rows goes through its ids to count them, to write its requests, and to add up."""
+        return PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns
 
     def _piece(self, t: TableProblem, piece: Piece, ordered: bool) -> Tally:
         width, world = piece.stop - piece.start, self.machine.world_size
@@ -401,6 +410,7 @@ class CostModel:
             self._owner_receives(update, rows[..., PARTIALS, :])
             update[..., MEMORY, :] += rows[..., PARTIALS, :] * world
             self._broadcast(update, rows[..., BROADCAST, :], np.ones(int(world)))
+        add_wire(out, self.machine)
         return out
 
     def _owner_sends(self, out: np.ndarray, amount: np.ndarray) -> None:
@@ -454,12 +464,14 @@ class CostModel:
     def units(self, tally: Tally) -> np.ndarray:
         """Units per phase, term and rank of a whole tally; float64 [num_phases, 6, W]."""
         out = self.loads(tally.rows)
+        more = np.zeros_like(out)
         for ranks, (need, send) in tally.partial_replicas.items():
-            self._subset_reads(out[self.phases.index("forward")], ranks, need)
+            self._subset_reads(more[self.phases.index("forward")], ranks, need)
             if self.training:
                 holds = np.isin(np.arange(self.machine.world_size), ranks).astype(float)
-                self._broadcast(out[-1], send, holds)
-        return out
+                self._broadcast(more[-1], send, holds)
+        add_wire(more, self.machine)
+        return out + more
 
     def fixed_us(self, tally: Tally) -> list[float]:
         """Fixed microseconds of each phase: a call and a barrier, and one barrier more where

@@ -109,6 +109,17 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
                    capacity)
 
 
+def add_wire(units: np.ndarray, machine: Machine) -> None:
+    """Adds what bytes between hosts cost the ranks themselves to their compute, in place.
+
+    Args:
+        units: float64 [..., 6, W], by term and rank.
+        machine: the machine.
+    """
+    units[..., COMPUTE, :] += machine.topology.costs.wire_ns * (
+        units[..., CROSS_OUT, :] + units[..., CROSS_IN, :])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankClasses:
     """Classes of interchangeable ranks, and of interchangeable domains.

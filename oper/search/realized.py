@@ -30,7 +30,15 @@ from oper.search.cost import (
     Phase,
     Tally,
 )
-from oper.search.machine import CROSS_IN, CROSS_OUT, LINK_IN, LINK_OUT, MEMORY, Machine
+from oper.search.machine import (
+    CROSS_IN,
+    CROSS_OUT,
+    LINK_IN,
+    LINK_OUT,
+    MEMORY,
+    Machine,
+    add_wire,
+)
 from oper.search.problem import IDS, NUM_FEATURES, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 from oper.search.simulate import Placed, RankBatch, TableBatch, table_batch
 from oper.traffic import ROW_WISE
@@ -194,6 +202,7 @@ class RealizedLoad:
             transfer(update, x.gradients, machine)
             update[MEMORY] += (x.copies * ~near).sum(axis=0)
             transfer(update, x.copies, machine, reads_source=False)
+        add_wire(units, machine)
 
 
 def transfer(out: np.ndarray, amount: np.ndarray, machine: Machine, reads_source: bool = True

@@ -15,7 +15,7 @@ import numpy as np
 
 from oper.search.bound import Bound
 from oper.search.owner_rows import PUSH, REPLICATED, SHARD
-from oper.search.problem import NUM_FEATURES, ROWS, TableProblem
+from oper.search.problem import IDS, NUM_FEATURES, ROWS, TableProblem
 
 MAX_TIERS = 8  # a table's directory stays small, and no relaxed solution needs more
 _POOL = 24  # recipes kept per table
@@ -117,8 +117,23 @@ class RecipeBook:
             amount = self._amount(t, new)
             rows = self.relaxation.resources_at(amount, np.full(len(new), k),
                                                 self.relaxation.kinds(amount, k, self.prices))
+            rows += self._tier_costs(t, new)
             self.resources[k] = np.concatenate([self.resources[k], rows])
             self.amounts[k] = np.concatenate([self.amounts[k], amount])
+
+    def _tier_costs(self, t: TableProblem, recipes: list[Recipe]) -> np.ndarray:
+        """What several tiers cost the ranks themselves, which the relaxation knows nothing of;
+        float64 [N, R]."""
+        model, options = self.relaxation.model, self.relaxation.options
+        ns = [model.tiers_ns(any(options[o].kind == PUSH for o in r.options))
+              * (len(r.stops) > 1) for r in recipes]
+        passes = [model.phases.index(p) for p in ("forward", "backward") if p in model.phases]
+        local = np.zeros(self.relaxation.num_rows, bool)
+        for k, (phase, group, _) in enumerate(self.relaxation.row_names):
+            local[k] = group == "local" and phase in passes
+        for row, phase, group in self.relaxation.owner_rows:
+            local[row] = group == "local" and phase in passes
+        return np.outer(np.array(ns) * float(t.total[IDS]) * 1e-3, local)
 
     def add_thresholds(self, count: int) -> None:
         """Recipes that replicate the hottest rows, pull the next, and push the rest, with edges on

@@ -78,7 +78,7 @@ class Exchange:
         torch.ops.oper.context_set_exchange(
             handle, self.members,
             torch.tensor(sorted(targets), dtype=torch.int64).reshape(-1, 4),  # slots ascend
-            needs.gathers, needs.refreshes, needs.shares, wire_format(), address)
+            needs.gathers, needs.pulls, needs.refreshes, needs.shares, wire_format(), address)
 
     # ---- bytes -----------------------------------------------------------------------------------
 

@@ -3,18 +3,22 @@
 Between memory domains pulled rows always travel once. Within a domain of host memory ranks read
 each other's rows as fast as their own and caches keep what repeats, so that a copy is work without
 a gain; where neighbours' memory is dearer (another socket), it pays from some number of ids per
-distinct row. That number is measured while the tables are used and weighed with `PullCosts`. Bits
-are the same.
+distinct row. That number is measured while the tables are used and weighed with `PullCosts`, which
+`measured_costs` finds on the machine itself. Bits are the same.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, fail
+from oper.shmem.batch import Lookup
 
 if TYPE_CHECKING:
     from oper.shmem.runtime import ShardedTables
@@ -81,3 +85,66 @@ def duplication(tables: ShardedTables) -> list[Duplication]:
     n = len(flat) // 3
     names = [d.table.name for d in tables.directories]
     return [Duplication(names[k], flat[k], flat[n + k], bool(flat[2 * n + k])) for k in range(n)]
+
+
+def measured_costs(tables: ShardedTables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
+    """What reading neighbours' rows costs this rank on this machine, for `choose_pull`.
+
+    Reads rows of the largest table that this rank and a neighbour both hold, and looks some of them
+    up with and without copies. Not collective; no rank may be updating.
+
+    Args:
+        tables: the tables of one rank.
+        num_rows: rows that are read at a time: more than caches hold, where tables have so many.
+        repeats: the median of so many counts.
+    """
+    rank, exchange = tables.group.rank, tables._exchange
+    near = exchange.members if exchange else range(tables.group.world_size)
+    size, piece, peer = max(((min(int(d.num_slots[rank]), int(d.num_slots[r])), k, r)
+                             for k, d in enumerate(tables.directories)
+                             for r in near if r != rank), default=(0, 0, rank))
+    if size == 0:
+        return PullCosts()
+    own, far = (tables.view("rows", piece, r) for r in (rank, peer))
+    row_bytes = own.element_size() * own.shape[1]
+    slots = torch.randint(0, size, (num_rows,), generator=torch.Generator().manual_seed(0))
+    rows, copies = (own.new_empty(num_rows, own.shape[1]) for _ in range(2))
+    read_own, read_far, copied = _medians(repeats, [
+        lambda: torch.index_select(own, 0, slots, out=rows),
+        lambda: torch.index_select(far, 0, slots, out=rows),
+        lambda: copies.copy_(rows)])
+    per_byte = 1e9 / (num_rows * row_bytes)
+    few = _ids_of(tables, piece, peer, slots % min(size, 64))
+    before, taken = tables.pull, []
+    for choice in (False, True):
+        choose_pull(tables, choice)
+        taken += _medians(repeats, [lambda: tables.forward(few)])
+    choose_pull(tables, before)
+    direct, once = taken
+    return PullCosts(extra_per_byte=max(0.0, read_far - read_own) * per_byte,
+                     per_id=max(0.0, once - direct) * 1e9 / num_rows,
+                     per_copied_byte=copied * per_byte)
+
+
+def _ids_of(tables: ShardedTables, piece: int, owner: int, slots: torch.Tensor) -> Lookup:
+    """A lookup of rows in a rank's shard, bags of one, no ids for other features."""
+    directory = tables.directories[piece]
+    ids = directory.ids_at(directory.positions_at(owner, slots.numpy()))
+    feature = next(f for f, (_, t) in enumerate(tables.features) if t == directory.table.name)
+    lengths = torch.zeros(len(tables.features), slots.numel(), dtype=torch.int64)
+    lengths[feature] = 1
+    pooled = directory.table.pooling != "none"
+    return Lookup(torch.from_numpy(ids), lengths.reshape(-1), torch.arange(len(tables.features)),
+                  slots.numel(), pooled=pooled)
+
+
+def _medians(repeats: int, calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each call, in turn."""
+    seconds = np.zeros((len(calls), repeats))
+    for n in range(-1, repeats):  # one round to warm up
+        for k, call in enumerate(calls):
+            begin = time.perf_counter()
+            call()
+            if n >= 0:
+                seconds[k, n] = time.perf_counter() - begin
+    return np.median(seconds, axis=1).tolist()

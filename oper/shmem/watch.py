@@ -146,14 +146,16 @@ class Watch:
             return self.loss
 
     def behind(self) -> list[int]:
-        """Peers that have begun fewer exchanges than this rank, or do not answer."""
+        """Peers that have begun fewer exchanges than this rank, or do not answer; those first that
+        do not: the others may be waiting for them within their memory domain."""
         with self._changed:
             self._told.clear()
         for rank in self._peers:
             self._say(rank, _ASK, 0, 0)
         with self._changed:
             self._changed.wait_for(lambda: len(self._told) == len(self._peers), _ANSWER_S)
-            return [r for r in sorted(self._peers) if self._told.get(r, -1) < self.count]
+            late = [r for r in self._peers if self._told.get(r, -1) < self.count]
+            return sorted(late, key=lambda r: (r in self._told, r))
 
     def give_up(self, loss: Loss) -> None:
         """Tell all peers that this rank will not take part any more, and who is to blame."""

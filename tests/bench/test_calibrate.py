@@ -12,9 +12,10 @@ import pytest
 
 from oper.bench import calibrate
 from oper.bench.calibrate import Sample, fit, nonnegative_least_squares, spearman
+from oper.bench.calibrate_network import across_hosts, measure_network
 from oper.bench.calibrate_worker import KINDS, plan_of
 from oper.bench.workload import Workload, collect_stats
-from oper.search import topology_preset
+from oper.search import executed_space, make_plan, topology_preset
 from oper.topology import Costs, Topology
 
 TRUE = Costs(phase_us=40.0, id_ns=3.0, sort_ns=4.0, reduce_ns=4.0, update_ns=20.0, run_ns=2.0,
@@ -159,3 +160,24 @@ def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None
                for p in case["plans"])
     out = capsys.readouterr().out
     assert "residual" in out and "update_ns" in out and "median error" in out
+
+
+def test_hosts_pay_for_what_they_exchange(tmp_path: Path) -> None:
+    """The costs of an exchange are measured between real processes and read back from the file;
+    with them a plan for hosts pushes whole tables and replicates small ones."""
+    network = measure_network(2)
+    assert 1.0 < network["meeting_us"] < 1e6
+    assert 0.0 < network["ns_per_byte"] < 1e3
+    hosts = across_hosts(true_topology(), network)
+    path = tmp_path / "hosts.toml"
+    path.write_text(calibrate.as_toml(hosts))
+    again = Topology.from_toml(path)
+    assert [d.ranks for d in again.domains] == [(0,), (1,)] and again.num_hosts == 2
+    assert again.costs == hosts.costs
+    assert again.costs.wire_ns == pytest.approx(network["ns_per_byte"], abs=1e-3)
+    work = Workload((5000, 20), 64, 256, 20, 0.6)
+    plan = make_plan(work.tables(), collect_stats(work, 0, 2, 4), again, batch_size=128,
+                     allow=executed_space(again))
+    large, small = plan.tables
+    assert {t.mode for t in large.tiers} == {"push"} and len(large.tiers) == 1
+    assert {t.placement for t in small.tiers} == {"replicated"}

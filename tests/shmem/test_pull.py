@@ -13,7 +13,13 @@ from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.search.simulate import Replay
 from oper.shmem.optimizers import SGD
-from oper.shmem.pull import Duplication, PullCosts, choose_pull, duplication
+from oper.shmem.pull import (
+    Duplication,
+    PullCosts,
+    choose_pull,
+    duplication,
+    measured_costs,
+)
 from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 from oper.traffic import Traffic
@@ -156,3 +162,29 @@ def test_a_bad_id_and_another_plan() -> None:
         return found
 
     assert all(d.is_deduplicated for d in run_ranks(2, body)[0])
+
+
+def self_chosen(group: Any) -> tuple[PullCosts, list[Duplication]]:
+    case = dlrm_case("sgd")
+    (batches,) = make_steps(case, group.world_size, 1)
+    tables = open_tables(case, uniform_plan(case.tables, group.world_size, "striped"), group,
+                         OPTIMIZERS["sgd"])
+    group.all_gather(None)
+    costs = measured_costs(tables, 2048, 3)
+    assert tables.pull is False
+    choose_pull(tables, costs)
+    with torch.no_grad():
+        tables.lookup(batches[group.rank].lookup(case))
+    found = duplication(tables)
+    tables.barrier()
+    tables.close()
+    return costs, found
+
+
+def test_costs_are_measured_here() -> None:
+    """One rank has no neighbours; two of one memory measure what a copy costs and make none."""
+    assert run_ranks(1, self_chosen)[0] == (PullCosts(), [])
+    for costs, found in run_ranks(2, self_chosen):
+        assert 0 < costs.per_copied_byte < 1e3 and 0 <= costs.per_id < 1e6
+        assert costs != PullCosts()
+        assert not any(d.is_deduplicated for d in found if d.num_ids == d.num_rows)

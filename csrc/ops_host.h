@@ -1,0 +1,26 @@
+// What the operators of the host back end share.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <vector>
+
+#include "host/context.h"
+#include "host/exchange.h"
+#include "oper/handles.h"
+
+namespace oper::host {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+struct Owned {
+  Context context;
+  std::vector<Tensor> keep_alive;  // head maps, referenced and not copied
+};
+
+Handles<Owned>& contexts();
+inline Context& context_of(int64_t handle) { return contexts().at(handle).context; }
+
+}  // namespace oper::host

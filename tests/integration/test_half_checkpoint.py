@@ -1,0 +1,80 @@
+"""16-bit rows in checkpoints and across hosts: rows and state bit for bit, whatever the plan."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import oper
+from tests.runtime_support import assert_bitwise, rich_plan
+
+pytest.importorskip("torchrec")
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from oper.integration.torchrec_modules import table_specs
+from tests.checkpoint_support import batch_of, flat, run_ranks
+from tests.world_support import run_world
+
+TYPES = {"a": DataType.FP16, "b": DataType.FP32, "c": DataType.BF16}
+SIZES = {"a": 37, "b": 1, "c": 500}
+
+
+def collection(seed: int) -> EmbeddingBagCollection:
+    torch.manual_seed(seed)
+    return EmbeddingBagCollection([EmbeddingBagConfig(
+        name=f"t{f}", num_embeddings=SIZES[f], embedding_dim=8, feature_names=[f], data_type=t)
+        for f, t in TYPES.items()])
+
+
+def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None, save: str | None,
+          labels: str) -> dict[str, torch.Tensor]:
+    """Load, train and save; ranks with different labels share no memory."""
+    os.environ["OPER_DOMAIN"] = labels[rank]
+    bags = collection(0 if load is None else 9)
+    kinds = {f"t{f}": "rowwise_adagrad" for f in TYPES}
+    layout = rich_plan(table_specs(bags, kinds), world_size, plan, columns=True)
+    model: Any = oper.shard(bags, plan=layout, optimizer=oper.RowWiseAdagrad(lr=0.1))
+    if load is not None:
+        oper.load_checkpoint(load, model, model.fused_optimizer)
+    for step in steps:
+        model(batch_of(step, rank, world_size)).values().float().square().sum().backward()
+    if save is not None:
+        oper.save_checkpoint(save, model, model.fused_optimizer, chunk_bytes=512)
+        state = {"plain": dict(model.state_dict())}
+        dcp.save(state, checkpoint_id=save + "-plain", no_dist=world_size == 1)
+    return flat({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()})
+
+
+@pytest.mark.parametrize("labels, plan", [("a", 3), ("aa", 102), ("ab", 104)])
+def test_half_rows_go_anywhere(labels: str, plan: int, tmp_path: Path) -> None:
+    """From two ranks to one, to two under another plan, and to two that share no memory."""
+    first = str(tmp_path / "first")
+    held = run_ranks(go_on, 2, 101, range(3), None, first, "aa")
+    dtypes = {v.dtype for v in held.values()}
+    assert {torch.float16, torch.bfloat16, torch.float32} <= dtypes
+    again = str(tmp_path / "again")
+    there = run_ranks(go_on, len(labels), plan, range(3, 3), first, again, labels)
+    assert_bitwise(there, held, "loaded by others")
+    assert_bitwise(run_ranks(go_on, 2, 101, range(3, 3), again, None, "aa"), held, "and back")
+    # Plain calls, and a module that OPER does not know.
+    plain = collection(5)
+    state = {"plain": dict(plain.state_dict())}
+    dcp.load(state, checkpoint_id=again + "-plain", no_dist=True)
+    rows = {k.removeprefix("/model"): v for k, v in held.items() if k.startswith("/model")}
+    assert_bitwise(flat(state["plain"]), rows, "read without OPER")
+
+
+def _across(rank: int, world_size: int, labels: str) -> dict[str, torch.Tensor]:
+    return go_on(rank, world_size, 105, range(4), None, None, labels)
+
+
+def test_half_rows_across_hosts_train_to_the_same_bits() -> None:
+    shared, apart = (run_world(2, _across, labels) for labels in ("aa", "ab"))
+    for one, other in zip(shared, apart, strict=True):
+        assert_bitwise(one, other, "over a network or in one memory")

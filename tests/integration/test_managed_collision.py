@@ -1,0 +1,82 @@
+"""Managed collisions on several ranks: one map of ids, that of a process which sees all of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import oper
+from tests.runtime_support import assert_bitwise
+from tests.world_support import run_world
+
+pytest.importorskip("torchrec")
+import torchrec
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as KJT
+
+BATCH, LR, STEPS = 12, 0.1, 6
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    tables = [torchrec.EmbeddingBagConfig(num_embeddings=20, embedding_dim=8, name="t",
+                                          feature_names=["f", "g"])]
+    inner = torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    hashing = ManagedCollisionCollection(managed_collision_modules={
+        "t": MCHManagedCollisionModule(
+            zch_size=20, device=torch.device("cpu"), eviction_interval=2,
+            eviction_policy=LFU_EvictionPolicy())}, embedding_configs=tables)
+    return ManagedCollisionEmbeddingBagCollection(inner, hashing, return_remapped_features=True)
+
+
+def batch_of(step: int, rank: int, world_size: int) -> KJT:
+    """A rank's samples of a batch, two ids in every bag."""
+    g = torch.Generator().manual_seed(step)
+    raw = (torch.rand(2, BATCH, 2, generator=g) ** 3 * 40).long() * 10**9 + step % 3
+    mine = raw[:, rank * BATCH // world_size:(rank + 1) * BATCH // world_size]
+    return KJT.from_lengths_sync(["f", "g"], mine.reshape(-1),
+                                 torch.full((2 * mine.shape[1],), 2))
+
+
+def _train(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("default", message=".*statistics.*")
+        model: Any = oper.shard(make(), optimizer=oper.SGD(lr=LR))
+    found = {}
+    for step in range(STEPS):
+        out, ids = model(batch_of(step, rank, world_size))
+        found[f"ids {step}"] = ids.values().view(2, -1)
+        (out.values().pow(2).sum() * world_size).backward()
+    model.eval()
+    with torch.no_grad():
+        _, ids = model(batch_of(STEPS, 0, 1))  # learns nothing, and no rank waits for another
+        if rank == 0:
+            model(batch_of(STEPS + 1, 0, 1))
+    found["map"] = ids.values().clone()
+    state = model.state_dict()
+    found |= {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone()
+              for k, v in state.items()}
+    return found
+
+
+def test_ranks_learn_one_map() -> None:
+    """Two ranks map ids, and train rows, as one process does that has the whole batches."""
+    (one,) = run_world(1, _train)
+    ranks = run_world(2, _train)
+    for step in range(STEPS):
+        joint = torch.cat([r[f"ids {step}"] for r in ranks], dim=1)
+        assert_bitwise(joint, one[f"ids {step}"], f"ids of step {step}")
+    assert one["map"].unique().numel() > 5
+    for name in (n for n in one if not n.startswith("ids ")):
+        for found in ranks:
+            assert torch.allclose(found[name].double(), one[name].double(), rtol=1e-5, atol=1e-6
+                                  ), name
