@@ -84,11 +84,19 @@ def _write_items(name: str, value: TableRows) -> list[WriteItem]:
     return items
 
 
+def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:
+    """Whether this rank owns anything that a stored chunk holds."""
+    begin, num_rows = chunk.offsets[0], chunk.sizes[0]
+    first, width = (chunk.offsets[1], chunk.sizes[1]) if len(chunk.sizes) > 1 else (0, 1)
+    return value.is_held_here(begin, begin + num_rows, range(first, first + width))
+
+
 class LoadPlanner(DefaultLoadPlanner):
     """A load planner that writes stored chunks straight into the tables of `TableRows`.
 
-    Every rank reads the tables that it owns rows of and keeps those rows. A stored chunk comes to
-    memory as a whole: checkpoints of `SavePlanner` have small ones, others those of their writer.
+    Every rank reads the stored chunks that it owns rows of and keeps those rows. A stored chunk
+    comes to memory as a whole: checkpoints of `SavePlanner` have small ones, others those of their
+    writer.
     ``load_state_dict`` must follow, which makes the rows visible to all ranks. When a load fails,
     the tables hold a mixture: load again.
 
@@ -122,7 +130,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan([*plan.items, *items])
 
     def _read_items(self, name: str, value: TableRows) -> list[ReadItem]:
-        """One item per stored chunk, if this rank owns any rows of the table."""
+        """One item per stored chunk that holds anything of this rank's rows."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata.get(name)
         what = f"cannot load table {value.name!r} ({name})"
@@ -136,11 +144,10 @@ class LoadPlanner(DefaultLoadPlanner):
             raise InvalidInputError(
                 fail(what, "saved shape", tuple(stored.size), f"{tuple(value.shape)}",
                      "load a checkpoint of this model"))
-        if not value.is_held_here():
-            return []
         items = []
         for k, chunk in enumerate(stored.chunks):
-            if 0 in chunk.sizes:  # of a rank that had no rows of a small table
+            # Empty ones are of a rank that had no rows of a small table.
+            if 0 in chunk.sizes or not _is_wanted(value, chunk):
                 continue
             index = MetadataIndex(name, chunk.offsets, k)
             items.append(ReadItem(

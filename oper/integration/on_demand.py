@@ -7,12 +7,14 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, OperError, fail
 from oper.shmem.runtime import ShardedTables
 
 CHUNK_BYTES = 64 << 20
+_ROWS_AT_ONCE = 1 << 16  # looked at for an owner
 _CHUNK: contextvars.ContextVar[int | None] = contextvars.ContextVar("chunk", default=None)
 
 
@@ -65,11 +67,19 @@ class TableRows:
         for at in range(begin, end, self.chunk_rows):
             yield at, min(end, at + self.chunk_rows)
 
-    def is_held_here(self) -> bool:
-        """Whether this rank owns rows of the table."""
-        tables = self.tables
-        return any(int(tables.directories[k].num_slots[tables.group.rank])
-                   for k in tables.pieces[self.name])
+    def is_held_here(self, begin: int, end: int, columns: range) -> bool:
+        """Whether this rank owns anything of rows `[begin, end)` in some columns."""
+        tables, rank = self.tables, self.tables.group.rank
+        for k in tables.pieces[self.name]:
+            directory, mine = tables.directories[k], tables.columns(self.part, k)
+            overlaps = mine.start < columns.stop and columns.start < mine.stop
+            if not overlaps or not directory.num_slots[rank]:
+                continue
+            for at in range(begin, end, _ROWS_AT_ONCE):
+                ids = np.arange(at, min(end, at + _ROWS_AT_ONCE))
+                if (directory.locate(directory.position_of(ids))[0] == rank).any():
+                    return True
+        return False
 
     def is_same(self, other: TableRows) -> bool:
         """Whether both stand for the same rows of the same tables."""

@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 import oper
 from oper.errors import InvalidInputError, OperError
+from oper.integration.torch_modules import module_spec
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from tests.runtime_support import assert_bitwise
 from tests.world_support import RankFailedError, report, run_world, world
 
@@ -109,6 +111,53 @@ def test_from_and_to_the_unsharded_model(world_size: int, tmp_path: Path) -> Non
     state = other.state_dict()
     dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
     assert_bitwise(flat(dict(state)), want, "loaded by the unsharded model")
+
+
+class _Counting(oper.LoadPlanner):
+    """Counts the rows that come to memory, by table."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        name = read_item.dest_index.fqn
+        COMMITTED[name] = COMMITTED.get(name, 0) + tensor.shape[0]
+        super().commit_tensor(read_item, tensor)
+
+
+COMMITTED: dict[str, int] = {}
+
+
+def _halves(rank: int, world_size: int, folder: str) -> tuple[dict[str, int], torch.Tensor]:
+    """One table in two halves, one striped over the ranks."""
+    COMMITTED.clear()
+    torch.manual_seed(9)
+    module = torch.nn.ModuleDict({n: torch.nn.Embedding(500, 8) for n in ("halves", "stripes")})
+    halves, stripes = (module_spec(n, m, "adagrad") for n, m in module.items())
+    tiers = tuple(Tier(250 * r, 250 * (r + 1), "owned", (r,)) for r in range(2))
+    striped = uniform_plan([stripes], 2, "striped").tables[0]
+    plan = Plan(2, (TablePlan(halves, (Piece(0, 8, tiers),)), striped))
+    model = oper.shard(module, plan=plan, optimizer=oper.Adagrad(lr=0.1))
+    with oper.rows_on_demand(CHUNK):
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=folder, planner=_Counting())
+        model.load_state_dict(state)
+    full = model.state_dict()["halves.weight"]
+    return COMMITTED, full.full_tensor() if hasattr(full, "full_tensor") else full
+
+
+def test_a_rank_reads_only_chunks_that_it_owns_rows_of(tmp_path: Path) -> None:
+    plain = torch.nn.ModuleDict({n: torch.nn.Embedding(500, 8) for n in ("halves", "stripes")})
+    whole = str(tmp_path / "whole")
+    dcp.save(dict(plain.state_dict()), checkpoint_id=whole, no_dist=True)
+    want = plain["halves"].weight.detach()
+    for read_rows, found in run_world(2, _halves, whole):
+        assert_bitwise(found, want, "from one whole tensor")
+        assert read_rows == {"halves.weight": 500, "stripes.weight": 500}
+    with oper.rows_on_demand(CHUNK):
+        dcp.save(oper.shard(plain, optimizer=oper.SGD()).state_dict(), planner=oper.SavePlanner(),
+                 checkpoint_id=str(tmp_path / "chunks"), no_dist=True)
+    for read_rows, found in run_world(2, _halves, str(tmp_path / "chunks")):
+        assert_bitwise(found, want, "from chunks")
+        # Sixteen rows to a chunk: the one in the middle belongs to both.
+        assert read_rows["stripes.weight"] == 500 and read_rows["halves.weight"] in (256, 260)
 
 
 def test_rows_on_demand_of_another_model_are_copied() -> None:
