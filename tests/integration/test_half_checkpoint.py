@@ -62,12 +62,11 @@ def test_half_rows_go_anywhere(labels: str, plan: int, tmp_path: Path) -> None:
     there = run_ranks(go_on, len(labels), plan, range(3, 3), first, again, labels)
     assert_bitwise(there, held, "loaded by others")
     assert_bitwise(run_ranks(go_on, 2, 101, range(3, 3), again, None, "aa"), held, "and back")
-    # Plain calls, and a module that OPER does not know.
-    plain = collection(5)
-    state = {"plain": dict(plain.state_dict())}
+    # Plain calls of a program that OPER is no part of. (TorchRec makes fp16 of its bf16 tables.)
+    rows = {k.removeprefix("/model/"): v for k, v in held.items() if k.startswith("/model/")}
+    state = {"plain": {k: torch.empty_like(v) for k, v in rows.items()}}
     dcp.load(state, checkpoint_id=again + "-plain", no_dist=True)
-    rows = {k.removeprefix("/model"): v for k, v in held.items() if k.startswith("/model")}
-    assert_bitwise(flat(state["plain"]), rows, "read without OPER")
+    assert_bitwise(state["plain"], rows, "read without OPER")
 
 
 def _across(rank: int, world_size: int, labels: str) -> dict[str, torch.Tensor]:
