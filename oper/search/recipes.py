@@ -131,8 +131,6 @@ class RecipeBook:
         local = np.zeros(self.relaxation.num_rows, bool)
         for k, (phase, group, _) in enumerate(self.relaxation.row_names):
             local[k] = group == "local" and phase in passes
-        for row, phase, group in self.relaxation.owner_rows:
-            local[row] = group == "local" and phase in passes
         return np.outer(np.array(ns) * float(t.total[IDS]) * 1e-3, local)
 
     def add_thresholds(self, count: int) -> None:
