@@ -254,7 +254,7 @@ def test_metrics_count_every_worker(server: Server) -> None:
 
 def test_connections_are_spread_evenly(server: Server) -> None:
     clients = [Client(server.address) for _ in range(8)]
-    time.sleep(0.3)  # connections of earlier tests are gone
+    wait_for(lambda: not any(w.open_connections for w in server._workers))  # of earlier tests
     before = [w.handed for w in server._workers]
     for client in clients:
         assert client.is_ready()
