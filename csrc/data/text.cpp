@@ -28,13 +28,13 @@ inline const char* integer(const Field& f, int64_t* value) {
     bool negative = p != f.end && *p == '-';
     p += negative;
     const char* first = p;
-    int64_t v = 0;
+    uint64_t v = 0;  // one digit too many may overflow
     while (p != f.end && static_cast<unsigned char>(*p - '0') < 10) {
-        v = v * 10 + (*p++ - '0');
+        v = v * 10 + static_cast<uint64_t>(*p++ - '0');
         if (p - first > kMaxDigits) return nullptr;
     }
     if (p == first || !f.is_end(p)) return nullptr;
-    *value = negative ? -v : v;
+    *value = negative ? -static_cast<int64_t>(v) : static_cast<int64_t>(v);
     return p;
 }
 
@@ -55,11 +55,12 @@ inline const char* decimal(const Field& f, double* value) {
     const char* p = f.at;
     p += p != f.end && *p == '-';
     const char* first = p;
-    int64_t whole = 0;
+    uint64_t digits = 0;
     while (p != f.end && static_cast<unsigned char>(*p - '0') < 10) {
-        whole = whole * 10 + (*p++ - '0');
+        digits = digits * 10 + static_cast<uint64_t>(*p++ - '0');
         if (p - first > kMaxDigits) return nullptr;
     }
+    const auto whole = static_cast<int64_t>(digits);
     if (p == first) return nullptr;
     if (f.is_end(p)) {
         *value = static_cast<double>(*f.at == '-' ? -whole : whole);

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tests.fuzz.native import build
 from tests.fuzz.targets import TARGETS, one, remove_files, seeds
 
 
@@ -42,6 +45,16 @@ def test_changed_files(name: str) -> None:
             else:
                 data[at:at] = data[at:at + rng.randint(1, 20)]
         one(name, bytes(data))
+
+
+def test_changed_lines_of_text(tmp_path: Path) -> None:
+    """The compiled parser, with the sanitizers of addresses and of undefined behaviour."""
+    program = build(tmp_path)
+    if program is None:
+        pytest.skip("no compiler with sanitizers")
+    command = [str(program), "100000", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "100000 executions\n"), done.stderr
 
 
 CASES = [
