@@ -272,6 +272,25 @@ std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
   return result;
 }
 
+// Per rank of this memory domain: arrivals at barriers, updates begun, updates ended. Empty with one.
+std::vector<int64_t> context_progress(int64_t handle) {
+  const Context& context = context_of(handle);
+  return context.barrier ? context.barrier->progress() : std::vector<int64_t>{};
+}
+
+void context_mark_changes(int64_t handle, bool on) { context_of(handle).mark_changes(on); }
+
+// Slots of a table whose rows have changed since the last call, int64 [n], ascending.
+Tensor context_take_changes(int64_t handle, int64_t table) {
+  Context& context = context_of(handle);
+  STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(context.tables.size()),
+                  "internal: no such table");
+  const std::vector<int64_t> slots = context.take_changes(table);
+  Tensor out = pooled_tensor(ScalarType::Long, 8, {static_cast<int64_t>(slots.size())});
+  std::copy(slots.begin(), slots.end(), static_cast<int64_t*>(out.mutable_data_ptr()));
+  return out;
+}
+
 void context_close(int64_t handle) { contexts().close(handle); }
 
 }  // namespace
@@ -294,6 +313,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   m.def("context_barrier(int handle) -> (int, int)");
   m.def("context_phases(int handle) -> int[]");
   m.def("context_traffic(int handle, bool reset) -> int[]");
+  m.def("context_progress(int handle) -> int[]");
+  m.def("context_mark_changes(int handle, bool on) -> ()");
+  m.def("context_take_changes(int handle, int table) -> Tensor");
   m.def("context_close(int handle) -> ()");
 }
 
@@ -307,5 +329,8 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("context_barrier", TORCH_BOX(&oper::host::context_barrier));
   m.impl("context_phases", TORCH_BOX(&oper::host::context_phases));
   m.impl("context_traffic", TORCH_BOX(&oper::host::context_traffic));
+  m.impl("context_progress", TORCH_BOX(&oper::host::context_progress));
+  m.impl("context_mark_changes", TORCH_BOX(&oper::host::context_mark_changes));
+  m.impl("context_take_changes", TORCH_BOX(&oper::host::context_take_changes));
   m.impl("context_close", TORCH_BOX(&oper::host::context_close));
 }

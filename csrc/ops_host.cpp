@@ -20,14 +20,6 @@
 #include "ops_host.h"
 
 namespace oper::host {
-namespace {
-
-void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument) {
-  torch::stable::parallel_for(0, count, 1,
-                              [=](int64_t begin, int64_t end) { body(begin, end, argument); });
-}
-
-// ---- tensors -----------------------------------------------------------------------------------
 
 Tensor pooled_tensor(ScalarType type, size_t item, std::vector<int64_t> sizes) {
   std::vector<int64_t> strides(sizes.size());
@@ -42,6 +34,13 @@ Tensor pooled_tensor(ScalarType type, size_t item, std::vector<int64_t> sizes) {
       data, {sizes.data(), sizes.size()}, {strides.data(), strides.size()},
       torch::stable::Device(torch::headeronly::DeviceType::CPU), type,
       [bytes](void* block) { pool_give(block, bytes); });
+}
+
+namespace {
+
+void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument) {
+  torch::stable::parallel_for(0, count, 1,
+                              [=](int64_t begin, int64_t end) { body(begin, end, argument); });
 }
 
 // ---- lookups -----------------------------------------------------------------------------------

@@ -23,4 +23,7 @@ struct Owned {
 Handles<Owned>& contexts();
 inline Context& context_of(int64_t handle) { return contexts().at(handle).context; }
 
+// A tensor from the pool of `host/memory.h`, `item` bytes an element; not cleared.
+Tensor pooled_tensor(ScalarType type, size_t item, std::vector<int64_t> sizes);
+
 }  // namespace oper::host

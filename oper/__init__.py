@@ -26,6 +26,7 @@ _PUBLIC = {
     "rows_on_demand": "oper.integration.on_demand",
     "save_checkpoint": "oper.integration.saving",
     "load_checkpoint": "oper.integration.saving",
+    "DeltaCheckpoints": "oper.integration.deltas",
     "make_plan": "oper.search",
     "collect": "oper.analysis",
     "AccessStats": "oper.stats",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
         LoadPlanner as LoadPlanner,
         SavePlanner as SavePlanner,
     )
+    from oper.integration.deltas import DeltaCheckpoints as DeltaCheckpoints
     from oper.integration.on_demand import rows_on_demand as rows_on_demand
     from oper.integration.saving import (
         load_checkpoint as load_checkpoint,

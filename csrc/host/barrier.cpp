@@ -93,6 +93,18 @@ void Barrier::give_up() {
   culprit_ = rank_;
 }
 
+void Barrier::note_update(bool begins) {
+  (begins ? lines_[rank_].begun : lines_[rank_].ended).fetch_add(1, std::memory_order_seq_cst);
+}
+
+std::vector<int64_t> Barrier::progress() const {
+  std::vector<int64_t> found;
+  for (int32_t r = 0; r < world_size_; ++r)
+    for (const std::atomic<uint32_t>* word : {&lines_[r].epoch, &lines_[r].begun, &lines_[r].ended})
+      found.push_back(word->load(std::memory_order_seq_cst));
+  return found;
+}
+
 Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
   BarrierLine& line = lines_[peer];
   for (int i = 0; i < spins_; ++i) {

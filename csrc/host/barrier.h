@@ -13,6 +13,8 @@ struct alignas(128) BarrierLine {
   std::atomic<uint32_t> epoch;
   std::atomic<uint32_t> sleepers;
   std::atomic<uint32_t> gave_up;
+  // Updates of this rank's rows that have begun and ended: while they differ, the rows are of no step.
+  std::atomic<uint32_t> begun, ended;
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
@@ -31,6 +33,11 @@ class Barrier {
 
   // This rank will not arrive any more: whoever waits for it fails at once.
   void give_up();
+
+  // This rank's rows are being updated from now on, or no longer.
+  void note_update(bool begins);
+  // Per rank: arrivals, updates begun, updates ended.
+  std::vector<int64_t> progress() const;
 
  private:
   Result wait_for(int32_t peer, uint32_t target);

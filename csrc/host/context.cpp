@@ -92,6 +92,28 @@ std::vector<int64_t> Context::moved() {
   return result;
 }
 
+void Context::mark_changes(bool on) {
+  changed_storage.assign(on ? tables.size() : 0, {});
+  for (size_t t = 0; t < tables.size(); ++t) {
+    tables[t].changed = nullptr;
+    if (!on) continue;
+    changed_storage[t].assign(static_cast<size_t>(slots_of(static_cast<int64_t>(t)) / 64 + 1), 0);
+    tables[t].changed = changed_storage[t].data();
+  }
+}
+
+std::vector<int64_t> Context::take_changes(int64_t table) {
+  std::vector<int64_t> slots;
+  if (changed_storage.empty()) return slots;
+  std::vector<uint64_t>& words = changed_storage[table];
+  for (size_t k = 0; k < words.size(); ++k) {
+    for (uint64_t word = words[k]; word; word &= word - 1)
+      slots.push_back(static_cast<int64_t>(64 * k) + __builtin_ctzll(word));
+    words[k] = 0;
+  }
+  return slots;
+}
+
 void Context::reset_moved() {
   std::lock_guard<std::mutex> lock(scratch_mutex_);
   std::fill(moved_.begin(), moved_.end(), 0);
@@ -485,10 +507,12 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
     status = meet(context, Meeting::kSquares, batch, parallel);
     if (status.code != 0) return status;
   }
+  if (context.barrier) context.barrier->note_update(true);
   run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
     reach(FaultPoint::kUpdate);
     kernels().update(context, order[task], gradient_scale);
   });
+  if (context.barrier) context.barrier->note_update(false);
   clock.end(kUpdate);
   status = meet(context, Meeting::kRefreshes, batch, parallel);
   if (status.code != 0) return status;

@@ -103,6 +103,9 @@ struct Table {
   std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
   int32_t index;  // in the context
+  // A bit per slot of this rank whose row an update has changed since they were last taken; null =
+  // nobody asks.
+  uint64_t* changed = nullptr;
   TableCounters counters;
   const Arenas* arenas;
   // Across memory domains: per rank, the rows of the slots in `touched`, side by side; null where
@@ -234,8 +237,17 @@ struct Context {
   std::vector<std::vector<TierMap>> tier_storage;
   std::vector<std::unique_ptr<FlatTiers>> flat_storage;
   std::vector<int64_t> map_storage;
+  std::vector<std::vector<uint64_t>> changed_storage;
   Arenas arenas;
 
+  int64_t slots_of(int64_t table) const {
+    const std::vector<int64_t>& begin = tables[table].owner_begin;
+    return begin[rank + 1] - begin[rank];
+  }
+  // Marks from now on which rows change, or no longer; nothing is marked at first.
+  void mark_changes(bool on);
+  // Slots of this rank that are marked, ascending; takes the marks away.
+  std::vector<int64_t> take_changes(int64_t table);
   // Once tables and outboxes are known.
   void start_counting();
   Scratch* take_scratch();
@@ -379,7 +391,8 @@ struct DistinctRows {
 
 struct Status {
   // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings),
-  // 7 the transport failed, 8 ranks are in different phases
+  // 7 the transport failed, 8 ranks are in different phases, 9 a rank of another memory domain has
+  // sent what none can
   int64_t code = 0;
   int64_t detail = -1;
 };

@@ -106,7 +106,8 @@ Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
   for (int32_t r = W - 1; r >= 0; --r) {
     const uint32_t* head = heads_in_.data() + r * head_width_;
     if (head[kCode] == 0) continue;
-    const bool by_another = head[kCode] == 1 || head[kCode] == 2 || head[kCode] == 6;
+    const bool by_another = (head[kCode] == 1 || head[kCode] == 2 || head[kCode] == 6) &&
+                            head[kCulprit] < static_cast<uint32_t>(W);
     found = {by_another ? static_cast<int64_t>(head[kCode]) : 6,
              by_another ? static_cast<int32_t>(head[kCulprit]) : r};
     if (!by_another) break;  // the one that all the others speak of
@@ -118,6 +119,9 @@ Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
         head[kWire] != static_cast<uint32_t>(setup_.wire))
       return failed({8, r});
   }
+  for (int32_t r : far_)
+    for (int64_t t = 0; t < static_cast<int64_t>(context_.tables.size()); ++t)
+      if (!counts_fit(what, r, t)) return failed({9, r});
   return {};
 }
 
@@ -195,7 +199,9 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     if (!present && x.shape.is_weight) arrays[x.index] = nullptr;
     const bool is_last =
         x.index + 1 == shapes_of(what, is_reply, context_.tables[x.table]).n;
-    if (is_last) deliver(what, is_reply, x.rank, x.table, arrays);
+    if (!is_last) continue;
+    if (!slots_fit(what, is_reply, x.rank, x.table, arrays)) return failed({9, x.rank});
+    deliver(what, is_reply, x.rank, x.table, arrays);
   }
   return {};
 }

@@ -154,6 +154,13 @@ class Exchange {
   bool is_as_before(int64_t table, int32_t peer, bool weighted) const;
   void deliver(Meeting what, bool is_reply, int32_t peer, int64_t table, const char* const* arrays);
   void address_rows(Batch& batch, ParallelFor parallel);
+  // Whether the counts and slots that a rank has sent are such as a rank of this job sends. Nothing
+  // is allocated, read or written by them before.
+  bool counts_fit(Meeting what, int32_t peer, int64_t table) const;
+  bool slots_fit(Meeting what, bool is_reply, int32_t peer, int64_t table,
+                 const char* const* arrays) const;
+  bool requests_fit(const char* slots, const char* bags, int64_t n, int64_t num_bags,
+                    int64_t table) const;
   Status exchange_heads(Meeting what, bool weighted, Status mine);
   Status exchange_payload(Meeting what, bool is_reply, bool weighted, ParallelFor parallel);
   Status failed(Status status);

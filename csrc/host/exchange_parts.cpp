@@ -206,6 +206,82 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
   }
 }
 
+// ---- whether what others have sent can be ----
+
+bool Exchange::counts_fit(Meeting what, int32_t r, int64_t t) const {
+  const Table& table = context_.tables[t];
+  const uint32_t* counts = counts_from(r, t);
+  const int64_t mine = num_slots(table, context_.rank), theirs = num_slots(table, r);
+  switch (what) {
+    case Meeting::kGather:
+      return counts[0] <= mine;
+    case Meeting::kRequests:
+      return counts[0] == 0 || (table.is_pushed && counts[0] != kAsBefore);
+    case Meeting::kPartials:  // one for each bag that was asked for
+      return counts[0] == (table.is_pushed ? bags_[cell(r, t)].size() : 0);
+    case Meeting::kGradients:
+      if (counts[0] > mine) return false;
+      if (!table.is_pushed) return counts[1] == 0 && counts[2] == 0;
+      // As before: what was kept has gone through these checks.
+      return counts[2] <= (counts[1] == kAsBefore ? asked_by_[cell(r, t)].n : counts[1]);
+    case Meeting::kSquares:
+      return counts[0] <= (round_ < table.rounds_of_squares() ? theirs : 0);
+    case Meeting::kRefreshes:
+      return counts[0] <= theirs;
+  }
+  return false;
+}
+
+// Slots of this rank, and bags that are numbered through from 0, each no less than the one before.
+bool Exchange::requests_fit(const char* slots, const char* bags, int64_t n, int64_t num_bags,
+                            int64_t t) const {
+  const auto* slot = reinterpret_cast<const uint32_t*>(slots);
+  const auto* bag = reinterpret_cast<const uint32_t*>(bags);
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slot[i]);
+  if (n > 0 && largest >= num_slots(context_.tables[t], context_.rank)) return false;
+  // Bags only ever rise by one, see unpack_runs; the first may be missing.
+  return n == 0 || (bag[0] == 0 && (num_bags < 0 || bag[n - 1] < num_bags));
+}
+
+bool Exchange::slots_fit(Meeting what, bool is_reply, int32_t r, int64_t t,
+                         const char* const* arrays) const {
+  const Table& table = context_.tables[t];
+  const uint32_t* counts = counts_from(r, t);
+  const int64_t mine = num_slots(table, context_.rank), theirs = num_slots(table, r);
+  const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
+  const auto below = [&](int64_t n, int64_t end) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slots[i]);
+    return n == 0 || largest < end;
+  };
+  switch (what) {
+    case Meeting::kGather:
+      return is_reply || below(counts[0], mine);
+    case Meeting::kRequests:
+      return requests_fit(arrays[0], arrays[1], counts[0], -1, t);
+    case Meeting::kPartials:
+      return true;
+    case Meeting::kGradients: {
+      if (!below(counts[0], mine)) return false;
+      if (!table.is_pushed) return true;
+      const Requested& before = asked_by_[cell(r, t)];
+      if (counts[1] == kAsBefore)
+        return requests_fit(before.slots, before.bags, before.n, counts[2], t);
+      return requests_fit(arrays[2], arrays[3], counts[1], counts[2], t);
+    }
+    case Meeting::kSquares:
+      return below(counts[0], theirs);
+    case Meeting::kRefreshes:  // the list says its own length, and is searched
+      if (counts[0] == 0) return true;
+      if (slots[0] != counts[0]) return false;
+      for (uint32_t i = 1; i <= counts[0]; ++i)
+        if (slots[i] >= theirs || (i > 1 && slots[i] <= slots[i - 1])) return false;
+      return true;
+  }
+  return false;
+}
+
 // ---- where the kernels find what others have sent ----------------------------------------------
 
 void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,

@@ -272,6 +272,7 @@ void update(const Context& context, int32_t index, float gradient_scale) {
       const uint16_t* random = sizeof(E) == 2 ? numbers.of(slot) : nullptr;
       apply_optimizer<N, E>(table, slot, g, sum, random);
       ++num_updated;
+      if (table.changed) table.changed[slot / 64] |= uint64_t{1} << slot % 64;
       if (touched && replicated(slot)) touched[++touched[0]] = static_cast<uint32_t>(slot);
     });
   });

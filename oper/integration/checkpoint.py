@@ -46,12 +46,18 @@ class SavePlanner(DefaultSavePlanner):
 
     Every other value is saved as torch's default planner does. The ranks of a table write its
     chunks in turn, whoever owns the rows.
+
+    Attributes:
+        alone: this rank writes everything.
     """
+
+    alone = False
 
     def create_local_plan(self) -> SavePlan:
         rows, others = _split(self.state_dict)
         plan = create_default_local_save_plan(others, self.is_coordinator)
-        items = [item for name, value in rows.items() for item in _write_items(name, value)]
+        items = [item for name, value in rows.items()
+                 for item in _write_items(name, value, self.alone)]
         mappings = self.mappings if self.flatten_state_dict else None
         self.plan = SavePlan([*plan.items, *items], planner_data=mappings)
         return self.plan
@@ -65,11 +71,11 @@ class SavePlanner(DefaultSavePlanner):
         return value.read(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
 
 
-def _write_items(name: str, value: TableRows) -> list[WriteItem]:
+def _write_items(name: str, value: TableRows, alone: bool) -> list[WriteItem]:
     """This rank's chunks; ranks begin at different chunks, for the sake of small tables."""
     group = value.tables.group
-    world_size = 1 if group.is_local else group.world_size
-    rank = 0 if group.is_local else group.rank
+    alone |= group.is_local
+    world_size, rank = (1, 0) if alone else (group.world_size, group.rank)
     properties = TensorProperties(dtype=value.dtype)
     zeros = (0,) * (len(value.shape) - 1)
     items = []

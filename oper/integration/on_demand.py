@@ -16,6 +16,7 @@ from oper.shmem.runtime import ShardedTables
 CHUNK_BYTES = 64 << 20
 _ROWS_AT_ONCE = 1 << 16  # looked at for an owner
 _CHUNK: contextvars.ContextVar[int | None] = contextvars.ContextVar("chunk", default=None)
+_HANDLES: contextvars.ContextVar[bool] = contextvars.ContextVar("handles", default=False)
 
 
 class TableRows:
@@ -118,6 +119,25 @@ class TableRows:
 
     def __repr__(self) -> str:
         return f"TableRows({self.name!r}, {self.part!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+@contextlib.contextmanager
+def rows_never() -> Iterator[None]:
+    """Inside, ``state_dict()`` copies no rows between memory domains either.
+
+    `TableRows` stand for them there that nobody may ask for rows. Holds for this thread.
+    """
+    token = _HANDLES.set(True)
+    try:
+        with rows_on_demand():
+            yield
+    finally:
+        _HANDLES.reset(token)
+
+
+def gives_handles(tables: ShardedTables) -> bool:
+    """Whether ``state_dict()`` is to hold `TableRows` in this block."""
+    return _CHUNK.get() is not None and (tables.is_one_domain or _HANDLES.get())
 
 
 @contextlib.contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
@@ -30,10 +33,12 @@ from oper.integration.checkpoint_files import (
     sum_of,
     write_checksums,
 )
+from oper.integration.delta_files import Delta, check, find, put_rows, put_state, read_part
 from oper.integration.on_demand import CHUNK_BYTES, rows_on_demand
 from oper.shmem.group import default_group
 from oper.shmem.table_rows import LogicalRows
 
+_log = logging.getLogger(__name__)
 _PLAIN = "_plain"
 _T = TypeVar("_T")
 
@@ -62,7 +67,14 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         PeerLostError, DeadlineError: a rank has ended or did not come in time; likewise.
     """
     path = Path(folder).absolute()
-    ranks = Ranks(model, "cannot save a checkpoint", path)
+    save_by(Ranks(model, "cannot save a checkpoint", path), path, (model, optimizer, extra),
+            chunk_bytes)
+
+
+def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any] | None],
+            chunk_bytes: int) -> None:
+    """The steps of `save_checkpoint` by the ranks that there are."""
+    model, optimizer, extra = what
     aside = path.with_name(path.name + ".saving")
     before = path.with_name(path.name + ".previous")
     ranks.step(lambda: _make_room(path, aside, before) if ranks.first else None)
@@ -76,7 +88,8 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
                     ) -> dict[str, Any]:
     """Load what `save_checkpoint` wrote, under any plan and on any number of ranks. Collective.
 
-    Every file is compared with its checksum before anything is loaded.
+    Every file is compared with its checksum before anything is loaded. Deltas of the checkpoint
+    (see `DeltaCheckpoints`) that all ranks have written are loaded as well.
 
     Args:
         folder: the checkpoint. When a crash has left it incomplete, the previous one is loaded.
@@ -91,14 +104,81 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         OperError: a rank could not read; the tables then hold a mixture.
         PeerLostError, DeadlineError: a rank has ended or did not come in time; likewise.
     """
-    path = complete(Path(folder).absolute())
+    return restore(folder, model, optimizer).extra
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was loaded.
+
+    Attributes:
+        extra: as it was saved, {} without.
+        folder: the checkpoint.
+        num_deltas: complete deltas that were loaded after it.
+        step: that of the last of them; without, ``extra["step"]`` if it is a number, else 0.
+        steps_lost: by rank that saved, the steps that the rows of that rank are behind the newest
+            ones; empty when all are of one step.
+    """
+
+    extra: dict[str, Any]
+    folder: Path
+    num_deltas: int
+    step: int
+    steps_lost: dict[int, int]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all that was loaded is of one step."""
+        return not self.steps_lost
+
+
+def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None,
+            newest_rows: bool = False) -> Restored:
+    """As `load_checkpoint`; see `DeltaCheckpoints.load`. Collective."""
+    place = Path(folder).absolute()
+    path = complete(place)
     ranks = Ranks(model, "cannot load a checkpoint", path)
     ranks.step(lambda: check_files(path, ranks.rank, ranks.world_size))
+    deltas: list[Delta] = ranks.step(
+        lambda: find(path, place) if ranks.first else [])[0]
+    rest = [d for d in deltas if not d.is_complete and d.files and newest_rows]
+    deltas = [d for d in deltas if d.is_complete]
+    ranks.step(lambda: check([*deltas, *rest], ranks.rank, ranks.world_size))
     with rows_on_demand():
         state = state_of(model, optimizer)
         _read(state, path, ranks)
+        extra = _put_states([*deltas, *rest], state)
         take_over(state, model, optimizer)
-    return dict(state.get("extra", {}))
+    if deltas or rest:
+        tables = tables_of(model)
+        ranks.step(lambda: _put_rows([*deltas, *rest], tables))
+        for t in tables:
+            t.publish()
+    if extra is None:
+        extra = dict(state.get("extra", {}))
+    step = deltas[-1].step if deltas else extra.get("step", 0)
+    lost = {r: rest[0].step - rest[0].since for r in rest[0].missing} if rest else {}
+    if lost:
+        _log.warning("the rows of ranks %s are newer than the others: what was loaded is inexact; "
+                     "steps lost: %s", sorted(rest[0].files), ", ".join(
+                         f"{n} of rank {r}" for r, n in sorted(lost.items())))
+    return Restored(extra, path, len(deltas), step if type(step) is int else 0, lost)
+
+
+def _put_states(deltas: list[Delta], state: dict[str, Any]) -> dict[str, Any] | None:
+    """Put the newest state beside the rows into `state`; its ``extra``, None without deltas."""
+    for delta in reversed(deltas):
+        if 0 in delta.files:
+            arrays, _ = read_part(delta.files[0][-1])
+            return put_state(arrays.get("state", np.zeros(0, np.uint8)), state)
+    return None
+
+
+def _put_rows(deltas: list[Delta], tables: list[LogicalRows]) -> None:
+    for delta in deltas:
+        for files in delta.files.values():
+            for path in files:
+                put_rows(*read_part(path), tables)
 
 
 def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
@@ -192,6 +272,17 @@ class Ranks:
                         "; ".join(f"rank {r}: {t}" for r, (_, t) in found.items()))) from problem
 
 
+class Alone(Ranks):
+    """One rank that acts without the others, whatever group there was."""
+
+    def __init__(self, what: str, path: Path) -> None:
+        self.rank, self.world_size, self.first = 0, 1, True
+        self._what, self._path = what, path
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
 def _told(error: Exception | None) -> tuple[type[OperError], str] | None:
     """Kind and text of an error, for the other ranks."""
     if error is None:
@@ -204,6 +295,7 @@ def _told(error: Exception | None) -> tuple[type[OperError], str] | None:
 def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     """As ``torch.distributed.checkpoint.save``, then the checksums."""
     writer, planner = FileSystemWriter(str(folder)), SavePlanner()
+    planner.alone = ranks.world_size == 1
 
     def local_plan() -> Any:
         writer.set_up_storage_writer(ranks.first)

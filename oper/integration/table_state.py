@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError
-from oper.integration.on_demand import CHUNK_BYTES, TableRows, chunk_bytes_on_demand
+from oper.integration.on_demand import (
+    CHUNK_BYTES,
+    TableRows,
+    chunk_bytes_on_demand,
+    gives_handles,
+)
 from oper.shmem.optimizers import STATE_PARTS
 from oper.shmem.runtime import ShardedTables
 from oper.shmem.table_rows import CHUNK_ROWS
@@ -32,9 +37,8 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
         `TableRows`, which hold nothing, where all ranks share memory: elsewhere each rank reads its
         range now, since reading is collective.
     """
-    chunk_bytes = chunk_bytes_on_demand()
-    if chunk_bytes is not None and tables.is_one_domain:
-        return TableRows(tables, name, part, chunk_bytes)
+    if gives_handles(tables):
+        return TableRows(tables, name, part, chunk_bytes_on_demand() or CHUNK_BYTES)
     shape = torch.Size(tables.shape(name, part))
     num_rows = shape[0]
     world_size, rank = tables.group.world_size, tables.group.rank

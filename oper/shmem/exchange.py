@@ -106,6 +106,12 @@ class Exchange:
                 fail("ranks are not at the same exchange", "rank", detail,
                      "the same lookups, updates and OPER_WIRE on all ranks",
                      "a lookup without gradients is collective across memory domains as well"))
+        if code == 9:
+            self._transport.give_up(6, detail)
+            raise OperError(
+                fail("a rank of another memory domain has sent what no rank of this job can send",
+                     "rank", detail, "counts and slots of tables placed by the same plan",
+                     "start all ranks with the same version, model and plan"))
         if code in (1, 2, 6):
             code, detail = self._transport.blame(code, detail)
             self._transport.give_up(code, detail)
@@ -141,6 +147,8 @@ class Exchange:
         each = [_REQUEST.size] * size
         self._guarded(_tensor_of(heads), each, asked_heads, each)
         asked = list(_REQUEST.iter_unpack(asked_heads.numpy().tobytes()))
+        if any(not 0 <= n < 1 << 32 for _, _, n in asked):
+            raise _no_request(asked)
         mine = [wanted[r][2].to(torch.int64).contiguous().view(torch.uint8)
                 for r in sorted(wanted)]
         slots = torch.empty(8 * sum(n for _, _, n in asked), dtype=torch.uint8)
@@ -151,9 +159,8 @@ class Exchange:
         for part, piece, n in asked:
             index = slots[8 * at:8 * (at + n)].view(torch.int64)
             at += n
-            name = part.rstrip(b"\0").decode()
-            answers.append(serve(name, piece)[index].reshape(-1).view(torch.uint8)
-                           if n else torch.empty(0, dtype=torch.uint8))
+            answers.append(_served(serve, part, piece, index) if n
+                           else torch.empty(0, dtype=torch.uint8))
         found, sizes = {}, [0] * size
         shapes = {r: (index.numel(), serve(part, piece)) for r, (part, piece, index)
                   in wanted.items()}
@@ -174,6 +181,25 @@ def _blame_of(error: BaseException, rank: int) -> tuple[int, int]:
     blamed = getattr(error, "rank", None)
     kind = 6 if blamed is None else 1 if isinstance(error, PeerLostError) else 2
     return kind, rank if blamed is None else blamed
+
+
+def _served(serve: Callable[[str, int], torch.Tensor], part: bytes, piece: int,
+            index: torch.Tensor) -> torch.Tensor:
+    """The rows that another rank asks for, as bytes."""
+    try:
+        rows = serve(part.rstrip(b"\0").decode(), piece)
+        if piece < 0 or int(index.min()) < 0 or int(index.max()) >= rows.shape[0]:
+            raise IndexError(f"slots {int(index.min())}..{int(index.max())} of {rows.shape[0]}")
+    except (IndexError, UnicodeDecodeError, InvalidInputError) as error:
+        raise _no_request(error) from error
+    return rows[index].reshape(-1).view(torch.uint8)
+
+
+def _no_request(found: object) -> OperError:
+    return OperError(
+        fail("a rank of another memory domain asks for rows that there are not", "request", found,
+             "parts, pieces and slots of tables placed by the same plan",
+             "start all ranks with the same version, model and plan"))
 
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:

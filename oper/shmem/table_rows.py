@@ -36,6 +36,7 @@ class LogicalRows:
     """
 
     device = torch.device("cpu")
+    num_published = 0  # how often rows were written but by training
     specs: dict[str, TableSpec]
     directories: list[TableDirectory]
     pieces: dict[str, list[int]]
@@ -229,6 +230,22 @@ class LogicalRows:
         if part == "rows" and self.specs[table].dtype in CODE_BITS:
             self._write_codes(table, values, begin)
             return
+        for at in range(0, values.shape[0], CHUNK_ROWS):
+            chunk = values[at:at + CHUNK_ROWS]
+            ids = np.arange(begin + at, begin + at + chunk.shape[0])
+            self.scatter(table, ids, chunk, part, column)
+
+    def scatter(self, table: str, ids: np.ndarray, values: torch.Tensor, part: str = "rows",
+                column: int = 0) -> None:
+        """As `write`, of rows in any order; not of quantised ones.
+
+        Args:
+            table: its name.
+            ids: int64 [n], valid, each once.
+            values: [n, columns] or [n].
+            part, column: as for `write`.
+        """
+        values = values.detach().reshape(ids.size, -1)
         for piece in self.pieces[table]:
             columns = self.columns(part, piece)
             first = max(columns.start, column)
@@ -237,11 +254,9 @@ class LogicalRows:
                 continue
             mine = self.view(part, piece, self.group.rank)[
                 :, first - columns.start:last - columns.start]
-            for at in range(0, values.shape[0], CHUNK_ROWS):
-                stop = min(values.shape[0], at + CHUNK_ROWS)
-                for rank, index, slot in self._parts(piece, np.arange(begin + at, begin + stop)):
-                    if rank == self.group.rank:
-                        put_rows(mine, slot, values[:, first - column:last - column], index + at)
+            for rank, index, slot in self._parts(piece, ids):
+                if rank == self.group.rank:
+                    put_rows(mine, slot, values[:, first - column:last - column], index)
 
     def _write_codes(self, table: str, values: torch.Tensor, begin: int) -> None:
         (piece,) = self.pieces[table]
@@ -255,6 +270,7 @@ class LogicalRows:
 
     def publish(self) -> None:
         """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
+        self.num_published += 1
         self.barrier()
         for k, d in enumerate(self.directories):
             for x in d.tiers:

@@ -93,6 +93,8 @@ class TrainConfig:
         eval_users: validate a recommender on so many users, evenly chosen (0 = all).
         checkpoint_every: steps between checkpoints of a DLRM in `out` (0 = none); from the last one
             a run goes on when torchrun restarts it, or with ``--resume``.
+        delta_every: steps between deltas (0 = none): the rows that have changed since, written
+            while training goes on; needs `checkpoint_every`.
         tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
             sharding start from the same numbers; ``"meta"``: a rank initialises its shard only, for
             tables that do not fit one process (other numbers than ``"cpu"``, the same for every
@@ -120,6 +122,7 @@ class TrainConfig:
     eval_every: int = 0
     eval_users: int = 0
     checkpoint_every: int = 0
+    delta_every: int = 0
     tables_on: str = "cpu"
     model_name: str = "dlrm"
     model: Any = field(default_factory=DLRMConfig)
@@ -138,7 +141,7 @@ class TrainConfig:
         _one_of("sharding", self.sharding, SHARDINGS)
         for name, least in (("seed", 0), ("batch_size", 1), ("epochs", 1), ("max_steps", 0),
                             ("log_every", 1), ("eval_every", 0), ("eval_users", 0),
-                            ("checkpoint_every", 0)):
+                            ("checkpoint_every", 0), ("delta_every", 0)):
             _at_least(name, getattr(self, name), least)
         for name in ("stats", "plan", "topology"):
             if getattr(self, name) and self.sharding != "oper":
@@ -146,6 +149,8 @@ class TrainConfig:
         if self.checkpoint_every and (self.sharding, self.model_name) != ("oper", "dlrm"):
             raise _bad("checkpoint_every", self.checkpoint_every,
                        "0 but for a DLRM with sharding='oper'")
+        if self.delta_every and not self.checkpoint_every:
+            raise _bad("delta_every", self.delta_every, "0 without checkpoint_every")
         _one_of("tables_on", self.tables_on, TABLE_DEVICES)
         if self.sharding == "none" and self.tables_on == "meta":
             raise _bad("tables_on", "meta", "'cpu' with sharding='none'")

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -54,9 +55,11 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
     engine = task.engine()
     out = Path(config.out)
     done = 0
+    goes_on = resume and has_checkpoint(out)
+    checkpoints = Checkpoints(engine, config) if goes_on or config.checkpoint_every else None
     with _peer_errors(engine):
-        if resume and has_checkpoint(out):
-            done = Checkpoints(engine, config).load()
+        if goes_on and checkpoints:
+            done = checkpoints.load()
             if rank == 0:
                 cut_metrics(out / METRICS, done)
         elif rank == 0:
@@ -65,7 +68,9 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
         "config": config.to_json(), "versions": versions(), "world_size": world_size,
         "model": task.about()}, done > 0)
     with _peer_errors(engine), metrics as log:
-        steps, interrupted = _run(engine, config, task, log, show_progress, done)
+        with checkpoints or contextlib.nullcontext():
+            steps, interrupted = _run(engine, config, task, log, show_progress,
+                                      _Start(done, checkpoints))
         result: dict[str, Any] = {"steps": steps, "interrupted": interrupted}
         state = full_state(engine.module)
         if rank == 0:
@@ -78,12 +83,12 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
 
 
 def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, show_progress: bool,
-         done: int) -> tuple[int, bool]:
-    """All epochs but the first `done` steps; the steps made and whether an interrupt ended them."""
+         begin: _Start) -> tuple[int, bool]:
+    """All epochs but the steps done; the steps made and whether an interrupt ended them."""
+    done, checkpoints = begin.done, begin.checkpoints
     total = config.epochs * task.steps_per_epoch
     total = min(total, config.max_steps or total)
     meter = _Meter()
-    checkpoints = Checkpoints(engine, config) if config.checkpoint_every else None
     first, start = divmod(done, max(task.steps_per_epoch, 1))
     batches = itertools.chain.from_iterable(
         task.epoch(k, start if k == first else 0) for k in range(first, config.epochs))
@@ -102,12 +107,20 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
                 bar.set_postfix(loss=f"{mean:.4f}")
                 if stop:
                     return done, True
-            if checkpoints and step % config.checkpoint_every == 0:
-                checkpoints.save(step)
+            if checkpoints:
+                checkpoints.after(step)
             if config.eval_every and step % config.eval_every == 0 and step < total:
                 log.write("valid", step=step, **task.evaluate(engine, show_progress))
                 meter.restart()
     return done, False
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Steps that were done before, and what saves the run."""
+
+    done: int
+    checkpoints: Checkpoints | None
 
 
 class _Meter:

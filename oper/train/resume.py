@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -11,14 +12,17 @@ from typing import Any
 
 import torch
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError, OperError, PeerLostError, fail
 from oper.files import write_text
 from oper.integration.checkpoint_files import METADATA
+from oper.integration.deltas import DeltaCheckpoints
 from oper.integration.saving import load_checkpoint, save_checkpoint
+from oper.integration.survivors import Survivors
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import ranks
 
+_log = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint"
 
 
@@ -35,7 +39,7 @@ def has_checkpoint(out: str | os.PathLike[str]) -> bool:
 
 def forget_checkpoint(out: str | os.PathLike[str]) -> None:
     """Remove what an earlier run has left, from which this one must not go on after a crash."""
-    for suffix in ("", ".previous", ".saving"):
+    for suffix in ("", ".previous", ".saving", ".deltas"):
         folder = Path(out) / f"{CHECKPOINT}{suffix}"
         if folder.is_dir():
             shutil.rmtree(folder)
@@ -58,15 +62,52 @@ class Checkpoints:
             raise InvalidInputError(fail("cannot save or load checkpoints", "sharding",
                                          config.sharding, "'oper'", "train without checkpoints"))
         self._tables = sharded[0].fused_optimizer
+        self._deltas = DeltaCheckpoints(self._folder, engine.module, self._tables) if (
+            config.delta_every) else None
 
-    def save(self, step: int) -> None:
-        """Save the state after so many steps. Collective."""
+        try:
+            self._survivors = Survivors(engine.module, self._tables) if (
+                config.checkpoint_every) else None
+        except InvalidInputError:  # ranks share no memory
+            self._survivors = None
+        self._step = 0
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._survivors and self._step and kind and issubclass(
+                kind, (PeerLostError, RuntimeError)):
+            try:
+                if self._survivors.save(self._folder, self._extra(self._step)):
+                    _log.warning("step %d is saved from what the survivors hold", self._step)
+            except OperError as error:
+                _log.info("%s", error)
+        if self._deltas is not None:
+            try:
+                self._deltas.close()
+            except OperError as error:  # the run itself is not lost by it
+                _log.warning("%s", error)
+
+    def after(self, step: int) -> None:
+        """Save what is due after so many steps. Collective."""
+        config, self._step = self._config, step
+        if self._survivors:
+            self._survivors.mark()
+        if config.checkpoint_every and step % config.checkpoint_every == 0:
+            if self._deltas is None:
+                save_checkpoint(self._folder, self._engine.module, self._tables, self._extra(step))
+            else:
+                self._deltas.save_full(step, self._extra(step))
+        elif self._deltas is not None and step % config.delta_every == 0:
+            self._deltas.save(step, self._extra(step))
+
+    def _extra(self, step: int) -> dict[str, Any]:
         data = io.BytesIO()
         torch.save([o.state_dict() for o in self._engine.optimizers], data)
-        save_checkpoint(self._folder, self._engine.module, self._tables, {
-            "step": step, "global_batch_size": self._config.batch_size * ranks()[1],
-            "seed": self._config.seed, "shuffle": self._config.shuffle,
-            "dense": torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)})
+        return {"step": step, "global_batch_size": self._config.batch_size * ranks()[1],
+                "seed": self._config.seed, "shuffle": self._config.shuffle,
+                "dense": torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)}
 
     def load(self) -> int:
         """Load the last checkpoint; returns the steps that led to it. Collective.
@@ -74,7 +115,8 @@ class Checkpoints:
         Raises:
             InvalidInputError: the run has another order of samples than the saved one.
         """
-        extra = load_checkpoint(self._folder, self._engine.module, self._tables)
+        extra = (self._deltas.load().extra if self._deltas is not None else
+                 load_checkpoint(self._folder, self._engine.module, self._tables))
         what = f"cannot go on from {str(self._folder)!r}"
         try:
             step, dense = int(extra["step"]), extra["dense"]

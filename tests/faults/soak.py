@@ -56,7 +56,7 @@ def settings(data: str, out: Path, steps: int) -> dict[str, Any]:
     """A short run with many checkpoints."""
     return {"data": data, "out": str(out), "batch_size": 64, "model.dim": 8,
             "model.dense_layers": [16], "model.over_layers": [16], "epochs": 1000,
-            "max_steps": steps, "log_every": 5, "checkpoint_every": 5}
+            "max_steps": steps, "log_every": 5, "checkpoint_every": 10, "delta_every": 5}
 
 
 def run(rank: int, world_size: int, flags: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from oper.data.recipe import load_recipe
 from oper.errors import OperError
 from oper.files import read_arrays, write_arrays
 from oper.integration.checkpoint_files import CHECKSUMS, METADATA, Reader, check_files
+from oper.integration.delta_files import put_rows, read_part, write_part
 from oper.plan import Plan
 from oper.serve import wire as serve_wire
 from oper.shmem.watch import Watch
@@ -110,6 +111,11 @@ def checksums(data: bytes) -> None:
     check_files(folder)
 
 
+def delta(data: bytes) -> None:
+    """Parts of delta checkpoints."""
+    put_rows(*read_part(_file("rank-00000-00000.npz", data)), [])
+
+
 class _Peers:
     """A `Watch` whose connections are in the fuzzer's hands."""
 
@@ -146,7 +152,7 @@ def request(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {f.__name__: f for f in (
     arrays, stats, plan, topology, recipe, configuration, manifest, value_counts, trained_state,
-    checkpoint, checksums, wire, request)}
+    checkpoint, checksums, delta, wire, request)}
 
 
 def one(name: str, data: bytes) -> bool:
@@ -168,6 +174,11 @@ def seeds(name: str) -> list[bytes]:
         data = {"a": np.arange(6, dtype=np.int16).reshape(2, 3)} if name == "arrays" else {}
         write_arrays(_PLACE / "seed", *kind, data, meta)
         return [(_PLACE / "seed").read_bytes()]
+    if name == "delta":
+        where = {"number": 0, "step": 1, "since": 0, "rank": 0, "world_size": 1, "part": 0}
+        rows = {"0.ids": np.arange(3, dtype=np.uint32), "0.rows": np.ones((3, 2), np.float32)}
+        write_part(_PLACE, where, rows, {"items": [[0, "t", 0, ["rows"]]], "last": True})
+        return [(_PLACE / "rank-00000-00000.npz").read_bytes()]
     if name == "plan":
         return [mixed_plan().to_text().encode()]
     if name == "stats":

@@ -1,0 +1,125 @@
+"""``python -m tests.faults.delta_cost``: what delta checkpoints cost a training loop.
+
+Two ranks train eight tables and a small dense model. Stretches of steps with and without deltas
+take turns; what a stretch with deltas takes longer is the stall, the disk's work in the background
+included. Of a second run, which touches one row in a hundred, the bytes are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import oper
+from oper.data import power_law_ids
+from oper.integration.delta_files import folder_of
+from oper.integration.deltas import DeltaCheckpoints
+from tests.world_support import run_world
+
+ROWS, DIM, TABLES = 250_000, 32, 8
+
+
+class Model(nn.Module):
+    """Bags and a dense model over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(TABLES))
+        self.over = nn.Sequential(nn.Linear(TABLES * DIM, 512), nn.ReLU(), nn.Linear(512, 256),
+                                  nn.ReLU(), nn.Linear(256, 1))
+
+    def forward(self, ids: list[torch.Tensor]) -> torch.Tensor:
+        offsets = torch.arange(0, ids[0].numel(), 4)
+        pooled = [bag(i, offsets) for bag, i in zip(self.bags, ids, strict=True)]
+        return self.over(torch.cat(pooled, 1)).square().mean()
+
+
+def _batches(rank: int, batch_size: int, rows: int) -> list[list[torch.Tensor]]:
+    rng = np.random.default_rng(rank)
+    return [[torch.from_numpy(power_law_ids(rows, 4 * batch_size, 1.05, rng))
+             for _ in range(TABLES)] for _ in range(16)]
+
+
+def _steps(model: nn.Module, batches: list[list[torch.Tensor]], steps: range,
+           saver: DeltaCheckpoints | None, every: int) -> tuple[float, float]:
+    """Seconds of all steps, and of the longest call of `save`."""
+    longest, begin = 0.0, time.perf_counter()
+    for step in steps:
+        model(batches[step % len(batches)]).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        if saver is not None and step % every == 0:
+            at = time.perf_counter()
+            saver.save(step)
+            longest = max(longest, time.perf_counter() - at)
+    return time.perf_counter() - begin, longest
+
+
+def measure(rank: int, world_size: int, folder: str, every: int, turns: int) -> dict[str, Any]:
+    """One rank."""
+    torch.set_num_threads(1)
+    model: Any = Model()
+    model = oper.shard(model, optimizer=oper.RowWiseAdagrad(lr=0.1))
+    batches = _batches(rank, 2048, ROWS)
+    with DeltaCheckpoints(Path(folder) / "run", model) as saver:
+        saver.save_full(0)
+        _steps(model, batches, range(1, 20), saver, every)
+        seconds: dict[str, list[float]] = {"with": [], "without": []}
+        calls, length = [], 10 * every
+        for turn in range(turns):
+            for k, kind in enumerate(("without", "with") if turn % 2 else ("with", "without")):
+                saver.flush()
+                start = 20 + (2 * turn + k) * length
+                spent, longest = _steps(model, batches, range(start, start + length),
+                                        saver if kind == "with" else None, every)
+                seconds[kind].append(spent / length)
+                calls += [longest] * (kind == "with")
+        saver.flush()
+    return {"step_ms": 1e3 * float(np.median(seconds["without"])),
+            "step_with_deltas_ms": 1e3 * float(np.median(seconds["with"])),
+            "stall": float(np.median(np.array(seconds["with"]) / seconds["without"])) - 1,
+            "save_call_ms": 1e3 * float(np.median(calls))}
+
+
+def size(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """One rank of a run that touches one row in a hundred."""
+    model: Any = oper.shard(Model(), optimizer=oper.RowWiseAdagrad(lr=0.1))
+    place = Path(folder) / "small"
+    with DeltaCheckpoints(place, model) as saver:
+        saver.save_full(0)
+        for k in range(5):
+            part = np.arange(ROWS // 100).reshape(5, -1)[k] * 100  # spread over the table
+            ids = torch.from_numpy(np.resize(part, 4 * 128))
+            model([ids] * TABLES).backward()
+        saver.save(5)
+        saver.flush()
+    torch.distributed.barrier()
+    full = sum(p.stat().st_size for p in place.iterdir())
+    return {"full_bytes": full, "delta_bytes": sum(
+        p.stat().st_size for p in folder_of(place).rglob("*.npz"))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.delta_cost", description=__doc__)
+    parser.add_argument("--every", type=int, default=10, help="steps between deltas")
+    parser.add_argument("--turns", type=int, default=6)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="oper-deltas-") as folder:
+        speeds = run_world(2, measure, folder, args.every, args.turns)
+        sizes = run_world(2, size, folder)
+    print(json.dumps({"delta_every": args.every, "ranks": speeds, **sizes[0],
+                      "share": sizes[0]["delta_bytes"] / sizes[0]["full_bytes"]}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,300 @@
+"""Delta checkpoints: what is in them, going on from them, crashes, damage, cost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import oper
+from oper.errors import FileFormatError, InvalidInputError, OperError
+from tests.runtime_support import assert_bitwise
+from tests.world_support import RankFailedError, run_world
+
+pytest.importorskip("torchrec")
+from oper.integration import deltas as module
+from oper.integration.delta_files import find, read_part
+from oper.integration.deltas import DeltaCheckpoints
+from oper.integration.saving import Restored
+from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
+
+
+def saved_run(rank: int, world_size: int, plan: int, folder: str, steps: int,
+              cut: int | None = None) -> dict[str, torch.Tensor]:
+    """A whole checkpoint after step 1, a delta after each further step; state after the last.
+
+    With `cut`, rank `cut` writes nothing of the last delta.
+    """
+    model = sharded(world_size, plan)
+    with DeltaCheckpoints(folder, model, fused(model), memory_bytes=20_000) as saver:
+        for step in range(steps):
+            train(model, rank, world_size, range(step, step + 1))
+            if step == 1:
+                saver.save_full(step + 1, {"step": step + 1})
+            elif step > 1 and (step + 1 < steps or rank != cut):
+                saver.save(step + 1, {"step": step + 1, "sum": torch.arange(3.0)})
+        saver.flush()
+    return flat(state_of(model))
+
+
+def loaded(rank: int, world_size: int, plan: int, folder: str, steps: range
+           ) -> dict[str, torch.Tensor]:
+    """The state after loading and going on, with deltas, from `steps.start`."""
+    model = sharded(world_size, plan, seed=9)
+    with DeltaCheckpoints(folder, model, fused(model)) as saver:
+        found = saver.load()
+        assert found.is_exact and found.step == found.extra["step"] == steps.start, found
+        for step in steps:
+            train(model, rank, world_size, range(step, step + 1))
+            saver.save(step + 1, {"step": step + 1})
+        saver.flush()
+    return flat(state_of(model))
+
+
+@pytest.mark.parametrize("world_size, plan", [(1, 3), (2, 101), (2, 5)])
+def test_a_checkpoint_and_its_deltas_are_the_run(world_size: int, plan: int, tmp_path: Path
+                                                 ) -> None:
+    """Every part of the state, bit for bit; by other plans and worlds; and going on from there."""
+    folder = str(tmp_path / "c")
+    held = run_ranks(saved_run, world_size, plan, folder, 5)
+    chain = find(tmp_path / "c", tmp_path / "c")
+    assert [(d.step, d.since, d.is_complete) for d in chain] == [(3, 2, True), (4, 3, True),
+                                                                 (5, 4, True)]
+    assert_bitwise(run_ranks(loaded, world_size, plan, folder, range(5, 5)), held, "loaded")
+    other = (2, 102) if world_size == 1 else (1, 5)
+    assert_bitwise(run_ranks(loaded, *other, folder, range(5, 5)), held, "elsewhere")
+    if plan == 101:
+        went_on = run_ranks(loaded, world_size, plan, folder, range(5, 7))
+        assert len(find(tmp_path / "c", tmp_path / "c")) == 5
+        assert_bitwise(run_ranks(loaded, world_size, plan, folder, range(7, 7)), went_on, "again")
+        assert_bitwise(went_on, run_ranks(saved_run, world_size, plan, str(tmp_path / "d"), 7),
+                       "as without a break")
+
+
+def test_without_a_rank_a_delta_is_not_there(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    after = run_ranks(saved_run, 2, 101, str(folder), 5, 1)  # rank 1 wrote nothing of the last
+    assert [d.is_complete for d in find(folder, folder)] == [True, True, False]
+    before = run_ranks(saved_run, 2, 101, str(tmp_path / "d"), 4)
+    found = run_ranks(_newest, 2, 101, str(folder))
+    rows = [k for k in found if k.startswith("/model") and "dense" not in k]
+    newer = older = 0
+    for name in rows:  # every row is of one step or the other, in parts where columns are split
+        old, new = (found[name] == x[name] for x in (before, after))
+        assert (old | new).all(), name
+        newer, older = newer + int((~old).sum()), older + int((~new).sum())
+    assert newer and older
+    assert_bitwise(run_ranks(loaded, 2, 101, str(folder), range(4, 4)), before, "one step back")
+    assert len(find(folder, folder)) == 2  # what was half there is gone
+
+
+def _newest(rank: int, world_size: int, plan: int, folder: str) -> dict[str, torch.Tensor]:
+    model = sharded(world_size, plan, seed=9)
+    with DeltaCheckpoints(folder, model, fused(model)) as saver:
+        found = saver.load(newest_rows=True)
+        assert (found.is_exact, found.steps_lost, found.step) == (False, {1: 1}, 4)
+    return flat(state_of(model))
+
+
+def _killed_while_writing(rank: int, world_size: int, plan: int, folder: str) -> None:
+    model = sharded(world_size, plan)
+    write = module.write_part
+
+    def slow(*part: Any) -> int:
+        if rank == 1 and part[1]["step"] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*part)
+
+    module.write_part = slow
+    with DeltaCheckpoints(folder, model, fused(model), memory_bytes=5000) as saver:
+        for step in range(4):
+            train(model, rank, world_size, range(step, step + 1))
+            (saver.save if step > 1 else saver.save_full)(step + 1, {"step": step + 1})
+            saver.flush()
+
+
+def test_a_kill_while_a_delta_is_written_loses_that_delta_only(tmp_path: Path) -> None:
+    folder = str(tmp_path / "c")
+    with pytest.raises(RankFailedError):
+        run_world(2, _killed_while_writing, 101, folder)
+    held = run_ranks(saved_run, 2, 101, str(tmp_path / "d"), 3)
+    assert_bitwise(run_ranks(loaded, 2, 101, folder, range(3, 3)), held, "the step before")
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chain") / "c"
+    saved_run(0, 1, 3, str(folder), 4)
+    return folder
+
+
+def _load(folder: Path) -> Restored:
+    model = sharded(1, 3, seed=9)
+    with DeltaCheckpoints(folder, model, fused(model)) as saver:
+        return saver.load()
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "foreign", "renamed"])
+def test_a_damaged_delta_is_told(chain: Path, tmp_path: Path, harm: str) -> None:
+    shutil.copytree(chain.parent, tmp_path / "x")
+    files = sorted((tmp_path / "x").rglob("rank-*.npz"))
+    victim = files[len(files) // 2]
+    data = bytearray(victim.read_bytes())
+    if harm == "flip":
+        data[data.rindex(b"\x93NUMPY") + 128] ^= 4  # the first number of the last array
+    elif harm == "cut":
+        del data[-40:]
+    elif harm == "foreign":
+        data[:] = b"PK" + bytes(100)
+    if harm == "renamed":
+        victim.rename(victim.with_name("rank-00007-00000.npz"))
+        victim = victim.with_name("rank-00007-00000.npz")
+        with pytest.raises(FileFormatError, match="rank-00007"):
+            read_part(victim)
+        return
+    victim.write_bytes(data)
+    with pytest.raises(FileFormatError, match=r"rank-|delta"):
+        _load(tmp_path / "x" / "c")
+
+
+def test_deltas_of_another_checkpoint_are_not_taken(chain: Path, tmp_path: Path) -> None:
+    """As after a crash right after a new whole checkpoint."""
+    shutil.copytree(chain.parent, tmp_path / "x")
+    folder = tmp_path / "x" / "c"
+    model = sharded(1, 3, seed=4)
+    oper.save_checkpoint(folder, model, fused(model), {"step": 77})
+    found = _load(folder)
+    assert (found.num_deltas, found.step) == (0, 77)
+    assert len(list((tmp_path / "x" / "c.deltas").iterdir())) == 1  # of the new one
+
+
+def test_the_checkpoint_before_keeps_its_deltas(chain: Path, tmp_path: Path) -> None:
+    """As after a crash between the renames of a whole checkpoint."""
+    shutil.copytree(chain.parent, tmp_path / "x")
+    folder = tmp_path / "x" / "c"
+    folder.rename(folder.with_name("c.previous"))
+    assert _load(folder).num_deltas == 2
+
+
+# ---- errors and cost -----------------------------------------------------------------------------
+
+
+def bag(num_rows: int, dim: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(num_rows, dim, mode="sum", dtype=dtype)
+    return oper.shard(table, optimizer=oper.RowWiseAdagrad(lr=0.1))
+
+
+def touch(model: nn.Module, ids: np.ndarray) -> None:
+    model(torch.from_numpy(ids), torch.arange(ids.size)).float().square().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore")
+def test_one_row_in_a_hundred_costs_at_most_three_hundredths(dtype: torch.dtype, tmp_path: Path
+                                                             ) -> None:
+    num_rows = 100_000
+    model = bag(num_rows, 32, dtype)
+    with DeltaCheckpoints(tmp_path / "c", model, memory_bytes=200_000) as saver:
+        saver.save_full(0)
+        for step in range(4):  # of all steps together one in a hundred
+            touch(model, np.random.default_rng(step).permutation(num_rows)[:num_rows // 400])
+        saver.save(4)
+        saver.flush()
+        want = {k: v.clone() for k, v in model.state_dict().items()}
+        full = sum(p.stat().st_size for p in (tmp_path / "c").iterdir())
+        (delta,) = find(tmp_path / "c", tmp_path / "c")
+        size = sum(p.stat().st_size for files in delta.files.values() for p in files)
+        assert size == saver.written_bytes
+        assert size <= (0.02 if dtype == torch.float32 else 0.03) * full
+        assert len(delta.files[0]) > 1  # of bounded size each
+        for files in delta.files.values():
+            assert all(sum(a.nbytes for a in read_part(p)[0].values()) <= 45_000 for p in files)
+        touch(model, np.arange(num_rows))
+        saver.load()
+        assert_bitwise(dict(model.state_dict()), want, "loaded")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_written_by_hand_make_the_next_one_whole(tmp_path: Path) -> None:
+    model = bag(1000, 4)
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save(1, {"step": 1})  # the first one is whole
+        touch(model, np.arange(10))
+        saver.save(2, {"step": 2})
+        model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+        saver.save(3, {"step": 3})
+        saver.flush()
+        want = {k: v.clone() for k, v in model.state_dict().items()}
+        found = saver.load()
+        assert (found.num_deltas, found.step) == (0, 3)
+        assert_bitwise(dict(model.state_dict()), want, "whole")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_delta_that_cannot_be_written_is_told_and_a_whole_one_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*part: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    model = bag(1000, 4)
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        touch(model, np.arange(10))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "write_part", no_room)
+            saver.save(1)
+            with pytest.raises(OperError, match="No space left"):
+                saver.flush()
+        touch(model, np.arange(20))
+        with pytest.raises(OperError, match="whole checkpoint"):
+            saver.save(2)
+        saver.save_full(2, {"step": 2})
+        touch(model, np.arange(5))
+        saver.save(3)
+        saver.flush()
+        want = {k: v.clone() for k, v in model.state_dict().items()}
+        assert saver.load().step == 3
+        assert_bitwise(dict(model.state_dict()), want, "loaded")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_loop_goes_on_while_a_delta_is_written(tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delta holds the rows as they were when it was asked for, however slow the disk."""
+    model, go = bag(1000, 4), threading.Event()
+    write = module.write_part
+    monkeypatch.setattr(module, "write_part", lambda *part: go.wait(30) and write(*part))
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        touch(model, np.arange(500))
+        want = {k: v.clone() for k, v in model.state_dict().items()}
+        begin = time.perf_counter()
+        saver.save(1)
+        touch(model, np.arange(100, 900))
+        assert time.perf_counter() - begin < 20 and not list(tmp_path.rglob("rank*"))
+        go.set()
+        saver.flush()
+        assert saver.load().step == 1
+        assert_bitwise(dict(model.state_dict()), want, "as it was")
+
+
+def test_models_without_such_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="sharded tables"):
+        DeltaCheckpoints(tmp_path / "c", nn.Linear(2, 2))
+    reader = oper.shard(nn.EmbeddingBag(10, 4, mode="sum"), objective="inference")
+    with pytest.raises(InvalidInputError, match=r"sharded tables|trained"):
+        DeltaCheckpoints(tmp_path / "c", reader)

@@ -1,0 +1,106 @@
+"""What survivors save when a rank has ended: one step, or nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import oper
+from oper.errors import OperError, PeerLostError
+from tests.runtime_support import assert_bitwise
+from tests.world_support import RankFailedError, report, run_world, world
+
+pytest.importorskip("torchrec")
+from oper.integration.survivors import Survivors
+from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
+
+POINTS = {"forward": 2, "outbox": 3, "barrier": 4, "update": 5}  # see csrc/host/faults.h
+
+
+def _dies(rank: int, world_size: int, plan: int, folder: str, point: str, occasion: int
+          ) -> dict[str, Any]:
+    """Rank 1 is killed at a point of step 2; what the others say."""
+    model = sharded(world_size, plan)
+    survivors = Survivors(model, fused(model))
+    for step in range(2):
+        train(model, rank, world_size, range(step, step + 1))
+        survivors.mark()
+    report({"trained": True})
+    if rank == 1:
+        torch.ops.oper.arm_fault(POINTS[point], occasion, int(signal.SIGKILL), 0, -1)
+    try:
+        train(model, rank, world_size, range(2, 4))
+    except (PeerLostError, RuntimeError) as error:
+        try:
+            wrote = survivors.save(folder, {"step": 2})
+        except OperError as refusal:
+            return {"refused": str(refusal), "after": str(error)}
+        return {"wrote": wrote}
+    return {"went on": True}
+
+
+def _loaded(rank: int, world_size: int, plan: int, folder: str) -> dict[str, torch.Tensor]:
+    model = sharded(world_size, plan, seed=9)
+    assert oper.load_checkpoint(folder, model, fused(model))["step"] == 2
+    return flat(state_of(model))
+
+
+def _two_steps(rank: int, world_size: int, plan: int) -> dict[str, torch.Tensor]:
+    model = sharded(world_size, plan)
+    train(model, rank, world_size, range(2))
+    return flat(state_of(model))
+
+
+def _answers(world_size: int, folder: Path, point: str, occasion: int) -> list[dict[str, Any]]:
+    with world(world_size, _dies, 101, str(folder), point, occasion) as running:
+        for rank in range(world_size):
+            running.receive(rank)
+        with pytest.raises(RankFailedError):
+            running.receive(1)
+        return [running.receive(r) for r in range(world_size) if r != 1]
+
+
+@pytest.mark.parametrize("world_size, point, occasion", [
+    (2, "forward", 1), (2, "barrier", 1), (3, "outbox", 1), (2, "barrier", 8), (2, "update", 1),
+    (3, "update", 3)])
+def test_survivors_save_one_step_or_nothing(world_size: int, point: str, occasion: int,
+                                            tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    answers = _answers(world_size, folder, point, occasion)
+    wrote = [a.get("wrote") for a in answers]
+    if point == "forward":  # nobody can have begun an update
+        assert wrote[0] is True, answers
+    if point == "update":
+        assert all("refused" in a for a in answers), answers
+    if True in wrote:
+        held = run_ranks(_two_steps, world_size, 101)
+        assert_bitwise(run_ranks(_loaded, world_size, 101, str(folder)), held, "the marked step")
+        assert_bitwise(run_ranks(_loaded, 1, 5, str(folder)), held, "on one rank")
+    else:
+        assert not folder.exists() and not list(tmp_path.iterdir())
+
+
+def _alive(rank: int, world_size: int, folder: str) -> str:
+    model = sharded(world_size, 101)
+    survivors = Survivors(model, fused(model))
+    train(model, rank, world_size, range(1))
+    try:
+        survivors.save(folder)  # a step that nobody has marked
+    except OperError as error:
+        unmarked = str(error)
+    survivors.mark()
+    with pytest.raises(OperError, match="at least one"):
+        survivors.save(folder)
+    torch.distributed.barrier()
+    return unmarked
+
+
+def test_nothing_is_saved_while_all_live(tmp_path: Path) -> None:
+    for text in run_world(2, _alive, str(tmp_path / "c")):
+        assert "0 updates on all ranks" in text
+    assert os.listdir(tmp_path) == []
