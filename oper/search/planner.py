@@ -30,6 +30,7 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 
 _MANY = 200  # tables, above which less is tried
+_SHALLOW = 16  # times fewer boxes before the first search
 _NEGLIGIBLE = 2e-3  # of a step
 _TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
@@ -242,13 +243,15 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     best: tuple[_Branch, State] | None = None
     num_tables = len(branches[0].bound.relaxation.tables)
     boxes = round(budget.max_boxes * 100 / max(50, num_tables))  # each time; more tables, fewer
-    turns = [1, budget.num_starts]  # boxes from which it begins: of more use when a step is known
+    # Boxes from which it begins. Large ones are good starts where tables are few, small ones where
+    # pieces are many: begin from one of the former and, when a step is known, from the latter.
+    turns, shallow = [1, budget.num_starts], max(2, boxes // _SHALLOW)
     if num_tables > _MANY:
         moves = budget.max_moves * _MANY // num_tables
-        budget, turns = replace(budget, max_moves=moves), turns[:1]
+        budget, turns, shallow = replace(budget, max_moves=moves), turns[:1], boxes
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
-    _tighten(branches, boxes, np.inf, np.inf, first)
+    _tighten(branches, shallow, np.inf, np.inf, first)
     for turn, num_starts in enumerate(turns):
         for branch in sorted(branches, key=lambda x: x.lower_bound_us):
             known = np.inf if best is None else best[1].evaluation.step_us
@@ -258,7 +261,8 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                                                  lower_us * (1 + target_gap)):
                 continue
             if best is not None:
-                branch.tighten(boxes, known, known, budget.deadline)
+                branch.tighten(boxes + (boxes - shallow if turn else 0), known, known,
+                               budget.deadline)
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
             starts = branch.boxes.lowest(num_starts)
