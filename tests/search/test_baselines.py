@@ -90,10 +90,14 @@ def test_long_flat_bags_are_pushed_and_hot_rows_of_single_ids_are_not(length, ex
         "push" if pushes else "pull"}
 
 
+def _arguments(seed):
+    return argparse.Namespace(seed=seed, torchrec_seconds=0, prove_seconds=0)
+
+
 def test_bench_entries_hold_the_named_keys_and_check_themselves():
     chosen = [c for c in bench_plan.cases(False) if c.name in
               ("criteo-kaggle/8/training", "criteo-kaggle/8/inference")]
-    entries = list(bench_plan.run(argparse.Namespace(seed=1, torchrec_seconds=0), chosen))
+    entries = list(bench_plan.run(_arguments(seed=1), chosen))
     assert [e["name"] for e in entries] == [c.name for c in chosen]
     for e in entries:
         assert e.keys() >= {"gap", "gap_kind", "seconds", "modelled_step_us", "best_peer",
@@ -108,7 +112,7 @@ def test_bench_entries_hold_the_named_keys_and_check_themselves():
 def test_bench_skips_by_name_without_the_data(monkeypatch):
     monkeypatch.delenv("OPER_DATA", raising=False)
     case = next(c for c in bench_plan.cases(False) if c.workload == "avazu")
-    entry = next(iter(bench_plan.run(argparse.Namespace(seed=0, torchrec_seconds=0), [case])))
+    entry = next(iter(bench_plan.run(_arguments(seed=0), [case])))
     assert "OPER_DATA" in entry["skipped"]
     assert case.name in bench_plan.report([entry])
 
