@@ -77,7 +77,8 @@ def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
     # Epoch 0 is what the statistics are counted from.
     batches = [b for b, _ in itertools.islice(task.epoch(1), case.num_batches)]
     engines = {}
-    for name in ("oper", *plan_kinds(task.build())):
+    shapes = task.workload.build(task.config.model, task.data, "meta")  # no tables are drawn
+    for name in ("oper", *plan_kinds(shapes)):
         say(f"building {name}")
         engines[name] = _engine(task, name)
     say("comparing losses")

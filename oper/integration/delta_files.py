@@ -82,8 +82,7 @@ def write_part(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray
 def read_part(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays and description of a part; raises FileFormatError when it is damaged or foreign."""
     arrays, meta = read_arrays(path, KIND, VERSION)
-    numbers = [meta.get(k) for k in ("number", "step", "since", "rank", "world_size",
-                                          "part")]
+    numbers = [meta.get(k) for k in ("number", "step", "since", "rank", "world_size", "part")]
     if not (all(type(n) is int and n >= 0 for n in numbers) and meta["rank"] < meta["world_size"]
             and isinstance(meta.get("items"), list) and type(meta.get("last")) is bool
             and path.name == f"rank-{meta['rank']:05d}-{meta['part']:05d}.npz"):
