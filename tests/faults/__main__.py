@@ -1,19 +1,31 @@
-"""``python -m tests.faults``: inject every fault at every phase and print what came of it."""
+"""``python -m tests.faults``: inject every fault at every phase and print what came of it.
+
+With ``--json F`` every injection is written there as soon as it is judged, and a later call with
+the same file does what is left. An injection during which this program itself was stopped says
+nothing: it is counted apart and made again.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from oper.bench import record
 from tests.faults import files, injection, memory, network
 from tests.faults.injection import Injection, Outcome
+from tests.faults.pauses import Pauses
+from tests.support import ROOT
 
 
 @dataclass
@@ -31,6 +43,10 @@ class Pair:
     once: Callable[[random.Random], Outcome] | None
     lacking: str = ""
     outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault}, {self.phase}"
 
 
 def pairs(root: Path) -> Iterator[Pair]:
@@ -82,34 +98,106 @@ def line(pair: Pair) -> str:
             f"{sum(len(o.leftovers) for o in pair.outcomes):>9}")
 
 
+class Journal:
+    """All injections of a table, kept in a file if one is named.
+
+    Attributes:
+        interrupted: injections that say nothing, since this program was stopped meanwhile.
+    """
+
+    def __init__(self, path: Path | None, seed: int) -> None:
+        self._path, self._seed = path, seed
+        self._pairs: dict[str, dict[str, Any]] = {}
+        self.interrupted, self.seconds = 0, 0.0
+        if path is not None and path.exists():
+            held = json.loads(path.read_text())
+            if held["seed"] != seed:
+                raise SystemExit(f"{path} is of seed {held['seed']}, not {seed}")
+            self._pairs = {entry["name"]: entry for entry in held["cases"]}
+            self.interrupted, self.seconds = held["interrupted"], held["seconds"]
+
+    def fill(self, pair: Pair) -> None:
+        """Give a pair the outcomes that it has had."""
+        held = self._pairs.get(pair.name, {"outcomes": []})["outcomes"]
+        pair.outcomes = [Outcome(**{k: v for k, v in o.items() if k != "commit"}) for o in held]
+
+    def note(self, pair: Pair, seconds: float, outcome: Outcome | None) -> None:
+        """Add an injection's outcome, None if it was interrupted, or that a pair is skipped."""
+        self.seconds = round(self.seconds + seconds, 1)
+        if pair.once is None:
+            self._pairs[pair.name] = {"name": pair.name, "lacking": pair.lacking, "outcomes": []}
+        elif outcome is None:
+            self.interrupted += 1
+        else:
+            self._pairs.setdefault(pair.name, {"name": pair.name, "outcomes": []})[
+                "outcomes"].append({"commit": _commit(), **asdict(outcome)})
+        if self._path is not None:
+                        record.write(self._path, record.record(
+                "faults", ["python", "-m", "tests.faults", *sys.argv[1:]],
+                list(self._pairs.values()), record.load_average())
+                | {"seed": self._seed, "interrupted": self.interrupted, "seconds": self.seconds})
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True,
+                          capture_output=True, check=False)
+    return done.stdout.strip()
+
+
+def _one(pair: Pair, rng: random.Random) -> Outcome:
+    """An injection; what it raises is a broken promise."""
+    assert pair.once is not None
+    try:
+        return pair.once(rng)
+    except Exception:
+        return Outcome(False, broken=[traceback.format_exc()])
+
+
+def run(pair: Pair, tries: int, seed: int, journal: Journal, pauses: Pauses) -> None:
+    """Inject until the pair has so many outcomes."""
+    journal.fill(pair)
+    if pair.once is None:
+        journal.note(pair, 0.0, None)
+        return
+    while len(pair.outcomes) < tries:
+        stops, began = pauses.count, time.monotonic()
+        outcome = _one(pair, random.Random(f"{seed} {pair.name} {len(pair.outcomes)}"))
+        stopped = pauses.count > stops
+        journal.note(pair, time.monotonic() - began, None if stopped else outcome)
+        if stopped:
+            continue
+        pair.outcomes.append(outcome)
+        for what in (*outcome.broken, *(f"left: {x}" for x in outcome.leftovers)):
+            print(f"  {pair.name}: {what}", file=sys.stderr)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=10, help="injections of every pair")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="pairs whose name holds this")
+    parser.add_argument("--json", type=Path, metavar="F", help="kept there, gone on with")
     args = parser.parse_args()
     print(f"{'fault':<20} {'phase':<18} {'tries':>5} {'as prom.':>8} {'median':>6} {'max s':>6} "
           f"{'leftovers':>9}")
-    began, tries, broken, left = time.monotonic(), 0, 0, 0
-    with tempfile.TemporaryDirectory(prefix="oper-faults-") as folder:
+    outcomes: list[Outcome] = []
+    journal = Journal(args.json, args.seed)
+    with tempfile.TemporaryDirectory(prefix="oper-faults-") as folder, \
+            Pauses().watched() as pauses:
         root = Path(folder)
         root.chmod(0o755)
-        for number, pair in enumerate(pairs(root)):
-            if args.only not in f"{pair.fault} {pair.phase}":
+        for pair in pairs(root):
+            if args.only not in pair.name:
                 continue
-            rng = random.Random(args.seed * 1000 + number)
-            for _ in range(args.tries if pair.once else 0):
-                assert pair.once is not None
-                outcome = pair.once(rng)
-                pair.outcomes.append(outcome)
-                for what in (*outcome.broken, *(f"left: {x}" for x in outcome.leftovers)):
-                    print(f"  {pair.fault}, {pair.phase}: {what}", file=sys.stderr)
+            run(pair, args.tries, args.seed, journal, pauses)
             print(line(pair), flush=True)
-            tries += len(pair.outcomes)
-            broken += sum(not o.kept for o in pair.outcomes)
-            left += sum(len(o.leftovers) for o in pair.outcomes)
-    print(f"{tries} injections, {broken} promises broken, {left} leftovers, seed {args.seed}, "
-          f"{time.monotonic() - began:.0f} s")
+            outcomes += pair.outcomes
+    broken = sum(not o.kept for o in outcomes)
+    left = sum(len(o.leftovers) for o in outcomes)
+    print(f"{len(outcomes)} injections, {broken} promises broken, {left} leftovers, "
+          f"{journal.interrupted} interrupted and made again, seed {args.seed}, "
+          f"{journal.seconds:.0f} s")
     return 1 if broken or left else 0
 
 

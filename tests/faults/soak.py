@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from oper.bench import record
 from oper.data import SyntheticLog, load_recipe, preprocess, write_synthetic_log
 from oper.train.config import load_config
+from tests.faults.pauses import Pauses
 from tests.world_support import RankFailedError, leftovers, report, world
 
 WORLD_SIZE = 2
@@ -30,6 +33,7 @@ class Soak:
     Attributes:
         faults: ranks killed.
         lives: worlds started.
+        interrupted: lives that say nothing, since this program itself was stopped meanwhile.
         seconds: what it took.
         saved_steps: the step that each life went on from.
         problems: promises that were not kept.
@@ -38,6 +42,7 @@ class Soak:
 
     faults: int = 0
     lives: int = 0
+    interrupted: int = 0
     seconds: float = 0.0
     saved_steps: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -79,31 +84,54 @@ def run(rank: int, world_size: int, flags: dict[str, Any]) -> dict[str, Any]:
         return {"lost": str(error)}
 
 
-def soak(faults: int, steps: int, seed: int, folder: Path) -> Soak:
+def soak(faults: int, steps: int, seed: int, folder: Path, pauses: Pauses) -> Soak:
     """Kill so many ranks, then let the run end; `steps` must be enough for that."""
     result, rng, began = Soak(), random.Random(seed), time.monotonic()
     data = make_data(folder)
     disturbed = settings(data, folder / "disturbed", steps)
-    while True:
+    ended = False
+    while not ended:
         result.lives += 1
-        with world(WORLD_SIZE, run, disturbed, timeout_s=300) as running:
-            if result.faults < faults and _kill_one(running, rng, result):
-                continue
-            answers = [_last(running, r) for r in range(WORLD_SIZE)]
-            if all("end" in a for a in answers):
-                break
-            result.problems.append(f"an undisturbed life failed: {answers}")
-            return result
-    with world(WORLD_SIZE, run, settings(data, folder / "calm", steps), timeout_s=600) as running:
-        for rank in range(WORLD_SIZE):
-            _last(running, rank)
-    mine, calm = (torch.load(folder / n / "state.pt", weights_only=True)
-                  for n in ("disturbed", "calm"))
-    result.same = mine.keys() == calm.keys() and all(torch.equal(mine[k], calm[k]) for k in calm)
+        stops, life = pauses.count, Soak()
+        ended = _live(disturbed, rng, life, result.faults < faults)
+        if pauses.count > stops:
+            result.interrupted += 1
+        else:
+            result.faults += life.faults
+            result.problems += life.problems
+        result.saved_steps += life.saved_steps
+        if life.problems and not life.faults and pauses.count == stops:
+            return result  # it fails by itself
+    calm = settings(data, folder / "calm", steps)
+    stops, life = pauses.count, Soak()
+    while not _live(calm, rng, life, False):
+        if pauses.count == stops:
+            raise AssertionError(f"the undisturbed run fails: {life.problems}")
+        stops = pauses.count  # it was stopped for longer than ranks wait
+    mine, other = (torch.load(folder / n / "state.pt", weights_only=True)
+                   for n in ("disturbed", "calm"))
+    result.same = mine.keys() == other.keys() and all(torch.equal(mine[k], other[k])
+                                                      for k in other)
     if result.faults < faults:
         result.problems.append("the run ended before all faults had happened: it needs more steps")
     result.seconds = time.monotonic() - began
     return result
+
+
+def _live(flags: dict[str, Any], rng: random.Random, result: Soak, kill: bool) -> bool:
+    """One life of the run, which goes on from its last checkpoint; whether it is the last one."""
+    with world(WORLD_SIZE, run, flags, timeout_s=600) as running:
+        if kill and _kill_one(running, rng, result):
+            return False
+        try:
+            answers = [_last(running, r, result) for r in range(WORLD_SIZE)]
+        except RankFailedError as error:
+            result.problems.append(f"an undisturbed life failed: {error}")
+            return False
+        if all("end" in a for a in answers):
+            return True
+        result.problems.append(f"an undisturbed life failed: {answers}")
+        return False
 
 
 def _kill_one(running: Any, rng: random.Random, result: Soak) -> bool:
@@ -149,16 +177,22 @@ def _last(running: Any, rank: int, result: Soak | None = None) -> dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
     parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="oper-soak-") as folder:
-        result = soak(args.faults, args.steps, args.seed, Path(folder))
-    print(f"{result.faults} kills, {result.lives} lives, {len(set(result.saved_steps))} different "
-          f"steps gone on from, weights {'equal' if result.same else 'DIFFERENT'}, "
+    parser.add_argument("--json", type=Path, metavar="F", help="write what came of it")
+    args, load = parser.parse_args(), record.load_average()
+    with tempfile.TemporaryDirectory(prefix="oper-soak-") as folder, Pauses().watched() as pauses:
+        result = soak(args.faults, args.steps, args.seed, Path(folder), pauses)
+    print(f"{result.faults} kills, {result.lives} lives ({result.interrupted} interrupted), "
+          f"{len(set(result.saved_steps))} different steps gone on from, "
+          f"weights {'equal' if result.same else 'DIFFERENT'}, "
           f"{len(result.problems)} broken promises, {result.seconds:.0f} s")
     for problem in result.problems:
         print(f"  {problem}")
+    if args.json is not None:
+        case = {"name": "soak", "steps": args.steps, "seed": args.seed, **asdict(result)}
+        record.write(args.json, record.record(
+            "soak", ["python", "-m", "tests.faults.soak", *sys.argv[1:]], [case], load))
     return 0 if result.same and not result.problems else 1
 
 

@@ -17,6 +17,7 @@ from conftest import Prepared  # type: ignore[import-not-found]
 from oper.errors import InvalidInputError
 from oper.train.loop import train
 from oper.train.model import load_state
+from tests.faults.pauses import Pauses
 from tests.faults.soak import soak
 from tests.support import ROOT
 from tests.train.test_train import config, finish, lines, start_ranks, words
@@ -35,7 +36,7 @@ def calm(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_killed_runs_end_with_the_same_weights(tmp_path: Path) -> None:
-    result = soak(faults=2, steps=40, seed=3, folder=tmp_path)
+    result = soak(faults=2, steps=40, seed=3, folder=tmp_path, pauses=Pauses())
     assert result.problems == [] or result.faults < 2  # a fast machine may have ended before
     assert result.same
 
