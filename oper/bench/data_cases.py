@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -22,6 +21,7 @@ import numpy as np
 
 from oper.analysis import Collector, CountOptions, TableCounter, merge_stats
 from oper.analysis.presence import Lookups
+from oper.bench.memory import peak_rss_mb
 from oper.data import Folder, SyntheticLog, analyze_folder, power_law_ids, write_synthetic_log
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -35,9 +35,10 @@ pa.set_cpu_count(1)
 pa.set_io_thread_count(1)
 begin = time.perf_counter()
 {body}
-usage = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps({{"seconds": time.perf_counter() - begin, "cpu": usage.ru_utime + usage.ru_stime,
-                  "rss_mb": usage.ru_maxrss / 1e3, "value": value}}))
+seconds, usage = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+from oper.bench.memory import peak_rss_mb
+print(json.dumps({{"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime,
+                  "rss_mb": peak_rss_mb(), "value": value}}))
 """
 _PREPROCESS = """
 from oper.data import PreprocessOptions, load_recipe, preprocess
@@ -203,7 +204,7 @@ def count(num_ids: int, folder: Path) -> dict[str, Any]:
     shutil.rmtree(folder / "out")
     return {"verified": True, "ids_per_s_per_core": len(rates) / sum(1 / r for r in rates.values()),
             **{f"ids_per_s_{n}_rows": r for n, r in rates.items()},
-            "ids_per_s_from_parquet": rows * 26 / seconds, "peak_rss_mb": _peak_rss_mb()}
+            "ids_per_s_from_parquet": rows * 26 / seconds, "peak_rss_mb": peak_rss_mb()}
 
 
 def _count(counter: TableCounter, ids: np.ndarray) -> None:
@@ -272,7 +273,7 @@ def merge(num_days: int, folder: Path) -> dict[str, Any]:
         path.unlink()
     return {"verified": same and len(found.tables["t0"].buckets) == num_days, "files": num_days,
             "tables": len(sizes), "distinct_rows": entries, "seconds": seconds,
-            "peak_rss_mb": _peak_rss_mb()}
+            "peak_rss_mb": peak_rss_mb()}
 
 
 def collector(num_steps: int, folder: Path) -> dict[str, Any]:
@@ -328,7 +329,3 @@ def _timed(run: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
-
-
-def _peak_rss_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oper.bench import plan_workloads, record
+from oper.bench import memory, plan_workloads, record
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload
 from oper.search.baselines import score_peers
@@ -95,7 +94,7 @@ def run_case(case: Case, workload: Workload, seed: int, torchrec: TorchRecPlanne
     plan = plan_problem(problem, seed=seed)
     seconds = time.perf_counter() - begin
     others = busy.others(lambda own: own)
-    peak_rss_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak_rss_mb = memory.peak_rss_mb()
     found, better = evaluate(plan, problem), plan
     if plan.gap > TARGET_GAP and prove_seconds > 0:
         better = proved(plan, problem, goal_gap=TARGET_GAP, time_budget_s=prove_seconds)

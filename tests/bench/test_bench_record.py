@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from oper.bench import record, verbs
+from oper.bench.memory import peak_rss_mb
 from oper.bench.verify import Verdict
 from oper.bench.workload import Workload, batch_ids, collect_stats, draw_ids
 from oper.errors import InvalidInputError, OperError
@@ -117,3 +120,13 @@ def test_a_failing_worker_shows_its_log() -> None:
 
     with pytest.raises(OperError, match=r"a benchmark process has failed(.|\n)*no_such_module"):
         list(run_workers("no_such_module:f", [{}], 1))
+
+
+def test_peak_memory_is_that_of_the_process_itself() -> None:
+    held = np.ones(40_000_000)  # 320 MB, which a child of this process has nothing to do with
+    assert peak_rss_mb() > 320 * held[0]
+    code = ("from oper.bench.memory import peak_rss_mb; a = peak_rss_mb(); b = b'x' * 50_000_000;"
+            "print(a, peak_rss_mb())")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(float, out.stdout.split())
+    assert 5 < before < 200 and 45 < after - before < 80
