@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "host/interaction.h"
 #include "host/kernels.h"
 #include "host/memory.h"
 #include "oper/description.h"
@@ -201,6 +202,28 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   return {out, offsets, status.code, status.detail};
 }
 
+// Lookup and dot interaction; see host/interaction.h. For tables that are only read.
+std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    Tensor dense) {
+  Context& context = context_of(handle);
+  const int64_t size = dense.size(0), dim = dense.size(1);
+  STD_TORCH_CHECK(!context.exchange && !context.peer_rows && !context.has_push &&
+                      dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
+                      dim > 0 && context.output_columns % dim == 0,
+                  "internal: an interaction that these tables cannot have");
+  const int64_t rows = context.output_columns / dim + 1;
+  Tensor offsets, out = pooled_tensor(ScalarType::Float, 4, {size, dim + rows * (rows - 1) / 2});
+  if (!make_offsets(lengths, ids.numel(), &offsets))
+    return {out, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
+  int64_t unused = 0;
+  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true}, &unused);
+  const Status status = forward_interaction(
+      context, batch, static_cast<const float*>(dense.data_ptr()), static_cast<int32_t>(dim),
+      static_cast<float*>(out.data_ptr()), parallel_over_tasks);
+  return {out, offsets, status.code, status.detail};
+}
+
 std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids,
                                                             Tensor offsets, Tensor weights,
                                                             Tensor key_of, int64_t batch_size) {
@@ -297,6 +320,9 @@ STABLE_TORCH_LIBRARY(oper, m) {
       "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses) -> "
       "(Tensor, Tensor, int, int)");
   m.def(
+      "lookup_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+      "Tensor dense) -> (Tensor, Tensor, int, int)");
+  m.def(
       "lookup_resolve(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
       "int batch_size, bool pooled, bool with_order) -> (Tensor, Tensor, Tensor, int, int)");
   m.def(
@@ -320,6 +346,7 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
+  m.impl("lookup_interaction", TORCH_BOX(&oper::host::lookup_interaction));
   m.impl("lookup_weight_gradient", TORCH_BOX(&oper::host::lookup_weight_gradient));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }

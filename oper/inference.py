@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
+from oper.integration.fused_interaction import fuse as fused
 from oper.integration.targets import (
     Target,
     describe,
@@ -219,7 +220,8 @@ class ServedModel(nn.Module):
         self._reader.close()
 
 
-def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0) -> ServedModel:
+def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0, fuse: bool = False
+           ) -> ServedModel:
     """Run a model on the weights that a publisher of this host shares.
 
     Workers may come and go at any time; the end of one, however it ends, disturbs nobody.
@@ -230,6 +232,9 @@ def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0) -> ServedMod
             ``state_dict`` must have values.
         name: the publication's.
         timeout_s: how long to wait for a publisher of that name.
+        fuse: run lookup and dot interaction of TorchRec's ``DLRM`` as one operator. Outputs are
+            then the model's but for the rounding of the dot products. Other models stay as they
+            are.
 
     Raises:
         OperError: no such publication.
@@ -240,7 +245,7 @@ def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0) -> ServedMod
     reader = Reader(name, timeout_s)
     try:
         _check_same(reader, targets, dense)
-        built = _Parts(reader, model, targets)
+        built = _Parts(reader, model, targets, fuse)
     except BaseException:
         reader.close()
         raise
@@ -252,7 +257,8 @@ def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0) -> ServedMod
 class _Parts:
     """The model twice, on the weights of either buffer."""
 
-    def __init__(self, reader: Reader, model: nn.Module, targets: list[Target]) -> None:
+    def __init__(self, reader: Reader, model: nn.Module, targets: list[Target], fuse: bool
+                 ) -> None:
         self.tables: list[PublishedTables] = []
         if targets[0].path == "":
             made = [self._module(reader, targets[0], buffer) for buffer in range(2)]
@@ -270,7 +276,7 @@ class _Parts:
             for target in targets:
                 _put(part, target.path, self._module(reader, target, buffer))
             part.eval()
-        self.parts = copies
+        self.parts = (fused(copies[0]), fused(copies[1])) if fuse else copies
 
     def _module(self, reader: Reader, target: Target, buffer: int) -> nn.Module:
         features = [(f, spec.name) for spec in target.specs for f in spec.features]

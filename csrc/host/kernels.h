@@ -21,6 +21,10 @@ struct Kernels {
   const char* name;
   // Pools the bags into `out`. Returns the first bad id's index in the batch, or -1.
   int64_t (*pool)(const Table& table, const BagRange& range, float* out, Scratch& scratch);
+  // Per sample of rows [num_samples, num_rows, dim]: its first row, then the dot products of all pairs of
+  // its rows; see interaction.h.
+  void (*interact)(const float* rows, int64_t num_samples, int num_rows, int dim, float* out,
+                   Scratch& scratch);
   // Gradient of the per-sample weights of the bags.
   void (*weight_gradient)(const Table& table, const BagRange& range, const float* grad, float* out,
                           Scratch& scratch);

@@ -23,6 +23,7 @@ static_assert(kPrefetch <= kAddressesAhead);
 #include "host/rows.inl"
 #include "host/resolve.inl"
 #include "host/lookup.inl"
+#include "host/interaction.inl"
 #include "host/order.inl"
 #include "host/reduce.inl"
 #include "host/update.inl"
@@ -33,7 +34,8 @@ static_assert(kPrefetch <= kAddressesAhead);
 }  // namespace OPER_KERNELS
 
 const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::pool,
-                                    OPER_KERNELS::weight_gradient, OPER_KERNELS::locate_rows,
+                                    OPER_KERNELS::interact, OPER_KERNELS::weight_gradient,
+                                    OPER_KERNELS::locate_rows,
                                     OPER_KERNELS::arrange, OPER_KERNELS::reduce,
                                     OPER_KERNELS::squares, OPER_KERNELS::update,
                                     OPER_KERNELS::request, OPER_KERNELS::pool_for,

@@ -316,9 +316,14 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         """
         self._ahead.announce(features.values(), self._lookup(features))
 
-    def _batch(self, features: KeyedJaggedTensor) -> Lookup:
+    def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
         """The lookup of a batch, resolved if it was announced."""
         return self._ahead.take(features.values()) or self._lookup(features)
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Of the embeddings that it returns."""
+        return self._output_dtype
 
     def _lookup(self, features: KeyedJaggedTensor) -> Lookup:
         keys = tuple(features.keys())
@@ -434,7 +439,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled embeddings of all features."""
-        return self._keyed(self.tables.lookup(self._batch(features)), features)
+        return self._keyed(self.tables.lookup(self.lookup_of(features)), features)
 
     def output_dist(self, ctx: _Context, output: torch.Tensor) -> LazyAwaitable[KeyedTensor]:
         assert ctx.features is not None
@@ -481,7 +486,7 @@ class ShardedEmbeddings(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """One embedding per id."""
-        return self._jagged(self.tables.lookup(self._batch(features)), features)
+        return self._jagged(self.tables.lookup(self.lookup_of(features)), features)
 
     def output_dist(self, ctx: _Context, output: torch.Tensor
                     ) -> LazyAwaitable[dict[str, JaggedTensor]]:

@@ -46,12 +46,16 @@ class App:
         counted: metrics of this worker.
         max_bytes: of a request's body.
         page: makes the text of ``/metrics`` and its content type.
+
+    Attributes:
+        lets_go: whether the connection of the request in hand is to end with its answer.
     """
 
     def __init__(self, signature: Signature, batcher: Batcher, counted: metrics.WorkerMetrics,
                  max_bytes: int, page: Callable[[], tuple[bytes, str]]) -> None:
         self.signature, self.batcher, self.counted = signature, batcher, counted
         self.max_bytes, self.page = max_bytes, page
+        self.lets_go: Callable[[], bool] = lambda: False
         self._model = f"/v2/models/{signature.name}"
 
     async def __call__(self, scope: dict[str, Any], receive: _Receive, send: _Send) -> None:
@@ -108,11 +112,10 @@ class App:
             binary = any(name == _HEADER_LENGTH for name, _ in scope["headers"])
             body, length = wire.encode_scores(scores, epoch, self.signature.name, binary)
             outcome = "ok"
-            if length is None:
-                await _answer(send, 200, body, _JSON)
-            else:
-                await _answer(send, 200, body, _BINARY,
-                              [(_HEADER_LENGTH, str(length).encode())])
+            more = [(b"connection", b"close")] if self.lets_go() else []
+            if length is not None:
+                more.append((_HEADER_LENGTH, str(length).encode()))
+            await _answer(send, 200, body, _JSON if length is None else _BINARY, more)
         except _Refused as error:
             outcome = error.outcome
             raise

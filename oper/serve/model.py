@@ -111,7 +111,7 @@ class AttachedModel:
         import oper
 
         self.signature = signature
-        self._served: Any = oper.attach(build("meta"), name)
+        self._served: Any = oper.attach(build("meta"), name, fuse=True)
 
     @property
     def epoch(self) -> int:

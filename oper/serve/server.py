@@ -30,6 +30,7 @@ _POLL_S = 0.2
 _NICE = 10  # of the thread that publishes: requests come first
 _COUNTED = ("workers", "worker_restarts", "publications", "failed_publications")
 _MAX_WAIT_S = 30.0  # between two starts of a worker that keeps ending
+_ANY_NUMBER = 1 << 30  # of connections
 
 
 class Source(Protocol):
@@ -100,6 +101,7 @@ class _Worker:
     process: Any
     control: socket.socket
     closed: Any
+    most: Any
     started: float
     ready: bool = False
     handed: int = 0
@@ -313,15 +315,16 @@ class Server:
     def _start_worker(self) -> None:
         ours, theirs = socket.socketpair()
         closed = self._context.RawValue(ctypes.c_long)
+        most = self._context.RawValue(ctypes.c_long, _ANY_NUMBER)
         opener = self.model.opener() if hasattr(self.model, "opener") else _Opener(self.model)
-        job = WorkerJob(opener, self.options, self._folder.path, self._counts, closed)
+        job = WorkerJob(opener, self.options, self._folder.path, self._counts, closed, most)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
         # A folder for metrics in the environment is not meant for the workers.
         with theirs, for_children(without=metrics.FOLDER_VARIABLE):
             process.start()
         ours.setblocking(False)
-        self._workers.append(_Worker(process, ours, closed, time.monotonic()))
+        self._workers.append(_Worker(process, ours, closed, most, time.monotonic()))
 
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + self.options.start_s
@@ -348,6 +351,7 @@ class Server:
                 self._replace(worker)
         while can_hand and self._hand_over():
             pass
+        self._level()
         self._counts.workers = sum(w.ready for w in self._workers)
 
     def _look_at(self, worker: _Worker) -> None:
@@ -401,6 +405,20 @@ class Server:
                 worker.handed += 1
                 return True
         return True
+
+    def _level(self) -> None:
+        """Workers with far more than their share of the connections let some of them go.
+
+        Connections live long. When a worker ends, its clients go to the others, and without this
+        they would stay there: the one that takes its place would have nothing to do.
+        """
+        ready = [w for w in self._workers if w.ready]
+        if not ready:
+            return
+        share = -(-sum(w.open_connections for w in ready) // len(ready))
+        for worker in ready:
+            far_more = worker.open_connections > share + max(1, share // 8)
+            worker.most.value = share if far_more else _ANY_NUMBER
 
     def _drain(self) -> None:
         """Stop listening, let the workers finish, end those that do not."""

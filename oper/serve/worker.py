@@ -40,6 +40,8 @@ class WorkerJob:
         folder: of the metrics files.
         counts: what the supervisor counts, shared memory; see `oper.serve.server.Counts`.
         closed: connections that this worker has closed so far; shared with the supervisor.
+        most: connections that it should have at most, as the supervisor says. It lets the others
+            go with their next answer.
     """
 
     opener: Callable[[], Predictor]
@@ -47,6 +49,7 @@ class WorkerJob:
     folder: str
     counts: Any
     closed: Any
+    most: Any
 
 
 def run_worker(control: socket.socket, job: WorkerJob) -> None:
@@ -97,6 +100,7 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
         """See above."""
 
         taken = 0
+        leaving = 0  # connections whose last answer is on its way
         adopting: ClassVar[set[Any]] = set()
 
         async def startup(self, sockets: Any = None) -> None:
@@ -136,17 +140,27 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
             except OSError:
                 connection.close()  # the client has gone already
 
+        def lets_go(self) -> bool:
+            """Whether the connection of the request in hand is to end with its answer."""
+            if len(self.server_state.connections) - self.leaving <= job.most.value:
+                return False
+            self.leaving += 1
+            return True
+
         async def on_tick(self, counter: int) -> bool:
+            self.leaving = 0
             job.closed.value = self.taken - len(self.server_state.connections)
             if counter % _REPORT_TICKS == 0:
                 report()
             return await super().on_tick(counter)
 
-    return Server(uvicorn.Config(
+    server = Server(uvicorn.Config(
         app, interface="asgi3", lifespan="off", ws="none", log_config=None, access_log=False,
         server_header=False, date_header=False, timeout_keep_alive=job.options.keep_alive_s,
         limit_concurrency=job.options.max_connections,
         timeout_graceful_shutdown=int(job.options.drain_s) + 1))
+    app.lets_go = server.lets_go
+    return server
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int], bool]:

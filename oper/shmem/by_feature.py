@@ -107,9 +107,9 @@ class BoundsCheck:
 
     def repair(self, batch: Lookup) -> Lookup:
         """The batch with row 0 for every id outside its table; `batch` itself where all fit."""
-        lengths = batch.lengths.long()
         if self.mode == "fatal" or not batch.ids.numel() or not batch.batch_size:
             return batch
+        lengths = batch.lengths.long()
         offsets = _offsets(lengths)
         if (lengths < 0).any() or int(offsets[-1]) != batch.ids.numel():
             return batch  # refused by the kernels

@@ -26,24 +26,21 @@ from oper.errors import DeadlineError, InvalidInputError, OperError, fail
 from oper.plan import Plan
 from oper.shmem import numa
 from oper.shmem.domains import peer_credentials
+from oper.shmem.greeting import GREETING, MAGIC, check_name, socket_name
 from oper.shmem.heap import create_segment
 from oper.shmem.library import load
 from oper.shmem.migration import check_room
 from oper.shmem.published import (
-    GREETING,
     HEADER,
     HEADER_BYTES,
-    MAGIC,
     SEGMENT_NAME,
     VERSION,
     BufferRows,
     DenseEntry,
     Layout,
-    check_name,
     checksums,
     dense_entries,
     dense_view,
-    socket_name,
 )
 from oper.shmem.quantise import as_rows
 
@@ -157,7 +154,7 @@ class Publisher:
     """Tables and dense weights of a model, in memory that readers of this host share.
 
     Args:
-        name: by which readers find it (`oper.shmem.published.check_name`).
+        name: by which readers find it (`oper.shmem.greeting.check_name`).
         plan: the tables, placed on memory domains: one rank per NUMA node, in order.
         dense: weights beside the tables; their shapes and dtypes are fixed here.
         keep_spare: keep the memory of the buffer that is not read, for the next publication.

@@ -15,7 +15,6 @@ import os
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,21 +31,17 @@ from oper.shmem.arena import ArenaLayout, KernelMaps
 from oper.shmem.batch import BatchChecks, FailedBatch, Lookup, raise_status
 from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.domains import peer_credentials
+from oper.shmem.greeting import MAGIC, check_name, connect, greeting
 from oper.shmem.library import load
 from oper.shmem.numa import near_domain
 from oper.shmem.table_rows import LogicalRows
 from oper.traffic import Traffic
 
-MAGIC = b"OPERPUB1"
 VERSION = 1
 HEADER_BYTES = 1 << 20  # before the dense weights
 HEADER = struct.Struct("<8sIQI")  # magic, version, epoch, bytes of the text that follows
-GREETING = struct.Struct("<8sI")  # magic, bytes of the text that follows
 ALIGN = 64
 SEGMENT_NAME = "oper-tables"
-_MAX_TEXT = 1 << 30
-_MAX_FDS = 253  # of one message
-_RETRY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +189,7 @@ class PublishedTables(BufferRows):
             InvalidInputError: an id out of range, or lengths that do not fit the ids.
             OperError: outside of a `Reader.pinned` block of this buffer's epoch.
         """
-        self._reader.check_pinned(self._buffer)
-        self._checks.check(batch)
-        if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
-            raise InvalidInputError(
-                fail("cannot look up in read-only tables", "per-sample weights",
-                     "requires_grad=True", "weights that need no gradient",
-                     "detach them; they would not be trained"))
-        batch = self.bounds.repair(batch)
+        batch = self._checked(batch)
         if batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size) \
                 and not batch.lengths.any():
             return torch.empty(0, self._num_columns if batch.pooled else self._row_dim)
@@ -213,6 +201,50 @@ class PublishedTables(BufferRows):
             raise_status(code, detail, 0,
                          FailedBatch(batch, offsets, self.features, self.specs))
         return out
+
+    def lookup_interaction(self, batch: Lookup, dense: torch.Tensor) -> torch.Tensor:
+        """DLRM's dot interaction of pooled embeddings and a dense row, without writing the former.
+
+        Args:
+            batch: pooled; all tables have one dim D.
+            dense: float32 [B, D], contiguous.
+
+        Returns:
+            float32 [B, D + F * (F + 1) / 2]: the dense row, then the dot products of the pairs
+            (i, j), i < j, of the rows dense, feature 0, feature 1, ...: (0, 1), (0, 2), ...,
+            (1, 2), ... Those of a sample do not depend on its batch.
+
+        Raises:
+            InvalidInputError, OperError: as `lookup`.
+
+        Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
+        Recommendation Systems" (2019), section 2.1.
+        """
+        batch = self._checked(batch)
+        want = (batch.batch_size, self._row_dim)
+        if not batch.pooled or tuple(dense.shape) != want or dense.dtype != torch.float32:
+            raise InvalidInputError(
+                fail("cannot take the interaction", "dense", (dense.dtype, tuple(dense.shape)),
+                     f"float32 {want}, beside a pooled batch", "correct the model"))
+        out: torch.Tensor
+        out, offsets, code, detail = torch.ops.oper.lookup_interaction(
+            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
+            dense.contiguous())
+        if code:
+            raise_status(code, detail, 0,
+                         FailedBatch(batch, offsets, self.features, self.specs))
+        return out
+
+    def _checked(self, batch: Lookup) -> Lookup:
+        """A batch that the kernels may have."""
+        self._reader.check_pinned(self._buffer)
+        self._checks.check(batch)
+        if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
+            raise InvalidInputError(
+                fail("cannot look up in read-only tables", "per-sample weights",
+                     "requires_grad=True", "weights that need no gradient",
+                     "detach them; they would not be trained"))
+        return self.bounds.repair(batch)
 
     def resolve(self, batch: Lookup) -> Lookup:
         """The batch as it is: its epoch is chosen when it is looked up."""
@@ -260,11 +292,11 @@ class Reader:
         self._mapped: list[tuple[int, int]] = []
         self._pins = threading.local()
         self._owner = os.getpid()
-        self._connection = _connect(self.name, timeout_s)
+        self._connection = connect(self.name, timeout_s)
         self.publisher_pid, _ = peer_credentials(self._connection)
         fds: list[int] = []
         try:
-            text, fds = _greeting(self._connection)
+            text, fds = greeting(self._connection)
             told = json.loads(text)
             if "error" in told:
                 raise OperError(fail(f"cannot attach to publication {name!r}", "reason",
@@ -436,70 +468,6 @@ def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str,
     found["dense"] = zlib.crc32(
         torch.ops.oper.segment_bytes(dense + HEADER_BYTES, size).numpy().data) if size else 0
     return found
-
-
-# ---- finding one another -------------------------------------------------------------------------
-
-
-def check_name(name: str) -> str:
-    """`name`; raises InvalidInputError unless it can name a publication."""
-    allowed = isinstance(name, str) and 1 <= len(name) <= 64 and all(
-        c.isascii() and (c.isalnum() or c in "._-") for c in name)
-    if not allowed:
-        raise InvalidInputError(fail("invalid name of a publication", "name", name,
-                                     "1 to 64 of A-Z a-z 0-9 . _ -", "choose another"))
-    return name
-
-
-def socket_name(name: str) -> str:
-    """The abstract socket of this user's publication of that name."""
-    return f"\0oper-publication-{os.getuid()}-{name}"
-
-
-def _connect(name: str, timeout_s: float) -> socket.socket:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(max(timeout_s, 1.0))
-            connection.connect(socket_name(name))
-            if peer_credentials(connection)[1] == os.getuid():
-                return connection
-            reason = "another user has taken this name"
-        except OSError as error:
-            reason = str(error)
-        connection.close()
-        if time.monotonic() >= deadline:
-            raise OperError(
-                fail("no such publication", "name", name,
-                     f"a publisher of this user on this host within {timeout_s:g} s",
-                     f"start one with oper.publish ({reason})"))
-        time.sleep(_RETRY_S)
-
-
-def _greeting(connection: socket.socket) -> tuple[str, list[int]]:
-    """What a publisher says first, and the descriptors of its segments."""
-    try:
-        head, fds, _, _ = socket.recv_fds(connection, GREETING.size, _MAX_FDS)
-        parts, size = [], 0
-        if len(head) == GREETING.size:
-            magic, size = GREETING.unpack(head)
-            if magic != MAGIC or size > _MAX_TEXT:
-                raise ValueError(f"greeting {magic!r}")
-        else:
-            raise OperError(fail("a publisher hung up", "greeting", head, "its tables",
-                                 "attach again, or look at the publisher"))
-        while size > 0:
-            part = connection.recv(min(size, 1 << 20))
-            if not part:
-                raise OperError(fail("a publisher hung up", "missing bytes", size, "0",
-                                     "attach again, or look at the publisher"))
-            parts.append(part)
-            size -= len(part)
-    except OSError as error:
-        raise OperError(fail("a publisher does not answer", "greeting", str(error),
-                             "its tables in time", "look at the publisher")) from None
-    return b"".join(parts).decode(), fds
 
 
 def shared_pss_bytes(pid: int | str = "self") -> int:

@@ -76,6 +76,40 @@ def test_outputs_are_the_models(served, batch) -> None:
     assert torch.equal(attached(*batch), model(seed=3)(*batch))
 
 
+def test_a_fused_dlrm_scores_alike(served, batch, name) -> None:
+    """One operator for lookup and interaction: the model's numbers but for their rounding."""
+    publication, _ = served
+    fused = oper.attach(model(seed=9), name, fuse=True)
+    kinds = {type(m).__name__ for m in fused._parts[0].modules()}
+    assert "FusedDLRM" in kinds
+    for seed in (0, 4):  # of either buffer
+        if seed:
+            publication.publish(model(seed=seed))
+        assert torch.allclose(fused(*batch), model(seed=seed)(*batch), rtol=1e-5, atol=1e-6)
+    assert fused.rows_read()["local"] == 2 * batch[1].values().numel()
+    with pytest.raises(InvalidInputError, match="id=500"):
+        fused(batch[0], KeyedJaggedTensor(KEYS, torch.tensor([500]), lengths=torch.tensor(
+            [1, *[0] * 29]), stride=10))
+    fused.close()
+
+
+def test_what_is_not_a_plain_dlrm_is_left_alone(name, batch) -> None:
+    class Own(DLRM):
+        """May do anything in its forward pass."""
+
+    own = model()
+    own.__class__ = Own
+    hooked, seen = model(), []
+    hooked.sparse_arch.register_forward_hook(lambda *_: seen.append(1))
+    with oper.publish(model(), name):
+        for given in (own, hooked):
+            attached = oper.attach(given, name, fuse=True)
+            assert "FusedDLRM" not in {type(m).__name__ for m in attached._parts[0].modules()}
+            assert torch.equal(attached(*batch), model()(*batch))
+            attached.close()
+    assert seen
+
+
 @pytest.mark.parametrize("kind", ["state_dict", "file", "nested", "distributed", "sharded", "oper"])
 def test_weights_come_from_anywhere(kind: str, served, batch, tmp_path: Path) -> None:
     publication, attached = served

@@ -288,6 +288,10 @@ def test_a_dead_worker_is_replaced_and_clients_retry(server: Server, client: Cli
         at = sum(done)
         wait_for(lambda: sum(done) > at + 50)  # the other worker serves meanwhile
         wait_for(lambda: len(server.worker_pids) == 2)
+        retries = client.counts.retries
+        # Connections do not stay where they had to go: the new worker gets its share.
+        wait_for(lambda: min(w.open_connections for w in server._workers) >= 2)
+        assert client.counts.retries == retries
     finally:
         stop.set()
         for thread in threads:

@@ -1,0 +1,142 @@
+// Dot products between the rows of a sample, as DLRM's interaction takes them. Part of kernels.inl.
+
+#if defined(OPER_KERNELS_AVX512)
+
+// 16 x 16 floats: row r, column k -> row k, column r.
+OPER_INLINE void transpose(Lanes (&block)[16]) {
+  __m512* v = reinterpret_cast<__m512*>(block);
+  __m512 t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+  }
+  const auto low = [](__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  const auto high = [](__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  for (int i = 0; i < 16; i += 4) {
+    v[i] = low(t[i], t[i + 2]);
+    v[i + 1] = high(t[i], t[i + 2]);
+    v[i + 2] = low(t[i + 1], t[i + 3]);
+    v[i + 3] = high(t[i + 1], t[i + 3]);
+  }
+  for (int c = 0; c < 4; ++c) {
+    t[c] = _mm512_shuffle_f32x4(v[c], v[4 + c], 0x44);
+    t[4 + c] = _mm512_shuffle_f32x4(v[c], v[4 + c], 0xee);
+    t[8 + c] = _mm512_shuffle_f32x4(v[8 + c], v[12 + c], 0x44);
+    t[12 + c] = _mm512_shuffle_f32x4(v[8 + c], v[12 + c], 0xee);
+  }
+  for (int c = 0; c < 4; ++c) {
+    v[c] = _mm512_shuffle_f32x4(t[c], t[8 + c], 0x88);
+    v[4 + c] = _mm512_shuffle_f32x4(t[c], t[8 + c], 0xdd);
+    v[8 + c] = _mm512_shuffle_f32x4(t[4 + c], t[12 + c], 0x88);
+    v[12 + c] = _mm512_shuffle_f32x4(t[4 + c], t[12 + c], 0xdd);
+  }
+}
+
+// Lanes [first, last) to p[first], ...; nothing else is written.
+OPER_INLINE void store_between(float* p, const Lanes& v, int first, int last) {
+  const __mmask16 mask = static_cast<__mmask16>((0xffffu << first) & ~(0xffffffffu << last));
+  _mm512_mask_storeu_ps(p, mask, reinterpret_cast<const __m512&>(v));
+}
+
+constexpr int kBlockRows = 8, kBlockVectors = 2;  // of products in registers
+
+#else
+
+OPER_INLINE void transpose(Lanes (&block)[16]) {
+  for (int r = 0; r < 16; ++r)
+    for (int k = r + 1; k < 16; ++k) {
+      const float other = block[k][r];
+      block[k][r] = block[r][k];
+      block[r][k] = other;
+    }
+}
+
+OPER_INLINE void store_between(float* p, const Lanes& v, int first, int last) {
+  float all[16];
+  std::memcpy(all, &v, sizeof all);
+  if (last - first == 16) {
+    std::memcpy(p, all, sizeof all);
+  } else {
+    std::copy(all + first, all + last, p + first);
+  }
+}
+
+constexpr int kBlockRows = 4, kBlockVectors = 1;
+
+#endif
+
+// Rows of a sample as columns: to[k * width + r]; zeros where `width` is more than the rows.
+OPER_INLINE void as_columns(const float* rows, int num_rows, int dim, int width, float* to) {
+  for (int r = 0; r < width; r += 16) {
+    for (int k = 0; k < dim; k += 16) {
+      const int count = std::min(16, dim - k);
+      Lanes block[16];
+      for (int i = 0; i < 16; ++i) {
+        const float* p = rows + static_cast<int64_t>(r + i) * dim + k;
+        block[i] = r + i >= num_rows ? Lanes{} : count == 16 ? lanes_of(p) : load_part(p, count);
+      }
+      transpose(block);
+      for (int i = 0; i < count; ++i)
+        *reinterpret_cast<Loose*>(to + static_cast<int64_t>(k + i) * width + r) = block[i];
+    }
+  }
+}
+
+// Products of the rows [i, i + R) with the rows [j, j + 16 * V), those above the diagonal to `out`,
+// where the pairs (0, 1), (0, 2), ..., (1, 2), ... lie one after another. Each is summed in the order
+// of the columns, so that it depends on its two rows alone.
+template <int R, int V>
+OPER_INLINE void multiply_block(const float* rows, const float* columns, int num_rows, int dim,
+                                int width, int i, int j, float* out) {
+  const float* row[R];
+  for (int r = 0; r < R; ++r) row[r] = rows + static_cast<int64_t>(std::min(i + r, num_rows - 1)) * dim;
+  Lanes sum[R][V] = {};
+  for (int k = 0; k < dim; ++k) {
+    Lanes column[V];
+    for (int v = 0; v < V; ++v)
+      column[v] = lanes_of(columns + static_cast<int64_t>(k) * width + j + 16 * v);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sum[r][v] += column[v] * row[r][k];
+  }
+  for (int r = 0; r < R && i + r < num_rows - 1; ++r) {
+    const int64_t line = i + r;
+    float* pairs = out + line * (2 * num_rows - line - 1) / 2 - (line + 1);  // pair (line, 0) would be
+    for (int v = 0; v < V; ++v) {
+      const int at = j + 16 * v;
+      const int first = std::max<int>(0, static_cast<int>(line) + 1 - at);
+      const int last = std::min(16, num_rows - at);
+      if (first < last) store_between(pairs + at, sum[r][v], first, last);
+    }
+  }
+}
+
+template <int R>
+OPER_INLINE void multiply_rows(const float* rows, const float* columns, int num_rows, int dim,
+                               int width, int i, float* out) {
+  int j = (i + 1) / 16 * 16;
+  for (; j + 16 * kBlockVectors <= width; j += 16 * kBlockVectors)
+    multiply_block<R, kBlockVectors>(rows, columns, num_rows, dim, width, i, j, out);
+  for (; j < width; j += 16)
+    multiply_block<R, 1>(rows, columns, num_rows, dim, width, i, j, out);
+}
+
+void interact(const float* rows, int64_t num_samples, int num_rows, int dim, float* out,
+              Scratch& scratch) {
+  const int width = (num_rows + 15) / 16 * 16;
+  const int64_t stride = dim + static_cast<int64_t>(num_rows) * (num_rows - 1) / 2;
+  float* columns = scratch.get<float>(0, static_cast<int64_t>(dim) * width);
+  for (int64_t s = 0; s < num_samples; ++s, rows += static_cast<int64_t>(num_rows) * dim,
+               out += stride) {
+    std::memcpy(out, rows, static_cast<size_t>(dim) * sizeof(float));
+    as_columns(rows, num_rows, dim, width, columns);
+    int i = 0;
+    for (; i + 4 < num_rows - 1; i += kBlockRows)
+      multiply_rows<kBlockRows>(rows, columns, num_rows, dim, width, i, out + dim);
+    for (; i < num_rows - 1; i += 4)
+      multiply_rows<4>(rows, columns, num_rows, dim, width, i, out + dim);
+  }
+}

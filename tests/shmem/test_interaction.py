@@ -1,0 +1,141 @@
+"""Lookup and dot interaction as one operator, against the definition in double precision."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from oper.errors import InvalidInputError
+from oper.plan import uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.publication import Publisher
+from oper.shmem.published import PublishedTables, Reader
+from oper.tables import TableSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+# Features and columns: one block and several of everything that the kernels cut into blocks.
+SHAPES = [(1, 4), (2, 16), (3, 20), (7, 64), (15, 12), (16, 33), (26, 64), (31, 128), (40, 96)]
+
+
+@contextmanager
+def published(num_features: int, dim: int, dtype: str = "float32", seed: int = 0
+              ) -> Iterator[tuple[PublishedTables, Reader]]:
+    """Tables of 50 rows of normal numbers, attached within this process."""
+    specs = [TableSpec(f"t{k}", 50, dim, (f"f{k}",), "mean" if k % 3 == 2 else "sum", dtype, "none")
+             for k in range(num_features)]
+    generator = torch.Generator().manual_seed(seed)
+    rows = {s.name: torch.randn(50, dim, generator=generator) for s in specs}
+    name = f"interaction-{os.getpid()}-{time.monotonic_ns()}"
+    publisher = Publisher(name, uniform_plan(specs, 1, "owned"), {}, False, False)
+    publisher.publish(lambda table: [(0, rows[table])], {})
+    reader = Reader(name)
+    try:
+        yield PublishedTables(reader, reader.epoch & 1, [(s.features[0], s.name) for s in specs]
+                              ), reader
+    finally:
+        reader.close()
+        publisher.close()
+
+
+def batch_of(num_features: int, size: int, weighted: bool = False, seed: int = 1) -> Lookup:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (num_features * size,), generator=generator)
+    ids = torch.randint(0, 50, (int(lengths.sum()),), generator=generator)
+    weights = torch.randn(ids.numel(), generator=generator) if weighted else None
+    return Lookup(ids, lengths, torch.arange(num_features), size, weights)
+
+
+def expected(pooled: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """In double precision, pair by pair."""
+    rows = torch.cat([dense, pooled], 1).double().reshape(dense.shape[0], -1, dense.shape[1])
+    n = rows.shape[1]
+    pairs = [(rows[:, i] * rows[:, j]).sum(1, keepdim=True) for i in range(n)
+             for j in range(i + 1, n)]
+    return torch.cat([dense.double(), *pairs], 1)
+
+
+def differences() -> tuple[list[str], str]:
+    """Shapes that are wrong, and a digest of all bits."""
+    wrong, digest = [], hashlib.sha256()
+    for dtype, shapes in (("float32", SHAPES), ("int8", SHAPES[4:7]), ("float16", SHAPES[2:4])):
+        for num_features, dim in shapes:
+            with published(num_features, dim, dtype) as (tables, reader), reader.pinned():
+                for size, weighted in ((1, False), (64, False), (131, True)):
+                    batch = batch_of(num_features, size, weighted)
+                    dense = torch.randn(size, dim, generator=torch.Generator().manual_seed(2))
+                    found = tables.lookup_interaction(batch, dense)
+                    pooled = tables.lookup(batch)
+                    want = expected(pooled, dense)
+                    # A sum of `dim` rounded products.
+                    norms = torch.cat([dense, pooled], 1).reshape(size, -1, dim).norm(dim=2)
+                    bound = float(norms.max()) ** 2 * dim * 2.0 ** -23
+                    if found.shape != want.shape or not bool(
+                            ((found.double() - want).abs() <= bound).all()):
+                        wrong.append(f"{dtype} {num_features} {dim} {size}")
+                    digest.update(found.numpy().tobytes())
+    return wrong, digest.hexdigest()
+
+
+def test_products_are_those_of_the_definition_and_equal_on_every_processor() -> None:
+    wrong, digest = differences()
+    assert wrong == []
+    code = "from tests.shmem.test_interaction import differences as d; print(*d())"
+    for kernels in ("avx2", "generic"):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
+                              text=True, check=True,
+                              env={**os.environ, "OPER_CPU_KERNELS": kernels})
+        assert done.stdout.split() == ["[]", digest], kernels
+
+
+def test_a_sample_does_not_depend_on_its_batch_nor_on_threads() -> None:
+    with published(26, 64, "int8") as (tables, reader), reader.pinned():
+        batch, dense = batch_of(26, 200), torch.randn(200, 64)
+        whole = tables.lookup_interaction(batch, dense)
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            assert torch.equal(tables.lookup_interaction(batch, dense), whole)
+        finally:
+            torch.set_num_threads(before)
+        for sample in (0, 63, 64, 199):
+            assert torch.equal(
+                tables.lookup_interaction(_only(batch, sample), dense[sample:sample + 1]),
+                whole[sample:sample + 1])
+        traffic = tables.traffic()
+        assert int(traffic.counts.sum()) == 2 * batch.ids.numel() + sum(
+            _only(batch, s).ids.numel() for s in (0, 63, 64, 199))
+
+
+def _only(batch: Lookup, sample: int) -> Lookup:
+    """One sample of a batch."""
+    lengths = batch.lengths.reshape(-1, batch.batch_size)
+    ends = batch.lengths.cumsum(0).reshape(lengths.shape)
+    parts: Sequence[torch.Tensor] = [
+        batch.ids[int(e) - int(n):int(e)] for e, n in zip(ends[:, sample], lengths[:, sample],
+                                                          strict=True)]
+    return Lookup(torch.cat(list(parts)), lengths[:, sample].contiguous(), batch.key_of, 1)
+
+
+def test_bad_batches_are_refused_by_name() -> None:
+    with published(3, 8) as (tables, reader), reader.pinned():
+        batch, dense = batch_of(3, 70), torch.zeros(70, 8)
+        for bad in (torch.zeros(70, 9), torch.zeros(69, 8), torch.zeros(70, 8).double()):
+            with pytest.raises(InvalidInputError, match="dense"):
+                tables.lookup_interaction(batch, bad)
+        ids = batch.ids.clone()
+        ids[-1] = 50
+        with pytest.raises(InvalidInputError, match=r"feature 'f2' .* id=50"):
+            tables.lookup_interaction(Lookup(ids, batch.lengths, batch.key_of, 70), dense)
+        with pytest.raises(InvalidInputError, match="lengths"):
+            tables.lookup_interaction(Lookup(ids[1:], batch.lengths, batch.key_of, 70), dense)
+        none = Lookup(ids[:0], batch.lengths[:0], batch.key_of, 0)
+        assert tables.lookup_interaction(none, dense[:0]).shape == (0, 8 + 6)
