@@ -132,7 +132,10 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
 
 
 def leftovers(pids: list[int]) -> list[str]:
-    """Processes, named shared memory and sockets of `pids` that are still there."""
+    """Processes, named shared memory and sockets of `pids` that are still there.
+
+    Names of scoring servers, which others may run meanwhile, are not theirs.
+    """
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -140,7 +143,8 @@ def leftovers(pids: list[int]) -> list[str]:
             if state != "Z":
                 found.append(f"process {pid} ({state})")
         found += [str(p) for p in Path("/dev/shm").iterdir() if str(pid) in p.name]
-    found += [str(p) for p in Path("/dev/shm").iterdir() if "oper" in p.name]
+    found += [str(p) for p in Path("/dev/shm").iterdir()
+              if "oper" in p.name and not p.name.startswith("oper-serve-")]
     for line in Path("/proc/net/unix").read_text().splitlines():
         if any(f"oper-{pid}-" in line for pid in pids):
             found.append(f"socket {line.split()[-1]}")

@@ -9,16 +9,15 @@ failed.
 from __future__ import annotations
 
 import os
-import select
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, OperError, fail
 from oper.integration.on_demand import CHUNK_BYTES
 from oper.integration.saving import Alone, save_by, tables_of
+from oper.shmem.progress import Mark, Progress
 from oper.shmem.runtime import ShardedTables
 
 _WHAT = "cannot save what the survivors hold"
@@ -35,27 +34,17 @@ class Survivors:
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self._model, self._optimizer = model, optimizer
-        self._tables = [t for t in tables_of(model) if isinstance(t, ShardedTables)]
-        if not self._tables or not all(
-                t.is_one_domain and t.device.type == "cpu" for t in self._tables):
-            raise InvalidInputError(fail(_WHAT, "tables", len(self._tables),
-                                         "sharded tables of ranks that share memory",
-                                         "save delta checkpoints"))
-        self._marks: list[tuple[int, int, int]] = []
+        tables = [t for t in tables_of(model) if isinstance(t, ShardedTables)]
+        if not tables:
+            raise InvalidInputError(fail(_WHAT, "tables", 0, "sharded tables that are trained",
+                                         "save whole checkpoints"))
+        self._progress = [Progress(t) for t in tables]
+        self._marks: list[Mark] = []
         self.mark()
 
     def mark(self) -> None:
         """A step is over."""
-        self._marks = [(t._handle, *self._own(t)) for t in self._tables]
-
-    @staticmethod
-    def _progress(t: ShardedTables) -> list[list[int]]:
-        flat = torch.ops.oper.context_progress(t._handle)
-        return [flat[k:k + 3] for k in range(0, len(flat), 3)]
-
-    def _own(self, t: ShardedTables) -> tuple[int, int]:
-        found = self._progress(t)
-        return (found[t.group.rank][0], found[t.group.rank][2]) if found else (0, 0)
+        self._marks = [p.mark() for p in self._progress]
 
     def save(self, folder: str | os.PathLike[str], extra: dict[str, Any] | None = None,
              chunk_bytes: int = CHUNK_BYTES) -> bool:
@@ -74,38 +63,20 @@ class Survivors:
             OperError: the rows are not provably of the marked step, or no rank has ended; nothing
                 is written.
         """
-        for t, mark in zip(self._tables, self._marks, strict=True):
-            self._check(t, mark)
-        dead = self._dead(self._tables[0])
-        if not dead:
+        for progress, mark in zip(self._progress, self._marks, strict=True):
+            if not progress.is_unchanged(mark):
+                raise OperError(fail(
+                    _WHAT, "(arrivals, updates begun, updates ended) by rank",
+                    [tuple(c) for c in progress.counts()],
+                    f"{mark.updates} updates on all ranks and a barrier that nobody passes",
+                    "the step was under way: load the last checkpoint"))
+        first = self._progress[0]
+        ended = first.ended()
+        if not ended:
             raise OperError(fail(_WHAT, "ranks that have ended", "none", "at least one",
                                  "save a checkpoint with all of them"))
-        if self._tables[0].group.rank != min(
-                set(range(self._tables[0].group.world_size)) - dead):
+        if first.rank != min(set(range(first.world_size)) - ended):
             return False
         path = Path(folder).absolute()
         save_by(Alone(_WHAT, path), path, (self._model, self._optimizer, extra), chunk_bytes)
         return True
-
-    @staticmethod
-    def _dead(t: ShardedTables) -> set[int]:
-        if t._heap is None:
-            raise OperError(fail(_WHAT, "tables", "closed", "open tables", "load a checkpoint"))
-        poll = select.poll()
-        ranks = {fd: r for r, fd in enumerate(t._heap.pidfds) if fd >= 0}
-        for fd in ranks:
-            poll.register(fd, select.POLLIN)
-        return {ranks[fd] for fd, _ in poll.poll(0)}
-
-    def _check(self, t: ShardedTables, mark: tuple[int, int, int]) -> None:
-        handle, arrivals, updates = mark
-        found, dead = self._progress(t), self._dead(t)
-        mine = found[t.group.rank][0] if found else 0
-        # Nobody passes a barrier that a dead rank did not reach, or that this rank does not reach.
-        held = mine == arrivals or any(found[r][0] < mine for r in dead)
-        whole = all((begun, ended) == (updates, updates) for _, begun, ended in found)
-        if t._handle != handle or not held or not whole:
-            raise OperError(
-                fail(_WHAT, "(arrivals, updates begun, updates ended) by rank", found,
-                     f"{updates} updates on all ranks and a barrier that nobody passes",
-                     "the step was under way: load the last checkpoint"))

@@ -91,8 +91,8 @@ class TrainConfig:
         log_every: steps between lines of the metrics file, and between looks at an interrupt.
         eval_every: steps between validations (0 = only at the end).
         eval_users: validate a recommender on so many users, evenly chosen (0 = all).
-        checkpoint_every: steps between checkpoints of a DLRM in `out` (0 = none); from the last one
-            a run goes on when torchrun restarts it, or with ``--resume``.
+        checkpoint_every: steps between checkpoints in `out` (0 = none); from the last one a run
+            goes on when torchrun restarts it, or with ``--resume``. Needs ``sharding="oper"``.
         delta_every: steps between deltas (0 = none): the rows that have changed since, written
             while training goes on; needs `checkpoint_every`.
         tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
@@ -146,9 +146,8 @@ class TrainConfig:
         for name in ("stats", "plan", "topology"):
             if getattr(self, name) and self.sharding != "oper":
                 raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")
-        if self.checkpoint_every and (self.sharding, self.model_name) != ("oper", "dlrm"):
-            raise _bad("checkpoint_every", self.checkpoint_every,
-                       "0 but for a DLRM with sharding='oper'")
+        if self.checkpoint_every and self.sharding != "oper":
+            raise _bad("checkpoint_every", self.checkpoint_every, "0 but with sharding='oper'")
         if self.delta_every and not self.checkpoint_every:
             raise _bad("delta_every", self.delta_every, "0 without checkpoint_every")
         _one_of("tables_on", self.tables_on, TABLE_DEVICES)

@@ -49,19 +49,27 @@ class Checkpoints:
     """Saves and restores everything that the next step depends on.
 
     Tables and their optimizer states are saved in logical order, so that any number of ranks can go
-    on. The dense optimizer, which is the same on all ranks, is saved whole.
+    on. The dense optimizer, which is the same on all ranks, is saved whole. What a step draws is
+    keyed by seed, rank and step (`oper.train.tasks`), so that there is no generator to save.
+
+    Raises:
+        InvalidInputError: the model has no tables that OPER has sharded.
     """
 
     def __init__(self, engine: Engine, config: TrainConfig) -> None:
-        from oper.integration.torchrec_modules import ShardedEmbeddingBags
+        from torchrec.optim.keyed import CombinedOptimizer
+
+        from oper.integration.torchrec_modules import ShardedEmbeddingBags, ShardedEmbeddings
 
         self._engine, self._config = engine, config
         self._folder = Path(config.out) / CHECKPOINT
-        sharded = [m for m in engine.bare.modules() if isinstance(m, ShardedEmbeddingBags)]
+        sharded = {name: m.fused_optimizer for name, m in engine.bare.named_modules()
+                   if isinstance(m, ShardedEmbeddingBags | ShardedEmbeddings)}
         if not sharded:
-            raise InvalidInputError(fail("cannot save or load checkpoints", "sharding",
-                                         config.sharding, "'oper'", "train without checkpoints"))
-        self._tables = sharded[0].fused_optimizer
+            raise InvalidInputError(fail(
+                "cannot save or load checkpoints", "sharded collections of tables", 0,
+                "a model that is trained, with sharding='oper'", "train without checkpoints"))
+        self._tables = CombinedOptimizer(list(sharded.items()))
         self._deltas = DeltaCheckpoints(self._folder, engine.module, self._tables) if (
             config.delta_every) else None
 

@@ -149,10 +149,7 @@ class RecommenderTask:
         model = self.build()
         if not self.workload.trains:
             return Engine(model, model, [])
-        made = make_engine(model, self.config, lambda: self.stats(model))
-        # Ranks draw their own dropout and candidates, whatever building the model has drawn.
-        torch.manual_seed(self.config.seed * 1000 + 1 + self.share.rank)
-        return made
+        return make_engine(model, self.config, lambda: self.stats(model))
 
     def build(self) -> Recommender:
         """The unsharded model; equal seeds give equal weights."""
@@ -171,6 +168,10 @@ class RecommenderTask:
             yield batch, batch.num_users
 
     def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
+        # Dropout and candidates are a rank's own, and those of the step: no generator's state
+        # belongs to a checkpoint.
+        drawn = np.random.SeedSequence((self.config.seed, self.share.rank, step))
+        torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         if isinstance(engine.bare, Recommender):
             engine.bare.schedule(step, num_steps)
 

@@ -49,19 +49,24 @@ class Soak:
     same: bool = False
 
 
-def make_data(folder: Path) -> str:
-    """A small preprocessed log."""
+def make_run(model: str, folder: Path) -> dict[str, Any]:
+    """Settings of a short run of a model, with many checkpoints, on data that are made here."""
+    common = {"model.dim": 8, "epochs": 1000, "log_every": 5, "checkpoint_every": 10,
+              "delta_every": 5}
+    if model != "dlrm":
+        return common | {
+            "model.name": model, "catalogue.num_items": 300, "catalogue.num_users": 200,
+            "catalogue.length": 12, "batch_size": 16, "optimizer.dense": "adam",
+            "eval_users": 20} | _SIZES[model]
     cardinalities = tuple(5 + 37 * k for k in range(26))
     write_synthetic_log(folder / "log.txt", SyntheticLog(8_000, 3, cardinalities, effect=2.5))
     preprocess(load_recipe("criteo-kaggle"), [str(folder / "log.txt")], folder / "data")
-    return str(folder / "data")
+    return common | {"data": str(folder / "data"), "batch_size": 64, "model.dense_layers": [16],
+                     "model.over_layers": [16]}
 
 
-def settings(data: str, out: Path, steps: int) -> dict[str, Any]:
-    """A short run with many checkpoints."""
-    return {"data": data, "out": str(out), "batch_size": 64, "model.dim": 8,
-            "model.dense_layers": [16], "model.over_layers": [16], "epochs": 1000,
-            "max_steps": steps, "log_every": 5, "checkpoint_every": 10, "delta_every": 5}
+_SIZES = {"cdt4rec": {"model.steps": 6, "model.window": 4, "model.negatives": 32, "model.heads": 2},
+          "cadvae": {"model.num_concepts": 3, "model.hidden": 16, "model.graph": "free"}}
 
 
 def run(rank: int, world_size: int, flags: dict[str, Any]) -> dict[str, Any]:
@@ -84,11 +89,10 @@ def run(rank: int, world_size: int, flags: dict[str, Any]) -> dict[str, Any]:
         return {"lost": str(error)}
 
 
-def soak(faults: int, steps: int, seed: int, folder: Path, pauses: Pauses) -> Soak:
-    """Kill so many ranks, then let the run end; `steps` must be enough for that."""
+def soak(faults: int, flags: dict[str, Any], seed: int, folder: Path, pauses: Pauses) -> Soak:
+    """Kill so many ranks of a run, then let it end; its ``max_steps`` must be enough for that."""
     result, rng, began = Soak(), random.Random(seed), time.monotonic()
-    data = make_data(folder)
-    disturbed = settings(data, folder / "disturbed", steps)
+    disturbed = flags | {"out": str(folder / "disturbed")}
     ended = False
     while not ended:
         result.lives += 1
@@ -102,7 +106,7 @@ def soak(faults: int, steps: int, seed: int, folder: Path, pauses: Pauses) -> So
         result.saved_steps += life.saved_steps
         if life.problems and not life.faults and pauses.count == stops:
             return result  # it fails by itself
-    calm = settings(data, folder / "calm", steps)
+    calm = flags | {"out": str(folder / "calm")}
     stops, life = pauses.count, Soak()
     while not _live(calm, rng, life, False):
         if pauses.count == stops:
@@ -176,13 +180,15 @@ def _last(running: Any, rank: int, result: Soak | None = None) -> dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
+    parser.add_argument("--model", choices=["dlrm", *_SIZES], default="dlrm")
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="F", help="write what came of it")
     args, load = parser.parse_args(), record.load_average()
     with tempfile.TemporaryDirectory(prefix="oper-soak-") as folder, Pauses().watched() as pauses:
-        result = soak(args.faults, args.steps, args.seed, Path(folder), pauses)
+        flags = make_run(args.model, Path(folder)) | {"max_steps": args.steps}
+        result = soak(args.faults, flags, args.seed, Path(folder), pauses)
     print(f"{result.faults} kills, {result.lives} lives ({result.interrupted} interrupted), "
           f"{len(set(result.saved_steps))} different steps gone on from, "
           f"weights {'equal' if result.same else 'DIFFERENT'}, "
@@ -190,7 +196,7 @@ def main() -> int:
     for problem in result.problems:
         print(f"  {problem}")
     if args.json is not None:
-        case = {"name": "soak", "steps": args.steps, "seed": args.seed, **asdict(result)}
+        case = {"name": args.model, "steps": args.steps, "seed": args.seed, **asdict(result)}
         record.write(args.json, record.record(
             "soak", ["python", "-m", "tests.faults.soak", *sys.argv[1:]], [case], load))
     return 0 if result.same and not result.problems else 1

@@ -237,6 +237,9 @@ def test_a_free_graph_becomes_acyclic_and_finds_the_order_of_labels() -> None:
     optimizer = torch.optim.Adam([model.weights], lr=0.02)
     for step in range(600):
         model.schedule(step, 600)
+        once = model.lagrange.clone()
+        model.schedule(step, 600)  # as a run does that goes on from this step after a crash
+        assert torch.equal(model.lagrange, once)
         optimizer.zero_grad()
         parts: dict[str, torch.Tensor] = {}
         model._causal_terms(torch.zeros(1, 3, 4), labels, parts).backward()

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import Prepared  # type: ignore[import-not-found]
 
 from oper.errors import InvalidInputError
+from oper.train.config import load_config
+from oper.train.engines import Engine
 from oper.train.loop import train
 from oper.train.model import load_state
 from tests.faults.pauses import Pauses
-from tests.faults.soak import soak
+from tests.faults.soak import make_run, soak
 from tests.support import ROOT
 from tests.train.test_train import config, finish, lines, start_ranks, words
 
@@ -35,10 +38,47 @@ def calm(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_killed_runs_end_with_the_same_weights(tmp_path: Path) -> None:
-    result = soak(faults=2, steps=40, seed=3, folder=tmp_path, pauses=Pauses())
-    assert result.problems == [] or result.faults < 2  # a fast machine may have ended before
+@pytest.mark.parametrize("model", ["dlrm", "cadvae"])
+def test_killed_runs_end_with_the_same_weights(model: str, tmp_path: Path) -> None:
+    result = soak(2, make_run(model, tmp_path) | {"max_steps": 60}, 3, tmp_path, Pauses())
+    # A fast machine may have ended before.
+    assert [p for p in result.problems if "needs more steps" not in p] == []
     assert result.same
+
+
+@pytest.mark.parametrize("model", ["cdt4rec", "cadvae"])
+def test_a_recommender_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dropout, candidates, schedules and multipliers after a crash are those without one."""
+    flags = make_run(model, tmp_path) | {"max_steps": 43, "delta_every": 0}
+    runs = {name: load_config(None, flags | {"out": str(tmp_path / name)})
+            for name in ("calm", "crashed")}
+    train(runs["calm"], show_progress=False)
+    original = Engine.step
+
+    def crash(self: Engine, batch: Any) -> Any:
+        if len(made) == 36:
+            raise RuntimeError("out of luck")
+        made.append(1)
+        return original(self, batch)
+
+    made: list[int] = []
+    monkeypatch.setattr(Engine, "step", crash)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(runs["crashed"], show_progress=False)
+    monkeypatch.setattr(Engine, "step", original)
+    torch.manual_seed(99)
+    train(runs["crashed"], show_progress=False, resume=True)
+    mine, calm = (load_state(tmp_path / n / "state.pt") for n in ("crashed", "calm"))
+    assert mine.keys() == calm.keys()
+    for key, value in calm.items():
+        assert torch.equal(mine[key], value), key
+
+
+def test_a_model_without_tables_keeps_no_checkpoints(tmp_path: Path) -> None:
+    run = load_config(None, {"model.name": "popularity", "catalogue.num_items": 30,
+                             "out": str(tmp_path), "checkpoint_every": 5})
+    with pytest.raises(InvalidInputError, match="without checkpoints"):
+        train(run, show_progress=False)
 
 
 def test_torchrun_starts_again_from_the_last_checkpoint(prepared: Prepared, calm: Path,

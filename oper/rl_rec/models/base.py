@@ -79,7 +79,11 @@ class Recommender(nn.Module):
         raise NotImplementedError
 
     def schedule(self, step: int, num_steps: int) -> None:
-        """Called before training step `step` (from 0) of `num_steps`; for annealed weights."""
+        """Called before training step `step` (from 0) of `num_steps`; for annealed weights.
+
+        A run that goes on after a crash may call it for its first step once more: what it keeps
+        must be in the ``state_dict`` and not change twice.
+        """
 
 
 def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, device: str

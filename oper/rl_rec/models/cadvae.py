@@ -187,8 +187,8 @@ class CaDVAE(Recommender):
         start = (0.1 * torch.randn(k, k) if known.graph is None else known.graph.float())
         self.register_buffer("edges", off_diagonal if self.free else (start != 0).float())
         self.weights = nn.Parameter(start * self.edges)
-        # lambda, c and the last h(A) of the augmented Lagrangian.
-        self.register_buffer("lagrange", torch.tensor([0.0, 1.0, float("inf")]))
+        # lambda, c and the last h(A) of the augmented Lagrangian, and the step that made them.
+        self.register_buffer("lagrange", torch.tensor([0.0, 1.0, float("inf"), 0.0]))
         self.order = [] if self.free else topological_order(self.edges.bool())
         self.masks = nn.ModuleList(_Residual(c.dim) for _ in range(k)) if (
             c.layer == "nonlinear") else None
@@ -370,13 +370,19 @@ class CaDVAE(Recommender):
 
     @torch.no_grad()
     def schedule(self, step: int, num_steps: int) -> None:
-        """Anneals the KL terms; for a free graph, updates the multipliers twenty times in all."""
+        """Anneals the KL terms; for a free graph, updates the multipliers twenty times in all.
+
+        A step may be announced again, by a run that goes on after a crash: nothing is done twice.
+        """
         self.anneal = annealed(step, num_steps, self.config.anneal)
-        if self.free and step and step % max(1, num_steps // 20) == 0:
-            h, (multiplier, penalty, before) = acyclicity(self.adjacency), self.lagrange
+        if not step:
+            self.lagrange[3] = 0.0
+        if self.free and step > self.lagrange[3] and step % max(1, num_steps // 20) == 0:
+            h, (multiplier, penalty, before, _) = acyclicity(self.adjacency), self.lagrange
             self.lagrange[0] = multiplier + penalty * h
             self.lagrange[1] = (penalty * (10 if h > before / 4 else 1)).clamp(max=MAX_PENALTY)
             self.lagrange[2] = h
+            self.lagrange[3] = float(step)
 
 
 class _Residual(nn.Module):
