@@ -232,7 +232,7 @@ def full_disk(what: str, rng: random.Random, folder: Path, tmpfs: bool) -> Outco
         _write_all(what, path, 4000)
         before = _content(place)
         if mounted:
-            answer = _in_child(_attempt, what, path, 8 << 20)
+            answer = _in_child(_attempt, what, path, 2 << 20)
         else:
             answer = _in_child(_write_with_limit, what, path, rng.randint(20_000, 60_000))
         outcome = _judge(answer, path, before, ("No space", "File too large", "errno 27",
