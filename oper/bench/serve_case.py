@@ -12,7 +12,7 @@ import numpy as np
 
 from oper.bench import loadgen, record
 from oper.bench.rate_search import Search, search
-from oper.bench.serve_models import FLOOR, ServeWork
+from oper.bench.serve_models import FLOOR, VARIANTS, ServeWork
 from oper.bench.serve_pool import Pool
 from oper.bench.stalls import Stalls
 from oper.serve.batching import BatchOptions
@@ -109,6 +109,7 @@ class _Runner:
         self._case, self._pools, self._progress = case, pools, progress
         self.threads = dict.fromkeys([*CONTENDERS, FLOOR_NAME], 1)
         self.max_queries = dict.fromkeys([*CONTENDERS, FLOOR_NAME], case.max_queries[0])
+        self.variant = dict.fromkeys([*CONTENDERS, FLOOR_NAME], VARIANTS[0])
         self.stalls = Stalls()
 
     def __call__(self, name: str, settings: loadgen.Settings) -> loadgen.Result:
@@ -117,7 +118,8 @@ class _Runner:
                        f"{settings.expected_qps:.0f}/s")
         kind, count = CONTENDERS.get(name, (FLOOR, 2))
         self._pools[kind].configure(count, self.threads[name],
-                                    self.max_queries[name] * self._case.served.candidates)
+                                    self.max_queries[name] * self._case.served.candidates,
+                                    self.variant[name])
         with self._pools[kind].issuing(count) as issue:
             return loadgen.run(settings, issue)
 
@@ -136,21 +138,26 @@ class _Runner:
             rates[name] = max(tried[name].values())
         return rates, tried
 
-    def tune_batches(self, settings: loadgen.Settings, offline: dict[str, float]
+    def tune_latency(self, settings: loadgen.Settings, offline: dict[str, float]
                      ) -> dict[str, Any]:
-        """Choose the largest batch of each kind of model by the p99 at 0.6 of what it can do."""
+        """Choose each kind of model's largest batch, and the way to run TorchRec's, by the p99 at
+        0.6 of what it can do, the mean of two runs."""
         tried: dict[str, Any] = {}
         for kind, widest in _WIDEST.items():
             tried[kind] = {}
-            for most in self._case.max_queries:
-                self.max_queries[widest] = most
-                found = self(widest, replace(settings, expected_qps=0.6 * offline[widest]))
-                tried[kind][most] = found.latency_ms["p99"]
+            for variant in VARIANTS if kind == "torchrec" else VARIANTS[:1]:
+                for most in self._case.max_queries:
+                    self.variant[widest], self.max_queries[widest] = variant, most
+                    at = replace(settings, expected_qps=0.6 * offline[widest])
+                    found = [self(widest, replace(at, seed=at.seed + k)) for k in range(2)]
+                    tried[kind][variant, most] = sum(r.latency_ms["p99"] for r in found) / 2
             best = min(tried[kind], key=tried[kind].__getitem__)
             for name in CONTENDERS:
                 if CONTENDERS[name][0] == kind:
-                    self.max_queries[name] = best
-        return tried
+                    self.variant[name], self.max_queries[name] = best
+        return {kind: {f"{variant}, {most}": round(p99, 3)
+                       for (variant, most), p99 in found.items()}
+                for kind, found in tried.items()}
 
 
 def _measure(case: ServerCase, pools: dict[str, Pool], progress: Callable[[str], None]
@@ -161,7 +168,7 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Callable[[str],
                      min_queries=case.min_queries)
     run = _Runner(case, pools, progress)
     guess, threads = run.tune_threads(replace(base, min_duration_s=0.5))
-    batches = run.tune_batches(server, guess)
+    latencies = run.tune_latency(server, guess)
     # LoadGen makes all queries ahead; too few would end the run too early for its verdict.
     offline = {name: run(name, replace(base, expected_qps=1.4 * guess[name]))
                for name in CONTENDERS}
@@ -179,7 +186,8 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Callable[[str],
     rates = {name: s.best()[0] for name, s in searches.items()}
     found = {name: {
         "kind": kind, "workers": count, "threads": run.threads[name],
-        "max_queries": run.max_queries[name], **_at_bound(searches[name]),
+        "variant": run.variant[name], "max_queries": run.max_queries[name],
+        **_at_bound(searches[name]),
         "offline": offline[name].to_json(), "single_stream": single[name].to_json(),
         "samples_per_s_at_bound": round(rates[name] * case.served.candidates, 1)}
         for name, (kind, count) in CONTENDERS.items()}
@@ -190,7 +198,7 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Callable[[str],
         "queries_per_s_at_bound": {n: round(r, 2) for n, r in rates.items()},
         "contenders": found, "floor": _at_bound(searches[FLOOR_NAME]),
         "stalls_of_two_idle_loops": run.stalls.to_json(),
-        "tried": {"threads_offline_qps": threads, "max_queries_p99_ms": batches},
+        "tried": {"threads_offline_qps": threads, "variant_and_max_queries_p99_ms": latencies},
         "loadgen": {"server": server.to_json(), "offline_and_single_stream": base.to_json(),
                     "client_cores": f"none of its own: LoadGen shares {os.cpu_count()} cores with "
                                     "the contender, which may use all of them"}}

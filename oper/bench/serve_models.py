@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = ("oper", "torchrec", "torch")  # published int8 rows; TorchRec's int8 model; float32
+VARIANTS = ("eager", "scripted")  # ways to run a peer's model
 FLOOR = "floor"  # no model: a fixed amount of work in its place
 _HASHED = bytes(7 << 10)  # per sample of the floor: about as long as OPER's model
 
@@ -106,20 +107,31 @@ def _spread(model: nn.Module) -> None:
 
 
 class TorchPredictor:
-    """A model in this process's own memory."""
+    """A model in this process's own memory.
+
+    Attributes:
+        is_quantised: by TorchRec, whose float models cannot be traced.
+        variant: one of `VARIANTS`; those but the first are there once `add_variants` was called.
+    """
 
     epoch = 1
 
-    def __init__(self, model: nn.Module, signature: Signature) -> None:
-        self._model, self.signature = model, signature
+    def __init__(self, model: nn.Module, signature: Signature, is_quantised: bool = False) -> None:
+        self.is_quantised = is_quantised
+        self._models: dict[str, Any] = {VARIANTS[0]: model}
+        self.signature, self.variant = signature, VARIANTS[0]
+
+    def add_variants(self) -> None:
+        """Make the model ready to run in another way; weights are shared."""
+        self._models[VARIANTS[1]] = _scripted(self._models[VARIANTS[0]])
 
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
         """Probabilities float32 [B], and 1."""
         import torch
 
         with torch.no_grad():
-            logits = self._model(torch.from_numpy(batch.dense),
-                                 kjt_of(batch, self.signature.features))
+            logits = self._models[self.variant](torch.from_numpy(batch.dense),
+                                                kjt_of(batch, self.signature.features))
             return torch.sigmoid(logits.reshape(-1)).numpy(), 1
 
     def rows_read(self) -> dict[str, int]:
@@ -168,15 +180,15 @@ def make_predictor(kind: str, value: dict[str, Any], publication: str) -> Any:
 
         dtype = {"int8": torch.qint8, "int4": torch.quint4x2, "float16": torch.float16}[
             served.row_dtype]
-        model = _scripted(quantize_inference_model(model, fp_weight_dtype=torch.qint8,
-                                                   quantization_dtype=dtype))
+        model = quantize_inference_model(model, fp_weight_dtype=torch.qint8,
+                                         quantization_dtype=dtype)
     give_back_memory()
-    return TorchPredictor(model, served.signature)
+    return TorchPredictor(model, served.signature, kind == "torchrec")
 
 
 def _scripted(model: nn.Module) -> Any:
-    """TorchRec's way of deploying: traced, scripted, frozen. The fastest of what was tried: eager,
-    scripted, frozen, ``torch.compile`` of the dense parts with and without freezing."""
+    """TorchRec's way of deploying: traced, scripted, frozen. (``torch.compile`` of the dense parts,
+    with and without freezing, was slower than this one query at a time.)"""
     import torch
     from torchrec.fx.tracer import symbolic_trace
 

@@ -25,7 +25,14 @@ import numpy as np
 from oper.bench import loadgen
 from oper.bench.launch import die_with_parent
 from oper.bench.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
-from oper.bench.serve_models import ServeWork, build, give_back_memory, make_predictor
+from oper.bench.serve_models import (
+    VARIANTS,
+    ServeWork,
+    TorchPredictor,
+    build,
+    give_back_memory,
+    make_predictor,
+)
 from oper.bench.stalls import Stalls, spin
 from oper.errors import OperError, fail
 from oper.serve.allocator import for_children
@@ -105,11 +112,11 @@ class Pool:
         raise OperError(fail("a process of the serving benchmark has failed", "contender",
                              self.kind, "an answer", "see its log above"))
 
-    def configure(self, count: int, threads: int, max_samples: int) -> None:
-        """Give the models of the first `count` workers so many threads, and batches of at most so
-        many samples."""
+    def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
+        """Give the models of the first `count` workers so many threads, batches of at most so many
+        samples, and a way to run (`oper.bench.serve_models.VARIANTS`)."""
         for worker in self._workers[:count]:
-            self._ask(worker.control, "configure", threads, max_samples)
+            self._ask(worker.control, "configure", threads, max_samples, variant)
 
     def spin(self, count: int, seconds: float, stalls: Stalls) -> None:
         """Look for stalls in the first `count` workers at once."""
@@ -238,8 +245,7 @@ def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any]
     predictor = make_predictor(kind, value, name)
     give_back_memory()
     loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
-    for request in library[:8]:
-        predictor.predict(request)
+    _warm_up(predictor, library[:8])
     threaded = _Threaded(predictor)
     batcher = Batcher(threaded, batching)
     threading.Thread(target=_take, args=(queries, batcher, library), daemon=True).start()
@@ -250,7 +256,7 @@ def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any]
         while True:
             command, *words = control.recv()
             if command == "configure":
-                threaded.threads, max_samples = words
+                threaded.threads, max_samples, predictor.variant = words
                 batcher.options = replace(batching, max_samples=max_samples)
                 control.send(True)
             elif command == "spin":
@@ -261,6 +267,18 @@ def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any]
             elif command == "memory":
                 control.send(loaded)
     batcher.close()
+
+
+def _warm_up(predictor: Any, requests: list[Any]) -> None:
+    """Let everything be made that is made in the first calls."""
+    for request in requests:
+        predictor.predict(request)
+    if isinstance(predictor, TorchPredictor) and predictor.is_quantised:
+        predictor.add_variants()  # after a call: a trace would leave its mark in the module
+        predictor.variant = VARIANTS[1]
+        for request in requests:
+            predictor.predict(request)
+        predictor.variant = VARIANTS[0]
 
 
 class _Threaded:

@@ -20,7 +20,6 @@ from oper.serve.requests import Request, Signature
 
 log = logging.getLogger("oper.serve")
 TIMEOUT = b"oper-timeout-ms"  # how long the client will wait
-_READ_S = 30.0  # for a request to arrive
 _PATIENCE = 4  # times the largest body that is read
 _BINARY = b"application/octet-stream"
 _JSON = b"application/json"
@@ -45,6 +44,7 @@ class App:
         batcher: where checked requests go.
         counted: metrics of this worker.
         max_bytes: of a request's body.
+        read_s: for a request's body to arrive.
         page: makes the text of ``/metrics`` and its content type.
 
     Attributes:
@@ -52,9 +52,9 @@ class App:
     """
 
     def __init__(self, signature: Signature, batcher: Batcher, counted: metrics.WorkerMetrics,
-                 max_bytes: int, page: Callable[[], tuple[bytes, str]]) -> None:
+                 max_bytes: int, read_s: float, page: Callable[[], tuple[bytes, str]]) -> None:
         self.signature, self.batcher, self.counted = signature, batcher, counted
-        self.max_bytes, self.page = max_bytes, page
+        self.max_bytes, self.read_s, self.page = max_bytes, read_s, page
         self.lets_go: Callable[[], bool] = lambda: False
         self._model = f"/v2/models/{signature.name}"
 
@@ -132,11 +132,12 @@ class App:
                                                 "send a request"))
         headers = dict(scope["headers"])
         try:
-            async with asyncio.timeout(_READ_S):
+            async with asyncio.timeout(self.read_s):
                 body = await self._body(headers, receive)
         except TimeoutError:
-            raise _Refused(408, "gone", fail("the request did not arrive", "waited (s)", _READ_S,
-                                             "all of it in less", "send it again")) from None
+            raise _Refused(408, "gone", fail(
+                "the request did not arrive", "waited (s)", self.read_s, "all of it in less",
+                "send it again")) from None
         begin = time.monotonic()
         try:
             length = _number(headers, _HEADER_LENGTH)

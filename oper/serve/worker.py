@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from oper.errors import MissingDependencyError, fail
 from oper.serve import metrics
 from oper.serve.batching import Batcher
+from oper.serve.connection import Limits, bounded
 from oper.serve.requests import Predictor
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 # The end of the stream tells the worker to drain: the supervisor is stopping it, or has gone.
 CONNECTION, READY = b"c", b"r"
 _HANDOVERS = 64  # connections taken at once
-_REPORT_TICKS = 5  # of uvicorn, 0.1 s each
+_REPORT_TICKS, _EXPIRE_TICKS = 5, 10  # of uvicorn, 0.1 s each
 _GRACE_S = 5.0  # beyond the drain time, before the process ends without more ado
 
 
@@ -64,11 +67,12 @@ def run_worker(control: socket.socket, job: WorkerJob) -> None:
 
     from oper.serve.app import App
 
+    _allow_descriptors()
     torch.set_num_threads(job.options.threads)
     predictor = job.opener()
     counted = metrics.WorkerMetrics()
     batcher = Batcher(predictor, job.options.batching, counted.observe_batch)
-    app = App(predictor.signature, batcher, counted, job.options.max_bytes,
+    app = App(predictor.signature, batcher, counted, job.options.max_bytes, job.options.read_s,
               lambda: metrics.page(job.folder, job.counts))
 
     def report() -> None:
@@ -105,6 +109,9 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets=[])
+            options = job.options
+            self.protocol = bounded(self.config.http_protocol_class, Limits(
+                options.max_bytes, options.read_s, options.keep_alive_s))
             control.setblocking(False)
             asyncio.get_running_loop().add_reader(control.fileno(), self.take)
             control.send(READY)
@@ -118,8 +125,10 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
             except ConnectionError:
                 data, files, closed = b"", [], True
             loop = asyncio.get_running_loop()
+            # Where this process has no room for descriptors they are lost, and the client sees its
+            # connection closed.
+            self.taken += data.count(CONNECTION)
             for number in files:
-                self.taken += 1
                 task = loop.create_task(self.adopt(socket.socket(fileno=number)))
                 self.adopting.add(task)  # the loop itself does not keep it
                 task.add_done_callback(self.adopting.discard)
@@ -132,7 +141,7 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
             """Serve a connection."""
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            factory = lambda: self.config.http_protocol_class(  # noqa: E731
+            factory = lambda: self.protocol(  # noqa: E731
                 config=self.config, server_state=self.server_state,
                 app_state=self.lifespan.state)
             try:
@@ -152,6 +161,10 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
             job.closed.value = self.taken - len(self.server_state.connections)
             if counter % _REPORT_TICKS == 0:
                 report()
+            if counter % _EXPIRE_TICKS == 0:
+                now = asyncio.get_running_loop().time()
+                for connection in list(self.server_state.connections):
+                    connection.expire(now)
             return await super().on_tick(counter)
 
     server = Server(uvicorn.Config(
@@ -172,6 +185,13 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int], bool]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             files.frombytes(content[:len(content) - len(content) % files.itemsize])
     return data, list(files), not data
+
+
+def _allow_descriptors() -> None:
+    """As many open files as the system lets this process have: connections are files."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _end_after(seconds: float) -> None:

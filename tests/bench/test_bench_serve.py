@@ -245,7 +245,7 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
         memory = pools["oper"].memory(1)
         assert memory["tables_pss_bytes_of_publisher"] > 0
         for pool in pools.values():
-            pool.configure(1, 1, 6)
+            pool.configure(1, 1, 6, "eager")
             pool.spin(1, 0.05, stalls)
             with pool.issuing(1) as issue:
                 found = loadgen.run(loadgen.Settings("Server", 50, 0.3, min_queries=8,
