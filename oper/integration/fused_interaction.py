@@ -2,7 +2,9 @@
 
 TorchRec writes the pooled rows, copies them twice (``SparseArch``, ``InteractionArch``), multiplies
 all pairs of rows and picks those above the diagonal. Here the pairs are multiplied while a block of
-samples is in the processor's cache, and nothing in between is written to memory.
+samples is in the processor's cache, and nothing in between is written to memory. The layers before
+and after it are torch's own, called without the interpreter in between, for which the threads of a
+server wait.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ class FusedDLRM(nn.Module):
         super().__init__()
         self.model = model
         self._bags = (model.sparse_arch.embedding_bag_collection,)  # no part of its own
+        self._before, self._after = _layers(model.dense_arch), _layers(model.over_arch)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> Any:
         """Logits [B, 1], as the model's but for the rounding of the dot products."""
         if sparse_features.variable_stride_per_key():
             return self.model(dense_features, sparse_features)
-        dense = self.model.dense_arch(dense_features)
-        if dense.dtype != torch.float32:  # under autocast
+        if torch.is_autocast_enabled("cpu") or dense_features.dtype != torch.float32:
             return self.model(dense_features, sparse_features)
         bags = self._bags[0]
-        return self.model.over_arch(
-            bags.tables.lookup_interaction(bags.lookup_of(sparse_features), dense))
+        return self._after(bags.tables.lookup_interaction(
+            bags.lookup_of(sparse_features), self._before(dense_features)))
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -74,6 +76,43 @@ def can_fuse(model: nn.Module) -> bool:
     return (names == list(sparse.sparse_feature_names) and len(set(names)) == len(names)
             and {s.dim for s in tables.specs.values()} == {sparse.D}
             and bags.output_dtype == torch.float32)
+
+
+class _Perceptrons:
+    """Linear layers, some followed by relu, as one operator; the weights stay the layers'."""
+
+    def __init__(self, layers: list[tuple[nn.Linear, bool]]) -> None:
+        self._arguments = ([layer.weight for layer, _ in layers],
+                           [layer.bias for layer, _ in layers], [int(relu) for _, relu in layers])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.oper.perceptrons(x, *self._arguments)
+        return out
+
+
+def _layers(module: Any) -> Any:
+    """A module of TorchRec's DLRM as one operator, or as it is when other layers are in it."""
+    found = _linear_layers(module)
+    return module if found is None else _Perceptrons(found)
+
+
+def _linear_layers(module: Any) -> list[tuple[nn.Linear, bool]] | None:
+    """Layers with a bias, and whether relu follows; None where there is anything else."""
+    from torchrec.models.dlrm import DenseArch, OverArch
+    from torchrec.modules.mlp import MLP, Perceptron
+
+    if type(module) is nn.Linear:
+        return None if module.bias is None else [(module, False)]
+    if type(module) is Perceptron:
+        inner = _linear_layers(module._linear)
+        return [(inner[0][0], True)] if inner and module._activation_fn is torch.relu else None
+    if type(module) is nn.Sequential:
+        parts = [_linear_layers(m) for m in module]
+        known = [p for p in parts if p is not None]
+        return [x for p in known for x in p] if len(known) == len(parts) else None
+    if type(module) in (DenseArch, OverArch):
+        return _linear_layers(module.model)
+    return _linear_layers(module._mlp) if type(module) is MLP else None
 
 
 def _has_hooks(model: nn.Module) -> bool:

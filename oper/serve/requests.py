@@ -5,6 +5,7 @@ The layout is that of TorchRec's ``KeyedJaggedTensor``: lengths and ids feature 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,6 +39,10 @@ class Signature:
             raise InvalidInputError(fail(
                 "invalid signature", "features", self.features,
                 f"different names, {len(self.num_rows)} of them", "correct it"))
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
+            raise InvalidInputError(fail("invalid signature", "name", self.name,
+                                         "1 to 64 of A-Z a-z 0-9 . _ -: it is part of addresses",
+                                         "choose another"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,9 +189,7 @@ class Server:
             self._listener = self._bind()
         except OSError as error:
             self._folder.remove()
-            raise OperError(fail("cannot listen", "address",
-                                 f"{self.options.host}:{self.options.port}", "a free one",
-                                 f"choose another ({error.strerror})")) from error
+            raise self._cannot_listen(error) from error
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
         self._thread.start()
         try:
@@ -297,14 +295,26 @@ class Server:
             raise
         return listener
 
+    def _cannot_listen(self, error: OSError) -> OperError:
+        return OperError(fail("cannot listen", "address",
+                              f"{self.options.host}:{self.options.port}", "a free one",
+                              f"choose another ({error.strerror})"))
+
+    def _listen(self) -> None:
+        assert self._listener is not None
+        try:
+            self._listener.listen(_BACKLOG)
+        except OSError as error:  # another server was faster: bound ports are not taken yet
+            raise self._cannot_listen(error) from error
+        self._listener.setblocking(False)
+
     def _supervise(self) -> None:
         assert self._listener is not None
         try:
             for _ in range(self.options.workers):
                 self._start_worker()
             self._wait_until_ready()
-            self._listener.listen(_BACKLOG)
-            self._listener.setblocking(False)
+            self._listen()
             self._started.set()
             while not self._stop.is_set():
                 self._turn()

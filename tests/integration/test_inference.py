@@ -82,6 +82,8 @@ def test_a_fused_dlrm_scores_alike(served, batch, name) -> None:
     fused = oper.attach(model(seed=9), name, fuse=True)
     kinds = {type(m).__name__ for m in fused._parts[0].modules()}
     assert "FusedDLRM" in kinds
+    assert type(fused._parts[0]._after).__name__ == type(fused._parts[0]._before).__name__ == (
+        "_Perceptrons")
     for seed in (0, 4):  # of either buffer
         if seed:
             publication.publish(model(seed=seed))

@@ -28,7 +28,7 @@ from oper.serve.client import ServerError
 from tests.serve_support import SIGNATURE, Sums, expected, random_request, wait_for
 from tests.support import ROOT
 
-SLOW_S = 0.05
+SLOW_S = 0.03
 READ_S = 2.0
 
 
@@ -368,7 +368,7 @@ def test_overload_is_refused_and_deadlines_hold() -> None:
     request = random_request(np.random.default_rng(0), 4)
     with Server(Sums(SLOW_S), options) as server, ThreadPoolExecutor(12) as pool:
         with Client(server.address, timeout_s=30) as patient:
-            found = list(pool.map(patient.score_request, [request] * 40))
+            found = list(pool.map(patient.score_request, [request] * 24))
             assert all(np.array_equal(scores, expected(request)) for scores, _ in found)
             assert patient.counts.retries > 0
             assert 'outcome="overloaded"' in patient.metrics()
@@ -481,6 +481,28 @@ def test_a_taken_port_is_an_error() -> None:
         taken.listen()
         with pytest.raises(OperError, match="cannot listen"):
             Server(Sums(), ServeOptions(port=taken.getsockname()[1])).start()
+
+
+def test_of_two_servers_that_start_at_once_one_says_why_not() -> None:
+    """Both bind the port while their workers start; one of them gets it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start(_: int) -> Server | OperError:
+        try:
+            return Server(Sums(), ServeOptions(port=port, workers=1)).start()
+        except OperError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(start, range(2)))
+    servers = [x for x in outcomes if isinstance(x, Server)]
+    errors = [x for x in outcomes if isinstance(x, OperError)]
+    for server in servers:
+        server.stop()
+    assert len(servers) == 1
+    assert "cannot listen" in str(errors[0])
 
 
 @pytest.mark.parametrize("fields", [{"workers": 0}, {"port": 70_000}, {"port": -1},
