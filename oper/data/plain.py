@@ -123,7 +123,7 @@ class _Piece:
         self.first_line, self.num_lines, self.num_rows = first_line, 0, 0
         self._others: list[Rows] = []
 
-    def take(self, data: bytes, at: int) -> int:
+    def take(self, data: memoryview, at: int) -> int:
         """Parse lines of `data` from place `at` on until the piece is full; bytes taken."""
         rows, lines, num = (ctypes.c_int64(x) for x in (self.num_rows, self.num_lines, 0))
         compiled = native.library()
@@ -138,7 +138,7 @@ class _Piece:
         irregular = self._irregular[:num.value]
         if len(irregular) * _MANY > lines.value - self.num_lines or not self._convert_times(
                 rows.value):
-            block = Block(self.path, data[at:at + taken], self.first_line + self.num_lines)
+            block = Block(self.path, bytes(data[at:at + taken]), self.first_line + self.num_lines)
             self._others.append(parse_block(block, self.text))
         else:
             self.num_rows = rows.value
@@ -147,7 +147,7 @@ class _Piece:
         self.num_lines = lines.value
         return taken
 
-    def _take_irregular(self, data: bytes, lines: np.ndarray) -> None:
+    def _take_irregular(self, data: memoryview, lines: np.ndarray) -> None:
         block = Block(self.path, b"".join(data[a:b] for _, a, b in lines.tolist()), 0)
         numbers = lines[:, 0] + self.first_line
         found = parse_block(block, self.text)
