@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -48,6 +49,7 @@ void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), v
 
 // Status codes that Python turns into errors, after those of `Status`.
 constexpr int64_t kBadLengths = 5;  // a negative length, or lengths do not add up to the ids
+constexpr int64_t kBadBatch = 10;   // not what `is_fit` asks for
 
 template <class Length>
 bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out) {
@@ -119,6 +121,30 @@ Batch make_batch(const Context& context, const Lookup& lookup, int64_t* num_rows
   return batch;
 }
 
+bool is_vector(const Tensor& value) { return value.dim() == 1 && value.is_contiguous(); }
+
+bool is_integers(const Tensor& value) {
+  const ScalarType type = value.scalar_type();
+  return (type == ScalarType::Long || type == ScalarType::Int) && is_vector(value);
+}
+
+// Whether a batch is what the kernels take for granted; `BatchChecks` in batch.py tells people why not.
+// It is looked at here, since Python that runs once per batch finds nothing of itself in the caches.
+bool is_fit(const Tensor& ids, const Tensor& lengths, const std::optional<Tensor>& weights,
+            const Tensor& key_of, int64_t batch_size) {
+  if (!is_integers(ids) || !is_integers(lengths) || batch_size < 0) return false;
+  if (key_of.scalar_type() != ScalarType::Long || !is_vector(key_of)) return false;
+  const int64_t num_keys = lengths.numel() / std::max<int64_t>(1, batch_size);
+  if (lengths.numel() % std::max<int64_t>(1, batch_size) != 0) return false;
+  if (batch_size == 0 && num_keys > 0) return false;
+  const int64_t* keys = int64_data(key_of);
+  for (int64_t f = 0; f < key_of.numel(); ++f)
+    if (keys[f] < 0 || (batch_size > 0 && keys[f] >= num_keys)) return false;
+  if (!weights.has_value()) return true;
+  return weights->scalar_type() == ScalarType::Float && is_vector(*weights) &&
+         weights->numel() == ids.numel();
+}
+
 // Bounds of bags, int64 [n + 1]; false when the lengths do not fit the ids.
 bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
   const int64_t n = lengths.numel();
@@ -181,7 +207,12 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
     std::optional<Tensor> addresses) {
   Context& context = context_of(handle);
+  const auto begin = std::chrono::steady_clock::now();
   Tensor offsets;
+  if (!is_fit(ids, lengths, weights, key_of, batch_size)) {
+    offsets = pooled_tensor(ScalarType::Long, 8, {0});
+    return {offsets, offsets, kBadBatch, -1};
+  }
   if (known_offsets.has_value()) {
     offsets = *known_offsets;
   } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
@@ -199,6 +230,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   batch.stream = rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 2;
   const Status status =
       forward(context, batch, static_cast<float*>(out.data_ptr()), collective, parallel_over_tasks);
+  context.phase_ns[kForward] =  // with the offsets
+      std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
   return {out, offsets, status.code, status.detail};
 }
 

@@ -79,11 +79,21 @@ OPER_INLINE void finish_streaming() {
 #endif
 }
 
+template <class Half, class Whole>
+OPER_INLINE Half add_halves(const Whole& v) {
+  Half low, high;
+  std::memcpy(&low, &v, sizeof low);
+  std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+  return low + high;
+}
+
 // A fixed tree, so that every instruction set gives the same bits.
 OPER_INLINE float sum_of_lanes(Lanes s) {
-  for (int width = 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) s[i] += s[i + width];
-  return s[0];
+  typedef float Eight __attribute__((vector_size(32)));
+  typedef float Four __attribute__((vector_size(16)));
+  typedef float Two __attribute__((vector_size(8)));
+  const Two two = add_halves<Two>(add_halves<Four>(add_halves<Eight>(s)));
+  return two[0] + two[1];
 }
 
 // A row of `dim` floats. N > 0: exactly 16 * N columns, kept in registers. N == 0: any dim.

@@ -83,43 +83,110 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
   }
 }
 
+// The gradients that all ranks left for one row after the other, in ascending order of slots: found
+// ahead of their use, so that everything that a row needs is on its way by then. Which rank has a row
+// is known to nobody before, so nothing here branches on it.
+class Merge {
+ public:
+  static constexpr int64_t kAhead = 16;
+  struct Entry {
+    int64_t slot;
+    int32_t count;  // ranks that have it
+    const float* const* rows;  // theirs, in rank order
+  };
+
+  Merge(const Table& table, std::vector<Incoming>& in)
+      : table_(table),
+        in_(in),
+        row_bytes_(table.row_bytes()),
+        has_row_state_(table.optimizer.kind == Optimizer::kRowWiseAdagrad),
+        next_(in.size()),
+        rows_(kRing * in.size()) {
+    for (size_t r = 0; r < in.size(); ++r) next_[r] = slot_of(in[r]);
+    while (found_ < kAhead && find()) {
+    }
+  }
+  // The next row, valid until the one after it; false behind the last.
+  OPER_INLINE bool take(Entry* entry) {
+    find();
+    if (taken_ == found_) return false;
+    *entry = ring_[taken_++ % kRing];
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kRing = 32;
+  static constexpr uint64_t kNone = ~uint64_t{0};
+  static_assert(kRing > kAhead + 1);
+
+  static OPER_INLINE uint64_t slot_of(const Incoming& box) {
+    return box.at < box.end ? box.slots[box.at] : kNone;
+  }
+  OPER_INLINE bool find() {
+    const size_t W = in_.size();
+    uint64_t slot = kNone;
+    for (size_t r = 0; r < W; ++r) slot = std::min(slot, next_[r]);
+    if (slot == kNone) return false;
+    const float** rows = rows_.data() + static_cast<size_t>(found_ % kRing) * W;
+    int32_t count = 0;
+    for (size_t r = 0; r < W; ++r) {
+      Incoming& box = in_[r];
+      const bool has = next_[r] == slot;
+      rows[count] = box.rows + box.at * table_.dim;
+      count += has;
+      box.at += has;
+      next_[r] = slot_of(box);
+    }
+    const int64_t gradient_bytes = table_.gradient_bytes();
+    prefetch_row(rows[0], gradient_bytes);
+    if (W == 2) {
+      prefetch_row(rows[count - 1], gradient_bytes);
+    } else {
+      for (int32_t k = 1; k < count; ++k) prefetch_row(rows[k], gradient_bytes);
+    }
+    prefetch_row_for_write(table_.rows + static_cast<int64_t>(slot) * row_bytes_, row_bytes_);
+    if (has_row_state_) __builtin_prefetch(table_.momentum1 + slot, 1, 3);
+    ring_[found_++ % kRing] = {static_cast<int64_t>(slot), count, rows};
+    return true;
+  }
+
+  const Table& table_;
+  std::vector<Incoming>& in_;
+  int64_t row_bytes_;
+  bool has_row_state_;
+  std::vector<uint64_t> next_;      // [W] slots
+  std::vector<const float*> rows_;  // [kRing, W]
+  Entry ring_[kRing];
+  int64_t found_ = 0, taken_ = 0;
+};
+
+// x + (-0.0) is x, bit for bit: what is added where only one rank has a row.
+template <int N>
+struct Neutral {
+  alignas(64) float v[16 * N];
+  constexpr Neutral() : v() {
+    for (float& x : v) x = -0.0f;
+  }
+};
+
 // Calls body(slot, gradient) for every row of this rank that any rank has a gradient of, summed in
 // rank order and scaled.
 template <int N, class Body>
-void merge_rows(const Context& context, const Table& table, std::vector<Incoming>& in,
-                float gradient_scale, Body body) {
+void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_scale, Body body) {
   const int dim = table.dim;
-  const int64_t row_bytes = table.row_bytes();
-  const bool row_state = table.optimizer.kind == Optimizer::kRowWiseAdagrad;
-  const int32_t W = context.world_size;
-  constexpr int64_t kAhead = 10;
-  constexpr uint64_t kNone = ~uint64_t{0};
-  for (;;) {
-    uint64_t slot = kNone;
-    for (int32_t r = 0; r < W; ++r)
-      if (in[r].at < in[r].end) slot = std::min<uint64_t>(slot, in[r].slots[in[r].at]);
-    if (slot == kNone) break;
+  Merge merge(table, in);
+  for (Merge::Entry entry; merge.take(&entry);) {
     Row<N> g;
-    bool first = true;
-    for (int32_t r = 0; r < W; ++r) {
-      Incoming& box = in[r];
-      if (box.at >= box.end || box.slots[box.at] != slot) continue;
-      const float* row = box.rows + box.at * dim;
-      if (first) {
-        g.load(row, dim);
-      } else {
-        g.add(row, dim);
-      }
-      first = false;
-      ++box.at;
-      if (box.at + kAhead < box.end) {
-        const int64_t ahead = box.slots[box.at + kAhead];
-        prefetch_row_for_write(table.rows + ahead * row_bytes, row_bytes);
-        if (row_state) __builtin_prefetch(table.momentum1 + ahead, 1, 3);
-      }
+    g.load(entry.rows[0], dim);
+    int32_t k = 1;
+    if constexpr (N > 0) {
+      static constexpr Neutral<N> neutral;
+      g.add(entry.count > 1 ? entry.rows[1] : neutral.v, dim);
+      k = 2;
     }
+    for (; k < entry.count; ++k) g.add(entry.rows[k], dim);
     if (gradient_scale != 1.0f) g.scale(gradient_scale, dim);
-    body(static_cast<int64_t>(slot), g);
+    body(entry.slot, g);
   }
 }
 
@@ -137,13 +204,13 @@ void merge_all(const Context& context, int32_t index, float gradient_scale, Body
   }
   // Where this rank owns the whole of a pushed table, its own rows are among the reduced ones.
   const bool at_once = table.is_pushed && !table.has_push;
-  if (!at_once) merge_rows<N>(context, table, in, gradient_scale, body);
+  if (!at_once) merge_rows<N>(table, in, gradient_scale, body);
   if (!table.is_pushed) return;
   for (int32_t r = 0; r < context.world_size; ++r)
     if (!at_once || r != context.rank)
       in[r] = {table.pushed[r].slots.data(), table.pushed[r].rows.data(), 0,
              static_cast<int64_t>(table.pushed[r].slots.size())};
-  merge_rows<N>(context, table, in, gradient_scale, body);
+  merge_rows<N>(table, in, gradient_scale, body);
 }
 
 // Ids of positions, which come in ascending order within a tier: cold ids are found from the last.

@@ -71,12 +71,13 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
 
 def _forward_table(entries: Sequence[dict[str, Any]]) -> str:
     headers = ["forward", "OPER", "nn.EmbeddingBag", "EBC", "fbgemm", "ratio", "ceiling", "GB/s",
-               "of ceiling", "verified"]
+               "of ceiling", "Python", "verified"]
     rows = [[
         e["name"], f"{e['oper_forward_ms']:.2f} ms",
         *(f"{e[f'{n}_forward_ms']:.2f} ms" for n in PEERS), f"{e['ratio_forward']:.2f}x",
         f"{e['gather_ceiling_ms']:.2f} ms", f"{e['gather_ceiling_gbps']:.1f}",
-        f"{e['forward_fraction_of_ceiling']:.0%}", "yes" if e["verified"] else "NO"]
+        f"{e['forward_fraction_of_ceiling']:.0%}", f"{e['python_overhead_us']:.0f} us",
+        "yes" if e["verified"] else "NO"]
         for e in entries]
     return record.table(headers, rows) + "\n" if rows else ""
 

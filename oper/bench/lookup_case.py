@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -21,6 +22,7 @@ from oper.bench.workload import Workload, make_kjt, timed_ids
 
 PEERS = ("nn_embedding_bag", "ebc", "fbgemm")  # single process
 _CHECKED_BATCHES = 2
+_OVERHEAD_CALLS = 65
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
                       len(kjts))
     progress(f"{case.name}: measuring, {case.rounds} rounds of {case.per_round}")
     timings, others = _measure(case, model, kjts, ceiling, peers)
+    overhead = _overhead(model, kjts, work)
     moved = int(total([moved_bytes(work, ids[rank])["forward"]])[0])
     page_kind, read = model.tables.page_kind, bytes_read(model.tables)
     if dist.is_initialized():
@@ -101,7 +104,7 @@ def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
     if rank:
         return {}
     return {
-        "name": case.name, **_figures(timings, moved),
+        "name": case.name, **_figures(timings, moved), **overhead,
         "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
         "bytes_moved": {"forward": moved}, "bytes_read": read, "timings": timings,
         "page_kind": page_kind,
@@ -128,6 +131,26 @@ def _measure(case: Case, model: Any, kjts: list[Any], ceiling: Ceiling,
     mine = record.interleave(runs, align, case.rounds, case.per_round)
     others = clock.others(total)
     return {n: record.summary(np.array(slowest(s.tolist()))) for n, s in mine.items()}, others
+
+
+def _overhead(model: Any, kjts: list[Any], work: Workload) -> dict[str, float]:
+    """Median microseconds of a call outside the kernels, the slower rank's: on the case's batches,
+    which push Python's code out of the caches, and on one of 32 samples, which does not."""
+    _, world_size = world()
+    ids = timed_ids(work, 0, world_size, len(kjts))[0].reshape(len(work.num_rows), -1, work.pooling)
+    small = make_kjt(work, ids[:, :32].reshape(len(work.num_rows), -1))
+    align, found = aligner(model.tables), []
+    for batches in (kjts, [small]):
+        spent = []
+        for k in range(_OVERHEAD_CALLS):
+            align()
+            begin = time.perf_counter()
+            model(batches[k % len(batches)]).values()
+            call_s = time.perf_counter() - begin
+            spent.append(call_s - model.tables.phase_ns()["forward"] / 1e9)
+        found.append(1e6 * float(np.median(spent[5:])))
+    cold, warm = slowest(found)
+    return {"python_overhead_us": round(cold, 1), "python_overhead_small_batch_us": round(warm, 1)}
 
 
 def _figures(timings: dict[str, Any], moved: int) -> dict[str, Any]:

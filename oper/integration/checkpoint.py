@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 
 from oper.errors import InvalidInputError, fail
 from oper.integration.on_demand import TableRows
+from oper.integration.row_states import StateOfPieces
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -107,8 +108,11 @@ class LoadPlanner(DefaultLoadPlanner):
     the tables hold a mixture: load again.
 
     Every other value is loaded as torch's default planner does, but that only tensors and plain
-    values are unpickled.
+    values are unpickled, and that optimizer states of one number per row fit models of TorchRec
+    and of OPER alike where TorchRec shards by columns, see `oper.integration.row_states`.
     """
+
+    _pieces: dict[str, StateOfPieces]
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
                        is_coordinator: bool = False) -> None:
@@ -127,8 +131,18 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        rows, others = _split(self.state_dict)
+        stored = self.metadata.state_dict_metadata
+        self._pieces = {}
+        for name, value in self.state_dict.items():
+            found = stored.get(name)
+            if isinstance(found, TensorStorageMetadata) and StateOfPieces.fits(value, found):
+                self._pieces[name] = StateOfPieces(name, value, found, self.metadata)
+        rows, others = _split({n: v for n, v in self.state_dict.items() if n not in self._pieces})
+        others |= {name: state.buffer for name, state in self._pieces.items()}
         plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
+        for item in plan.items:
+            if item.dest_index.fqn in self._pieces:
+                self._pieces[item.dest_index.fqn].num_left += 1
         items = [item for name, value in rows.items()
                  for item in self._read_items(name, value)]
         for tables in {id(v.tables): v.tables for v in rows.values()}.values():
@@ -170,14 +184,25 @@ class LoadPlanner(DefaultLoadPlanner):
             self.state_dict[name] = loaded
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        value = self.state_dict.get(read_item.dest_index.fqn)
-        if isinstance(value, TableRows):
+        name = read_item.dest_index.fqn
+        value = self.state_dict.get(name)
+        if isinstance(value, TableRows) and name not in self._pieces:
             return torch.empty(read_item.lengths, dtype=value.dtype)
         return super().resolve_tensor(read_item)
 
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        state = self._pieces.get(index.fqn)
+        return state.buffer if state is not None else super().lookup_tensor(index)
+
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         value = self.state_dict.get(read_item.dest_index.fqn)
-        if isinstance(value, TableRows):
+        state = self._pieces.get(read_item.dest_index.fqn)
+        if state is not None:
+            super().commit_tensor(read_item, tensor)
+            state.num_left -= 1
+            if state.num_left == 0:
+                state.finish()
+        elif isinstance(value, TableRows):
             value.write(tensor, *read_item.dest_offsets)
         else:
             super().commit_tensor(read_item, tensor)

@@ -3,25 +3,30 @@
 Such a module learns from the ids that it sees which of them get rows of their own. Each rank sees
 its own share of a batch, so that every rank is given the ids of all, in rank order, to learn from;
 each then maps its own. The maps are those of one process that sees the whole batch.
+
+That needs a module whose learning and mapping are apart, as in `MCHManagedCollisionModule`.
+Others, such as `HashZchManagedCollisionModule`, learn while they map: on several ranks their
+maps would disagree, so that they map with what they know and refuse to learn.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from oper.errors import InvalidInputError, fail
 from oper.shmem.group import Group
 
 
 def share_maps(module: nn.Module, group: Group) -> None:
     """Let the managed-collision modules within `module` learn from the ids of all ranks.
 
-    Training forwards of such modules are collective from then on.
+    Training forwards of `MCHManagedCollisionModule`s are collective from then on; those of other
+    kinds raise InvalidInputError.
     """
     from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
@@ -31,10 +36,20 @@ def share_maps(module: nn.Module, group: Group) -> None:
         if isinstance(child, MCHManagedCollisionModule):
             learn = child.profile
             child.profile = functools.partial(_learn_from_all, child, learn, group)
-        elif child.training:
-            warnings.warn(f"{name}: a {type(child).__name__} keeps a map of ids on every rank, and "
-                          "maps that learn from different batches disagree: freeze it with eval()",
-                          stacklevel=3)
+        else:
+            child.forward = functools.partial(_frozen, child, name, child.forward)
+
+
+def _frozen(module: nn.Module, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of a module that must not learn."""
+    if module.training:
+        raise InvalidInputError(
+            fail("cannot learn a map of ids on several ranks", f"{name}, mode",
+                 f"{type(module).__name__}, training",
+                 "an MCHManagedCollisionModule, or a module in eval mode",
+                 f"call {name}.eval() after every train() of the model: it maps with what it has "
+                 "learnt; or let it learn in one process"))
+    return forward(*args, **kwargs)
 
 
 def _learn_from_all(module: nn.Module, learn: Any, group: Group, features: Mapping[str, Any]

@@ -15,6 +15,7 @@ from oper.shmem.group import DEADLINE_ENV
 from oper.tables import TableSpec
 
 _INTEGERS = (torch.int64, torch.int32)
+BAD_BATCH = 10  # status of a batch that `BatchChecks` refuses
 
 
 @dataclass(frozen=True, slots=True)

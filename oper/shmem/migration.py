@@ -10,7 +10,7 @@ Until then the old plan is untouched.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +54,10 @@ class _Region:
     @property
     def row_bytes(self) -> int:
         return self.view.shape[1] * self.view.element_size()
+
+
+# Rows of a region that are to be copied, by their index in it.
+_Copy = tuple[_Region, np.ndarray | range]
 
 
 class Migration:
@@ -146,14 +150,18 @@ class Migration:
         self._touched = {}
         ready = all(r.done == r.view.shape[0] for r in self._regions)
         everyone = self._source.all_gather((ready, touched))
-        self._copy_again([ids for _, ids in everyone])
+        again = list(self._changed_rows([ids for _, ids in everyone]))
         if all(done for done, _ in everyone):
+            self._copy_all(again)
             self._source.all_gather(None)  # nobody switches before all have finished
             if self._pages:
                 self._target.use_huge_pages()  # its own are there; maps the peers' likewise
             self._source.take_over(self._target)
             return True
-        self._copy_more()
+        self._copy_all([*again, *self._next_rows()])
+        for region in self._regions:
+            if region.done:
+                self._want_huge_pages(region)
         return False
 
     def finish(self) -> None:
@@ -167,7 +175,8 @@ class Migration:
         self._regions = []
         self._target.close()
 
-    def _copy_more(self) -> None:
+    def _next_rows(self) -> Iterator[_Copy]:
+        """What a step's budget allows of the rows that are not here yet; they count as copied."""
         left = self._limit
         for region in self._regions:
             while region.done < region.view.shape[0]:
@@ -178,11 +187,10 @@ class Migration:
                 if rows == 0:
                     return
                 end = min(region.view.shape[0], region.done + rows)
-                self._copy(region, np.arange(region.done, end))
+                yield region, range(region.done, end)
                 if left is not None:
                     left -= (end - region.done) * region.row_bytes
                 region.done = end
-                self._want_huge_pages(region)
                 if left is not None and left <= 0:
                     return
 
@@ -195,8 +203,8 @@ class Migration:
             torch.ops.oper.collapse_segment(self._frontier, end - self._frontier)
             self._frontier = end // _HUGE * _HUGE
 
-    def _copy_again(self, everyone: list[Mapping[str, np.ndarray]]) -> None:
-        """Copy what the ranks' steps have changed of the rows that are here already."""
+    def _changed_rows(self, everyone: list[Mapping[str, np.ndarray]]) -> Iterator[_Copy]:
+        """What the ranks' steps have changed of the rows that are here already."""
         changed = {name: np.unique(np.concatenate([ids[name] for ids in everyone if name in ids]))
                    for name in {n for ids in everyone for n in ids}}
         for region in self._regions:
@@ -209,18 +217,37 @@ class Migration:
             slots = slots[slots < region.done]
             rows = max(1, _CHUNK_BYTES // region.row_bytes)
             for at in range(0, slots.size, rows):
-                self._copy(region, slots[at:at + rows])
+                yield region, slots[at:at + rows]
 
-    def _copy(self, region: _Region, slots: np.ndarray) -> None:
-        """Fill rows of a region from their present owners."""
-        target = self._target
-        directory = target.directories[region.piece]
+    def _copy_all(self, copies: Iterable[_Copy]) -> None:
+        """Fill rows of regions from their present owners. Collective between memory domains."""
+        self._source.in_rounds(
+            [(region, slots, piece) for region, slots in copies for piece in self._pieces(region)],
+            lambda work: self._copy(*work))
+
+    def _pieces(self, region: _Region) -> Iterator[int]:
+        """Directories of the present plan that hold columns of a region."""
+        name = self._target.directories[region.piece].table.name
+        wanted = self._target.columns(region.part, region.piece)
+        for piece in self._source.pieces_of(name, region.part):
+            found = self._source.columns(region.part, piece)
+            if found.start < wanted.stop and wanted.start < found.stop:
+                yield piece
+
+    def _copy(self, region: _Region, slots: np.ndarray | range, piece: int) -> None:
+        """Fill those columns of a region's rows that a piece of the present plan holds."""
+        if isinstance(slots, range):
+            slots = np.arange(slots.start, slots.stop)
+        directory = self._target.directories[region.piece]
         positions = (self._replica_positions(region.piece, slots) if region.replicas
                      else directory.positions_at(self._rank, slots))
-        values = region.view.new_empty(slots.size, region.view.shape[1])
-        self._source.gather(directory.table.name, directory.ids_at(positions), region.part,
-                            target.columns(region.part, region.piece), values)
-        put_rows(region.view, torch.from_numpy(slots), values, torch.arange(slots.size))
+        there = self._target.columns(region.part, region.piece)
+        here = self._source.columns(region.part, piece)
+        columns = slice(max(there.start, here.start), min(there.stop, here.stop))
+        view = region.view[:, columns.start - there.start:columns.stop - there.start]
+        values = view.new_empty(slots.size, view.shape[1])
+        self._source.gather_piece(piece, directory.ids_at(positions), region.part, columns, values)
+        put_rows(view, torch.from_numpy(slots), values, torch.arange(slots.size))
         self.num_copied_bytes += values.numel() * values.element_size()
 
     def _slots_of(self, region: _Region, ids: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem.arena import ArenaLayout, KernelMaps, outbox_bytes
 from oper.shmem.batch import (
+    BAD_BATCH,
     BatchChecks,
     FailedBatch,
     Lookup,
@@ -71,6 +72,8 @@ class ShardedTables(LogicalRows):
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
                  gradient_scale: float = 1.0, seed: int | None = None) -> None:
         load()
+        # The packet of all overloads would look for it in every call.
+        self._forward_op = torch.ops.oper.lookup_forward.default
         self.plan = plan
         self.group = group
         self.features = list(features)
@@ -224,17 +227,19 @@ class ShardedTables(LogicalRows):
         """
         collective |= self._exchange is not None and self.optimizers is not None
         known = self._known(batch)
-        if known is None or batch.weights is not known.batch.weights:
+        if batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size):
             self._checks.check(batch)
-        empty = batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size)
-        meets = self._exchange is not None or (collective and self.has_push)
-        if empty and not batch.lengths.any() and not meets:
-            dim = self.output_columns if batch.pooled else self.directories[0].table.dim
-            return torch.empty(0, dim), torch.zeros(batch.lengths.numel() + 1, dtype=torch.int64)
-        out, offsets, code, detail = torch.ops.oper.lookup_forward(
+            meets = self._exchange is not None or (collective and self.has_push)
+            if not batch.lengths.any() and not meets:
+                dim = self.output_columns if batch.pooled else self.directories[0].table.dim
+                return (torch.empty(0, dim),
+                        torch.zeros(batch.lengths.numel() + 1, dtype=torch.int64))
+        out, offsets, code, detail = self._forward_op(
             self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, collective, known and known.offsets, known and known.addresses)
         if code:
+            if code == BAD_BATCH:
+                self._checks.check(batch)
             self._raise(code, detail, batch, offsets)
         return out, offsets
 
@@ -424,11 +429,6 @@ class ShardedTables(LogicalRows):
             raise InvalidInputError(
                 fail("cannot move tables to another plan", "plan", "a move is under way",
                      "one at a time", "wait until `migration` is None, or stop_migration()"))
-        if not self.is_one_domain:
-            raise OperError(
-                fail("cannot move tables to another plan while they are trained", "memory domains",
-                     "several", "ranks that share memory",
-                     "save a checkpoint and load it under the new plan"))
         self.barrier()
         self._migration = Migration(self, plan, bytes_per_step)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from oper.tables import CODE_BITS, DTYPE_BYTES, TableSpec, bytes_of_row
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES} | dict.fromkeys(
     CODE_BITS, torch.float32)
 CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are read or written
+
+_Work = TypeVar("_Work")
 
 
 class LogicalRows:
@@ -146,18 +148,34 @@ class LogicalRows:
         per_row = self._is_per_row(part, table)
         out = torch.empty(end - begin, 1 if per_row else self.specs[table].dim,
                           dtype=self.dtype(table, part))
-        pieces = self.pieces[table][:1] if per_row else self.pieces[table]
-        work = [(piece, at) for at in range(begin, end, CHUNK_ROWS) for piece in pieces]
-        longest = len(work)
-        if self._exchange is not None:
-            longest = max(self.group.all_gather(longest))
-        for piece, at in work:
+
+        def read_chunk(work: tuple[int, int]) -> None:
+            piece, at = work
             ids = np.arange(at, min(end, at + CHUNK_ROWS))
-            self._gather_piece(piece, ids, part, slice(0, out.shape[1]),
-                               out[at - begin:at - begin + ids.size])
-        for _ in range(len(work), longest):  # other ranks read more
-            self._fetch({})
+            self.gather_piece(piece, ids, part, slice(0, out.shape[1]),
+                              out[at - begin:at - begin + ids.size])
+
+        self.in_rounds([(piece, at) for at in range(begin, end, CHUNK_ROWS)
+                        for piece in self.pieces_of(table, part)], read_chunk)
         return out[:, 0] if per_row else out
+
+    def in_rounds(self, work: Sequence[_Work], body: Callable[[_Work], None]) -> None:
+        """Call ``body``, which calls `gather_piece` once, for each piece of work.
+
+        Between memory domains collective: ranks with less to do take part in the others' rounds.
+        """
+        rounds = len(work)
+        if self._exchange is not None:
+            rounds = max(self.group.all_gather(rounds))
+        for x in work:
+            body(x)
+        for _ in range(len(work), rounds):
+            self._fetch({})
+
+    def pieces_of(self, table: str, part: str) -> list[int]:
+        """The directories that together hold a part of a table: all pieces of a row carry the same
+        state per row."""
+        return self.pieces[table][:1 if self._is_per_row(part, table) else None]
 
     def gather(self, table: str, ids: np.ndarray, part: str, columns: slice, out: torch.Tensor
                ) -> None:
@@ -172,13 +190,13 @@ class LogicalRows:
 
         Between memory domains collective: all ranks gather from this table at once.
         """
-        # All pieces of a row carry the same state per row.
-        per_row = self._is_per_row(part, table)
-        for piece in self.pieces[table][:1] if per_row else self.pieces[table]:
-            self._gather_piece(piece, ids, part, columns, out)
+        for piece in self.pieces_of(table, part):
+            self.gather_piece(piece, ids, part, columns, out)
 
-    def _gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
-                      out: torch.Tensor) -> None:
+    def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
+                     out: torch.Tensor) -> None:
+        """As `gather`, of the columns that one directory holds. Between memory domains collective
+        if they overlap; ranks may gather from different tables."""
         mine = self.columns(part, piece)
         first, last = max(mine.start, columns.start), min(mine.stop, columns.stop)
         if first >= last:

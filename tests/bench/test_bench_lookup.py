@@ -28,6 +28,8 @@ def test_lookups_are_measured_and_verified(world_size: int) -> None:
     assert entry["bytes_moved"]["forward"] == 64 * 2 * (3 + 1) * 64
     fastest = min(entry[f"{n}_forward_ms"] for n in PEERS)
     assert entry["ratio_forward"] == pytest.approx(fastest / entry["oper_forward_ms"], rel=1e-2)
+    for key in ("python_overhead_us", "python_overhead_small_batch_us"):
+        assert 0 < entry[key] < 1e5
     assert entry["name"] in lookup.report([entry])
 
 

@@ -134,7 +134,7 @@ def close(got: Any, want: Any) -> None:
             assert (x - y).abs().max() <= 1e-5 * y.abs().max()
 
 
-# TorchRec keeps one state per column piece under column_wise: no canonical form, see below.
+# TorchRec keeps one state per column piece under column_wise, see below.
 @pytest.mark.parametrize("kind, parts", [
     ("table_wise", "both"), ("row_wise", "both"), ("column_wise", "model")])
 def test_there_and_back(kind: str, parts: str, tmp_path: Path) -> None:
@@ -155,16 +155,78 @@ def test_there_and_back(kind: str, parts: str, tmp_path: Path) -> None:
     assert_bitwise(read(one), read(first), "TorchRec on two ranks to OPER on one")
 
 
-def test_column_wise_state_of_torchrec_fits_no_other_sharding(tmp_path: Path) -> None:
-    """TorchRec saves one momentum per column piece, [N * pieces]; OPER's is [N]. Both ways."""
+def _planned(rank: int, world_size: int, kind: str, load: str | None, save: str) -> torch.Tensor:
+    """As `run`, with OPER's planner and nothing trained after a load; the outputs."""
+    model, optimizer = by_oper(world_size, 0) if kind == "oper" else by_torchrec(kind, 0)
+    if load is None:
+        _train(model, rank, range(2))
+    elif kind == "oper":
+        oper.load_checkpoint(load, model, optimizer)
+    else:
+        state = _state(model, optimizer, "both")
+        dcp.load(state, checkpoint_id=load, planner=oper.LoadPlanner())
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    dcp.save(_state(model, optimizer, "both"), checkpoint_id=save)
+    with torch.no_grad():
+        return model(batch_of(9, rank)).clone()
+
+
+def test_column_wise_state_both_ways(tmp_path: Path) -> None:
+    """TorchRec's momentum of each column piece becomes that of the row, and the other way."""
+    first, second, third, fourth = (str(tmp_path / n) for n in ("cw", "oper", "back", "again"))
+    theirs = run_world(2, _planned, "column_wise", None, first)
+    ours = run_world(2, _planned, "oper", first, second)
+    assert_bitwise(ours, theirs, "outputs")
+    before, after = read(first), read(second)
+    for table, n in (("ta", 38), ("tb", 200)):
+        name = f"optimizer.state.bags.embedding_bags.{table}.weight.{table}.momentum1"
+        pieces = before[name].view(2, n)  # of 8 columns each
+        assert (pieces[0] - pieces[1]).abs().max() > 0
+        torch.testing.assert_close(after[name], pieces.double().mean(0).float(), rtol=0, atol=0)
+    back = run_world(2, _planned, "column_wise", second, third)
+    assert_bitwise(back, theirs, "outputs")
+    for name, value in read(third).items():
+        want = after[name].repeat(2) if "momentum" in name else after[name]
+        assert_bitwise(value, want, name)
+    run_world(1, _planned, "oper", third, fourth)
+    assert_bitwise(read(fourth), after, "there and back, on one rank")
+
+
+def test_the_state_of_a_row_is_the_unsharded_one(tmp_path: Path) -> None:
+    """Column-wise training, taken over, has the momentum of table-wise training of its gradients:
+    after one step from the same rows."""
+    folders = [str(tmp_path / n) for n in ("tw", "cw", "oper")]
+    for kind, folder in zip(("table_wise", "column_wise"), folders, strict=False):
+        run_world(2, _one_step, kind, folder)
+    run_world(2, _planned, "oper", folders[1], folders[2])
+    want, got = read(folders[0]), read(folders[2])
+    for name, value in want.items():
+        if "momentum" in name:
+            torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-9)
+            assert value.abs().max() > 1e-3
+
+
+def _one_step(rank: int, world_size: int, kind: str, save: str) -> None:
+    """A step of given output gradients, which do not depend on the rows."""
+    model, optimizer = by_torchrec(kind, 0)
+    out = model(batch_of(0, rank))
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(rank)))
+    dcp.save(_state(model, optimizer, "both"), checkpoint_id=save)
+
+
+def test_other_shapes_of_states_are_refused(tmp_path: Path) -> None:
+    """Pieces that the stored rows do not have; and torch's planner refuses them as before."""
     first, second = str(tmp_path / "torchrec"), str(tmp_path / "oper")
     run_world(2, run, "column_wise", None, first, "both")
-    assert read(first)["optimizer.state.bags.embedding_bags.ta.weight.ta.momentum1"].shape == (76,)
     with pytest.raises(RankFailedError, match="Size mismatch"):
         run_world(2, run, "oper", first, second, "both")
-    run_world(2, run, "oper", None, second, "both")
-    with pytest.raises(RankFailedError, match="Size mismatch"):
-        run_world(2, run, "column_wise", second, first, "both")
+    odd = str(tmp_path / "odd")  # three states a row, of rows that are a third as many
+    dcp.save({"model.x.t.weight": torch.zeros(10, 4), "state.x.t.weight.m": torch.zeros(60)},
+             checkpoint_id=odd)
+    with pytest.raises(Exception, match="numbers per row"):
+        dcp.load({"state.x.t.weight.m": torch.zeros(20)}, checkpoint_id=odd,
+                 planner=oper.LoadPlanner())
 
 
 def _small_gradients(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import oper
+from oper.errors import InvalidInputError
 from tests.runtime_support import assert_bitwise
 from tests.world_support import run_world
 
@@ -79,3 +80,40 @@ def test_ranks_learn_one_map() -> None:
         for found in ranks:
             assert torch.allclose(found[name].double(), one[name].double(), rtol=1e-5, atol=1e-6
                                   ), name
+
+
+def _make_hashing() -> tuple[Any, Any]:
+    """The model with a module that learns while it maps, and that module; it knows 20 ids."""
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+
+    model = make()
+    maps = HashZchManagedCollisionModule(20, torch.device("cpu"), total_num_buckets=1)
+    maps._hash_zch_identities.data[:, 0] = torch.arange(20) * 10**9
+    model._managed_collision_collection._managed_collision_modules["t"] = maps
+    return model, maps
+
+
+def _map_frozen(rank: int, world_size: int) -> tuple[str, torch.Tensor]:
+    model, maps = _make_hashing()
+    sharded: Any = oper.shard(model, optimizer=oper.SGD(lr=LR))
+    message = ""
+    try:
+        sharded(batch_of(0, rank, world_size))
+    except InvalidInputError as error:
+        message = str(error)
+    maps.eval()
+    _, ids = sharded(batch_of(0, rank, world_size))
+    return message, ids.values().view(2, -1)
+
+
+def test_maps_that_learn_while_they_map_are_refused_by_name() -> None:
+    """In training; frozen ones map on two ranks as on one."""
+    ranks = run_world(2, _map_frozen)
+    for message, _ in ranks:
+        assert "HashZchManagedCollisionModule" in message and ".eval()" in message, message
+    model, maps = _make_hashing()
+    maps.eval()
+    _, ids = model(batch_of(0, 0, 1))
+    joint = torch.cat([found for _, found in ranks], dim=1)
+    assert torch.equal(joint, ids.values().view(2, -1))
+    assert joint.unique().numel() > 5

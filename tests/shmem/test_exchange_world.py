@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from oper.errors import DeadlineError, PeerLostError
-from oper.plan import Plan
+from oper.plan import Plan, uniform_plan
 from oper.shmem.domains import find_domains
 from oper.shmem.group import ProcessGroup
 from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.runtime import ShardedTables
 from tests.runtime_support import (
     OPTIMIZERS,
     Batch,
@@ -60,6 +61,35 @@ def test_processes_equal_one_domain(labels: str, domains: list[int]) -> None:
     one = train_virtual(CASE, plan, steps, OPTIMIZERS["rowwise_adagrad"])
     for part in ("outputs", "weights", "states", "replicas"):
         assert_bitwise(getattr(got, part), getattr(one, part), part)
+
+
+def _train_and_move(rank: int, world_size: int, labels: str, plans: tuple[Plan, Plan],
+                    steps: list[list[Batch]]) -> tuple[int, Result]:
+    _separate(rank, labels)
+    switched: list[int] = []
+
+    def between(tables: ShardedTables, step: int) -> None:
+        if step == 1:
+            tables.start_migration(plans[1], 3_000_000)
+        elif step > 1 and tables.migration is None:
+            switched.append(step)
+
+    result = train_rank(CASE, plans[0], steps, OPTIMIZERS["rowwise_adagrad"], ProcessGroup(),
+                        between)
+    return switched[0], result
+
+
+@pytest.mark.parametrize("labels", ["ab", "aab"])
+def test_a_move_between_hosts_changes_no_bit(labels: str) -> None:
+    """Rows and optimizer states go to another plan over gloo while the tables are trained."""
+    steps = make_steps(CASE, len(labels), 8)
+    plans = mixed_plan(CASE.tables, len(labels), 0), uniform_plan(CASE.tables, len(labels))
+    ranks = run_world(len(labels), _train_and_move, labels, plans, steps)
+    assert len({step for step, _ in ranks}) == 1 and 2 < ranks[0][0] < 8, ranks[0][0]
+    got = merge_ranks([result for _, result in ranks])
+    stayed = train_virtual(CASE, plans[0], steps, OPTIMIZERS["rowwise_adagrad"])
+    for part in ("outputs", "weights", "states"):
+        assert_bitwise(getattr(got, part), getattr(stayed, part), part)
 
 
 # ---- dead and stalled peers ----------------------------------------------------------------------

@@ -262,3 +262,37 @@ def test_read_only_tables_move_at_once() -> None:
         tables.close()
 
     run_ranks(2, body)
+
+
+# ---- ranks that share no memory ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("domains, optimizer", [
+    ((0, 1, 0), "rowwise_adagrad"), ((0, 1), "partial_rowwise_adam")], ids=str)
+def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> None:
+    """Budget kept, and bit for bit what happens in one domain; columns and push included."""
+    chosen = (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer]
+    case = dlrm_case(optimizer)
+    size = len(domains)
+    steps = make_steps(case, size, STEPS)
+    rich = rich_plan(case.tables, size, 2, columns=True)
+    plans = plans_for(case.tables, size)
+    budget = 3_500_000 if optimizer == "partial_rowwise_adam" else 2_000_000
+    for old, new in ((plans["owned"], plans["striped"]), (plans["mixed0"], rich),
+                     (rich, plans["replicated"])):
+        switched: dict[int, int] = {}
+        copied: list[int] = []
+        move = moving(new, budget, switched)
+
+        def between(tables: ShardedTables, step: int, copied: list[int] = copied,
+                    move: Callable[[ShardedTables, int], None] = move) -> None:
+            move(tables, step)
+            if tables.group.rank == 0 and tables.migration is not None:
+                copied.append(tables.migration.num_copied_bytes)
+
+        got = train_virtual(case, old, steps, chosen, between=between, domains=domains)
+        want = train_virtual(case, old, steps, chosen, between=moving(new, budget))
+        assert len(set(switched.values())) == 1 and START + 1 < switched[0] < STEPS, switched
+        assert copied[0] == 0 and max(b - a for a, b in itertools.pairwise(copied)) < budget * 1.5
+        for part in ("outputs", "weights", "states", "replicas"):
+            assert_bitwise(getattr(got, part), getattr(want, part), part)
