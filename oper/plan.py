@@ -127,6 +127,11 @@ class TablePlan:
                                  len(self.pieces), "1", "read TablePlan.pieces"))
         return self.pieces[0].tiers
 
+    @staticmethod
+    def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
+        """Raise PlanError, beginning with `what`, unless tiers place every row on ranks."""
+        _check_tiers(what, tiers, num_rows, world_size)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:

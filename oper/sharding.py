@@ -219,14 +219,14 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
 
 def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
           batch_size: int | None) -> Plan:
-    from oper.search import executed_space, make_plan
+    from oper.search import make_plan
 
     if stats is not None and not isinstance(stats, AccessStats):
         stats = AccessStats.load(stats)
     if not isinstance(topology, Topology):
         topology = Topology.from_toml(topology)
     return make_plan(tables, stats, topology, objective=objective,
-                     batch_size=batch_size or _DEFAULT_BATCH, allow=executed_space(topology))
+                     batch_size=batch_size or _DEFAULT_BATCH)
 
 
 def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_check: Any,

@@ -73,7 +73,7 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_h
 
     Statistics come from batches that are never timed; every rank counts its part. Collective.
     """
-    from oper.search import executed_space, make_plan
+    from oper.search import make_plan
 
     rank, world_size = world()
     parts = gather(collect_stats(work, rank, world_size, num_stats_batches))
@@ -82,6 +82,5 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_h
     if rank == 0:
         topology = Topology.of_domains([0] * world_size if is_one_host else range(world_size))
         made = make_plan(work.tables(), AccessStats.merge_all(parts), topology,
-                         objective=objective, batch_size=work.batch_size // world_size,
-                         allow=executed_space(topology))
+                         objective=objective, batch_size=work.batch_size // world_size)
     return gather((made, time.perf_counter() - begin))[0]

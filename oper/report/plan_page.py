@@ -86,7 +86,7 @@ def _whole_tables(problem: Problem) -> Evaluation | None:
 def _tiles(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation | None
            ) -> list[tuple[str, str]]:
     share_rows, share_ids = replica_share(plan, problem)
-    full = float((found.domain_bytes / found.capacity_bytes).max())
+    full = found.fullest
     tiles = [("step", f"{found.step_us:,.1f} us")]
     if plan.lower_bound_us > 0:
         tiles += [("lower bound", f"{plan.lower_bound_us:,.1f} us"),

@@ -17,12 +17,12 @@ import numpy as np
 from oper.plan import MAX_PATTERN
 from oper.search import native
 from oper.search.bound import Bound
-from oper.search.cost import HELD, NUM_ROWS, PARTIALS, Tally
-from oper.search.machine import GROUPS
+from oper.search.machine import GROUPS, by_group
 from oper.search.owner_rows import PUSH, SHARD
-from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, own_load
+from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS, own_load
 from oper.search.problem import IDS, NUM_FEATURES
 from oper.search.recipes import Recipe, RecipeBook
+from oper.search.tally import HELD, NUM_ROWS, PARTIALS, Tally
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
 _OWNERS = 16  # of one piece at most
@@ -57,8 +57,8 @@ class Loads:
     Attributes:
         num_loads: G = 5 P + 1.
         class_of: int64 [W].
-        own_unit: float64 [C, 15, G], a unit of each tally row at its owner.
-        read_unit: float64 [C, 15, C, G], what it puts on readers by class.
+        own_unit: float64 [C, 20, G], a unit of each tally row at its owner.
+        read_unit: float64 [C, 20, C, G], what it puts on readers by class.
     """
 
     def __init__(self, book: RecipeBook) -> None:
@@ -67,7 +67,7 @@ class Loads:
         self.class_of = self.relaxation.classes.of_rank
         ranks = self.relaxation.classes.ranks
         self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
-        self.num_loads = self.num_phases * len(GROUPS) + 1
+        self.num_loads = self.num_phases * NUM_PIECE_GROUPS + 1
         self.own_unit = np.zeros((self.num_classes, NUM_ROWS, self.num_loads))
         self.own_unit[..., :-1] = own_load(self.model, [int(r[0]) for r in ranks]).reshape(
             self.num_classes, NUM_ROWS, -1)
@@ -83,9 +83,11 @@ class Loads:
         """Resource rows (float64 [..., R]) as loads by class; float64 [..., C, G]."""
         out = np.zeros((*rows.shape[:-1], self.num_classes, self.num_loads))
         for n, (phase, group, c) in enumerate(self.relaxation.row_names):
-            out[..., c, phase * len(GROUPS) + GROUPS.index(group)] = rows[..., n]
+            # Host memory is no resource of its own here: its time counts beside the rank's own.
+            at = GROUPS.index(group) % NUM_PIECE_GROUPS
+            out[..., c, phase * NUM_PIECE_GROUPS + at] += rows[..., n]
         machine, classes = self.model.machine, self.relaxation.classes
-        memory = self.relaxation.num_rows - classes.num_domain_classes
+        memory = self.relaxation.first_memory_row
         for c, ranks in enumerate(classes.ranks):
             out[..., c, -1] = rows[..., memory + classes.of_domain[machine.domain[ranks[0]]]]
         return out
@@ -94,8 +96,9 @@ class Loads:
         """What every plan puts on each rank; float64 [W, G]."""
         model, tally = self.model, self.relaxation.base_tally
         units = model.units(Tally(tally.rows, tally.partial_replicas))
-        units = units * model.machine.seconds_per_unit * 1e6
-        groups = np.concatenate([units[:, :2].sum(axis=1, keepdims=True), units[:, 2:]], axis=1)
+        groups = by_group(units * model.machine.seconds_per_unit * 1e6)
+        groups[:, 0] += groups[:, NUM_PIECE_GROUPS]
+        groups = groups[:, :NUM_PIECE_GROUPS]
         groups -= 1e6 * model.hidden[:, None]  # beyond the dense compute that hides it
         out = np.zeros((self.class_of.size, self.num_loads))
         out[:, :-1] = groups.reshape(-1, self.class_of.size).T
@@ -183,7 +186,7 @@ class Annealing:
         return out
 
     def _per_table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tally rows of a column and of an id stream, by class and feature; [T, C, 4, 15] each."""
+        """Tally rows of a column and of an id stream, by class and feature; [T, C, 4, 20] each."""
         ranks = [int(r[0]) for r in self.relaxation.classes.ranks]
         each = np.arange(len(ranks))
         owner = np.zeros((len(ranks), NUM_FEATURES, NUM_FEATURES, self.loads.class_of.size))

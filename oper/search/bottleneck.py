@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from oper.plan import Plan, TablePlan, Tier
-from oper.search.cost import CostModel, Evaluation, Phase, Tally, is_ordered
-from oper.search.machine import GROUPS
+from oper.search.cost import CostModel, Evaluation, Phase, is_ordered
+from oper.search.machine import GROUPS, by_group
 from oper.search.problem import Problem, TableProblem
+from oper.search.tally import Tally
 
 _TARGETS = 4  # ranks that are tried as the new owner
 
@@ -91,8 +92,7 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
 def _load_us(model: CostModel, alone: Tally, number: int, phase: Phase) -> float:
     """What one tier adds to the binding group of the slowest rank of phase `number`."""
     seconds = model.units(alone)[number] * model.machine.seconds_per_unit
-    groups = np.concatenate([seconds[:2].sum(axis=0, keepdims=True), seconds[2:]])
-    return float(groups[GROUPS.index(phase.binding), phase.slowest_rank] * 1e6)
+    return float(by_group(seconds)[GROUPS.index(phase.binding), phase.slowest_rank] * 1e6)
 
 
 def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple[int, int],
@@ -115,15 +115,18 @@ def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation
                 ) -> Iterator[Tier]:
     """Other placements of a tier that the constraints allow."""
     held = problem.constraints.tables.get(t.spec.name)
-    if held is not None and held.tiers is not None:
+    if held is not None and (held.tiers is not None or tier in held.pinned):
         return
     world = range(problem.machine.world_size)
     owners = tuple(world) if held is None or held.ranks is None else tuple(sorted(set(held.ranks)))
     level = sum((p.groups.max(axis=0) for p in found.phases), np.zeros(len(world)))
     places = problem.placements_of(t.spec.name)
+    memories = problem.memories_of(t.spec.name)
     plain = replace(tier, weights=(), memory="device")
     made = []
-    for mode in sorted(problem.modes_of(t.spec.name)):
+    if "host" in memories and "striped" in places and "pull" in problem.modes_of(t.spec.name):
+        made.append(replace(plain, placement="striped", ranks=owners, mode="pull", memory="host"))
+    for mode in sorted(problem.modes_of(t.spec.name)) if "device" in memories else ():
         if "owned" in places:
             idle = sorted(owners, key=lambda r: (level[r], r))[:_TARGETS]
             made += [replace(plain, placement="owned", ranks=(r,), mode=mode) for r in idle]

@@ -21,7 +21,7 @@ import numpy as np
 from oper.search.bound import Bound, solve_relaxation
 from oper.search.machine import GROUPS
 from oper.search.owner_rows import PUSH
-from oper.search.pieces import Box
+from oper.search.pieces import NUM_PIECE_GROUPS, Box
 from oper.search.problem import IDS
 
 _NARROW = 0.002  # what pieces may exceed their phase by, as a share of the step
@@ -124,9 +124,10 @@ def _cuts(node: Bound) -> dict[_Load, tuple[float, list[Box]]]:
         room = (relaxation.phase_weight[row] @ times - total[row] + node.box.least[phase, group])
         rooms[phase, group] = min(rooms[phase, group], room)
     excess = np.where(np.isfinite(rooms), largest - rooms, 0.0) / max(1e-9, node.lower_bound_us)
-    weight = np.full(largest.shape, _IDLE)
+    weight: np.ndarray = np.full(largest.shape, _IDLE)
     for n, (phase, name, _) in enumerate(relaxation.row_names):
-        weight[phase, GROUPS.index(name)] += node.prices[n]
+        if GROUPS.index(name) < NUM_PIECE_GROUPS:
+            weight[phase, GROUPS.index(name)] += node.prices[n]
     for row, phase, group in relaxation.owner_rows:
         weight[phase, group] += node.prices[row]
     out: dict[_Load, tuple[float, list[Box]]] = {}

@@ -19,11 +19,12 @@ from itertools import combinations
 from typing import Any
 
 from oper.errors import InvalidInputError, PlanError, fail
-from oper.plan import PLACEMENTS, Plan, TablePlan, Tier, tier_from_json, tier_to_json
+from oper.plan import MEMORIES, PLACEMENTS, Plan, TablePlan, Tier, tier_from_json, tier_to_json
 from oper.topology import parse_bytes
 
 EVERY_TABLE = "*"  # constrains all tables that have no entry of their own
-_FIELDS = frozenset({"placements", "replicate", "modes", "ranks", "tiers"})
+_FIELDS = frozenset({"placements", "replicate", "modes", "memories", "ranks", "tiers",
+                     "pinned"})
 _KEYS = frozenset({"tables", "keep_together", "keep_apart", "memory_bytes", "reserve_bytes"})
 
 
@@ -34,15 +35,21 @@ class TableConstraint:
     Attributes:
         placements: allowed placements.
         modes: allowed exchange modes.
+        memories: allowed memories, ``"device"`` and ``"host"``.
         ranks: ranks that may own rows of the table. A table held to some of the ranks is not
             replicated, because a replicated tier has a copy on every rank.
         tiers: the whole tier list, pinned; the planner then only accounts for the table.
+        pinned: tiers of some rows, in order; the planner places the others.
+        unreplicated: positions [start, stop) of rows that are not replicated.
     """
 
     placements: frozenset[str] | None = None
     modes: frozenset[str] | None = None
     ranks: tuple[int, ...] | None = None
     tiers: tuple[Tier, ...] | None = None
+    memories: frozenset[str] | None = None
+    pinned: tuple[Tier, ...] = ()
+    unreplicated: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +86,17 @@ class Constraints:
 
 def _table_json(held: TableConstraint) -> dict[str, Any]:
     value: dict[str, Any] = {}
-    for name in ("placements", "modes"):
+    for name in ("placements", "modes", "memories"):
         if getattr(held, name) is not None:
             value[name] = sorted(getattr(held, name))
     if held.ranks is not None:
         value["ranks"] = list(held.ranks)
     if held.tiers is not None:
         value["tiers"] = [tier_to_json(t) for t in held.tiers]
+    if held.pinned:
+        value["pinned"] = [tier_to_json(t) for t in held.pinned]
+    if held.unreplicated:
+        value["replicate"] = [list(r) for r in held.unreplicated]
     return value
 
 
@@ -175,23 +186,32 @@ def _table(name: str, value: Any) -> TableConstraint:
         raise InvalidInputError(fail(what, "fields", value, f"some of {sorted(_FIELDS)}",
                                      "correct it"))
     try:
-        placements, modes, ranks = (list(value[k]) if k in value else None
-                                    for k in ("placements", "modes", "ranks"))
-        if not all(isinstance(x, str) for x in (placements or []) + (modes or [])):
-            raise TypeError("placements and modes are lists of text")
+        placements, modes, memories, ranks = (
+            list(value[k]) if k in value else None
+            for k in ("placements", "modes", "memories", "ranks"))
+        if not all(isinstance(x, str) for part in (placements, modes, memories)
+                   for x in part or []):
+            raise TypeError("placements, modes and memories are lists of text")
         if not all(type(r) is int for r in ranks or []):
             raise TypeError("ranks are integers")
-        if not isinstance(value.get("replicate", True), bool):
-            raise TypeError("replicate is true or false")
-        if not value.get("replicate", True):
+        replicate, ranges = value.get("replicate", True), []
+        if isinstance(replicate, list | tuple):
+            ranges = sorted((start, stop) for start, stop in replicate)
+        if not (isinstance(replicate, bool) or ranges) or not all(
+                type(n) is int for r in ranges for n in r):
+            raise TypeError("replicate is false, or a list of the row ranges without replicas")
+        if replicate is False:
             placements = [p for p in placements or PLACEMENTS if p != "replicated"]
         tiers = value.get("tiers")
+        pinned = [t if isinstance(t, Tier) else tier_from_json(t) for t in value.get("pinned", ())]
         return TableConstraint(
             None if placements is None else frozenset(placements),
             None if modes is None else frozenset(modes),
             None if ranks is None else tuple(ranks),
             None if tiers is None else tuple(t if isinstance(t, Tier) else tier_from_json(t)
-                                             for t in tiers))
+                                             for t in tiers),
+            None if memories is None else frozenset(memories),
+            tuple(sorted(pinned, key=lambda t: t.start)), tuple(ranges))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidInputError(fail(what, "fields", value, "lists, and tiers as in a plan file",
                                      str(error))) from None
@@ -204,10 +224,43 @@ def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_s
                                      "name a table of the model"))
     for label, chosen, allowed in (("placements", held.placements, set(PLACEMENTS)),
                                    ("modes", held.modes, {"pull", "push"}),
+                                   ("memories", held.memories, set(MEMORIES)),
                                    ("ranks", held.ranks, set(range(world_size)))):
         if chosen is not None and (not chosen or not set(chosen) <= allowed):
             raise InvalidInputError(fail(what, label, sorted(chosen),
                                          f"some of {sorted(allowed)[:16]}", "correct it"))
+
+
+def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int) -> None:
+    """Raise InvalidInputError when what a constraint says of some rows contradicts itself."""
+    what = f"invalid constraint of table {name!r}"
+    if held.tiers is not None and (held.pinned or held.unreplicated):
+        raise InvalidInputError(fail(what, "tiers, pinned, replicate", "both given",
+                                     "all tiers, or what some rows are held to", "leave one out"))
+    for label, ranges in (("pinned", [(x.start, x.stop) for x in held.pinned]),
+                          ("replicate", list(held.unreplicated))):
+        ends = [n for r in ranges for n in r]
+        if ends != sorted(ends) or any(a >= b for a, b in ranges) or (
+                ends and not 0 <= ends[0] <= ends[-1] <= num_rows):
+            raise InvalidInputError(fail(what, label, ranges,
+                                         f"row ranges within 0..{num_rows} that do not overlap",
+                                         "correct it"))
+    for x in held.pinned:
+        # A tier is checked as a plan's would be: padded to a whole table, it must make one.
+        rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
+        tiers = tuple(sorted([*rest, x], key=lambda t: t.start))
+        TablePlan.check_tiers(what, tiers, num_rows, world_size)
+        for label, allowed, value in (
+                ("placements", held.placements, {x.placement}),
+                ("modes", held.modes, {x.mode} if x.placement != "replicated" else set()),
+                ("memories", held.memories, {x.memory}), ("ranks", held.ranks, set(x.ranks)),
+                ("replicate", None if x.placement != "replicated" else () if any(
+                    a < x.stop and x.start < b for a, b in held.unreplicated) else None,
+                 {"replicated"})):
+            if allowed is not None and not value <= set(allowed):
+                raise InvalidInputError(fail(what, f"pinned rows {x.start}:{x.stop}, {label}",
+                                             sorted(value), f"some of {sorted(allowed)}",
+                                             "change the pin or the other constraint"))
 
 
 def _check_groups(value: Constraints, known: Sequence[str]) -> None:
@@ -258,9 +311,16 @@ def violations(plan: Plan, held: Constraints) -> list[str]:
             if len(entry.pieces) > 1 or tuple(tiers) != c.tiers:
                 out.append(f"table {name!r} has other tiers than the pinned ones")
             continue
+        for piece in entry.pieces:
+            out += [f"table {name!r} has other tiers than the one pinned on rows {x.start}:{x.stop}"
+                    for x in c.pinned if x not in piece.tiers]
+            out += [f"table {name!r} replicates rows {x.start}:{x.stop}, some held to no replicas"
+                    for x in piece.tiers if x.placement == "replicated"
+                    and any(a < x.stop and x.start < b for a, b in c.unreplicated)]
         for label, allowed, used in (
                 ("placements", c.placements, {t.placement for t in tiers}),
                 ("modes", c.modes, {t.mode for t in tiers if t.placement != "replicated"}),
+                ("memories", c.memories, {t.memory for t in tiers}),
                 ("ranks", c.ranks, {r for t in tiers for r in t.ranks})):
             extra = sorted(used - set(allowed)) if allowed is not None else []
             if extra:

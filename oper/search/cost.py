@@ -15,14 +15,15 @@ Phases of a training step (barriers between them) and who works:
   updated by the holder of its master copy, which then writes all other copies.
 
 Ranks of one memory domain reach each other's rows as local memory: no link bytes inside a domain.
-A phase takes the slowest rank's max(memory + compute, each direction of each link class), beyond
-the dense compute that was declared to run beside it (`overlap`; none by default), plus a fixed
-cost. Inference is the forward phase alone, with one replica per memory domain.
+Rows in host memory are read in place by the ranks of their host, each over its own link to that
+memory; their owner updates them over its link, and sends them to other hosts.
+A phase takes the slowest rank's max(memory + compute, each direction of each link class, the link
+to host memory), beyond the dense compute that was declared to run beside it (`overlap`; none by
+default), plus a fixed cost. Inference is the forward phase alone, with one replica per memory
+domain.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,19 +31,49 @@ from oper.errors import PlanError, fail
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.caching import Caching
 from oper.search.evaluation import Evaluation as Evaluation, Phase as Phase
+from oper.search.links import (
+    broadcast,
+    host_sends,
+    owner_receives,
+    owner_sends,
+    subset_reads,
+)
 from oper.search.machine import (
     COMPUTE,
-    CROSS_IN,
-    CROSS_OUT,
-    LINK_IN,
-    LINK_OUT,
+    HOST_MEMORY,
     MEMORY,
     TERMS,
     add_wire,
 )
 from oper.search.overlap import RESOLVE
 from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
-from oper.tables import OPTIMIZER_STATE_BYTES
+from oper.search.tally import (
+    BACKWARD_BYTES,
+    BACKWARD_IDS,
+    BACKWARD_NS,
+    BROADCAST,
+    FORWARD_BYTES,
+    FORWARD_IDS,
+    FORWARD_NS,
+    GRAD_BYTES,
+    GRADS,
+    HELD,
+    HOST_FORWARD,
+    HOST_HELD,
+    HOST_SENT,
+    HOST_SERVED,
+    HOST_UPDATE,
+    NUM_ROWS,
+    PARTIALS,
+    PUSH_IDS,
+    SERVED,
+    UPDATE_BYTES,
+    UPDATE_NS,
+    UPDATE_ROWS,
+    Tally,
+    owned_features,
+    row_bytes,
+)
 from oper.traffic import ROW_WISE
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
@@ -52,47 +83,6 @@ PUSH_PASSES = 3  # over the ids of a table with pushed rows, at their reader, in
 KERNEL_WIDTHS = (16, 32, 64, 96, 128)
 #: Passes over such a row: pooling; staging and summing; merging, squares, decay and update.
 ODD_PASSES = (1, 2, 4)
-GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
-
-# Rows of a tally. Relational: what an owner exchanges with *each* reading rank.
-SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS = range(5)
-# Local: what a rank does by itself, and the bytes it holds.
-(FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS,
- UPDATE_BYTES, UPDATE_ROWS, HELD) = range(5, 12)
-# Nanoseconds of a rank beyond what its ids and rows cost.
-FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(12, 15)
-NUM_ROWS = 15
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tally:
-    """What tables ask of the ranks; adds up over tables.
-
-    Attributes:
-        rows: float64 [15, W], see the constants above.
-        partial_replicas: for replica sets other than all ranks: bytes that each reader needs of
-            them, and float64 [W] bytes to broadcast by master.
-        num_pushed: pushed tiers. A plan with any pays one barrier more.
-        num_split: column pieces beyond the first, of tables whose optimizer must add up squared
-            gradients over columns. A plan with any pays one barrier more.
-    """
-
-    rows: np.ndarray
-    partial_replicas: dict[tuple[int, ...], tuple[float, np.ndarray]]
-    num_pushed: int = 0
-    num_split: int = 0
-
-    def plus(self, other: Tally, sign: int = 1) -> Tally:
-        """This tally with `other` added (or taken away, `sign=-1`)."""
-        replicas = self.partial_replicas
-        if other.partial_replicas:
-            replicas = dict(replicas)
-            for key, (need, send) in other.partial_replicas.items():
-                old = replicas.get(key, (0.0, np.zeros(self.rows.shape[1])))
-                replicas[key] = (old[0] + sign * need, old[1] + sign * send)
-        return Tally(self.rows + sign * other.rows, replicas,
-                     self.num_pushed + sign * other.num_pushed,
-                     self.num_split + sign * other.num_split)
 
 
 class CostModel:
@@ -135,7 +125,7 @@ class CostModel:
             owner: float64 [..., 4, W], features that each rank owns.
 
         Returns:
-            float64 [..., 15, W].
+            float64 [..., 20, W].
         """
         row, grad, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
@@ -198,6 +188,61 @@ class CostModel:
                                       + runs * self.costs.run_ns)
         self._add_update(out, t, width, owner)
         return out
+
+    def host_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
+        """As `shard_rows`, of rows in host memory."""
+        out = self.shard_rows(t, width, owner)
+        self._into_host(out, t, width, owner)
+        self._off_device(out, t, width, owner, False)
+        out[..., HOST_SERVED, :] = owner[..., IDS, :] * row_bytes(t, width)[0]
+        out[..., HOST_SENT, :] = out[..., SERVED, :]
+        out[..., SERVED, :] = 0.0
+        return out
+
+    def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
+        """Tally rows of a tier of a piece of `width` columns, replicas on all ranks, without
+        partial sums; `owner` float64 [..., 4, W]."""
+        in_host = tier.memory == "host"
+        if tier.placement == "replicated":
+            out = self.replica_rows(t, width, owner)
+            if in_host:
+                row, total = row_bytes(t, width)[0], owner.sum(axis=-1)
+                self._into_host(out, t, width, owner)
+                self._off_device(out, t, width, owner, False)
+                out[..., HOST_FORWARD, :] = total[..., IDS, None] * row
+                if self.training:
+                    out[..., HOST_UPDATE, :] += total[..., TOUCHED_ALL, None] * row
+            return out
+        if tier.mode == "pull":
+            return (self.host_rows if in_host else self.shard_rows)(t, width, owner)
+        out = self.push_rows(t, width, owner)
+        if in_host:
+            self._into_host(out, t, width, owner)
+            self._off_device(out, t, width, owner, True)
+            ids = owner[..., IDS, :] * self.machine.world_size
+            out[..., HOST_FORWARD, :] = ids * row_bytes(t, width)[0]
+        return out
+
+    def _into_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
+        """Moves memory held, and what updates read and write of it, to host memory."""
+        row, _, state = row_bytes(t, width)
+        out[..., HOST_HELD, :] = out[..., HELD, :]
+        out[..., HELD, :] = 0.0
+        if self.training:
+            update = owner[..., TOUCHED_ALL, :] * 2 * (row + state)
+            out[..., HOST_UPDATE, :] = update
+            out[..., UPDATE_BYTES, :] = np.maximum(out[..., UPDATE_BYTES, :] - update, 0.0)
+
+    def _off_device(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
+                    pushed: bool) -> None:
+        """Takes the reads of rows off device memory and its caches, which hold no host memory."""
+        if pushed:
+            rows, ids = owner[..., TOUCHED_ALL, :], owner[..., IDS, :] * self.machine.world_size
+        else:
+            rows, ids = (owner[..., f, :].sum(axis=-1)[..., None] for f in (TOUCHED, IDS))
+        again = self.repeat_cost(t, pushed)
+        saved = (rows * self.caching.first(t) + (ids - rows) * again) * row_bytes(t, width)[0]
+        out[..., FORWARD_BYTES, :] = np.maximum(out[..., FORWARD_BYTES, :] - saved, 0.0)
 
     def own_requests(self, own: np.ndarray, ids: np.ndarray | float) -> np.ndarray:
         """Nanoseconds in which ranks ask themselves for pushed rows; float64 [W].
@@ -303,7 +348,7 @@ class CostModel:
 
         Args:
             pieces: its column pieces.
-            rows: float64 [15, W], the sum over pieces.
+            rows: float64 [20, W], the sum over pieces.
             ids: ids per rank and batch, or float64 [W].
             bags: bags per rank and batch, or float64 [W].
             exchanges_squares: whether owners of the columns of a row exchange the sum of their
@@ -332,20 +377,18 @@ class CostModel:
         replicas: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
         pushed_ids = np.zeros(world)
         for tier in piece.tiers:
-            if tier.memory != "device":
-                raise PlanError(fail("cannot evaluate a plan", "memory", tier.memory, "device",
-                                     "rows in host memory are not modelled yet"))
+            if tier.memory == "host" and not self.machine.host_capacity_bytes.any():
+                raise PlanError(fail(f"cannot evaluate a plan of table {t.spec.name!r}", "memory",
+                                     tier.memory, "device, on a topology without host memory",
+                                     "state host_memory_bytes and host_gbps in the topology"))
             owner = owned_features(t, tier, world, ordered)
             if tier.mode == "push":
                 num_pushed += 1
-                rows += self.push_rows(t, width, owner)
                 pushed_ids += owner[IDS]
-            elif tier.placement != "replicated":
-                rows += self.shard_rows(t, width, owner)
-            elif len(tier.ranks) == world:
-                rows += self.replica_rows(t, width, owner)
+            if tier.placement != "replicated" or len(tier.ranks) == world:
+                rows += self.tier_rows(t, width, tier, owner)
             else:
-                part, need, send = self._subset(t, width, tier, owner)
+                part, need, send = self.subset_rows(t, width, tier, owner)
                 rows += part
                 key = tuple(sorted(tier.ranks))
                 old = replicas.get(key, (0.0, np.zeros(world)))
@@ -356,30 +399,31 @@ class CostModel:
             rows[list(self._extra[:2])] += self.own_requests(pushed_ids, float(t.total[IDS]))
         return Tally(rows, replicas, num_pushed)
 
-    def _subset(self, t: TableProblem, width: int, tier: Tier,
+    def subset_rows(self, t: TableProblem, width: int, tier: Tier,
                 owner: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
         """A tier replicated on some ranks: rows, bytes needed by a reader, broadcast by master."""
-        rows = self.replica_rows(t, width, owner)
+        rows = self.tier_rows(t, width, tier, owner)
         row, _, state = row_bytes(t, width)
         send = rows[BROADCAST].copy()
         rows[BROADCAST] = 0.0
         holds = np.isin(np.arange(self.machine.world_size), tier.ranks).astype(float)
         rows[UPDATE_NS] *= holds
         copies = owner[ROWS].sum() * row * holds
+        held = HOST_HELD if tier.memory == "host" else HELD
         if self.training:
-            rows[HELD] = copies + owner[ROWS] * (row + state)
+            rows[held] = copies + owner[ROWS] * (row + state)
         else:
-            rows[HELD] = copies / np.maximum(self.machine.domain_sum(holds), 1.0)
+            rows[held] = copies / np.maximum(self.machine.domain_sum(holds), 1.0)
         return rows, float(owner[TOUCHED].sum() * row), send
 
     def loads(self, rows: np.ndarray) -> np.ndarray:
         """Units per phase, term and rank of tally rows.
 
         Args:
-            rows: float64 [..., 15, W].
+            rows: float64 [..., 20, W].
 
         Returns:
-            float64 [..., num_phases, 6, W]: bytes, and nanoseconds of compute.
+            float64 [..., num_phases, 7, W]: bytes, and nanoseconds of compute.
         """
         costs, world = self.costs, float(self.machine.world_size)
         shape = (*rows.shape[:-2], len(self.phases), len(TERMS), rows.shape[-1])
@@ -389,10 +433,14 @@ class CostModel:
         forward[..., MEMORY, :] = rows[..., FORWARD_BYTES, :]
         forward[..., COMPUTE, :] = (rows[..., FORWARD_IDS, :] * costs.id_ns
                                     + rows[..., FORWARD_NS, :])
-        self._owner_sends(forward, rows[..., SERVED, :])
-        self._owner_receives(forward, rows[..., PUSH_IDS, :])
-        self._owner_sends(forward, rows[..., PARTIALS, :])
+        owner_sends(self.machine, forward, rows[..., SERVED, :])
+        owner_receives(self.machine, forward, rows[..., PUSH_IDS, :])
+        owner_sends(self.machine, forward, rows[..., PARTIALS, :])
         forward[..., MEMORY, :] += 2 * rows[..., PARTIALS, :].sum(axis=-1, keepdims=True)
+        # Ranks of a host read its memory themselves, each over its own link.
+        forward[..., HOST_MEMORY, :] = (rows[..., HOST_FORWARD, :]
+                                        + self.machine.host_sum(rows[..., HOST_SERVED, :]))
+        host_sends(self.machine, forward, rows[..., HOST_SENT, :])
         if self.training:
             backward, update = out[..., first + 1, :, :], out[..., first + 2, :, :]
             backward[..., MEMORY, :] = rows[..., BACKWARD_BYTES, :]
@@ -404,72 +452,25 @@ class CostModel:
             update[..., MEMORY, :] = rows[..., UPDATE_BYTES, :]
             update[..., COMPUTE, :] = (rows[..., UPDATE_ROWS, :] * costs.update_ns
                                        + rows[..., UPDATE_NS, :])
+            update[..., HOST_MEMORY, :] = rows[..., HOST_UPDATE, :]
             update[..., MEMORY, :] += rows[..., GRADS, :] * self.machine.num_near
-            self._owner_receives(update, rows[..., GRADS, :])
+            owner_receives(self.machine, update, rows[..., GRADS, :])
             # Gradients of the bags that owners pooled.
-            self._owner_receives(update, rows[..., PARTIALS, :])
+            owner_receives(self.machine, update, rows[..., PARTIALS, :])
             update[..., MEMORY, :] += rows[..., PARTIALS, :] * world
-            self._broadcast(update, rows[..., BROADCAST, :], np.ones(int(world)))
+            broadcast(self.machine, update, rows[..., BROADCAST, :], np.ones(int(world)))
         add_wire(out, self.machine)
         return out
 
-    def _owner_sends(self, out: np.ndarray, amount: np.ndarray) -> None:
-        """Every owner sends `amount` (float64 [..., W] bytes) to each rank outside its domain."""
-        m = self.machine
-        out[..., MEMORY, :] += amount * (m.world_size - m.num_near)
-        out[..., LINK_OUT, :] += amount * (m.num_host - m.num_near)
-        out[..., CROSS_OUT, :] += amount * (m.world_size - m.num_host)
-        out[..., LINK_IN, :] += m.elsewhere_on_host(amount)
-        out[..., CROSS_IN, :] += m.other_hosts(amount)
-
-    def _owner_receives(self, out: np.ndarray, amount: np.ndarray) -> None:
-        """Every rank sends `amount[o]` to each owner o outside its domain, from its own memory."""
-        m = self.machine
-        on_host, afar = m.elsewhere_on_host(amount), m.other_hosts(amount)
-        out[..., MEMORY, :] += on_host + afar
-        out[..., LINK_OUT, :] += on_host
-        out[..., CROSS_OUT, :] += afar
-        out[..., LINK_IN, :] += amount * (m.num_host - m.num_near)
-        out[..., CROSS_IN, :] += amount * (m.world_size - m.num_host)
-
-    def _broadcast(self, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
-        """Masters' changed rows (`amount` bytes by master) to all copies; `holds` is 1 where a copy
-        is. A master writes the copies of other domains."""
-        m = self.machine
-        near, host, every = m.domain_sum(holds), m.host_sum(holds), holds.sum()
-        # Ranks that share a memory copy for themselves, from all of its masters: a read, a write.
-        out[..., MEMORY, :] += 2 * m.domain_sum(amount) * holds * (near > 1)
-        out[..., LINK_OUT, :] += amount * (host - near)
-        out[..., CROSS_OUT, :] += amount * (every - host)
-        on_host, afar = m.elsewhere_on_host(amount) * holds, m.other_hosts(amount) * holds
-        out[..., LINK_IN, :] += on_host
-        out[..., CROSS_IN, :] += afar
-        out[..., MEMORY, :] += on_host + afar
-
-    def _subset_reads(self, out: np.ndarray, ranks: tuple[int, ...], need: float) -> None:
-        """Ranks without a copy in their domain read `need` bytes from the nearest copies."""
-        m = self.machine
-        holds = np.isin(np.arange(m.world_size), ranks).astype(float)
-        near, host = m.domain_sum(holds), m.host_sum(holds)
-        from_host = ((near == 0) & (host > 0)).astype(float)
-        from_afar = (host == 0).astype(float)
-        out[LINK_IN] += need * from_host
-        out[CROSS_IN] += need * from_afar
-        sent_host = need * m.host_sum(from_host) / np.maximum(host, 1.0) * holds
-        sent_afar = need * from_afar.sum() / holds.sum() * holds
-        out[LINK_OUT] += sent_host
-        out[CROSS_OUT] += sent_afar
-        out[MEMORY] += sent_host + sent_afar
-
     def units(self, tally: Tally) -> np.ndarray:
-        """Units per phase, term and rank of a whole tally; float64 [num_phases, 6, W]."""
+        """Units per phase, term and rank of a whole tally; float64 [num_phases, 7, W]."""
         out = self.loads(tally.rows)
         more = np.zeros_like(out)
         for ranks, (need, send) in tally.partial_replicas.items():
-            self._subset_reads(more[self.phases.index("forward")], ranks, need)
+            subset_reads(self.machine, more[self.phases.index("forward")], ranks, need)
             if self.training:
                 holds = np.isin(np.arange(self.machine.world_size), ranks).astype(float)
-                self._broadcast(more[-1], send, holds)
+                broadcast(self.machine, more[-1], send, holds)
         add_wire(more, self.machine)
         return out + more
 
@@ -491,25 +492,9 @@ class CostModel:
         phases = tuple(Phase(name, units[k], seconds[k], fixed[k], self.hidden[k])
                        for k, name in enumerate(self.phases))
         return Evaluation(phases, tally.rows[HELD], self.machine.per_domain(tally.rows[HELD]),
-                          self.machine.capacity_bytes)
-
-
-def row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
-    """Bytes of one row of a piece: weights, float32 gradient, optimizer state."""
-    return (t.spec.row_bytes * width / t.spec.dim, width * GRAD_BYTES,
-            OPTIMIZER_STATE_BYTES[t.spec.optimizer](width))
-
-
-def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) -> np.ndarray:
-    """Features that each rank owns (or holds the master copy) of a tier; float64 [4, W]."""
-    pattern = tier.pattern() if tier.weights or tier.placement == "owned" else list(tier.ranks)
-    shares = t.shares(tier.start, tier.stop, len(pattern), ordered)
-    out = np.zeros((shares.shape[0], world_size))
-    if tier.weights:
-        np.add.at(out.T, np.array(pattern), shares.T)
-    else:
-        out[:, pattern] = shares
-    return out
+                          self.machine.capacity_bytes,
+                          self.machine.per_host(tally.rows[HOST_HELD]),
+                          self.machine.host_capacity_bytes)
 
 
 def is_ordered(t: TableProblem, entry: TablePlan) -> bool:

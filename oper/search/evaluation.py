@@ -16,8 +16,8 @@ class Phase:
 
     Attributes:
         name: ``"forward"``, ``"backward"`` or ``"update"``.
-        units: float64 [6, W]: bytes, and nanoseconds of compute, by term and rank.
-        seconds: float64 [6, W].
+        units: float64 [7, W]: bytes, and nanoseconds of compute, by term and rank.
+        seconds: float64 [7, W].
         fixed_us: fixed cost.
         hidden: float64 [W], seconds of declared dense compute that the phase runs beside.
     """
@@ -30,7 +30,7 @@ class Phase:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """float64 [5, W]: seconds that run beside each other (`machine.GROUPS`), beyond the dense
+        """float64 [6, W]: seconds that run beside each other (`machine.GROUPS`), beyond the dense
         compute that they hide behind."""
         busy = np.concatenate([self.seconds[:2].sum(axis=0, keepdims=True), self.seconds[2:]])
         return np.maximum(busy - self.hidden, 0.0)
@@ -60,12 +60,16 @@ class Evaluation:
         held_bytes: float64 [W], memory attributed to each rank, buffers included.
         domain_bytes: float64 [num_domains], memory needed in each domain.
         capacity_bytes: float64 [num_domains].
+        host_bytes: float64 [num_hosts], host memory needed on each host.
+        host_capacity_bytes: float64 [num_hosts].
     """
 
     phases: tuple[Phase, ...]
     held_bytes: np.ndarray
     domain_bytes: np.ndarray
     capacity_bytes: np.ndarray
+    host_bytes: np.ndarray
+    host_capacity_bytes: np.ndarray
 
     @property
     def step_us(self) -> float:
@@ -74,8 +78,18 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """Whether every domain holds what the plan puts there."""
-        return bool((self.domain_bytes <= self.capacity_bytes * (1 + 1e-9)).all())
+        """Whether every domain, and every host's memory, holds what the plan puts there."""
+        return self.fullest <= 1 + 1e-9
+
+    @property
+    def fullest(self) -> float:
+        """Share of the fullest memory that is taken; above 1 where it does not hold its rows."""
+        return float(self.memory_used().max())
+
+    def memory_used(self) -> np.ndarray:
+        """Shares of their capacity that domains, then hosts, hold; float64 [domains + hosts]."""
+        return np.concatenate([self.domain_bytes / np.maximum(self.capacity_bytes, 1.0),
+                               self.host_bytes / np.maximum(self.host_capacity_bytes, 1.0)])
 
     @property
     def imbalance(self) -> float:

@@ -47,6 +47,8 @@ def as_json(plan: Plan, problem: Problem) -> dict[str, Any]:
         "replica_share_rows": share_rows, "replica_share_ids": share_ids,
         "domain_bytes": found.domain_bytes.tolist(),
         "capacity_bytes": found.capacity_bytes.tolist(),
+        "host_bytes": found.host_bytes.tolist(),
+        "host_capacity_bytes": found.host_capacity_bytes.tolist(),
         "phases": [{
             "name": p.name, "time_us": p.time_us, "fixed_us": p.fixed_us, "binding": p.binding,
             "hidden_us": (p.hidden * 1e6).tolist(),
@@ -135,6 +137,10 @@ def _memory(found: Evaluation, problem: Problem) -> str:
         name = str(d.ranks[0]) if len(d.ranks) == 1 else f"{d.ranks[0]}-{d.ranks[-1]}"
         rows.append([str(k), name, format_bytes(need), format_bytes(have),
                      f"{100 * need / max(have, 1.0):.1f} %"])
+    for k, (need, have) in enumerate(zip(found.host_bytes, found.host_capacity_bytes, strict=True)):
+        if have > 0 and k < _MAX_RANKS:
+            rows.append([f"host {k}", "", format_bytes(need), format_bytes(have),
+                         f"{100 * need / have:.1f} %"])
     tail = "" if len(domains) <= _MAX_RANKS else f"\n({len(domains) - _MAX_RANKS} more domains)"
     return "memory\n" + _aligned(["domain", "ranks", "need", "capacity", "used"], rows) + tail
 
@@ -148,7 +154,7 @@ def _tables(plan: Plan, problem: Problem) -> str:
                 name = tier.placement
                 if name != "replicated":
                     name += f" {tier.mode}"
-                name += f" ({tier.notation()})"
+                name += f" ({tier.notation()})" + " in host memory" * (tier.memory == "host")
                 kinds[name] = kinds.get(name, 0) + 1
     text = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
     return (f"tiers: {text}\n{KEY}\nreplicas: {100 * share_rows:.2f} % of the rows, "

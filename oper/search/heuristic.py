@@ -19,8 +19,10 @@ import numpy as np
 
 from oper.search.annealing import Annealing, Packed
 from oper.search.bound import Bound
+from oper.search.copies import spread_copies
 from oper.search.moves import Moves
 from oper.search.owner_rows import PUSH
+from oper.search.pins import impose
 from oper.search.placing import Placement, Placer
 from oper.search.recipes import RecipeBook
 from oper.search.state import Attempt, Change, State
@@ -83,6 +85,10 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
         placements = [Placer(relaxation, book.total).place(book.chosen())]
         if any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options):
             placements.append(_annealed(book, bound, effort, goal, seed + 97 * n))
+        held = relaxation.problem.constraints.tables
+        placements = [[impose(held.get(t.spec.name), x) for t, x in zip(
+            relaxation.tables, spread_copies(relaxation.model, relaxation.tables, p), strict=True)]
+            for p in placements]
         found += [(State(relaxation.model, relaxation.tables, relaxation.base_tally, p), book)
                   for p in placements]
         if len(placements) == 1:

@@ -23,17 +23,27 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
     """The relaxation itself overflows: not even perfectly divided rows fit."""
     relaxation = bound.relaxation
     machine = problem.machine
-    of_domain = relaxation.classes.of_domain
+    classes = relaxation.classes
     share = relaxation.base[relaxation.phase_of == -1].copy()
     if relaxation.tables:
         # With memory alone priced, every table takes the configuration that needs least of it.
         cheapest = relaxation.cheapest(np.where(relaxation.phase_of == -1, 1.0, 0.0))
         share += cheapest.resources[:, relaxation.phase_of == -1].sum(axis=0)
-    need = share[of_domain] * machine.capacity_bytes
+    need = share[classes.of_domain] * machine.capacity_bytes
     factor = 1.0 + bound.overflow
-    return _error(problem, need, f"{_blamed(problem)}memory per domain times {_up(factor)}, or the "
-                                 "same by more ranks, a smaller dim or dtype, or a lighter "
-                                 "optimizer")
+    memory = "memory per domain" + " and per host" * relaxation.uses_host
+    return _error(problem, need, f"{_blamed(problem)}{_host_memory(problem)}{memory} times "
+                                 f"{_up(factor)}, or the same by more ranks, a smaller dim or "
+                                 "dtype, or a lighter optimizer")
+
+
+def _host_memory(problem: Problem) -> str:
+    """Host memory as a way out, where the problem does not allow it and the machine has it."""
+    wider = replace(problem, allow=problem.allow | {"host"})
+    if wider.allow == problem.allow or not problem.topology.host_memory_bytes:
+        return ""
+    fits = lower_bound(wider, max_rounds=30).overflow <= 1e-6
+    return "'host' in `allow`, so that host memory holds cold rows, or " if fits else ""
 
 
 def _blamed(problem: Problem) -> str:
@@ -56,12 +66,14 @@ def _fits(problem: Problem, held: Constraints) -> bool:
 
 def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleError:
     """The relaxation fits, but no plan of whole pieces was found that does."""
-    capacity = np.maximum(evaluation.capacity_bytes, 1.0)
-    factor = float((evaluation.domain_bytes / capacity).max())
+    factor, held = evaluation.fullest, problem.constraints.tables
+    pins = [n for n, c in held.items() if c.pinned or c.unreplicated]
     ways = [f"memory per domain times {_up(factor)}"]
     if any("striped" not in problem.placements_of(t.spec.name) and t.spec.num_rows > 1
            for t in problem.tables):
         ways.insert(0, "striped placement for the tables that may only be owned whole")
+    if pins:
+        ways.insert(0, f"what some rows of tables {pins[:4]} are held to left out")
     return _error(problem, evaluation.domain_bytes, ", or ".join(ways))
 
 
@@ -81,6 +93,9 @@ def _error(problem: Problem, need: np.ndarray, relaxation: str) -> PlanInfeasibl
     worst = sorted(range(need.size), key=lambda k: (-(need[k] - capacity[k]), k))[:8]
     lines = [f"domain {k} (ranks {_ranks(domains[k].ranks)}) needs {format_bytes(float(need[k]))} "
              f"of {format_bytes(max(0.0, float(capacity[k])))}" for k in sorted(worst)]
+    if "host" in problem.allow and problem.topology.host_memory_bytes:
+        lines.append(f"each host has {format_bytes(problem.topology.host_memory_bytes)} of memory "
+                     "beside")
     total = sum(_table_bytes(problem, t.spec) for t in problem.tables)
     what = (f"no plan fits {problem.topology.name!r}: {'; '.join(lines)}; all tables "
             f"{format_bytes(total)}, largest table {largest.name!r} with "

@@ -14,10 +14,11 @@ import numpy as np
 from oper.topology import Topology
 
 # Terms of a phase's load on one rank. `memory` and `compute` add up (one core or one kernel does
-# both); the result, and each direction of each link class, run beside each other.
-TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out")
-MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT = range(6)
-GROUPS = ("local", "link_in", "link_out", "cross_in", "cross_out")
+# both); the result, each direction of each link class, and what a rank reads and writes in host
+# memory run beside each other.
+TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
+MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY = range(7)
+GROUPS = ("local", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,8 +31,9 @@ class Machine:
         host: int64 [W], index 0..num_hosts-1 of the rank's host.
         num_near: float64 [W], ranks of the same domain, itself included.
         num_host: float64 [W], ranks of the same host, itself included.
-        seconds_per_unit: float64 [6, W], by term: seconds per byte, or per nanosecond of compute.
+        seconds_per_unit: float64 [7, W], by term: seconds per byte, or per nanosecond of compute.
         capacity_bytes: float64 [num_domains], memory for tables.
+        host_capacity_bytes: float64 [num_hosts], host memory for tables (0 = none).
     """
 
     topology: Topology
@@ -41,6 +43,7 @@ class Machine:
     num_host: np.ndarray
     seconds_per_unit: np.ndarray
     capacity_bytes: np.ndarray
+    host_capacity_bytes: np.ndarray
 
     @property
     def world_size(self) -> int:
@@ -68,6 +71,10 @@ class Machine:
     def per_domain(self, values: np.ndarray) -> np.ndarray:
         """Sum per domain; float64 [W] -> [num_domains]."""
         return np.bincount(self.domain, values, minlength=self.capacity_bytes.size)
+
+    def per_host(self, values: np.ndarray) -> np.ndarray:
+        """Sum per host; float64 [W] -> [num_hosts]."""
+        return np.bincount(self.host, values, minlength=self.host_capacity_bytes.size)
 
 
 def _group_sum(values: np.ndarray, group: np.ndarray) -> np.ndarray:
@@ -100,20 +107,28 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
         unit[COMPUTE, r] = 1e-9
         unit[[LINK_IN, LINK_OUT], r] = 1 / (d.link_gbps * 1e9)
         unit[[CROSS_IN, CROSS_OUT], r] = 1 / (d.cross_gbps * 1e9)
+    if topology.host_gbps:
+        unit[HOST_MEMORY] = 1 / (topology.host_gbps * 1e9)
     capacity = np.array([d.memory_bytes for d in topology.domains], float)
     capacity -= np.bincount(domain, np.broadcast_to(reserve_bytes, domain.size))
     if memory_bytes is not None:
         cap = np.bincount(domain, np.broadcast_to(memory_bytes, domain.size))
         capacity = np.minimum(capacity, cap)
     return Machine(topology, domain, host, near, np.bincount(host)[host].astype(float), unit,
-                   capacity)
+                   capacity, np.full(len(hosts), float(topology.host_memory_bytes)))
+
+
+def by_group(loads: np.ndarray) -> np.ndarray:
+    """What runs beside each other; float64 [..., 7, W] by term -> [..., 6, W] by group."""
+    local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
+    return np.concatenate([local, loads[..., LINK_IN:, :]], axis=-2)
 
 
 def add_wire(units: np.ndarray, machine: Machine) -> None:
     """Adds what bytes between hosts cost the ranks themselves to their compute, in place.
 
     Args:
-        units: float64 [..., 6, W], by term and rank.
+        units: float64 [..., 7, W], by term and rank.
         machine: the machine.
     """
     units[..., COMPUTE, :] += machine.topology.costs.wire_ns * (
@@ -128,16 +143,23 @@ class RankClasses:
         of_rank: int64 [W], class of each rank.
         ranks: the ranks of each class.
         of_domain: int64 [num_domains], class of each domain.
+        of_host: int64 [num_hosts], class of each host.
     """
 
     of_rank: np.ndarray
     ranks: tuple[np.ndarray, ...]
     of_domain: np.ndarray
+    of_host: np.ndarray
 
     @property
     def num_domain_classes(self) -> int:
         """Number of domain classes."""
         return int(self.of_domain.max()) + 1
+
+    @property
+    def num_host_classes(self) -> int:
+        """Number of host classes."""
+        return int(self.of_host.max()) + 1
 
 
 def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) -> RankClasses:
@@ -165,6 +187,9 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
     rank_keys = [(domain_keys[k], marks[r]) for r, k in enumerate(machine.domain.tolist())]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(rank_keys))}
     domain_numbers = {key: i for i, key in enumerate(dict.fromkeys(domain_keys))}
+    host_keys = [of_host[host] for host in sorted(of_host)]
+    host_numbers = {key: i for i, key in enumerate(dict.fromkeys(host_keys))}
     of_rank = np.array([numbers[k] for k in rank_keys], np.int64)
     return RankClasses(of_rank, tuple(np.flatnonzero(of_rank == c) for c in range(len(numbers))),
-                       np.array([domain_numbers[k] for k in domain_keys], np.int64))
+                       np.array([domain_numbers[k] for k in domain_keys], np.int64),
+                       np.array([host_numbers[k] for k in host_keys], np.int64))

@@ -16,11 +16,13 @@ import numpy as np
 
 from oper.errors import fail
 from oper.plan import Piece, Plan, Tier
-from oper.search.cost import CostModel, Tally
+from oper.search.cost import CostModel
 from oper.search.pieces import MIN_COLUMNS
+from oper.search.pins import impose
 from oper.search.placing import Placement, table_plan
 from oper.search.problem import Problem, TableProblem
 from oper.search.state import State
+from oper.search.tally import Tally
 
 _BETA = 50.0  # per cost of the first placement: one that is 2 % of it worse is taken in 1 of e
 _MAX_TIERS = 3
@@ -92,13 +94,14 @@ def _start(problem: Problem, t: TableProblem) -> Placement:
     """Rows over all ranks where that is allowed, as data-parallel is where FlexFlow starts."""
     places, owners = problem.placements_of(t.spec.name), _owners(problem, t)
     mode = "pull" if "pull" in problem.modes_of(t.spec.name) else "push"
+    memory = min(problem.memories_of(t.spec.name))  # the device's where that is allowed
     if "striped" in places:
-        tier = Tier(0, t.spec.num_rows, "striped", tuple(owners), mode=mode)
+        tier = Tier(0, t.spec.num_rows, "striped", tuple(owners), mode=mode, memory=memory)
     elif "owned" in places:
-        tier = Tier(0, t.spec.num_rows, "owned", (owners[0],), mode=mode)
+        tier = Tier(0, t.spec.num_rows, "owned", (owners[0],), mode=mode, memory=memory)
     else:
         tier = Tier(0, t.spec.num_rows, "replicated", tuple(owners))
-    return (Piece(0, t.spec.dim, (tier,)),)
+    return impose(problem.constraints.tables.get(t.spec.name), (Piece(0, t.spec.dim, (tier,)),))
 
 
 def _proposal(problem: Problem, t: TableProblem, rng: np.random.Generator) -> Placement:
@@ -107,7 +110,8 @@ def _proposal(problem: Problem, t: TableProblem, rng: np.random.Generator) -> Pl
     if "columns" in problem.allow and t.spec.dim >= 2 * MIN_COLUMNS and rng.random() < 0.25:
         parts = int(rng.integers(2, min(_MAX_PIECES, t.spec.dim // MIN_COLUMNS) + 1))
     columns = [round(t.spec.dim * k / parts / 4) * 4 for k in range(parts)] + [t.spec.dim]
-    return tuple(Piece(a, b, _tiers(problem, t, rng)) for a, b in pairwise(columns))
+    pieces = tuple(Piece(a, b, _tiers(problem, t, rng)) for a, b in pairwise(columns))
+    return impose(problem.constraints.tables.get(t.spec.name), pieces)
 
 
 def _tiers(problem: Problem, t: TableProblem, rng: np.random.Generator) -> tuple[Tier, ...]:
@@ -124,12 +128,16 @@ def _tier(problem: Problem, t: TableProblem, rng: np.random.Generator, start: in
     place = str(rng.choice(sorted(problem.placements_of(t.spec.name))))
     if place == "replicated":
         return Tier(start, stop, place, tuple(range(problem.machine.world_size)))
-    mode = str(rng.choice(sorted(problem.modes_of(t.spec.name))))
+    memory = str(rng.choice(sorted(problem.memories_of(t.spec.name))))
+    modes = problem.modes_of(t.spec.name) & ({"pull"} if memory == "host" else {"pull", "push"})
+    if not modes:
+        memory, modes = "device", problem.modes_of(t.spec.name)
+    mode = str(rng.choice(sorted(modes)))
     if place == "owned":
-        return Tier(start, stop, place, (int(rng.choice(owners)),), mode=mode)
+        return Tier(start, stop, place, (int(rng.choice(owners)),), mode=mode, memory=memory)
     size = len(owners) if rng.random() < 0.5 else int(rng.integers(1, len(owners) + 1))
     return Tier(start, stop, place, tuple(int(r) for r in rng.permutation(owners)[:size]),
-                mode=mode)
+                mode=mode, memory=memory)
 
 
 def no_plan_found(problem: Problem, num_proposals: int) -> str:

@@ -9,8 +9,10 @@ from functools import partial
 import numpy as np
 
 from oper.plan import Piece, Tier
+from oper.search.copies import spread_copies
 from oper.search.owner_rows import PUSH
 from oper.search.pieces import MIN_COLUMNS
+from oper.search.pins import impose
 from oper.search.placing import Placement, Placer, tier_rows
 from oper.search.problem import TableProblem
 from oper.search.recipes import MAX_TIERS, RecipeBook
@@ -29,7 +31,7 @@ class Moves:
     """Moves of one state.
 
     Attributes:
-        price: float64 [15, W], what a unit of each tally row costs its owner, microseconds.
+        price: float64 [20, W], what a unit of each tally row costs its owner, microseconds.
     """
 
     def __init__(self, state: State, book: RecipeBook, placer: Placer,
@@ -65,15 +67,19 @@ class Moves:
         if len(moves) > _MOVES:
             chosen = self.rng.choice(len(moves), _MOVES, replace=False)
             moves = [moves[int(n)] for n in np.sort(chosen)]
-        return [m if isinstance(m, dict) else m() for m in moves]
+        held = self.state.model.problem.constraints.tables
+        made = [m if isinstance(m, dict) else m() for m in moves]
+        return [{k: impose(held.get(self.state.tables[k].spec.name), x) for k, x in m.items()}
+                for m in made] if held else made
 
     def _target(self) -> tuple[int, np.ndarray]:
         """The rank to relieve, and all ranks from the least loaded on."""
         evaluation = self.state.evaluation
         machine = self.state.model.machine
-        over = evaluation.domain_bytes / np.maximum(evaluation.capacity_bytes, 1.0)
-        if over.max() > 1.0 + 1e-9:
-            level = over[machine.domain]
+        if not evaluation.fits:
+            over = evaluation.memory_used()
+            domains = evaluation.domain_bytes.size
+            level = np.maximum(over[machine.domain], over[domains:][machine.host])
             return int(level.argmax()), np.argsort(level, kind="stable")
         losses = [p.groups.max() - p.groups.max(axis=0).mean() for p in evaluation.phases]
         level = evaluation.phases[int(np.argmax(losses))].groups.max(axis=0)
@@ -135,8 +141,7 @@ class Moves:
         model = self.state.model
         unit = np.zeros((4, 4, self.world))
         unit[np.arange(4), np.arange(4), rank] = 1.0
-        rows = model.push_rows if tier.mode == "push" else model.shard_rows
-        weight = rows(t, width, unit)[..., rank] @ self.price[:, rank]
+        weight = model.tier_rows(t, width, tier, unit)[..., rank] @ self.price[:, rank]
         ends = t.prefix(np.array([tier.start, *cuts, tier.stop], float))
         load = weight @ (ends - ends[:, :1])
         owner = np.zeros((4, self.world))
@@ -181,7 +186,8 @@ class Moves:
         placer.filled = np.einsum("qw,qdw->dw", rest, placer.prices.shares)
         placer.held = self.state.evaluation.domain_bytes.copy()
         placer.grain = placer.load.mean() / fineness if fineness else np.inf
-        return {k: placer.place_one(k, self.book.recipes[k][n])}
+        made = placer.place_one(k, self.book.recipes[k][n])
+        return {k: spread_copies(self.state.model, self.state.tables[k:k + 1], [made])[0]}
 
     def _tier(self, place: Place) -> Tier:
         k, i, n = place

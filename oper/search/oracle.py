@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from oper.errors import MissingDependencyError, OperError, fail
-from oper.search.cost import HELD, PARTIALS, CostModel, Tally
-from oper.search.machine import GROUPS
+from oper.search.cost import CostModel
+from oper.search.machine import GROUPS, by_group
 from oper.search.owner_rows import PUSH
 from oper.search.placing import Placement, table_tally
 from oper.search.problem import IDS
 from oper.search.relax import Relaxation
+from oper.search.tally import HELD, HOST_HELD, PARTIALS, Tally
 
 
 def relaxed_by_cvxpy(relaxation: Relaxation) -> float:
@@ -95,8 +96,9 @@ def best_of_candidates(
     base_time = base_time - hidden.reshape(num_phases, -1)
     columns = [_rank_rows(model, x) for x in tallies]
     time = np.stack([c[0] for c in columns], axis=-1)  # [phases, groups * W, N]
-    held = np.stack([c[1] for c in columns], axis=-1)  # [num_domains, N]
-    capacity = np.maximum(model.machine.capacity_bytes, 1.0)
+    held = np.stack([c[1] for c in columns], axis=-1)  # [domains + hosts, N]
+    capacity = np.maximum(np.concatenate([model.machine.capacity_bytes,
+                                          model.machine.host_capacity_bytes]), 1.0)
     # Variables: a choice per pair, a time per phase, the two barriers.
     width = size + num_phases + 2
     constraints = []
@@ -132,7 +134,9 @@ def best_of_candidates(
 
 
 def _rank_rows(model: CostModel, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
-    """Microseconds per phase of all groups and ranks [P, 5 W], and bytes per domain."""
+    """Microseconds per phase of all groups and ranks [P, 5 W], and bytes per domain and host."""
     seconds = model.units(tally) * model.machine.seconds_per_unit * 1e6
-    groups = np.concatenate([seconds[:, :2].sum(axis=1, keepdims=True), seconds[:, 2:]], axis=1)
-    return groups.reshape(groups.shape[0], -1), model.machine.per_domain(tally.rows[HELD])
+    groups = by_group(seconds)
+    held = np.concatenate([model.machine.per_domain(tally.rows[HELD]),
+                           model.machine.per_host(tally.rows[HOST_HELD])])
+    return groups.reshape(groups.shape[0], -1), held

@@ -16,23 +16,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oper.search.cost import GRADS, NUM_ROWS, PARTIALS
 from oper.search.machine import (
-    COMPUTE,
     CROSS_IN,
     CROSS_OUT,
     GROUPS,
     LINK_IN,
     LINK_OUT,
-    MEMORY,
     Machine,
+    by_group,
 )
+from oper.search.pieces import NUM_PIECE_GROUPS
 from oper.search.problem import NUM_FEATURES, TableProblem
+from oper.search.tally import GRADS, NUM_ROWS, PARTIALS
 
 if TYPE_CHECKING:
     from oper.search.relax import Relaxation
 
 REPLICATED, SHARD, PUSH = "replicated", "shard", "push"
+HOST = "host"  # a shard in host memory
+COPIES = "copies"  # on one rank of every host
 _Limit = tuple[np.ndarray, float]  # weights of the phases' times, weight of the reader's part
 
 
@@ -120,12 +122,12 @@ def _limits(relaxation: Relaxation, phase: int, group: str) -> list[_Limit]:
 
 
 def _reader_units(relaxation: Relaxation) -> tuple[np.ndarray, np.ndarray]:
-    """What a unit of each tally row costs a rank that owns nothing; float64 [15, P, 5] when one
+    """What a unit of each tally row costs a rank that owns nothing; float64 [20, P, 5] when one
     other rank has it (over links: the mean over all ranks), and when all ranks have it."""
     world = relaxation.model.machine.world_size
     one = np.zeros((NUM_ROWS, NUM_ROWS, world))
     one[np.arange(NUM_ROWS), np.arange(NUM_ROWS), 0] = 1.0
-    alone = _by_group(relaxation, one)  # [15, P, 5, W]
+    alone = _by_group(relaxation, one)  # [20, P, 5, W]
     reader = alone[..., 1:].sum(axis=-1) / world
     reader[..., 0] = alone[:, :, 0, 1:].min(axis=-1)
     every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world))
@@ -136,7 +138,10 @@ def _reader(relaxation: Relaxation, t: TableProblem, kind: str, width: int,
             units: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """Load of a rank that owns nothing, of a unit of each feature; float64 [4, P, 5]."""
     model, (reader, every) = relaxation.model, units
-    make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows}
+    if kind == COPIES:  # a rank with a copy reads no less than one that owns nothing
+        return np.zeros((NUM_FEATURES, *reader.shape[1:]))
+    make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
+            HOST: model.host_rows}
     owner = np.zeros((NUM_FEATURES, NUM_FEATURES, model.machine.world_size))
     owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), 0] = 1.0
     rows = make[kind](t, width, owner)
@@ -148,5 +153,4 @@ def _by_group(relaxation: Relaxation, tally_rows: np.ndarray) -> np.ndarray:
     """Microseconds of tally rows by phase and group; float64 [..., P, 5, W]."""
     model = relaxation.model
     loads = model.loads(tally_rows) * model.machine.seconds_per_unit * 1e6
-    local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
-    return np.concatenate([local, loads[..., 2:, :]], axis=-2)
+    return by_group(loads)[..., :NUM_PIECE_GROUPS, :]

@@ -19,12 +19,14 @@ from itertools import pairwise
 import numpy as np
 
 from oper.search import native
-from oper.search.cost import NUM_ROWS, PARTIALS, CostModel
-from oper.search.machine import COMPUTE, MEMORY, RankClasses
+from oper.search.cost import CostModel
+from oper.search.machine import RankClasses, by_group
 from oper.search.problem import IDS, TableProblem
+from oper.search.tally import NUM_ROWS, PARTIALS
 
 MIN_COLUMNS = 8  # pieces of the space are at least so wide: one memory sector of float32
 COLUMN_STEP = 4  # and their edges are multiples of this: one vector load
+NUM_PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
 _RATIO = 1.15  # of the widths that a bound does not tell apart
 _GRID = 600  # shares at which partial sums are tabulated
 _FIRST = 1e-6
@@ -80,7 +82,7 @@ def own_load(model: CostModel, ranks: list[int]) -> np.ndarray:
         ranks: one rank of each class.
 
     Returns:
-        float64 [C, 12, num_phases, 5].
+        float64 [C, 20, num_phases, 5].
     """
     out = []
     for rank in ranks:
@@ -91,9 +93,8 @@ def own_load(model: CostModel, ranks: list[int]) -> np.ndarray:
 
 
 def _groups(loads: np.ndarray) -> np.ndarray:
-    """[..., 6, W] by term -> [..., 5, W] by group."""
-    local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
-    return np.concatenate([local, loads[..., 2:, :]], axis=-2)
+    """[..., 7, W] by term -> [..., 5, W] by group."""
+    return by_group(loads)[..., :NUM_PIECE_GROUPS, :]
 
 
 class Pieces:
@@ -109,7 +110,7 @@ class Pieces:
                  base_rows: np.ndarray) -> None:
         self.model, self.tables = model, tables
         first = [int(r[0]) for r in classes.ranks]
-        self.unit = own_load(model, first)  # [C, 12, P, 5]
+        self.unit = own_load(model, first)  # [C, 20, P, 5]
         base = _groups(model.loads(base_rows) * model.machine.seconds_per_unit * 1e6)
         # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
@@ -189,7 +190,7 @@ class Pieces:
         return np.asarray(inside * np.minimum(share / _FIRST, 1.0))
 
     def _ids(self, k: int, width: int) -> np.ndarray:
-        """Tally rows that an owner of all ids of `width` columns pays at least; float64 [C, 12]."""
+        """Tally rows that an owner of all ids of `width` columns pays at least; float64 [C, 20]."""
         t, classes = self.tables[k], np.arange(len(self._first))
         owner = np.zeros((classes.size, 4, self.model.machine.world_size))
         owner[classes, IDS, self._first] = t.total[IDS]

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from oper.plan import Piece, TablePlan, Tier
 from oper.search.annealing import Shard
-from oper.search.cost import (
-    HELD,
-    ID_BYTES,
-    NUM_ROWS,
-    PARTIALS,
-    CostModel,
-    Tally,
-    owned_features,
-    row_bytes,
-)
+from oper.search.copies import copy_sets
+from oper.search.cost import ID_BYTES, CostModel
 from oper.search.machine import COMPUTE, GROUPS, MEMORY
-from oper.search.owner_rows import PUSH, REPLICATED, SHARD
+from oper.search.owner_rows import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.pieces import MIN_COLUMNS
 from oper.search.problem import IDS, TableProblem
 from oper.search.recipes import Recipe
 from oper.search.relax import Relaxation
+from oper.search.tally import HELD, NUM_ROWS, PARTIALS, Tally, owned_features, row_bytes
 
 Placement = tuple[Piece, ...]
 _GOLDEN = 0.6180339887498949
@@ -176,11 +169,12 @@ class Placer:
         placements = self.model.problem.placements_of(name)
         if chosen.kind == REPLICATED:
             return Tier(start, stop, "replicated", tuple(range(self.world)))
+        if chosen.kind == COPIES:  # dealt over the ranks of hosts by `spread_copies`
+            return Tier(start, stop, "replicated", copy_sets(self.model.machine)[0])
         ranks = tuple(int(r) for r in self.relaxation.classes.ranks[chosen.rank_class])
-        if len(ranks) == 1 and "owned" in placements:
-            return Tier(start, stop, "owned", ranks, mode=_mode(chosen.kind))
-        if "striped" not in placements:
-            return Tier(start, stop, "owned", ranks, mode=_mode(chosen.kind))
+        memory = "host" if chosen.kind == HOST else "device"
+        if "striped" not in placements or (len(ranks) == 1 and "owned" in placements):
+            return Tier(start, stop, "owned", ranks, mode=_mode(chosen.kind), memory=memory)
         if chosen.kind == PUSH and "owned" in placements:
             # Stripes of a pushed tier multiply its partial sums: as few owners as the grain wants.
             if self._whole(k, start, stop, option, width) <= self.grain:
@@ -188,7 +182,7 @@ class Placer:
             parts = int(np.ceil(self._whole(k, start, stop, option, width) / self.grain))
             free = sorted(ranks, key=lambda r: (self.load[r], r))
             ranks = tuple(sorted(free[:max(2, min(parts, len(ranks)))]))
-        return Tier(start, stop, "striped", ranks, mode=_mode(chosen.kind))
+        return Tier(start, stop, "striped", ranks, mode=_mode(chosen.kind), memory=memory)
 
     def _job(self, k: int, tier: Tier, width: int, place: tuple[int, int, int],
              several: bool) -> _Job:
@@ -217,12 +211,13 @@ class Placer:
                 every = self.relaxation.classes.ranks[number]
             need = (tier.stop - tier.start) * _held_row_bytes(self.model, t, job.width)
             domain = machine.domain[every]
-            spare = machine.capacity_bytes[domain] - self.held[domain] - need / job.cost.size
+            room = machine.capacity_bytes[domain] - self.held[domain]
+            spare = np.inf if tier.memory == "host" else room - need / job.cost.size
             # Vector packing: the rank whose scarcest resources the tier fills least.
             before = self.filled[:, every]
             after = before + job.parts.max(axis=1, keepdims=True)
             harm = self.prices.weight @ (after ** _POWER - before ** _POWER)
-            order = np.lexsort((every, harm, np.where(spare >= 0, 0.0, -spare)))
+            order = np.lexsort((every, harm, np.maximum(-spare, 0.0) * np.ones(every.size)))
             ranks = every[order[:job.cost.size]]
         elif len(ranks) > 1:
             slots = (np.arange(len(ranks))[None, :] - np.arange(len(ranks))[:, None]) % len(ranks)
@@ -230,7 +225,7 @@ class Placer:
             turn = int(np.lexsort((np.square(after).sum(axis=1), after.max(axis=1)))[0])
             # Turning by k gives slot s to the rank k places further on.
             ranks = np.roll(ranks, -turn)
-        placed = Tier(tier.start, tier.stop, tier.placement, tuple(ranks.tolist()), mode=tier.mode)
+        placed = replace(tier, ranks=tuple(ranks.tolist()))
         self.load[ranks] += job.cost[:len(ranks)]
         self.filled[:, ranks] += job.parts[:, :len(ranks)]
         owner = owned_features(t, placed, self.world, True)
@@ -292,12 +287,11 @@ def _held_row_bytes(model: CostModel, t: TableProblem, width: int) -> float:
 def tier_rows(model: CostModel, t: TableProblem, tier: Tier, owner: np.ndarray,
               width: int) -> np.ndarray:
     """Tally rows of one tier of a piece of `width` columns, partial sums included."""
-    if tier.placement == "replicated":
-        return model.replica_rows(t, width, owner)
-    if tier.mode == "pull":
-        return model.shard_rows(t, width, owner)
-    rows = model.push_rows(t, width, owner)
-    rows[PARTIALS] += model.partial_bytes(t, width, owner[IDS])
+    if tier.placement == "replicated" and len(tier.ranks) < model.machine.world_size:
+        return model.subset_rows(t, width, tier, owner)[0]
+    rows = model.tier_rows(t, width, tier, owner)
+    if tier.mode == "push":
+        rows[PARTIALS] += model.partial_bytes(t, width, owner[IDS])
     return rows
 
 
@@ -305,9 +299,9 @@ class OwnerPrices:
     """What a unit of each tally row costs the rank that owns it.
 
     Attributes:
-        price: float64 [15, W], microseconds, groups of terms weighted by how close their class
+        price: float64 [20, W], microseconds, groups of terms weighted by how close their class
             mean comes to the peak of the phase, so that rows are balanced by what binds.
-        shares: float64 [12, D, W], the same for each resource d = (phase, group), unweighted, as a
+        shares: float64 [20, D, W], the same for each resource d = (phase, group), unweighted, as a
             share of the phase's peak.
         weight: float64 [D], the phase's peak in microseconds.
     """

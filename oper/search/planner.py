@@ -23,7 +23,7 @@ from oper.search.overlap import overlap_to_json
 from oper.search.placing import table_plan
 from oper.search.problem import Problem, make_problem, with_overlap
 from oper.search.relax import Relaxation
-from oper.search.space import EXECUTABLE, used_features
+from oper.search.space import used_features
 from oper.search.state import State
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -48,7 +48,7 @@ def make_plan(
     time_budget_s: float | None = None,
     target_gap: float = 0.01,
     seed: int = 0,
-    allow: Iterable[str] = EXECUTABLE,
+    allow: Iterable[str] | None = None,
     overlap: Mapping[str, Any] | None = None,
     search: str = "relaxation",
 ) -> Plan:
@@ -66,8 +66,8 @@ def make_plan(
             number of trials decides, and equal seeds give equal plans.
         target_gap: stop when (step - bound) / bound is at most this.
         seed: of the random choices.
-        allow: what the plan may use, `oper.search.space.FEATURES`; by default what every runtime of
-            this package executes.
+        allow: what the plan may use, `oper.search.space.FEATURES`; by default what the runtimes
+            execute well on this topology, and host memory where the rows do not fit without it.
         overlap: dense compute that phases may hide behind, ``{phase: microseconds}``, see
             `oper.search.overlap`; by default nothing hides.
         search: ``"relaxation"``, or ``"markov-chain"`` for comparison (see `oper.search.markov`).
@@ -109,9 +109,16 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
         raise InvalidInputError(fail("cannot search", "search", search, f"one of {SEARCHES}",
                                      "correct it"))
     make = _plan if search == "relaxation" else _chained
-    plan = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
+    try:
+        plan = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
+    except PlanInfeasibleError:
+        if not problem.last_resort:
+            raise
+        problem = problem.in_need()
+        plan = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
     check_constraints(plan, problem.constraints)
-    notes = {**plan.notes, "effort": effort, "seed": seed, "search": search}
+    notes = {**plan.notes, "effort": effort, "seed": seed, "search": search,
+             "allow": sorted(problem.allow)}
     if problem.constraints != Constraints():
         notes["constraints"] = problem.constraints.to_json()
     if problem.overlap:
@@ -300,9 +307,19 @@ def _splits_pay(problem: Problem) -> bool:
 
 
 def _branches(problem: Problem) -> list[Problem]:
-    """Plans that push nothing, that push whole rows, and that push columns."""
+    """Plans that push nothing, that push whole rows, and that push columns; those that push keep
+    no copies per host."""
     if "push" not in problem.allow:
         return [problem]
+    if "per_host" in problem.allow:
+        still = replace(problem, allow=problem.allow - {"push", "columns"})
+        others = _branches(replace(problem, allow=problem.allow - {"per_host"}))
+        pinned = problem.constraints.tables
+        if all(_may_rest(problem, t.spec.name) for t in problem.tables
+               if t.spec.name not in pinned or pinned[t.spec.name].tiers is None):
+            # Those that push nothing are among the ones with copies.
+            return [still, *(x for x in others if "push" in x.allow)]
+        return others
     pinned = problem.constraints.tables
     free = [t.spec.name for t in problem.tables
             if t.spec.name not in pinned or pinned[t.spec.name].tiers is None]

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.search.constraints import Constraints, parse_constraints
+from oper.search.constraints import Constraints, check_rows, parse_constraints
 from oper.search.machine import Machine, make_machine
 from oper.search.overlap import Overlap, parse_overlap
-from oper.search.space import EXECUTABLE, check_allow
+from oper.search.space import EXECUTABLE, check_allow, executed_space, used_by
 from oper.stats import AccessStats, TableStats, table_stats_for
 from oper.tables import CODE_BITS, TableSpec, check_unique
 from oper.topology import Topology
@@ -153,6 +153,7 @@ class Problem:
         constraints: what the plan is held to.
         notes: what the maker wants to say (JSON-able), copied into the plan.
         overlap: dense compute that phases may hide behind, microseconds by phase and rank.
+        last_resort: what a plan may use as well where nothing else fits.
     """
 
     tables: tuple[TableProblem, ...]
@@ -163,6 +164,7 @@ class Problem:
     constraints: Constraints = field(default_factory=Constraints)
     notes: dict[str, Any] = field(default_factory=dict)
     overlap: Overlap = field(default_factory=dict)
+    last_resort: frozenset[str] = frozenset()
 
     @property
     def topology(self) -> Topology:
@@ -183,6 +185,10 @@ class Problem:
                                      f"one of {[t.spec.name for t in self.tables][:8]}",
                                      "state the problem for this model"))
 
+    def in_need(self) -> Problem:
+        """The problem whose plans may use the last resort."""
+        return replace(self, allow=self.allow | self.last_resort, last_resort=frozenset())
+
     def placements_of(self, name: str) -> frozenset[str]:
         """Placements that table `name` may use."""
         held = self.constraints.tables.get(name)
@@ -192,13 +198,22 @@ class Problem:
         owners = None if held is None else held.ranks
         if owners is not None and len(set(owners)) < self.machine.world_size:
             chosen -= {"replicated"}
-        return chosen
+        # Replicas are in device memory.
+        return chosen if "device" in self.memories_of(name) else chosen - {"replicated"}
 
     def modes_of(self, name: str) -> frozenset[str]:
         """Exchange modes that table `name` may use."""
         held = self.constraints.tables.get(name)
         chosen = self.allow & {"pull", "push"}
         return chosen if held is None or held.modes is None else chosen & held.modes
+
+    def memories_of(self, name: str) -> frozenset[str]:
+        """Memories that may hold rows of table `name`; in host memory they are only pulled."""
+        held = self.constraints.tables.get(name)
+        chosen = {"device"} | (self.allow & {"host"} if self.topology.host_memory_bytes else set())
+        if held is not None and held.memories is not None:
+            chosen &= held.memories
+        return frozenset(chosen)
 
 
 def make_problem(
@@ -208,7 +223,7 @@ def make_problem(
     *,
     objective: str = "training",
     batch_size: int,
-    allow: Iterable[str] = EXECUTABLE,
+    allow: Iterable[str] | None = None,
     constraints: Constraints | Mapping[str, Any] | None = None,
 ) -> Problem:
     """State the planning problem of a model on a machine.
@@ -219,7 +234,9 @@ def make_problem(
         topology: the machine.
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
-        allow: what a plan may use, names of `oper.search.space.FEATURES`.
+        allow: what a plan may use, names of `oper.search.space.FEATURES`. By default what the
+            runtimes execute well on that topology (`executed_space`), and host memory where the
+            rows do not fit without it.
         constraints: see `oper.search.constraints`.
 
     Raises:
@@ -238,21 +255,36 @@ def make_problem(
     world_size = topology.world_size
     held = parse_constraints(constraints, (t.name for t in specs), world_size)
     entries = tuple(make_table(t, stats, batch_size, world_size) for t in specs)
-    chosen = check_allow(allow)
+    chosen = executed_space(topology) if allow is None else check_allow(allow)
+    in_need = {"host"} if allow is None and topology.host_memory_bytes else set()
     if objective == "inference" and "pull" in chosen:
         chosen -= {"push"}  # serving has no barriers, which partial sums would need
+    chosen |= {f for c in held.tables.values() for x in c.pinned for f in used_by(x, world_size)}
     if any(t.dtype in CODE_BITS for t in specs):
         chosen -= {"columns"}  # the codes of a row share a scale
     machine = make_machine(topology, held.reserve_bytes, held.memory_bytes)
-    problem = Problem(entries, machine, objective, batch_size, chosen, held)
+    problem = Problem(entries, machine, objective, batch_size, chosen, held,
+                      last_resort=frozenset(in_need))
     for t in specs:
+        if t.name in held.tables:
+            check_rows(t.name, held.tables[t.name], t.num_rows, world_size)
         pinned = t.name in held.tables and held.tables[t.name].tiers is not None
-        if not pinned and not (problem.placements_of(t.name) and problem.modes_of(t.name)):
+        if not pinned and not _may_place(problem, t.name):
             raise InvalidInputError(
                 fail(f"nothing is left to choose for table {t.name!r}", "constraint",
                      held.tables[t.name], f"a placement and a mode of {sorted(problem.allow)}",
                      "relax the constraint or widen `allow`"))
     return problem
+
+
+def _may_place(problem: Problem, name: str) -> bool:
+    """Whether any placement is left for table `name`, with all that may be used in need."""
+    problem = problem.in_need()
+    places, modes = problem.placements_of(name), problem.modes_of(name)
+    memories = problem.memories_of(name)
+    if "device" in memories and places and modes:
+        return True
+    return "host" in memories and "pull" in modes and bool(places - {"replicated"})
 
 
 def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem:

@@ -14,25 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.plan import Piece, Plan
-from oper.search.cost import (
-    BACKWARD_IDS,
-    BACKWARD_NS,
-    BROADCAST,
-    FORWARD_BYTES,
-    FORWARD_NS,
-    GRAD_BYTES,
-    GRADS,
-    NUM_ROWS,
-    PUSH_IDS,
-    SERVED,
-    UPDATE_BYTES,
-    CostModel,
-    Phase,
-    Tally,
-)
+from oper.search.cost import CostModel, Phase
 from oper.search.machine import (
     CROSS_IN,
     CROSS_OUT,
+    HOST_MEMORY,
     LINK_IN,
     LINK_OUT,
     MEMORY,
@@ -41,6 +27,22 @@ from oper.search.machine import (
 )
 from oper.search.problem import IDS, NUM_FEATURES, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 from oper.search.simulate import Placed, RankBatch, TableBatch, table_batch
+from oper.search.tally import (
+    BACKWARD_IDS,
+    BACKWARD_NS,
+    BROADCAST,
+    FORWARD_NS,
+    GRAD_BYTES,
+    GRADS,
+    HOST_SENT,
+    HOST_SERVED,
+    NUM_RELATIONAL,
+    NUM_ROWS,
+    PUSH_IDS,
+    SERVED,
+    UPDATE_BYTES,
+    Tally,
+)
 from oper.traffic import ROW_WISE
 
 
@@ -66,11 +68,15 @@ class Exchange:
         rows: distinct rows that a reader pulls.
         ids: ids that a reader pushes.
         partials: partial sums, and as many bytes of bag gradients the other way.
+        in_host: rows in host memory, for every id; what another host's ranks would read is unused.
+        host_sent: distinct rows in host memory; what ranks of the owner's host get is unused.
         gradients: summed gradients of rows.
         copies: changed rows, to each rank with a copy; those of one domain are counted elsewhere.
     """
 
     rows: np.ndarray
+    in_host: np.ndarray
+    host_sent: np.ndarray
     ids: np.ndarray
     partials: np.ndarray
     gradients: np.ndarray
@@ -79,7 +85,7 @@ class Exchange:
     @staticmethod
     def none(world_size: int) -> Exchange:
         """No bytes."""
-        return Exchange(*(np.zeros((world_size, world_size)) for _ in range(5)))
+        return Exchange(*(np.zeros((world_size, world_size)) for _ in range(7)))
 
 
 class RealizedLoad:
@@ -134,19 +140,19 @@ class RealizedLoad:
 
     def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
                batches: Sequence[TableBatch], exchange: Exchange) -> np.ndarray:
-        """Adds to `exchange`; returns each rank's own tally rows, float64 [15, W]."""
+        """Adds to `exchange`; returns each rank's own tally rows, float64 [20, W]."""
         width, world = piece.stop - piece.start, self.world_size
         features = self._features(len(piece.tiers), placed, batches)
         rows, own = np.zeros((NUM_ROWS, world)), np.zeros(world)
         for k, tier in enumerate(piece.tiers):
             owner = features[k]
             if tier.mode == "push" and self.problem.training:
-                out = self.model.push_rows(t, width, owner)
+                out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(out.mean(axis=0))  # an owner pools for all, a mean times their number
                 exchange.ids.__iadd__(out[:, PUSH_IDS])
                 own += np.diagonal(owner[:, IDS])
             elif tier.placement == "replicated":
-                out = self.model.replica_rows(t, width, owner)
+                out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
                 holds = np.isin(np.arange(world), tier.ranks)
                 exchange.copies.__iadd__(out[0, BROADCAST][:, None] * holds)
@@ -154,13 +160,16 @@ class RealizedLoad:
                 near = self.problem.machine.domain_sum(holds.astype(float))
                 rows[UPDATE_BYTES] += 2 * self.problem.machine.domain_sum(
                     out[0, BROADCAST]) * holds * (near > 1)
-                # A rank without a copy reads the master rows.
+                # A rank without a copy in its domain reads one of its host, else any.
                 row = t.spec.row_bytes * width / t.spec.dim
-                exchange.rows.__iadd__((owner[:, TOUCHED] * row * ~holds[:, None]).T)
+                exchange.rows.__iadd__(_nearest(holds, self.problem.machine)
+                                       * owner[:, TOUCHED].sum(axis=1) * row)
             else:
-                out = self.model.shard_rows(t, width, owner)
+                out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
                 exchange.rows.__iadd__(out[:, SERVED].T)
+                exchange.in_host.__iadd__(out[:, HOST_SERVED].T)
+                exchange.host_sent.__iadd__(out[:, HOST_SENT].T)
             if tier.mode != "push":
                 exchange.gradients.__iadd__(out[:, GRADS])
         if placed.has_push:
@@ -191,6 +200,10 @@ class RealizedLoad:
         near = machine.domain[:, None] == machine.domain[None, :]
         forward = units[self.model.phases.index("forward")]
         transfer(forward, x.rows, machine)
+        same = machine.host[:, None] == machine.host[None, :]
+        sent = x.host_sent * ~same
+        forward[HOST_MEMORY] += (x.in_host * same).sum(axis=0) + sent.sum(axis=1)
+        transfer(forward, sent, machine, reads_source=False)
         transfer(forward, x.ids, machine)
         transfer(forward, x.partials, machine)
         forward[MEMORY] += 2 * x.partials.sum(axis=0)
@@ -207,7 +220,7 @@ class RealizedLoad:
 
 def transfer(out: np.ndarray, amount: np.ndarray, machine: Machine, reads_source: bool = True
              ) -> None:
-    """Adds bytes between ranks of different domains to the units `out` (float64 [6, W]).
+    """Adds bytes between ranks of different domains to the units `out` (float64 [7, W]).
 
     Args:
         out: one phase's units.
@@ -226,10 +239,20 @@ def transfer(out: np.ndarray, amount: np.ndarray, machine: Machine, reads_source
         out[MEMORY] += (amount * far).sum(axis=1)
 
 
+def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:
+    """Share of a copied tier that each reader gets from each rank with a copy (bool [W]); float64
+    [W, W], by the rank with the copy and the reader; 0 where a copy is in the reader's domain."""
+    same, far = (x[:, None] == x[None, :] for x in (machine.host, machine.domain))
+    on_host = same & holds[:, None]
+    near = (far & holds[:, None]).any(axis=0)
+    share = np.where(on_host.any(axis=0), on_host, holds[:, None]).astype(float)
+    return share / share.sum(axis=0) * ~near
+
+
 def _own(rows: np.ndarray) -> np.ndarray:
-    """Tally rows without those between ranks; float64 [15, W]."""
+    """Tally rows without those between ranks; float64 [20, W]."""
     out = rows.copy()
-    out[:FORWARD_BYTES] = 0.0
+    out[:NUM_RELATIONAL] = 0.0
     return out
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from oper.search.bound import Bound
-from oper.search.owner_rows import PUSH, REPLICATED, SHARD
+from oper.search.owner_rows import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.problem import IDS, NUM_FEATURES, ROWS, TableProblem
 
 MAX_TIERS = 8  # a table's directory stays small, and no relaxed solution needs more
@@ -101,6 +101,27 @@ class RecipeBook:
                          for o in np.unique(self.relaxation.plain[self.relaxation.allowed[k]])])
             if shared.size > 1:
                 self.add(k, crossings(t, self.recipes[k][0], self.recipes[k][1], 12))
+                self.pick[k] = self._add_mixture(
+                    k, [from_choice(t, self.relaxation.plain[pool.choice[i]]) for i in shared],
+                    pool.weight[shared])
+
+    def _add_mixture(self, k: int, recipes: list[Recipe], weight: np.ndarray) -> int:
+        """Adds what comes closest to the relaxed solution's mixture of recipes, and picks it: where
+        two of them differ in rows of equal hotness alone, it asks for the same of all resources."""
+        t, rest = self.relaxation.tables[k], float(weight[0])
+        mixed = [recipes[0]]
+        for recipe, more in zip(recipes[1:], weight[1:].tolist(), strict=True):
+            rest += more
+            mixed = [m for first in mixed[:2] for m in (at_share(t, first, recipe, 1 - more / rest),
+                                                        at_share(t, recipe, first, more / rest))]
+        known = len(self.recipes[k])
+        self.add(k, mixed)
+        wanted = weight @ self.resources[k][[self.recipes[k].index(_simplified(t, r))
+                                             for r in recipes]] / weight.sum()
+        new = self.resources[k][known:]
+        if not len(new):
+            return 0
+        return known + int(np.abs(new - wanted).sum(axis=1).argmin())
 
     def add(self, k: int, recipes: list[Recipe]) -> None:
         """Make recipes of table `k` known; those with too many tiers are simplified first."""
@@ -140,19 +161,31 @@ class RecipeBook:
         kinds = {kind: [o for o, x in enumerate(options)
                         if x.kind == kind and self.relaxation.plain[o] == o]
                  for kind in (REPLICATED, SHARD, PUSH)}
+        kinds[REPLICATED] += [o for o, x in enumerate(options) if x.kind == COPIES]
         chains = list(product(*(k or [-1] for k in kinds.values())))
         per_table = count / max(1, len(self.recipes)) / len(chains)
         for k, t in enumerate(self.relaxation.tables):
             grid = np.linspace(0, t.edges.size - 1, max(3, round(np.sqrt(2 * per_table))))
-            edges = t.edges[np.unique(np.rint(grid).astype(np.int64))].tolist()
+            end, cold = self._in_host(k)
+            edges = sorted({min(int(t.edges[n]), end) for n in np.rint(grid).astype(np.int64)})
             found = []
             for chain, low, high in product(chains, edges, edges):
-                stops = (low, high, t.spec.num_rows)
-                begins = (0, low, high)
-                tiers = [(s, o) for p, s, o in zip(begins, stops, chain, strict=True) if s > p]
+                stops = (low, high, end, t.spec.num_rows)
+                begins = (0, low, high, end)
+                tiers = [(s, o) for p, s, o in zip(begins, stops, (*chain, cold), strict=True)
+                         if s > p]
                 if low <= high and all(o >= 0 and self.relaxation.allowed[k, o] for _, o in tiers):
                     found.append(Recipe(tuple(s for s, _ in tiers), tuple(o for _, o in tiers)))
             self.add(k, found)
+
+    def _in_host(self, k: int) -> tuple[int, int]:
+        """Where the chosen recipe of table `k` begins to keep its coldest rows in host memory, and
+        the option that does (the end of the table, and any, where it keeps none)."""
+        recipe = self.recipes[k][self.pick[k]]
+        last = recipe.options[-1]
+        if self.relaxation.options[last].kind != HOST:
+            return recipe.stops[-1], last
+        return (recipe.stops[-2] if len(recipe.stops) > 1 else 0), last
 
     def _amount(self, t: TableProblem, recipes: list[Recipe]) -> np.ndarray:
         """Features by option; float64 [N, O, 4]."""
@@ -234,6 +267,20 @@ class RecipeBook:
     def chosen(self) -> list[Recipe]:
         """The chosen recipe of each table."""
         return [r[p] for r, p in zip(self.recipes, self.pick, strict=True)]
+
+
+def at_share(t: TableProblem, first: Recipe, second: Recipe, share: float) -> Recipe:
+    """`first` for the hottest `share` of the rows in which they differ, `second` for the others."""
+    cuts = sorted({0, *first.stops, *second.stops})
+    differ = [(a, b) for a, b in pairwise(cuts) if first.option_at(a) != second.option_at(a)]
+    left = share * sum(b - a for a, b in differ)
+    for a, b in differ:
+        if left <= b - a:
+            position = a + round(left)
+            return join(first, second, position) if 0 < position < cuts[-1] else (
+                second if position == 0 else first)
+        left -= b - a
+    return first
 
 
 def crossings(t: TableProblem, first: Recipe, second: Recipe, count: int) -> list[Recipe]:

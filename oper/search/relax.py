@@ -6,11 +6,13 @@ averaged loads of all placements holds for every plan. Resource rows are
 
 * one per (phase, class, group of terms that run beside each other), in microseconds; the phase time
   is at least each of its rows;
-* one per class of memory domains, memory over capacity, at most 1.
+* one per class of memory domains, memory over capacity, at most 1, and the same per class of hosts
+  where rows may lie in host memory.
 
-An *option* is a way to place a block: replicated on all ranks, owned within a class (striped or
-not: the mean is the same), pulled or pushed. Apart from the partial sums of pushed rows, costs are
-linear in the block's features, so that a block costs `features @ coefficients[table, option]`.
+An *option* is a way to place a block: replicated on all ranks or on one of each host, owned within
+a class (striped or not: the mean is the same), pulled (from device or host memory) or pushed. Apart
+from partial sums of pushed rows, costs are linear in the features of a block, so that it costs
+`features @ coefficients[table, option]`.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import numpy as np
 
 from oper.plan import Piece
 from oper.search import native
-from oper.search.cost import HELD, NUM_ROWS, PARTIALS, CostModel, Tally
-from oper.search.machine import COMPUTE, GROUPS, MEMORY, rank_classes
-from oper.search.owner_rows import PUSH, REPLICATED, SHARD, add_owner_rows
+from oper.search.copies import CopyRows, copy_sets
+from oper.search.cost import CostModel
+from oper.search.machine import GROUPS, by_group, rank_classes
+from oper.search.owner_rows import COPIES, HOST, PUSH, REPLICATED, SHARD, add_owner_rows
 from oper.search.pieces import Box, Pieces
 from oper.search.problem import IDS, NUM_FEATURES, TableProblem
+from oper.search.tally import HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
 
 _MAX_HIDDEN_SETS = 4
 
@@ -120,7 +124,12 @@ class Relaxation:
             if len(self.classes.ranks) > 1:
                 # Master copies are dealt row by row: a few hot rows may all lie in one class.
                 self.options += [Option(REPLICATED, c) for c in range(len(self.classes.ranks))]
-        for kind, mode in ((SHARD, "pull"), (PUSH, "push")):
+        if "per_host" in self.problem.allow and copy_sets(self.model.machine):
+            self.options.append(Option(COPIES, -1))
+        #: Whether rows may lie in host memory, or pinned ones do.
+        self.uses_host = self._uses_host()
+        kinds = [(SHARD, "pull"), (PUSH, "push")] + [(HOST, "pull")] * self.uses_host
+        for kind, mode in kinds:
             if mode in self.problem.allow:
                 self.options += [Option(kind, c) for c in range(len(self.classes.ranks))]
         #: int64 [O], the option that stands for each in a recipe: masters dealt over all ranks.
@@ -132,11 +141,15 @@ class Relaxation:
     def _may(self, t: TableProblem, option: Option) -> bool:
         name = t.spec.name
         placements = self.problem.placements_of(name)
-        if option.kind == REPLICATED:
+        if option.kind in (REPLICATED, COPIES):
             return "replicated" in placements
         held = self.problem.constraints.tables.get(name)
         first = int(self.classes.ranks[option.rank_class][0])
         if held is not None and held.ranks is not None and first not in held.ranks:
+            return False
+        if option.kind == HOST and "host" not in self.problem.memories_of(name):
+            return False
+        if option.kind != HOST and "device" not in self.problem.memories_of(name):
             return False
         mode = "push" if option.kind == PUSH else "pull"
         return bool(placements & {"striped", "owned"}) and mode in self.problem.modes_of(name)
@@ -149,44 +162,65 @@ class Relaxation:
         for q in range(NUM_ROWS):
             unit[:, q, q] = spread
         loads = model.loads(unit) * model.machine.seconds_per_unit * 1e6
-        time = self._class_means(loads)  # [C, 12, phases, groups, classes]
+        time = self._class_means(loads)  # [C, 20, phases, groups, classes]
+        if not self.uses_host:
+            time[..., GROUPS.index("host_memory"), :] = 0.0
         keep = np.argwhere(time.max(axis=(0, 1)) > 0)
         self.row_names = [(int(p), GROUPS[g], int(c)) for p, g, c in keep]
-        num_domains = self.classes.num_domain_classes
-        self.phase_of = np.concatenate([keep[:, 0], np.full(num_domains, -1)])
+        num_memories = self.classes.num_domain_classes + (
+            self.classes.num_host_classes if self.uses_host else 0)
+        self.phase_of = np.concatenate([keep[:, 0], np.full(num_memories, -1)])
         # What one unit of a tally row, spread over a class, asks of each resource row.
         self.unit = np.zeros((num_classes, NUM_ROWS, self.phase_of.size))
         self.unit[:, :, :len(keep)] = time[:, :, keep[:, 0], keep[:, 1], keep[:, 2]]
-        self.unit[:, HELD, len(keep):] = self._memory_share(spread)
+        rows = np.zeros((num_classes, 2, NUM_ROWS, spread.shape[1]))
+        rows[:, 0, HELD] = rows[:, 1, HOST_HELD] = spread
+        share = self._memory_share(rows)
+        self.unit[:, HELD, len(keep):] = share[:, 0]
+        self.unit[:, HOST_HELD, len(keep):] = share[:, 1]
+
+    def _uses_host(self) -> bool:
+        tiers = [tier for c in self.problem.constraints.tables.values() for tier in c.tiers or ()]
+        return bool(self.model.machine.host_capacity_bytes.any() and (
+            "host" in self.problem.allow or any(x.memory == "host" for x in tiers)))
 
     def _spread(self, rank_class: int) -> np.ndarray:
         member = (self.classes.of_rank == rank_class).astype(float)
         return member / member.sum()
 
     def _class_means(self, loads: np.ndarray) -> np.ndarray:
-        """[..., 6, W] -> [..., 5, C]: groups of terms, mean over each class."""
-        local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
-        groups = np.concatenate([local, loads[..., 2:, :]], axis=-2)
+        """[..., 7, W] -> [..., 6, C]: groups of terms, mean over each class."""
+        groups = by_group(loads)
         return np.stack([groups[..., r].mean(axis=-1) for r in self.classes.ranks], axis=-1)
 
-    def _memory_share(self, held: np.ndarray) -> np.ndarray:
-        """[..., W] bytes -> [..., num_domain_classes]: share of the class's capacity."""
-        machine, of_domain = self.model.machine, self.classes.of_domain
-        of_rank = of_domain[machine.domain]
-        capacity = np.bincount(of_domain, machine.capacity_bytes)
-        # A machine whose reserve exceeds its memory has no capacity; any need then overflows.
-        capacity = np.maximum(capacity, 1e-3)
-        return np.stack([held[..., of_rank == k].sum(axis=-1) / capacity[k]
-                         for k in range(capacity.size)], axis=-1)
+    def _memory_share(self, rows: np.ndarray) -> np.ndarray:
+        """Tally rows [..., 20, W] -> [..., domain classes, then host classes where hosts hold
+        rows]: share of the class's capacity."""
+        machine, classes = self.model.machine, self.classes
+        groups = [(rows[..., HELD, :], classes.of_domain, machine.domain, machine.capacity_bytes)]
+        if self.uses_host:
+            groups.append((rows[..., HOST_HELD, :], classes.of_host, machine.host,
+                           machine.host_capacity_bytes))
+        out = []
+        for held, class_of, of_rank, capacity_bytes in groups:
+            # A machine whose reserve exceeds its memory has no capacity; any need then overflows.
+            capacity = np.maximum(np.bincount(class_of, capacity_bytes), 1e-3)
+            out += [held[..., class_of[of_rank] == k].sum(axis=-1) / capacity[k]
+                    for k in range(capacity.size)]
+        return np.stack(out, axis=-1)
 
     def rows_of(self, tally_rows: np.ndarray) -> np.ndarray:
-        """What tally rows (float64 [..., 15, W]) ask of the resource rows; float64 [..., R]."""
-        loads = self.model.loads(tally_rows) * self.model.machine.seconds_per_unit * 1e6
-        time = self._class_means(loads)
-        out = np.zeros((*tally_rows.shape[:-2], self.phase_of.size))
+        """What tally rows (float64 [..., 20, W]) ask of the resource rows; float64 [..., R]."""
+        out = self.rows_of_units(self.model.loads(tally_rows))
+        out[..., len(self.row_names):] = self._memory_share(tally_rows)
+        return out
+
+    def rows_of_units(self, units: np.ndarray) -> np.ndarray:
+        """What units (float64 [..., phases, 7, W]) ask of the timed resource rows; [..., R]."""
+        time = self._class_means(units * self.model.machine.seconds_per_unit * 1e6)
+        out = np.zeros((*units.shape[:-3], self.phase_of.size))
         for k, (phase, group, rank_class) in enumerate(self.row_names):
             out[..., k] = time[..., phase, GROUPS.index(group), rank_class]
-        out[..., len(self.row_names):] = self._memory_share(tally_rows[..., HELD, :])
         return out
 
     def _build_base(self) -> None:
@@ -208,21 +242,21 @@ class Relaxation:
         self.fixed_us = sum(model.fixed_us(total))
 
     def _subset_rows(self, ranks: tuple[int, ...], need: float, send: np.ndarray) -> np.ndarray:
-        model = self.model
-        empty = np.zeros((NUM_ROWS, model.machine.world_size))
-        loads = model.units(Tally(empty, {ranks: (need, send)}))
-        time = self._class_means(loads * model.machine.seconds_per_unit * 1e6)
-        out = np.zeros(self.phase_of.size)
-        for k, (phase, group, rank_class) in enumerate(self.row_names):
-            out[k] = time[phase, GROUPS.index(group), rank_class]
-        return out
+        empty = np.zeros((NUM_ROWS, self.model.machine.world_size))
+        return self.rows_of_units(self.model.units(Tally(empty, {ranks: (need, send)})))
 
     def _build_coefficients(self) -> None:
         model, world = self.model, self.model.machine.world_size
         shape = (len(self.tables), len(self.options), NUM_FEATURES, self.phase_of.size)
         self.coefficients, self.per_stream = np.zeros(shape), np.zeros(shape)
-        make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows}
+        make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
+                HOST: model.host_rows}
         for o, option in enumerate(self.options):
+            if option.kind == COPIES:
+                copies = CopyRows(self)
+                for k, t in enumerate(self.tables):
+                    self.coefficients[k, o] = copies.coefficients(self, t)
+                continue
             spread = (np.full(world, 1 / world) if option.rank_class < 0
                       else self._spread(option.rank_class))
             owner = np.eye(NUM_FEATURES)[:, :, None] * spread  # one unit of one feature at a time
@@ -234,7 +268,7 @@ class Relaxation:
                     self.per_stream[k, o] = 2 * self.coefficients[k, o] - twice
 
     def _mean(self, rows: np.ndarray) -> np.ndarray:
-        """Tally rows (float64 [4, 12, W]) on the resource rows; float64 [4, R]."""
+        """Tally rows (float64 [4, 20, W]) on the resource rows; float64 [4, R]."""
         # Owners are symmetric within a class by construction, readers by definition.
         by_class = np.stack([rows[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
         return np.asarray(np.einsum("fqc,cqr->fr", by_class, self.unit))
@@ -253,6 +287,11 @@ class Relaxation:
             self.base[row] += box.least[phase, group]
 
     # -- using ------------------------------------------------------------------------------------
+
+    @property
+    def first_memory_row(self) -> int:
+        """The first of the rows of domain classes, which those of host classes follow."""
+        return int(np.flatnonzero(self.phase_of == -1)[0])
 
     @property
     def num_rows(self) -> int:

@@ -1,26 +1,33 @@
-"""What a planner may use: placements, exchange modes and column splits."""
+"""What a planner may use: placements, exchange modes, column splits and host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import PLACEMENTS, Plan
+from oper.plan import PLACEMENTS, Plan, Tier
 from oper.topology import Topology
 
-FEATURES = frozenset({*PLACEMENTS, "pull", "push", "columns"})
+#: ``host``: pulled rows in the memory of their owner's host, where the topology has some.
+#: ``per_host``: replicas on one rank of every host instead of all, in plans that push nothing.
+FEATURES = frozenset({*PLACEMENTS, "pull", "push", "columns", "host", "per_host"})
 #: The default of `make_plan`. The host runtime executes pushed tiers and column pieces as well, but
 #: among ranks that share a memory they never pay.
 EXECUTABLE = frozenset({"replicated", "striped", "owned", "pull"})
-#: What pays where ranks share no memory: partial sums instead of rows over the network.
+#: What pays where ranks share no memory: partial sums instead of rows.
 ACROSS_DOMAINS = EXECUTABLE | {"push"}
-#: The whole space that the search knows.
-EVERYTHING = FEATURES
+#: And where these are on several hosts: partial sums of columns, where a table is more than one
+#: rank should pool, and a copy per host instead of one per rank.
+ACROSS_HOSTS = ACROSS_DOMAINS | {"columns", "per_host"}
+#: All that the search knows, but for copies per host.
+EVERYTHING = FEATURES - {"per_host"}
 
 
 def executed_space(topology: Topology) -> frozenset[str]:
-    """What `oper.shard` lets a plan for the ranks of `topology` use."""
-    return EXECUTABLE if len(topology.domains) == 1 else ACROSS_DOMAINS
+    """What a plan for the ranks of `topology` may use by default, in `oper.shard` as well."""
+    if len(topology.domains) == 1:
+        return EXECUTABLE
+    return ACROSS_DOMAINS if topology.num_hosts == 1 else ACROSS_HOSTS
 
 
 def check_allow(allow: Iterable[str]) -> frozenset[str]:
@@ -37,7 +44,16 @@ def check_allow(allow: Iterable[str]) -> frozenset[str]:
 
 def used_features(plan: Plan) -> frozenset[str]:
     """Names of `FEATURES` that a plan uses; the mode of replicated tiers does not count."""
-    tiers = [tier for t in plan.tables for piece in t.pieces for tier in piece.tiers]
     split = {"columns"} if any(len(t.pieces) > 1 for t in plan.tables) else set()
-    return frozenset(split | {t.placement for t in tiers}
-                     | {t.mode for t in tiers if t.placement != "replicated"})
+    return frozenset(split.union(*(used_by(tier, plan.world_size) for t in plan.tables
+                                   for piece in t.pieces for tier in piece.tiers)))
+
+
+def used_by(tier: Tier, world_size: int) -> frozenset[str]:
+    """Names of `FEATURES` that one tier uses."""
+    used = {tier.placement}
+    if tier.placement != "replicated":
+        used.add(tier.mode)
+    elif len(tier.ranks) < world_size:
+        used.add("per_host")
+    return frozenset(used | ({"host"} if tier.memory == "host" else set()))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from oper.search.cost import CostModel, Evaluation, Tally
+from oper.search.cost import CostModel, Evaluation
 from oper.search.placing import Placement, table_tally
 from oper.search.problem import TableProblem
+from oper.search.tally import Tally
 
 _OVERFLOW = 1e3  # a placement that misses memory by x is charged as 1 + 1e3 x of its step
 _SPREAD = 1e-2  # weight of the ranks' root mean square load, which breaks ties of the maximum
@@ -61,7 +62,6 @@ class State:
 
 def score_of(evaluation: Evaluation) -> float:
     """Step (us), dearer when memory overflows; the spread of rank loads breaks ties."""
-    used = evaluation.domain_bytes / np.maximum(evaluation.capacity_bytes, 1.0)
-    over = float(np.maximum(used - 1.0, 0.0).sum())
+    over = float(np.maximum(evaluation.memory_used() - 1.0, 0.0).sum())
     spread = sum(float(np.sqrt(np.square(p.groups.max(axis=0)).mean())) for p in evaluation.phases)
     return (evaluation.step_us + _SPREAD * spread * 1e6) * (1.0 + _OVERFLOW * over)

@@ -13,7 +13,7 @@ from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.plan import Plan
 from oper.search.overlap import overlap_to_json, parse_argument
 from oper.search.problem import Problem, make_problem, with_overlap
-from oper.search.space import EXECUTABLE, used_features
+from oper.search.space import EVERYTHING, check_allow, used_features
 from oper.stats import AccessStats
 from oper.tables import CODE_BITS, DTYPES, OPTIMIZER_STATE_BYTES, TableSpec, format_bytes
 from oper.topology import Topology
@@ -31,6 +31,10 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
                         help="samples per rank and step (default 2048)")
     parser.add_argument("--constraints", metavar="FILE", 
                         help="JSON: tables, keep_together, keep_apart, memory_bytes, reserve_bytes")
+    parser.add_argument("--allow", metavar="NAMES",
+                        help="what the plan may use, with commas: replicated, striped, owned, "
+                             "pull, push, columns, host, or everything (default: what runs well on "
+                             "the topology, and host memory where rows do not fit without it)")
     parser.add_argument("--effort", choices=("fast", "thorough"), default="fast")
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds to search")
     parser.add_argument("--target-gap", type=float, default=0.01, metavar="X")
@@ -59,7 +63,7 @@ def run_plan(args: argparse.Namespace) -> int:
         return _plan_latency(args, stats)
     problem = make_problem(
         _tables(args, stats), stats, _topology(args), objective=args.objective,
-        batch_size=args.batch_size,
+        batch_size=args.batch_size, allow=_allowed(args.allow),
         constraints=None if args.constraints is None else _read_constraints(args.constraints))
     problem = with_overlap(problem, parse_argument(args.overlap))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
@@ -118,7 +122,8 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
                                                         "of the same tables")
     parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE",
                         help="plan, bound and a new plan on a changed machine: memory=+10%%, "
-                             "link=x2, cross=, read=, batch=; several add up")
+                             "link=x2, cross=, read=, host-memory=, host-link=, batch=; several "
+                             "add up")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -138,6 +143,7 @@ def run_explain(args: argparse.Namespace) -> int:
         after = make_problem([t.table for t in plan.tables], _stats(args), topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
                              constraints=problem.constraints)
+        after = replace(after, last_resort=problem.last_resort)
         after = with_overlap(after, overlap_to_json(problem.overlap))
         compared = what_if.compare(plan, problem, after)
     if args.json:
@@ -185,10 +191,12 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
     if args.topology == "this-host" and args.world_size is None:
         args.world_size = plan.world_size
     problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
-                           objective=plan.objective, allow=EXECUTABLE | used_features(plan),
+                           objective=plan.objective,
                            batch_size=args.batch_size or plan.batch_size or 2048,
                            constraints=plan.notes.get("constraints"))
-    return plan, problem
+    # The space that the plan was made in, and what was written into it by hand.
+    allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(plan)
+    return plan, replace(problem, allow=allow, last_resort=problem.last_resort - allow)
 
 
 def _stats(args: argparse.Namespace) -> AccessStats | None:
@@ -245,6 +253,12 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
                                      "a JSON list of objects with TableSpec's fields",
                                      "correct it"))
     return [TableSpec.from_json(v) for v in value]
+
+
+def _allowed(text: str | None) -> frozenset[str] | None:
+    if text is None:
+        return None
+    return EVERYTHING if text == "everything" else check_allow(x.strip() for x in text.split(","))
 
 
 def _read_constraints(path: str) -> dict[str, Any]:

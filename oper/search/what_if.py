@@ -16,7 +16,8 @@ from oper.topology import Domain, Topology
 
 _DOMAIN_FIELDS = {"memory": ("memory_bytes",), "read": ("read_gbps", "cache_gbps"),
                   "link": ("link_gbps",), "cross": ("cross_gbps",)}
-NAMES = (*_DOMAIN_FIELDS, "batch")
+_HOST_FIELDS = {"host-memory": "host_memory_bytes", "host-link": "host_gbps"}
+NAMES = (*_DOMAIN_FIELDS, *_HOST_FIELDS, "batch")
 _FORM = "NAME=+10%, NAME=-10% or NAME=x1.5 (batch=4096 as well)"
 
 
@@ -65,9 +66,14 @@ def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Chang
         if change.name == "batch":
             batch_size = change.value or max(1, round(batch_size * change.factor))
             continue
-        domains = tuple(_scaled(d, change) for d in topology.domains)
-        topology = replace(topology, name=f"{topology.name} {change.text}", domains=domains,
-                           source="assumed")
+        if change.name in _HOST_FIELDS:
+            field = _HOST_FIELDS[change.name]
+            value = getattr(topology, field) * change.factor
+            topology = replace(topology, **{field: type(getattr(topology, field))(value)})
+        else:
+            domains = tuple(_scaled(d, change) for d in topology.domains)
+            topology = replace(topology, domains=domains)
+        topology = replace(topology, name=f"{topology.name} {change.text}", source="assumed")
     return topology, batch_size
 
 
@@ -105,7 +111,7 @@ def _figures(plan: Plan, problem: Problem, start: Plan) -> tuple[dict[str, Any],
         "batch_size": problem.batch_size, "step_us": found.step_us, "fits": found.fits,
         "planned_step_us": None, "lower_bound_us": None, "slowest_phase": longest.name,
         "binding": longest.binding, "imbalance": found.imbalance,
-        "memory_used": float((found.domain_bytes / found.capacity_bytes).max())}
+        "memory_used": found.fullest}
     try:
         new = plan_problem(problem, start=start)
     except PlanInfeasibleError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.problem import Problem, make_problem
+from oper.search.space import EXECUTABLE
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
@@ -58,8 +60,15 @@ def problem(num_tables: int, seed: int, topology: Topology, objective: str = "tr
             **more: object) -> Problem:
     """A random problem on `topology`; batch of 256 samples per rank."""
     specs, stats = tables_and_stats(num_tables, seed, in_order=bool(more.pop("in_order", True)))
+    more.setdefault("allow", EXECUTABLE)
     return make_problem(specs, stats, topology, objective=objective, batch_size=256,
                         **more)  # type: ignore[arg-type]
+
+
+def with_host_memory(topology: Topology, memory_bytes: float = 1e12,
+                     gbps: float = 20.0) -> Topology:
+    """The topology with memory of its hosts for rows."""
+    return replace(topology, host_memory_bytes=int(memory_bytes), host_gbps=gbps)
 
 
 def random_tier(start: int, stop: int, kind: str, world: int, rng: np.random.Generator) -> Tier:
@@ -77,8 +86,9 @@ def random_tier(start: int, stop: int, kind: str, world: int, rng: np.random.Gen
 
 def random_plan(stated: Problem, rng: np.random.Generator,
                 kinds: tuple[str, ...] = ("replicated", "striped", "owned"),
-                max_pieces: int = 1) -> Plan:
-    """Any valid plan with tiers of `kinds`, boundaries anywhere, up to `max_pieces` columns."""
+                max_pieces: int = 1, in_host: tuple[str, ...] = ()) -> Plan:
+    """Any valid plan with tiers of `kinds`, boundaries anywhere, up to `max_pieces` columns; one
+    in three tiers of the kinds `in_host` is in host memory."""
     world = stated.machine.world_size
     entries = []
     for t in stated.tables:
@@ -86,9 +96,14 @@ def random_plan(stated: Problem, rng: np.random.Generator,
         pieces = []
         for a, b in pairwise(columns):
             rows = _cuts(t.spec.num_rows, int(rng.integers(1, 5)), rng)
-            pieces.append(Piece(a, b, tuple(
-                random_tier(x, y, str(rng.choice(kinds)), world, rng)
-                for x, y in pairwise(rows))))
+            tiers = []
+            for x, y in pairwise(rows):
+                kind = str(rng.choice(kinds))
+                tier = random_tier(x, y, kind, world, rng)
+                if kind in in_host and rng.random() < 1 / 3:
+                    tier = replace(tier, memory="host")
+                tiers.append(tier)
+            pieces.append(Piece(a, b, tuple(tiers)))
         several = any(len(p.tiers) > 1 for p in pieces)
         head = t.head_ids if several and not t.ids_are_positions else t.head_ids[:0]
         entries.append(TablePlan(t.spec, tuple(pieces), head))

@@ -12,7 +12,7 @@ from search_cases import gpus, problem, tables_and_stats
 
 from oper.errors import InvalidInputError, OperError, PlanError, PlanInfeasibleError
 from oper.plan import Plan, Tier
-from oper.search import Constraints, TableConstraint, evaluate, make_plan, make_problem
+from oper.search import EXECUTABLE, Constraints, TableConstraint, evaluate, make_plan, make_problem
 from oper.search.constraints import check_constraints, parse_constraints, violations
 from oper.search.planner import plan_problem, space_bound
 from oper.search.space import EVERYTHING
@@ -34,6 +34,8 @@ def ranks_of(plan, name):
     ({"tables": {"t0": {"modes": ["x"]}}}, "modes"),
     ({"tables": {"t0": {"tiers": [{"rows": [0, 5]}]}}}, "fields"),
     ({"tables": {"t0": {"modes": ["push"]}}}, "constraint"),
+    ({"tables": {"t0": {"memories": ["disk"]}}}, "memories"),
+    ({"tables": {"t0": {"memories": ["host"]}}}, "constraint"),
     ({"reserve_bytes": "much"}, "reserve_bytes"), ({"reserve_bytes": True}, "reserve_bytes"),
     ({"reserve_bytes": -1}, "reserve_bytes"), ({"reserve_bytes": [1]}, "reserve_bytes"),
     ({"reserve_bytes": None}, "reserve_bytes"), ({"memory_bytes": None}, "memory_bytes"),
@@ -45,7 +47,7 @@ def ranks_of(plan, name):
 def test_what_makes_no_sense_is_named(value, word):
     specs, stats = tables_and_stats(2, 0)
     with pytest.raises(InvalidInputError, match=word):
-        make_problem(specs, stats, gpus(2), batch_size=8, constraints=value)
+        make_problem(specs, stats, gpus(2), batch_size=8, constraints=value, allow=EXECUTABLE)
 
 
 def test_json_comes_back_and_one_entry_can_speak_for_all_tables():

@@ -13,7 +13,7 @@ from search_cases import gpus, host, problem, tables_and_stats
 import oper
 from oper.errors import InvalidInputError, PlanInfeasibleError
 from oper.plan import Plan, Tier
-from oper.search import Constraints, TableConstraint, evaluate, make_plan, make_problem
+from oper.search import EXECUTABLE, Constraints, TableConstraint, evaluate, make_plan, make_problem
 from oper.search.planner import plan_problem
 from oper.search.space import EVERYTHING
 from oper.tables import TableSpec
@@ -28,7 +28,8 @@ def test_public_name():
                          ids=["host", "gpus", "unequal", "two-hosts", "one"])
 def test_plans_are_near_the_bound(topology, objective):
     specs, stats = tables_and_stats(30, 0)
-    plan = make_plan(specs, stats, topology, objective=objective, batch_size=2048)
+    plan = make_plan(specs, stats, topology, objective=objective, batch_size=2048,
+                     allow=EXECUTABLE)
     assert plan.lower_bound_us > 0
     assert -1e-9 <= plan.gap <= 0.01
     found = evaluate(plan, make_problem(specs, stats, topology, objective=objective,

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
-from search_cases import gpus, host, random_plan, tables_and_stats
+from search_cases import gpus, host, random_plan, tables_and_stats, with_host_memory
 
 from oper.errors import PlanInfeasibleError
 from oper.plan import Plan
 from oper.search import evaluate, make_problem
 from oper.search.planner import plan_problem, space_bound
-from oper.search.space import EVERYTHING, EXECUTABLE
+from oper.search.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE, used_features
 from oper.search.verbs import configure_plan, run_plan
 from oper.search.what_if import compare
 from oper.stats import AccessStats
@@ -23,7 +23,7 @@ from oper.topology import Topology
 QUICK = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 SPACES = (EXECUTABLE, EVERYTHING, frozenset({"owned", "push", "columns"}),
-          frozenset({"replicated", "owned", "push"}))
+          frozenset({"replicated", "owned", "push"}), EXECUTABLE | {"host"}, ACROSS_HOSTS, None)
 
 
 @st.composite
@@ -36,7 +36,8 @@ def problems(draw, spaces=SPACES):
     memory = draw(st.sampled_from([0.7, 1.3, 2.5, 1000.0])) * need + 2e6 * draw(st.booleans())
     topology = draw(st.sampled_from([
         gpus(world, memory_bytes=memory), host(world, memory * world),
-        gpus(world, memory_bytes=memory, slow=world // 2, per_host=2)]))
+        gpus(world, memory_bytes=memory, slow=world // 2, per_host=2),
+        with_host_memory(gpus(world, memory_bytes=0.7 * memory, per_host=3), 2 * memory)]))
     return make_problem(specs, stats, topology, batch_size=draw(st.integers(1, 600)),
                         objective=draw(st.sampled_from(["training", "inference"])),
                         allow=draw(st.sampled_from(spaces)))
@@ -60,6 +61,8 @@ def test_plans_place_every_row_once_fit_and_stay_above_the_bound(stated):
         return
     found = evaluate(plan, stated)
     assert (found.domain_bytes <= found.capacity_bytes * (1 + 1e-9)).all()
+    assert (found.host_bytes <= found.host_capacity_bytes * (1 + 1e-9)).all()
+    assert used_features(plan) <= stated.in_need().allow
     assert found.step_us == pytest.approx(plan.step_us)
     assert 0 < plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
     assert plan.notes["relaxation_us"] <= plan.step_us * (1 + 1e-9)  # not capped by the step
@@ -84,7 +87,8 @@ def test_no_plan_is_below_the_bound(stated, seed):
                   and modes.get(k, {k.partition("-")[2] or "pull"}) <= stated.allow)
     rng = np.random.default_rng(seed)
     for _ in range(4):
-        plan = random_plan(stated, rng, kinds, max_pieces=2 if "columns" in stated.allow else 1)
+        in_host = ("striped", "owned") if "host" in stated.memories_of("t0") else ()
+        plan = random_plan(stated, rng, kinds, 2 if "columns" in stated.allow else 1, in_host)
         found = evaluate(plan, stated)
         assert not found.fits or found.step_us >= bound * (1 - 1e-9)
 

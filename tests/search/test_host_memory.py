@@ -1,0 +1,217 @@
+"""Rows in host memory: what they cost, when plans use it, and the bound over such plans."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from search_cases import gpus, host, problem, random_plan, tables_and_stats, with_host_memory
+
+from oper.errors import PlanInfeasibleError
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_plan, make_problem, summary
+from oper.search.bound import lower_bound, solve_relaxation
+from oper.search.cost import CostModel
+from oper.search.machine import CROSS_IN, HOST_MEMORY, LINK_IN
+from oper.search.oracle import best_of_candidates, relaxed_by_cvxpy
+from oper.search.planner import plan_problem, space_bound
+from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL
+from oper.search.relax import Relaxation
+from oper.search.verbs import configure_explain, configure_plan, run_explain, run_plan
+
+TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
+              "unequal": gpus(4, slow=2, per_host=2), "one": gpus(1)}
+TOPOLOGIES = {name: with_host_memory(t) for name, t in TOPOLOGIES.items()}
+WITH_HOST = EXECUTABLE | {"host"}
+
+
+def memories(plan):
+    return {x.memory for t in plan.tables for p in t.pieces for x in p.tiers}
+
+
+def scarce(objective, share, *, hosts=1, host_share=10.0, num_tables=8, seed=5):
+    """Tables, statistics and four ranks with room for `share` of the rows."""
+    specs, stats = tables_and_stats(num_tables, seed, max_rows=50_000)
+    need = sum(s.num_bytes if objective == "training" else s.num_rows * s.row_bytes for s in specs)
+    buffers = 1.5e6 if objective == "training" else 0.0
+    topology = gpus(4, per_host=4 // hosts, memory_bytes=need * share / 4 + buffers)
+    return specs, stats, with_host_memory(topology, need * host_share / hosts)
+
+
+def test_ranks_read_the_memory_of_their_host_and_owners_send_to_others():
+    stated = problem(1, 3, TOPOLOGIES["hosts"], allow=WITH_HOST)
+    t = stated.tables[0]
+    tier = Tier(0, t.spec.num_rows, "owned", (1,), memory="host")
+    plan = Plan(6, (TablePlan(t.spec, (Piece(0, t.spec.dim, (tier,)),)),))
+    found = evaluate(plan, stated)
+    forward, _, update = found.phases
+    row, distinct = t.spec.row_bytes, t.total[TOUCHED]
+    mine = np.array([1, 1, 1, 0, 0, 0]) * t.total[IDS] * row
+    mine[1] += 3 * distinct * row  # for the three ranks of the other host
+    assert forward.units[HOST_MEMORY] == pytest.approx(mine)
+    assert forward.units[CROSS_IN] == pytest.approx([0, 0, 0, *[distinct * row] * 3])
+    assert not forward.units[LINK_IN].any()  # gradients take the links, rows do not
+    state = t.spec.num_bytes / t.spec.num_rows - row
+    assert update.units[HOST_MEMORY] == pytest.approx(
+        [0, t.total[TOUCHED_ALL] * 2 * (row + state), 0, 0, 0, 0], rel=1e-6)
+    assert found.host_bytes == pytest.approx([t.total[ROWS] * (row + state), 0], rel=1e-6)
+    in_device = evaluate(plan, stated).held_bytes
+    assert in_device == pytest.approx(np.full(6, in_device[0]))  # buffers alone
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(sorted(TOPOLOGIES)),
+       st.sampled_from(["training", "inference"]), st.booleans())
+def test_no_plan_with_rows_in_host_memory_is_below_the_bound(seed, name, objective, pushes):
+    stated = problem(3, seed, TOPOLOGIES[name], objective,
+                     allow=EVERYTHING if pushes else WITH_HOST)
+    bound = space_bound(stated)
+    kinds = ("replicated", "striped", "owned") + ("owned-push", "striped-push") * (
+        pushes and objective == "training")
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        plan = random_plan(stated, rng, kinds, 2 if pushes else 1, in_host=("striped", "owned"))
+        assert bound <= evaluate(plan, stated).step_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+def test_the_readable_statement_says_the_same(name):
+    pytest.importorskip("cvxpy")
+    stated = problem(4, 7, TOPOLOGIES[name], "inference", allow=WITH_HOST)
+    relaxation = Relaxation(CostModel(stated))
+    found = solve_relaxation(relaxation, tolerance=1e-7)
+    assert found.lower_bound_us == pytest.approx(relaxed_by_cvxpy(relaxation), rel=1e-6)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("objective", ["training", "inference"])
+def test_rows_that_do_not_fit_go_to_host_memory_and_the_coldest_do(objective, hosts):
+    specs, stats, topology = scarce(objective, 0.4, hosts=hosts)
+    given = {"objective": objective, "batch_size": 256}
+    with pytest.raises(PlanInfeasibleError, match=r"'host' in `allow`"):
+        make_plan(specs, stats, topology, allow=EXECUTABLE, **given)
+    stated = make_problem(specs, stats, topology, allow=WITH_HOST, **given)
+    plan = plan_problem(stated)
+    found = evaluate(plan, stated)
+    assert found.fits and memories(plan) == {"device", "host"}
+    assert 0 <= plan.gap <= 0.02
+    held = {m: np.zeros(4) for m in ("device", "host")}
+    for t, entry in zip(stated.tables, plan.tables, strict=True):
+        for x in entry.tiers:
+            held[x.memory] += t.features(x.start, x.stop, True)
+    assert held["host"][ROWS] >= 0.3 * (held["host"] + held["device"])[ROWS]
+    hotness = {m: v[IDS] / v[ROWS] for m, v in held.items()}
+    assert hotness["host"] < 0.5 * hotness["device"]
+
+
+def test_by_default_host_memory_is_the_last_resort():
+    specs, stats, topology = scarce("inference", 0.5)
+    given = {"objective": "inference", "batch_size": 256}
+    tight = make_plan(specs, stats, topology, **given)
+    assert memories(tight) == {"device", "host"} and "host" in tight.notes["allow"]
+    roomy = make_plan(specs, stats, with_host_memory(gpus(4)), **given)
+    assert memories(roomy) == {"device"} and "host" not in roomy.notes["allow"]
+    held = {"tables": {"*": {"memories": ["device"]}}}
+    with pytest.raises(PlanInfeasibleError):
+        make_plan(specs, stats, topology, constraints=held, **given)
+    only = make_plan(specs, stats, topology, allow=WITH_HOST, **given,
+                     constraints={"tables": {"t0": {"memories": ["host"]}}})
+    assert {x.memory for x in only.table("t0").tiers} == {"host"}
+
+
+def test_host_memory_that_is_too_small_is_named():
+    specs, stats, topology = scarce("inference", 0.3, host_share=0.1)
+    with pytest.raises(PlanInfeasibleError, match="per domain and per host times"):
+        make_plan(specs, stats, topology, objective="inference", batch_size=256)
+    specs, stats, topology = scarce("inference", 0.3, host_share=0.75)
+    stated = make_problem(specs, stats, topology, objective="inference", batch_size=256)
+    plan = plan_problem(stated)
+    found = evaluate(plan, stated.in_need())
+    assert found.fits and found.host_bytes[0] > 0.9 * found.host_capacity_bytes[0]
+
+
+def test_more_memory_of_either_kind_is_never_worse():
+    specs, stats, topology = scarce("inference", 0.2)
+    plan, bound = None, np.inf
+    for factor in (1.0, 1.5, 2.5, 6.0):
+        more = with_host_memory(gpus(4, memory_bytes=factor * topology.domains[0].memory_bytes),
+                                topology.host_memory_bytes * factor)
+        stated = make_problem(specs, stats, more, objective="inference", batch_size=256,
+                              allow=WITH_HOST)
+        made = plan_problem(stated, start=plan)
+        if plan is not None:
+            assert made.step_us <= plan.step_us
+            assert plan_problem(stated).step_us <= plan.step_us * (1 + 0.02)
+        assert made.lower_bound_us <= bound * (1 + 1e-4)
+        plan, bound = made, made.lower_bound_us
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("slow", [0, 1])
+def test_bound_optimum_and_search_are_in_order(seed, slow):
+    """Three small tables on three ranks that hold less than half of the rows."""
+    specs, stats = tables_and_stats(3, 60 + seed)
+    need = sum(s.num_rows * s.row_bytes for s in specs)
+    topology = with_host_memory(gpus(3, memory_bytes=0.15 * need, slow=slow), 2 * need)
+    stated = make_problem(specs, stats, topology, objective="inference", batch_size=256,
+                          allow=WITH_HOST)
+    plan = plan_problem(stated, target_gap=0.0)
+    relaxation, everyone, candidates = Relaxation(CostModel(stated)), (0, 1, 2), []
+    for t, entry in zip(relaxation.tables, plan.tables, strict=True):
+        rows, some = t.spec.num_rows, [entry.pieces]
+        for cut in [0, *t.edges[1:-1:4].tolist()]:
+            for hot in ("replicated", "striped"):
+                for memory in ("device", "host"):
+                    tiers = [Tier(cut, rows, "striped", everyone, memory=memory)]
+                    tiers[:0] = [Tier(0, cut, hot, everyone)] * (cut > 0)
+                    some.append((Piece(0, t.spec.dim, tuple(tiers)),))
+        candidates.append(some)
+    optimum, _ = best_of_candidates(relaxation, candidates)
+    assert plan.lower_bound_us <= lower_bound(stated).relaxed_us <= optimum * (1 + 1e-6)
+    assert optimum <= plan.step_us * (1 + 1e-6)
+    assert plan.step_us <= optimum * (1.1 if slow else 1.02)
+
+
+def test_explain_names_it(tmp_path, capsys):
+    specs, stats, topology = scarce("training", 0.4)
+    plan = make_plan(specs, stats, topology, batch_size=256, allow=WITH_HOST)
+    text = summary(plan, make_problem(specs, stats, topology, batch_size=256, allow=WITH_HOST))
+    assert "in host memory" in text and "host 0" in text and "host_memory us" in text
+
+
+def test_verbs_plan_and_explain_with_host_memory(tmp_path, capsys):
+    _, stats = tables_and_stats(5, 2)
+    stats.save(tmp_path / "stats.npz")
+    machine = tmp_path / "small.toml"
+    need = sum(t.num_rows for t in stats.tables.values()) * 256
+    machine.write_text(f'name = "small"\nhost_memory_bytes = "1GB"\nhost_gbps = 20\n[[domain]]\n'
+                       f'copies = 2\nmemory_bytes = {int(0.2 * need)}\nread_gbps = 1000\n'
+                       'link_gbps = 200\n')
+    words = [tmp_path / "stats.npz", "--topology", machine, "--objective", "inference", "-o",
+             tmp_path / "a.json"]
+
+    def call(configure, run, *arguments):
+        parser = argparse.ArgumentParser()
+        configure(parser)
+        run(parser.parse_args([str(w) for w in arguments]))
+        return capsys.readouterr().out
+
+    with pytest.raises(PlanInfeasibleError):
+        call(configure_plan, run_plan, *words, "--allow", "replicated,striped,pull")
+    call(configure_plan, run_plan, *words)
+    first = Plan.load(tmp_path / "a.json")
+    assert memories(first) == {"device", "host"}
+    explain = (tmp_path / "a.json", "--topology", machine, "--stats", tmp_path / "stats.npz")
+    value = json.loads(call(configure_explain, run_explain, *explain, "--json"))
+    assert value["lower_bound_us"] == pytest.approx(first.lower_bound_us)
+    assert value["host_bytes"][0] > 0 and value["fits"]
+    what = json.loads(call(configure_explain, run_explain, *explain, "--json", "--what-if",
+                           "host-link=x2"))["what_if"]
+    assert what["after"]["planned_step_us"] < what["before"]["planned_step_us"]
+    call(configure_plan, run_plan, *words[:-1], tmp_path / "b.json", "--search", "markov-chain")
+    found = json.loads(call(configure_explain, run_explain, *explain, "--diff",
+                            tmp_path / "b.json", "--json"))
+    assert "memory" in json.dumps(found)
