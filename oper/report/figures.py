@@ -16,9 +16,11 @@ from oper.search.machine import TERMS
 from oper.search.problem import IDS, Problem
 
 # Colours that people with any colour vision tell apart (Okabe and Ito, 2008).
-_TERM_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00")
+_TERM_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00",
+                 "#882255")
 PLACEMENT_COLOURS = {"replicated": "#009E73", "striped": "#56B4E9", "striped push": "#0072B2",
-                     "owned": "#E69F00", "owned push": "#D55E00"}
+                     "owned": "#E69F00", "owned push": "#D55E00",
+                     "host memory": "#882255", "copy per host": "#CC79A7"}
 _MARK = "#7f7f7f"  # seen on light and on dark pages
 _MAX_CURVES = 10
 MAX_MAPPED = 40  # tables in the placement map
@@ -135,7 +137,7 @@ def colour(k: int) -> str:
 
 
 def line(k: int, marked: bool = True) -> dict[str, Any]:
-    """The look of the k-th curve: colour and dashes together tell eighteen apart."""
+    """The look of the k-th curve: colour and dashes together tell 21 apart."""
     look: dict[str, Any] = {"color": colour(k), "linewidth": 1.3,
                             "linestyle": ("-", "--", ":")[k // len(_TERM_COLOURS) % 3]}
     return {**look, "marker": "o", "markersize": 3.5} if marked else look
@@ -160,8 +162,12 @@ def with_legend(figure: Any, axis: Any, name: str) -> str:
     return svg_of(figure, name)
 
 
-def placement_kind(tier: Tier) -> str:
+def placement_kind(tier: Tier, world_size: int) -> str:
     """Key of `PLACEMENT_COLOURS`."""
+    if tier.memory == "host":
+        return "host memory"
+    if tier.placement == "replicated" and len(tier.ranks) < world_size:
+        return "copy per host"
     return f"{tier.placement} push" if tier.mode == "push" else tier.placement
 
 
@@ -179,7 +185,7 @@ def placement_map(plan: Plan, problem: Problem) -> str:
             for tier in piece.tiers:
                 part = t.features(tier.start, tier.stop, is_ordered(t, entry))[IDS] / every
                 axis.barh(low, part, high, left, align="edge", edgecolor=_MARK, linewidth=0.4,
-                          color=PLACEMENT_COLOURS[placement_kind(tier)])
+                          color=PLACEMENT_COLOURS[placement_kind(tier, plan.world_size)])
                 if tier.placement == "owned" and part > 0.04 and high > 0.5:
                     # The page finds labels inside of bars by this name.
                     axis.text(left + part / 2, low + high / 2, str(tier.ranks[0]), fontsize=7,
@@ -190,7 +196,8 @@ def placement_map(plan: Plan, problem: Problem) -> str:
     axis.set_xlim(0, 1)
     axis.set_xlabel("share of the table's lookups, hottest rows first (number = owner)")
     axis.spines[["top", "right", "left"]].set_visible(False)
-    used = {placement_kind(x) for e in plan.tables for p in e.pieces for x in p.tiers}
+    used = {placement_kind(x, plan.world_size)
+            for e in plan.tables for p in e.pieces for x in p.tiers}
     handles = [plt.Rectangle((0, 0), 1, 1, color=c) for k, c in PLACEMENT_COLOURS.items()
                if k in used]
     axis.legend(handles, [k for k in PLACEMENT_COLOURS if k in used], loc="lower left",

@@ -19,7 +19,7 @@ from oper.tables import format_bytes
 _COMPARED = "largest-first-lookups"
 _LINKS = {"memory": "own memory", "link_in": "in, within the host",
           "link_out": "out, within the host", "cross_in": "in, between hosts",
-          "cross_out": "out, between hosts"}
+          "cross_out": "out, between hosts", "host_memory": "host memory"}
 
 
 def write_page(path: str | os.PathLike[str], plan: Plan, problem: Problem) -> None:

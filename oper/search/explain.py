@@ -154,6 +154,8 @@ def _tables(plan: Plan, problem: Problem) -> str:
                 name = tier.placement
                 if name != "replicated":
                     name += f" {tier.mode}"
+                if name == "replicated" and len(tier.ranks) < plan.world_size:
+                    name = "replicated per host"
                 name += f" ({tier.notation()})" + " in host memory" * (tier.memory == "host")
                 kinds[name] = kinds.get(name, 0) + 1
     text = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))

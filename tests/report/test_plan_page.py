@@ -16,8 +16,10 @@ import pytest
 
 from oper.errors import InvalidInputError, MissingDependencyError
 from oper.plan import Plan
+from oper.report.plan_page import write_page
 from oper.report.verbs import configure_explain, run_explain
-from oper.search import make_plan
+from oper.search import make_plan, make_problem
+from oper.search.planner import plan_problem
 from oper.search.what_if import changed_problem, parse_change
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
@@ -175,3 +177,24 @@ def test_changes_scale_what_they_name() -> None:
 def test_a_change_that_makes_no_sense_is_named(text: str) -> None:
     with pytest.raises(InvalidInputError, match="what-if"):
         parse_change(text)
+
+
+def test_page_shows_host_memory_and_copies_per_host(tmp_path) -> None:
+    rng = np.random.default_rng(1)
+    specs = [TableSpec(f"t{k}", 4000, 16, (f"f{k}",)) for k in range(3)]
+    weight = np.arange(1, 4001, dtype=float) ** -1.1
+    counts = np.rint(weight / weight.sum() * 200_000).astype(np.int64)
+    stats = AccessStats(200_000, {s.name: TableStats.from_counts(
+        4000, rng.permutation(4000), counts, (np.array([1]), np.array([200_000])))
+        for s in specs}, "generated", True)
+    domains = tuple(Domain((r,), r // 2, 1_000_000, 2000.0, 4000.0, 1 << 20, 100.0, 10.0)
+                    for r in range(4))
+    machine = Topology("two hosts", domains, Costs(phase_us=2.0), host_memory_bytes=10**7,
+                       host_gbps=20.0)
+    held = {"tables": {"t0": {"pinned": [
+        {"rows": [0, 500], "place": "replicated", "ranks": [1, 2]},
+        {"rows": [2000, 4000], "place": "striped", "ranks": [0, 1, 2, 3], "memory": "host"}]}}}
+    problem = make_problem(specs, stats, machine, batch_size=256, constraints=held)
+    write_page(tmp_path / "plan.html", plan_problem(problem), problem)
+    page = (tmp_path / "plan.html").read_text()
+    assert "copy per host" in page and page.count("host memory") >= 3
