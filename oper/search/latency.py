@@ -158,7 +158,9 @@ def _within(problem: Problem, domain_bytes: float) -> Plan | None:
     held = replace(problem.constraints, memory_bytes=int(domain_bytes / ranks))
     machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
     try:
-        return plan_problem(replace(problem, machine=machine, constraints=held))
+        # Less memory means less of any: host memory is no way out here.
+        return plan_problem(replace(problem, machine=machine, constraints=held,
+                                    last_resort=frozenset()))
     except PlanInfeasibleError:
         return None
 

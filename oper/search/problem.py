@@ -259,6 +259,8 @@ def make_problem(
     in_need = {"host"} if allow is None and topology.host_memory_bytes else set()
     if objective == "inference" and "pull" in chosen:
         chosen -= {"push"}  # serving has no barriers, which partial sums would need
+        if allow is None:
+            chosen -= {"columns"}  # which spread partial sums
     chosen |= {f for c in held.tables.values() for x in c.pinned for f in used_by(x, world_size)}
     if any(t.dtype in CODE_BITS for t in specs):
         chosen -= {"columns"}  # the codes of a row share a scale
