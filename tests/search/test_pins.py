@@ -11,9 +11,11 @@ from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError
 from oper.plan import Tier
 from oper.search import evaluate, make_problem
 from oper.search.constraints import TableConstraint, parse_constraints, violations
+from oper.search.cost import CostModel
 from oper.search.pins import impose
 from oper.search.planner import plan_problem
 from oper.search.space import EVERYTHING, EXECUTABLE
+from oper.search.tally import HELD
 
 OWNED = {"rows": [3, 40], "place": "owned", "ranks": [2]}
 COLD = {"rows": [60, 100], "place": "striped", "ranks": [0, 1], "memory": "host"}
@@ -82,12 +84,11 @@ def test_contradictions_are_named(held, word):
 
 def test_a_pin_that_does_not_fit_is_named():
     big, free = stated(None)
-    rows = free.table(big).spec.num_rows
-    need = sum(t.spec.num_bytes for t in free.tables)
-    buffers = evaluate(plan_problem(free), free).domain_bytes.max()
+    spec = free.table(big).spec
+    buffers = CostModel(free).base().rows[HELD].max()
+    pin = {"rows": [1, spec.num_rows], "place": "owned", "ranks": [1]}
     with pytest.raises(PlanInfeasibleError, match="what some rows of tables"):
-        plan_problem(stated({"pinned": [{"rows": [1, rows], "place": "owned", "ranks": [1]}]},
-                            memory=buffers + need / 8)[1])
+        plan_problem(stated({"pinned": [pin]}, memory=buffers + spec.num_bytes / 2)[1])
 
 
 def test_a_plan_that_breaks_a_pin_says_so():
