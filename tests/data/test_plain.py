@@ -119,6 +119,33 @@ def test_any_bytes(tmp_path: Path, data: bytes, seed: int) -> None:
     assert_same(concat(whole), concat(want))
 
 
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_an_odd_field_within_a_block_of_lines(tmp_path: Path, ending: str) -> None:
+    """Among lines that are decoded together one that is too long, signed, cut, or none at all."""
+    good = ["1", *(["-3", "", "12345678", "0"] * 4)[:13], *(["00ff17aa", ""] * 13)]
+    lines, odd = [], {1: ["123456789", "-12345678", "-123456789", "-", "", "-0", "1x"],
+                      14: ["-12345678", "-1234567", "0000000g", "ABCDEF01", "1234567", ""],
+                      39: ["-12345678", "deadbeef", "deadbeef0", "\r", "dead\rbee"],
+                      0: ["2", "", "-1", "01"]}
+    for column, fields in odd.items():
+        for field in fields:
+            lines += ["\t".join(good)] * 70
+            lines.append("\t".join([*good[:column], field, *good[column + 1:]]))
+    lines += ["\t".join(good)] * 70 + ["\t".join(good[:-1]), "\t".join([*good, ""]), ""]
+    path = tmp_path / "log.txt"
+    path.write_bytes((ending.join([*lines, *lines[:200]]) + ending).encode())
+    rules = load_recipe("criteo-kaggle")
+
+    def rows() -> Rows:
+        return concat(list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None)))
+
+    found = rows()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        assert_same(found, rows())
+    assert 10 < found.num_bad < 20 and found.num_lines == len(lines) + 200
+
+
 @pytest.mark.parametrize("share", [0.001, 0.3])
 def test_pieces_blocks_and_malformed_rows_far_into_a_file(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, invent: Any) -> None:
