@@ -88,6 +88,7 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
 // is known to nobody before, so nothing here branches on it.
 class Merge {
  public:
+  static constexpr int64_t kAhead = 16;
   struct Entry {
     int64_t slot;
     int32_t count;  // ranks that have it
@@ -98,12 +99,11 @@ class Merge {
       : table_(table),
         in_(in),
         row_bytes_(table.row_bytes()),
-        ahead_(std::clamp<int64_t>(kBytesAhead / (row_bytes_ + table.gradient_bytes()), 2, kAhead)),
         has_row_state_(table.optimizer.kind == Optimizer::kRowWiseAdagrad),
         next_(in.size()),
         rows_(kRing * in.size()) {
     for (size_t r = 0; r < in.size(); ++r) next_[r] = slot_of(in[r]);
-    while (found_ < ahead_ && find()) {
+    while (found_ < kAhead && find()) {
     }
   }
   // The next row, valid until the one after it; false behind the last.
@@ -115,8 +115,7 @@ class Merge {
   }
 
  private:
-  static constexpr int64_t kAhead = 16, kRing = 32;
-  static constexpr int64_t kBytesAhead = 16 << 10;  // that leave most of the first-level cache alone
+  static constexpr int64_t kRing = 32;
   static constexpr uint64_t kNone = ~uint64_t{0};
   static_assert(kRing > kAhead + 1);
 
@@ -153,7 +152,7 @@ class Merge {
 
   const Table& table_;
   std::vector<Incoming>& in_;
-  int64_t row_bytes_, ahead_;
+  int64_t row_bytes_;
   bool has_row_state_;
   std::vector<uint64_t> next_;      // [W] slots
   std::vector<const float*> rows_;  // [kRing, W]
