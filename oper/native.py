@@ -122,7 +122,7 @@ def _merge_two(one: Counts, other: Counts) -> Counts:
     return values[:size], counts[:size]
 
 
-def encode(values: np.ndarray, valid: np.ndarray | None, offset: int
+def encode(values: np.ndarray, valid: np.ndarray | None, offset: int, expected: int = 0
            ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Codes of values in ascending order, or None where this type is not compiled.
 
@@ -131,6 +131,7 @@ def encode(values: np.ndarray, valid: np.ndarray | None, offset: int
         valid: bitmap uint8, the bit of value k at place `offset` + k, 0 = missing; None = all
             there.
         offset: see `valid`.
+        expected: about how many distinct values there will be, 0 = nobody knows.
 
     Returns:
         Codes in the narrowest unsigned integers [L] (0 = missing, k + 1 = the k-th distinct value),
@@ -141,7 +142,8 @@ def encode(values: np.ndarray, valid: np.ndarray | None, offset: int
         return None
     values = np.ascontiguousarray(values)
     num = compiled.oper_data_encode(
-        kind, address(values), address(valid), ctypes.c_int64(offset), _size(values))
+        kind, address(values), address(valid), ctypes.c_int64(offset), _size(values),
+        ctypes.c_int64(expected))
     codes = np.empty(values.size, np.min_scalar_type(max(1, num)))
     distinct, counts = np.empty(num, values.dtype), np.empty(num + 1, np.int64)
     compiled.oper_data_encoded(kind, address(codes), address(distinct), address(counts))

@@ -92,11 +92,13 @@ class Codes {
             if (s.code) found.push_back({static_cast<Key<V>>(s.value) ^ kFlip<V>, s.code});
     }
 
-    // Forgets everything; the table becomes small again, its memory stays.
-    void clear() {
+    // Forgets everything, and becomes as large as so many values take; the memory stays.
+    void clear(int64_t expected) {
+        int bits = 12;
+        while (int64_t{1} << bits < 2 * expected) ++bits;
         size_ = 0;
-        slots_.assign(1 << 12, {});
-        shift_ = 64 - 12;
+        slots_.assign(size_t{1} << bits, {});
+        shift_ = 64 - bits;
     }
 
   private:
@@ -153,10 +155,11 @@ Kept<V>& kept() {
 }
 
 template <class V>
-int64_t encode(const V* values, const uint8_t* valid, int64_t offset, int64_t size) {
+int64_t encode(const V* values, const uint8_t* valid, int64_t offset, int64_t size,
+               int64_t expected) {
     auto& [found, scratch, finals, entries, other] = kept<V>();
     auto is_there = [&](int64_t k) { return valid[(offset + k) >> 3] >> ((offset + k) & 7) & 1; };
-    found.clear();
+    found.clear(std::min(expected, size));
     scratch.resize(size);
     int64_t start = 0;
     for (; valid && start < size && !is_there(start); ++start) scratch[start] = 0;
@@ -368,10 +371,12 @@ void gather(const int32_t* table, const void* codes, int64_t size, int32_t* out)
     }
 
 // Finds the distinct values, whose number it returns; what it found stays with the thread until
-// `oper_data_encoded` writes it. valid: bitmap as Arrow's, from bit `offset` on, or null.
+// `oper_data_encoded` writes it. valid: bitmap as Arrow's, from bit `offset` on, or null; expected:
+// about how many distinct values there will be, 0 = nobody knows.
 OPER_DATA_API int64_t oper_data_encode(int32_t kind, const void* values, const uint8_t* valid,
-                                       int64_t offset, int64_t size) {
-    BY_KIND(kind, return oper::data::encode<V>(static_cast<const V*>(values), valid, offset, size))
+                                       int64_t offset, int64_t size, int64_t expected) {
+    BY_KIND(kind, return oper::data::encode<V>(static_cast<const V*>(values), valid, offset, size,
+                                               expected))
 }
 
 // The result of the call of `oper_data_encode` before. codes: [size], 0 where missing, k + 1 for

@@ -8,11 +8,13 @@ narrowest integers. Later passes look distinct values up, not rows.
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -50,10 +52,10 @@ class Coded:
     lengths: np.ndarray | None
 
 
-def encode(ids: Ids) -> tuple[Coded, Distinct]:
-    """Codes and distinct values of a column."""
+def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
+    """Codes and distinct values of a column, of which there are about `expected` (0 = unknown)."""
     if pa.types.is_integer(ids.values.type):
-        found = native.encode(*_integers(ids.values))
+        found = native.encode(*_integers(ids.values), expected)
         if found is not None:
             return Coded(found[0], ids.lengths), Distinct(
                 found[1], found[2][1:], int(found[2][0]))
@@ -102,6 +104,7 @@ class Stage:
         """Files are written to and read from `folder`."""
         self._folder = folder
         self._recipe = recipe
+        self._expected: dict[int, int] = {}  # distinct values of the columns of the last chunk
 
     def record(self, number: int) -> dict[str, Any]:
         """What is known of a unit that has been read."""
@@ -167,8 +170,9 @@ class Stage:
             np.save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
             # Part of a wider array: as it is NumPy would write it number by number.
             np.save(file, np.ascontiguousarray(rows.dense))
-            for ids in rows.sparse:
-                coded, found = encode(ids)
+            for column, ids in enumerate(rows.sparse):
+                coded, found = encode(ids, self._expected.get(column, 0))
+                self._expected[column] = found.values.size
                 offsets.append(file.tell())
                 np.save(file, coded.codes)
                 if coded.lengths is not None:
@@ -189,39 +193,36 @@ class Stage:
 
     def distinct(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Distinct:
         """The distinct values of one column in a chunk; `about` is its entry in the record."""
-        with self._path(number, chunk, "distinct").open("rb") as file:
-            file.seek(about["distinct"][column])
-            return Distinct(np.load(file), np.load(file).astype(np.int64),
-                            about["missing"][column])
+        file = _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column])
+        return Distinct(file.next(), file.next().astype(np.int64), about["missing"][column])
 
     def values(self, number: int, chunk: int, about: dict[str, Any], column: int) -> np.ndarray:
         """The distinct values of one column in a chunk, without their counts."""
-        with self._path(number, chunk, "distinct").open("rb") as file:
-            file.seek(about["distinct"][column])
-            return np.load(file)
+        return _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column]).next()
 
     def place(self, number: int, chunk: int, about: dict[str, Any]
               ) -> tuple[np.ndarray, np.ndarray]:
         """Row numbers in the unit and times (empty without), int64 [n] each."""
-        with self._path(number, chunk, "rows").open("rb") as file:
-            rows = _load_rows(file, about)
-            _skip(file)
-            return rows, np.load(file)
+        file = _Arrays(self._path(number, chunk, "rows"))
+        rows, count = file.next(), about["rows"]
+        if rows.size != count:
+            rows = np.arange(about["first"], about["first"] + count)
+        file.next()
+        return rows, file.next()
 
     def codes(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Coded:
         """The codes of one column."""
-        with self._path(number, chunk, "rows").open("rb") as file:
-            file.seek(about["codes"][column])
-            return Coded(np.load(file), np.load(file) if about["bags"][column] else None)
+        file = _Arrays(self._path(number, chunk, "rows"), about["codes"][column])
+        return Coded(file.next(), file.next() if about["bags"][column] else None)
 
     def numbers(self, number: int, chunk: int, about: dict[str, Any]
                 ) -> tuple[np.ndarray, np.ndarray]:
         """Labels int8 [n] and dense columns float32 [D, n]."""
-        with self._path(number, chunk, "rows").open("rb") as file:
-            _load_rows(file, about)
-            labels = np.load(file)
-            _skip(file)
-            return labels, np.load(file)
+        file = _Arrays(self._path(number, chunk, "rows"))
+        file.next()
+        labels = file.next()
+        file.next()
+        return labels, file.next()
 
     def drop(self, number: int) -> None:
         """Remove the rows of a unit that have been written elsewhere."""
@@ -229,18 +230,26 @@ class Stage:
             path.unlink(missing_ok=True)
 
 
-def _load_rows(file: BinaryIO, about: dict[str, Any]) -> np.ndarray:
-    rows = np.load(file)
-    count = about["rows"]
-    return rows if rows.size == count else np.arange(about["first"], about["first"] + count)
+class _Arrays:
+    """The arrays of a file, one ``.npy`` after the other, from place `at` on.
 
+    They are mapped: those that are not looked at cost nothing, and none is copied.
+    """
 
-def _skip(file: BinaryIO) -> None:
-    version = np.lib.format.read_magic(file)
-    read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
-            else np.lib.format.read_array_header_2_0)
-    shape, _, dtype = read(file)
-    file.seek(int(np.prod(shape)) * dtype.itemsize, 1)
+    def __init__(self, path: Path, at: int = 0) -> None:
+        with path.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._memory.seek(at)
+
+    def next(self) -> np.ndarray:
+        version = np.lib.format.read_magic(self._memory)
+        read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
+                else np.lib.format.read_array_header_2_0)
+        shape, _, dtype = read(self._memory)
+        at, count = self._memory.tell(), math.prod(shape)
+        self._memory.seek(at + count * dtype.itemsize)
+        found = np.frombuffer(self._memory, dtype, count, at).reshape(shape)
+        return np.require(found, requirements="A")  # of a file of odd lengths it is a copy
 
 
 def too_many_bad(count: int, max_bad: int, listed: list[str]) -> None:
