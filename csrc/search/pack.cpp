@@ -1,7 +1,8 @@
 // Owners of pushed rows, by simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983).
 //
-// A state gives every table a recipe (which rows are pushed, pulled, replicated) and cuts its pushed
-// rows into column pieces, each dealt among a few owners by integer weights. A rank's load is a
+// A table's columns are divided into two parts, one of which may be empty. A state gives every part a
+// recipe (which rows are pushed, pulled, replicated) and cuts its pushed rows into column pieces, each
+// dealt among a few owners by integer weights. A rank's load is a
 // vector over (phase, group of terms) and memory; what readers carry is alike for all ranks of a
 // class. Pulled rows are dealt in parts that are the same for all tables of a class, so that ranks which
 // own little of the rest can own more of them. A move changes one or two tables, so that few ranks' loads change, but the whole step is
@@ -83,8 +84,9 @@ OPER_CLONES float largest(const float* load, const float* share, float every, fl
 class Packing {
  public:
   explicit Packing(OperPacking& p) : p_(p), random_{p.seed * 2 + 0x9E3779B97F4A7C15ULL} {
-    W = p.num_ranks, C = p.num_classes, G = p.num_loads, P = (G - 1) / kGroups, T = p.num_tables;
-    recipe_.assign(p.recipe, p.recipe + T);
+    W = p.num_ranks, C = p.num_classes, G = p.num_loads, P = (G - 1) / kGroups, T = p.num_parts,
+    whole_ = p.num_tables;
+    recipe_.assign(p.recipe, p.recipe + T), width_.assign(p.part_width, p.part_width + T);
     load_.assign(p.base, p.base + W * G);
     every_.assign(C * G, 0.0), fill_.assign(C * G, 0.0);
     units_.assign(p.units, p.units + W);
@@ -113,7 +115,7 @@ class Packing {
     energy_ = evaluate();
     keep_best();
     const auto begin = std::chrono::steady_clock::now();
-    const double hot = std::clamp(kHot / double(std::max<int64_t>(T, 1)), 2 * kCold, kHottest);
+    const double hot = std::clamp(kHot / double(std::max<int64_t>(whole_, 1)), 2 * kCold, kHottest);
     for (int64_t n = 0; n < p_.max_moves && best_step_ > p_.goal; ++n) {
       if (n % 1024 == 0) {
         const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin;
@@ -135,7 +137,7 @@ class Packing {
     std::copy(units_.begin(), units_.end(), p_.units);
     int64_t n = 0, number = 0;
     for (int64_t k = 0; k < T; ++k) {
-      p_.recipe[k] = recipe_[k];
+      p_.recipe[k] = recipe_[k], p_.part_width[k] = width_[k];
       for (const int id : of_table_[k]) {
         const Piece& x = pieces_[id];
         for (int i = 0; i < x.owners && n < p_.capacity; ++i, ++n) {
@@ -164,9 +166,13 @@ class Packing {
   }
 
   void add_stay(int64_t k, double sign) {
+    if (width_[k] == 0) return;
     const int64_t at = (p_.first[k] + recipe_[k]) * C * G;
-    for (int64_t i = 0; i < C * G; ++i) every_[i] += sign * p_.stay[at + i];
-    for (int64_t i = 0; i < C * G; ++i) fill_[i] += sign * p_.fill[at + i];
+    const double columns = sign * double(width_[k]);
+    for (int64_t i = 0; i < C * G; ++i)
+      every_[i] += columns * p_.stay[at + i] + sign * p_.stay_once[at + i];
+    for (int64_t i = 0; i < C * G; ++i)
+      fill_[i] += columns * p_.fill[at + i] + sign * p_.fill_once[at + i];
   }
 
   double sums(int64_t n, double share) const {
@@ -277,7 +283,7 @@ class Packing {
 
   void begin_move() {
     ++stamp_;
-    saved_rank_.clear(), saved_load_.clear(), log_.clear(), recipes_log_.clear();
+    saved_rank_.clear(), saved_load_.clear(), log_.clear(), recipes_log_.clear(), widths_log_.clear();
     saved_every_ = every_, saved_fill_ = fill_;
     refilled_ = {-1, -1};
   }
@@ -296,6 +302,8 @@ class Packing {
     }
     for (auto it = recipes_log_.rbegin(); it != recipes_log_.rend(); ++it)
       recipe_[it->first] = it->second;
+    for (auto it = widths_log_.rbegin(); it != widths_log_.rend(); ++it)
+      width_[it->first] = it->second;
     for (size_t i = 0; i < saved_rank_.size(); ++i) {
       std::memcpy(load(saved_rank_[i]), &saved_load_[i * G], G * sizeof(double));
       flatten(saved_rank_[i]);
@@ -319,7 +327,22 @@ class Packing {
     add_stay(k, 1);
   }
 
-  bool pushes(int64_t k) const { return p_.pushes[p_.first[k] + recipe_[k]]; }
+  void set_width(int64_t k, int64_t width) {  // its pieces are out, or will follow
+    widths_log_.push_back({k, width_[k]});
+    add_stay(k, -1);
+    width_[k] = width;
+    add_stay(k, 1);
+  }
+
+  // A part that has columns.
+  int64_t pick_part() {
+    const int64_t k = random_.below(whole_);
+    if (T == whole_ || width_[k + whole_] == 0) return k;
+    return width_[k] == 0 || random_.unit() < 0.5 ? k + whole_ : k;
+  }
+  int64_t partner(int64_t k) const { return k < whole_ ? k + whole_ : k - whole_; }
+
+  bool pushes(int64_t k) const { return width_[k] > 0 && p_.pushes[p_.first[k] + recipe_[k]]; }
   bool may(int64_t k, int64_t r) const { return p_.may[k * W + r]; }
   bool free_for(int64_t k, int64_t r) const { return may(k, r) && !owns_[k * W + r]; }
 
@@ -361,7 +384,7 @@ class Packing {
 
   // Pieces of `width` columns dealt among `owners` each, where they harm least.
   bool pour(int64_t k, int width, int owners) {
-    int left = int(p_.dim[k]);
+    int left = int(width_[k]);
     if (!p_.may_split[k]) width = left;
     width = std::clamp((width + kColumnStep - 1) / kColumnStep * kColumnStep, kMinColumns, 1 << 20);
     std::vector<std::pair<double, int64_t>> order;
@@ -386,7 +409,7 @@ class Packing {
   void pour_all() {
     begin_move();
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, p_.level[ph]));
-    for (int64_t i = 0; i < T; ++i) {
+    for (int64_t i = 0; i < whole_; ++i) {  // second parts are empty
       const int64_t k = p_.order[i];
       if (!pushes(k)) continue;
       int width = int(p_.first_width[k]);
@@ -433,9 +456,10 @@ class Packing {
     if (u < 0.10) return retier();
     if (u < 0.13) return recut();
     if (u < 0.20) return refill();
+    if (u < 0.27) return transfer();
     const int id = pick_piece();
     if (id < 0) return retier();
-    if (u < 0.38) return relocate(id);
+    if (u < 0.40) return relocate(id);
     if (u < 0.52) return swap(id);
     if (u < 0.75) return shift(id);
     if (u < 0.83) return split(id);
@@ -576,13 +600,15 @@ class Packing {
     return true;
   }
 
+  // Another recipe of a table; often one beside `now`.
+  int64_t other_recipe(int64_t k, int64_t now) {
+    if (random_.unit() >= 0.5) return random_.below(p_.num_recipes[k]);
+    return std::clamp<int64_t>(now + (random_.unit() < 0.5 ? -1 : 1), 0, p_.num_recipes[k] - 1);
+  }
+
   bool retier() {
-    const int64_t k = random_.below(T);
-    const int64_t count = p_.first[k + 1] - p_.first[k];
-    if (count < 2) return false;
-    int64_t recipe = random_.below(count);
-    if (random_.unit() < 0.5)
-      recipe = std::clamp<int64_t>(recipe_[k] + (random_.unit() < 0.5 ? -1 : 1), 0, count - 1);
+    const int64_t k = pick_part();
+    const int64_t recipe = other_recipe(k, recipe_[k]);
     if (recipe == recipe_[k]) return false;
     std::vector<Piece> old;
     while (!of_table_[k].empty()) {
@@ -592,14 +618,68 @@ class Packing {
     set_recipe(k, recipe);
     if (!pushes(k)) return true;
     for (const Piece& x : old) insert(x);
-    return !old.empty() || pour(k, int(p_.dim[k]), int(1 + random_.below(max_owners(k))));
+    return !old.empty() || pour(k, int(width_[k]), int(1 + random_.below(max_owners(k))));
+  }
+
+  // Columns of one part of a table go to its other part.
+  bool transfer() {
+    const int64_t k = pick_part(), to = partner(k);
+    if (T == whole_ || !p_.may_split[k]) return false;
+    const bool all = random_.unit() < 0.15, gives = pushes(k), is_new = width_[to] == 0;
+    if (all && is_new) return false;
+    const int id = gives ? of_table_[k][random_.below(int64_t(of_table_[k].size()))] : -1;
+    const int room = gives && !all ? pieces_[id].width : int(width_[k]);
+    int d = room;
+    if (!all && (!gives || random_.unit() < 0.7)) d = columns(room - kMinColumns);
+    if (is_new && d < kMinColumns)
+      d = room >= 2 * kMinColumns ? kMinColumns : room;
+    if (d <= 0 || (is_new && (d < kMinColumns || d == width_[k])) ||
+        (d < room && room - d < kMinColumns) || (d < width_[k] && width_[k] - d < kMinColumns))
+      return false;
+    Piece x;
+    if (all) {
+      while (!of_table_[k].empty()) erase(of_table_[k].back());
+    } else if (gives) {
+      x = pieces_[id];
+      erase(id);
+      x.width -= d;
+    }
+    set_width(k, width_[k] - d);
+    if (gives && x.width > 0) insert(x);
+    if (is_new) {
+      const int64_t recipe = other_recipe(to, recipe_[k]);
+      if (recipe == recipe_[k]) return false;
+      set_recipe(to, recipe);
+    }
+    set_width(to, width_[to] + d);
+    if (!pushes(to)) return true;
+    const auto& family = of_table_[to];
+    if (!family.empty() && (d < kMinColumns || random_.unit() < 0.6)) {
+      const int wider = family[random_.below(int64_t(family.size()))];
+      Piece y = pieces_[wider];
+      erase(wider);
+      y.width += d;
+      insert(y);
+      return true;
+    }
+    Piece y;
+    y.table = int(to), y.width = d;
+    const int wanted = 1 + int(random_.below(random_.unit() < 0.7 ? 1 : max_owners(to)));
+    for (int i = 0; i < wanted; ++i) {
+      const int64_t r = pick_rank(to, 4);
+      if (r < 0 || std::find(y.rank, y.rank + y.owners, int(r)) != y.rank + y.owners) break;
+      y.rank[y.owners] = int(r), y.weight[y.owners++] = 1, ++y.total;
+    }
+    if (y.owners == 0) return false;
+    insert(y);
+    return true;
   }
 
   bool recut() {
-    const int64_t k = random_.below(T);
+    const int64_t k = pick_part();
     if (of_table_[k].empty()) return false;
     const Piece first = pieces_[of_table_[k].front()];
-    const double now = double(p_.dim[k]) / double(of_table_[k].size());
+    const double now = double(width_[k]) / double(of_table_[k].size());
     const int width = int(std::clamp(now * std::exp(1.2 * (random_.unit() - 0.5)), 8.0, 1e6));
     const int owners = std::clamp(first.owners + int(random_.below(3)) - 1, 1, max_owners(k));
     while (!of_table_[k].empty()) erase(of_table_[k].back());
@@ -609,13 +689,13 @@ class Packing {
   // -- the best -----------------------------------------------------------------------------------
 
   void keep_best() {
-    best_step_ = step_, best_recipe_ = recipe_, best_units_ = units_;
+    best_step_ = step_, best_recipe_ = recipe_, best_width_ = width_, best_units_ = units_;
     best_pieces_.clear();
     for (int64_t k = 0; k < T; ++k)
       for (const int id : of_table_[k]) best_pieces_.push_back(pieces_[id]);
   }
   void restore_best() {
-    recipe_ = best_recipe_, units_ = best_units_;
+    recipe_ = best_recipe_, width_ = best_width_, units_ = best_units_;
     pieces_ = best_pieces_;
     for (auto& list : of_table_) list.clear();
     for (size_t id = 0; id < pieces_.size(); ++id) of_table_[pieces_[id].table].push_back(int(id));
@@ -629,8 +709,8 @@ class Packing {
 
   OperPacking& p_;
   Random random_;
-  int64_t W, C, G, P, T, moves_ = 0;
-  std::vector<int64_t> recipe_, best_recipe_, busiest_, units_, best_units_, class_units_;
+  int64_t W, C, G, P, T, whole_, moves_ = 0;
+  std::vector<int64_t> recipe_, best_recipe_, width_, best_width_, busiest_, units_, best_units_, class_units_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
   std::vector<float> flat_, busy_, scale_, share_;
   std::pair<int64_t, int64_t> refilled_{-1, -1};
@@ -638,7 +718,7 @@ class Packing {
   std::vector<int> free_;
   std::vector<std::vector<int>> of_table_, on_rank_;
   std::vector<uint8_t> owns_;
-  std::vector<std::pair<int64_t, int64_t>> block_, recipes_log_;
+  std::vector<std::pair<int64_t, int64_t>> block_, recipes_log_, widths_log_;
   std::vector<int64_t> saved_rank_, saved_mark_;
   std::vector<Logged> log_;
   int64_t stamp_ = 0;

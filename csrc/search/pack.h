@@ -4,25 +4,28 @@
 #include <cstdint>
 
 // Arrays are row-major. W ranks in the order of their classes, C classes, G loads (5 per phase, then
-// the share of memory), T tables, N recipes of all tables, K+1 shares 0, 1/K, ..., 1.
+// the share of memory), N recipes of all tables, K+1 shares 0, 1/K, ..., 1. T parts of tables: the
+// first part of every table, and then, where tables may have several recipes, the second of each.
 struct OperPacking {
-  int64_t num_ranks, num_classes, num_loads, num_tables, num_shares;
+  int64_t num_ranks, num_classes, num_loads, num_tables, num_parts, num_shares;
   const int64_t* class_of;     // [W], ascending
   const int64_t* rank_of;      // [W], number by which the caller knows the rank
   const double* base;          // [W, G], what a rank carries anyway
   const double* partial;       // [C, G], a byte of partial sums at its owner
   const double* partial_read;  // [C, C, G], and on readers of each class
   const double* level;         // [phases], how busy ranks should be
-  const int64_t* first;        // [T + 1], where each table's recipes begin
-  const double* stay;          // [N, C, G], rows that are not pushed, without `fill`
+  const int64_t* first;        // [T], where the recipes of each part's table begin
+  const int64_t* num_recipes;  // [T]
+  const double* stay;          // [N, C, G], a column of rows that are not pushed, without `fill`
+  const double* stay_once;     // [N, C, G], what such a part costs whatever its width
   const double* fill;          // [N, C, G], all that owners of pulled rows do, by their class
+  const double* fill_once;     // [N, C, G]
   const double* column;        // [N, C, G], a column of the pushed rows at its owner
   const double* stream;        // [N, C, G], an id stream at its owner
   const double* column_read;   // [N, C, C, G]
   const double* stream_read;   // [N, C, C, G]
   const double* sums;          // [N, K + 1], bytes of partial sums per column of a share's owner
   const uint8_t* pushes;       // [N]
-  const int64_t* dim;          // [T], columns
   const uint8_t* may_split;    // [T], by columns
   const uint8_t* may_stripe;   // [T], by rows
   const int64_t* num_may;      // [T], ranks that may own it
@@ -36,6 +39,7 @@ struct OperPacking {
   uint64_t seed;
   // Found:
   int64_t* recipe;  // [T], in: where to begin
+  int64_t* part_width;  // [T], columns, in: where to begin
   int64_t* units;   // [W], parts of its class's pulled rows that each rank owns, in: where to begin
   int64_t capacity, count;
   int64_t *table, *piece, *width, *rank, *weight;  // [capacity], one entry per piece and owner

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -11,6 +12,8 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kGroups = 5;
 constexpr int kBisections = 20;
+constexpr double kClose = 5e-5;    // of the cost: a bound is not looked at more closely
+constexpr double kNarrow = 1.005;  // most over least mass of such sets
 
 // Linear between the points of the grid: from below, because the bytes are concave in the share.
 double sums_at(const OperSums& s, int64_t table, double share) {
@@ -91,7 +94,7 @@ class Pricing {
     const int64_t begin = p_.starts[k], n = p_.starts[k + 1] - begin, M = p_.num_options;
     k_ = k;
     std::fill(p_.chosen + begin, p_.chosen + begin + n, uint8_t{0});
-    p_.kind[k] = 0, p_.option[k] = -1;
+    p_.kind[k] = 0;
     const double* stay = p_.stay + begin;
     const double* ids = p_.ids + begin;
     double rest = 0, mass = 0;
@@ -106,6 +109,12 @@ class Pricing {
     best_ = must ? kInfinity : 0.0;
     chosen_.assign(n, 0);
     gain_.resize(n), order_.resize(n), slope_.resize(n);
+    if (M > 1) {
+      several(begin, n, num_types, mass, must);
+      p_.value[k] = rest_ + std::min(best_, least_);
+      std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
+      return;
+    }
     for (int64_t j = 0; j < num_types; ++j) {
       if (!admitted(j)) continue;
       for (int64_t b = 0; b < n; ++b) gain_[b] = go(j, begin + b);
@@ -125,7 +134,131 @@ class Pricing {
     }
     p_.value[k] = must ? best_ : rest + best_;
     std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
-    if (std::find(chosen_.begin(), chosen_.end(), 1) != chosen_.end()) choose_option(begin, n);
+  }
+
+  // Rows of a table may be pushed to several classes of owners. Partial sums f are concave in an
+  // owner's mass and f(0) = 0, so that f(q) >= q f(Q) / Q for each class's share q of the pushed
+  // mass Q: with this chord blocks choose their class for themselves. It falls with Q, so for all
+  // sets with a mass of at most Q its value at Q is a bound; sets are divided by their mass until
+  // the bound is close to the cost of a real set.
+  void several(int64_t begin, int64_t n, int64_t num_types, double mass, bool must) {
+    rest_ = 0.0, least_ = kInfinity;
+    fixed_.resize(n);
+    for (int64_t b = 0; b < n; ++b) {
+      const double stay = p_.stay[begin + b];
+      fixed_[b] = std::isfinite(stay) ? stay : 0.0;
+      rest_ += fixed_[b];
+    }
+    class_.assign(n, 0), found_.assign(n, 0), least_of_.resize(n);
+    types_.clear();
+    for (int64_t j = 0; j < num_types; ++j)
+      if (admitted(j)) types_.push_back({gains(j, begin, n, mass, must), j});
+    std::sort(types_.begin(), types_.end());  // the most promising first
+    for (const auto& [below, j] : types_) {
+      if (below >= best_ - close()) {
+        least_ = std::min(least_, below);
+        continue;
+      }
+      intervals_.assign(1, {must ? mass : 0.0, mass});
+      while (!intervals_.empty()) {
+        const auto [low, high] = intervals_.back();
+        intervals_.pop_back();
+        const double bound = between(j, begin, n, low, high, must);
+        if (must || bound >= best_ - close() || high <= low * kNarrow || high <= mass * 1e-6) {
+          least_ = std::min(least_, bound);
+          continue;
+        }
+        const double middle = low > 0 ? std::sqrt(low * high) : high / 2;
+        intervals_.push_back({low, middle}), intervals_.push_back({middle, high});
+      }
+    }
+  }
+
+  double close() const {
+    return kClose * (std::abs(rest_) + (std::isfinite(best_) ? std::abs(best_) : 0.0));
+  }
+
+  // Least cost, against staying, of pushing a mass between `low` and `high` in pieces of type j; a
+  // real set that is cheaper than all before is kept.
+  double between(int64_t j, int64_t begin, int64_t n, double low, double high, bool must) {
+    const double* ids = p_.ids + begin;
+    const double all = gains(j, begin, n, high, must);
+    if (!must && all >= best_ - close()) return all;
+    for (int64_t b = 0; b < n; ++b) {
+      order_[b] = int(b);
+      slope_[b] = ids[b] > 0 ? gain_[b] / ids[b] : gain_[b] < 0 ? -kInfinity : kInfinity;
+    }
+    std::stable_sort(order_.begin(), order_.end(),
+                     [&](int a, int b) { return slope_[a] < slope_[b]; });
+    double mass = 0, total = 0;
+    std::fill(found_.begin(), found_.end(), uint8_t{0});
+    for (int64_t i = 0; i < n; ++i) {
+      const int b = order_[i];
+      if (!must && mass >= low && gain_[b] >= 0) break;
+      double part = 1.0;  // of the block, as much as the mass allows or asks for
+      if (!must && ids[b] > 0) {
+        part = std::min(1.0, (high - mass) / ids[b]);
+        if (gain_[b] >= 0) part = std::min(part, (low - mass) / ids[b]);
+      }
+      if (part <= 0) break;
+      total += part * gain_[b], mass += part * ids[b];
+      found_[b] = class_[b];
+    }
+    if (total < best_) {
+      keep(j, begin, n, 0);
+      for (int64_t m = 0; m < p_.num_options; ++m) keep(j, begin, n, m + 1);
+    }
+    return total;
+  }
+
+  // What every block costs at least when a mass of at most `high` is pushed, against staying, and to
+  // which class; returns the sum over the blocks that are pushed.
+  double gains(int64_t j, int64_t begin, int64_t n, double high, bool must) {
+    const int64_t M = p_.num_options;
+    std::fill(least_of_.begin(), least_of_.begin() + n, kInfinity);
+    for (int64_t m = 0; m < M; ++m) {
+      if (mass_of(j, m) <= 0 || high <= 0) continue;
+      const double weight = sums_cost(j, m, high) / high, more = p_.streams[type_of(j, m)] - 1.0;
+      for (int64_t b = 0; b < n; ++b) {
+        const int64_t at = (begin + b) * M + m;
+        const double x = p_.go[at] + more * p_.more[at] + p_.ids[begin + b] * weight;
+        if (x < least_of_[b]) least_of_[b] = x, class_[b] = uint8_t(m + 1);
+      }
+    }
+    double all = 0;
+    for (int64_t b = 0; b < n; ++b) {
+      gain_[b] = std::isfinite(least_of_[b]) ? least_of_[b] - fixed_[b] : 1e30;
+      all += must ? gain_[b] : std::min(0.0, gain_[b]);
+    }
+    return all;
+  }
+
+  // Keep the blocks of `found_` if pushing them (all to one class: `only` > 0) is the cheapest yet.
+  void keep(int64_t j, int64_t begin, int64_t n, int64_t only) {
+    double total = 0;
+    owned_.assign(p_.num_options, 0.0);
+    for (int64_t b = 0; b < n; ++b) {
+      if (!found_[b]) continue;
+      const int64_t m = (only ? only : found_[b]) - 1;
+      if (mass_of(j, m) <= 0) return;
+      total += go_of(j, m, begin + b) - fixed_[b];
+      owned_[m] += p_.ids[begin + b];
+    }
+    for (int64_t m = 0; m < p_.num_options; ++m)
+      if (owned_[m] > 0) total += sums_cost(j, m, owned_[m]);
+    if (!(total < best_)) return;
+    best_ = total, p_.kind[k_] = j;
+    for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? uint8_t(only ? only : found_[b]) : 0;
+  }
+
+  double go_of(int64_t j, int64_t m, int64_t block) const {
+    const int64_t at = block * p_.num_options + m;
+    return p_.go[at] + (p_.streams[type_of(j, m)] - 1.0) * p_.more[at];
+  }
+  // Cost of the partial sums of so many ids pushed to class m, from below.
+  double sums_cost(int64_t j, int64_t m, double ids) const {
+    const double total = p_.total_ids[k_], most = std::min(ids, mass_of(j, m) * total);
+    return p_.price[m] * sums_at(p_.sums, k_, most / total) * (ids / most);
   }
 
   // Blocks by what pushing costs per id: the best set is a prefix, or ends where an owner is full.
@@ -162,8 +295,9 @@ class Pricing {
   }
 
   int64_t type_of(int64_t j, int64_t m) const {  // -1: option m has no such type
-    const int64_t at = k_ * p_.num_options + m;
-    return p_.first[at] + j < p_.first[at + 1] ? p_.first[at] + j : -1;
+    const int64_t at = k_ * p_.num_options + m, count = p_.first[at + 1] - p_.first[at];
+    if (count == 1) return p_.first[at];  // as one piece, whatever is cut elsewhere
+    return j < count ? p_.first[at] + j : -1;
   }
   double mass_of(int64_t j, int64_t m) const {
     const int64_t at = type_of(j, m);
@@ -175,45 +309,18 @@ class Pricing {
     return false;
   }
   double go(int64_t j, int64_t block) const {
-    double least = kInfinity;
-    for (int64_t m = 0; m < p_.num_options; ++m) {
-      const int64_t type = type_of(j, m), at = block * p_.num_options + m;
-      if (type >= 0 && p_.mass[type] > 0)
-        least = std::min(least, p_.go[at] + (p_.streams[type] - 1.0) * p_.more[at]);
-    }
-    return least;
+    return mass_of(j, 0) > 0 ? go_of(j, 0, block) : kInfinity;
   }
-  // Cost of the partial sums of so many pushed ids, from below.
-  double cost(int64_t j, double ids) const {
-    if (ids <= 0) return 0.0;
-    double least = kInfinity;
-    const double total = p_.total_ids[k_];
-    for (int64_t m = 0; m < p_.num_options; ++m) {
-      const double full = mass_of(j, m) * total;
-      if (full <= 0) continue;
-      const double most = std::min(ids, full);
-      least = std::min(least, p_.price[m] * sums_at(p_.sums, k_, most / total) * (ids / most));
-    }
-    return least;
-  }
-
-  // One class owns all that a table pushes; which one is decided by the whole table.
-  void choose_option(int64_t begin, int64_t n) {
-    double least = kInfinity;
-    for (int64_t m = 0; m < p_.num_options; ++m) {
-      if (mass_of(p_.kind[k_], m) <= 0) continue;
-      double total = p_.price[m];
-      for (int64_t b = begin; b < begin + n; ++b) total += p_.go[b * p_.num_options + m];
-      if (total < least) least = total, p_.option[k_] = m;
-    }
-  }
+  double cost(int64_t j, double ids) const { return ids <= 0 ? 0.0 : sums_cost(j, 0, ids); }
 
   OperPricing& p_;
   int64_t k_ = 0;
-  double best_ = 0;
-  std::vector<double> gain_, slope_, kinks_;
+  double best_ = 0, least_ = 0, rest_ = 0;
+  std::vector<double> gain_, slope_, kinks_, fixed_, least_of_, owned_;
+  std::vector<std::pair<double, double>> intervals_;
+  std::vector<std::pair<double, int64_t>> types_;
   std::vector<int> order_;
-  std::vector<uint8_t> chosen_;
+  std::vector<uint8_t> chosen_, class_, found_;
 };
 
 }  // namespace

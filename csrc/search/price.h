@@ -39,8 +39,8 @@ struct OperPricing {
   const int64_t* first;         // [T * M + 1], types of a table in an option
   const double *streams, *mass; // by type
   double* value;                // [T], out
-  int64_t *kind, *option;       // [T], out: type of the pieces, pushed option
-  uint8_t* chosen;              // [K], out
+  int64_t* kind;                // [T], out: type of the pieces
+  uint8_t* chosen;              // [K], out: 0, or 1 + the pushed option
 };
 
 extern "C" void oper_fit(OperFit* fit);

@@ -3,8 +3,9 @@
 Packing whole tables evenly is NP-hard, but pieces may be cut: by columns, which costs an id stream
 each, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves, swaps,
 shifts, splits, merges and re-deals pieces and exchanges recipes, and looks at the whole step every
-time. Pulled rows are divisible: ranks of a class own as many parts of them as they have room for.
-Replicated rows load all ranks of a class alike.
+time. As the relaxation mixes configurations of a table, so do the columns of a table: they are in
+two parts, each with a recipe of its own. Pulled rows are divisible: ranks of a class own as many
+parts of them as they have room for. Replicated rows load all ranks of a class alike.
 """
 
 from __future__ import annotations
@@ -32,20 +33,33 @@ _UNITS = 256  # parts of pulled rows in all, about
 Shard = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Adjacent columns of a table.
+
+    Attributes:
+        width: how many.
+        recipe: their tiers.
+        shards: pieces of what is pushed, none where nothing is.
+    """
+
+    width: int
+    recipe: Recipe
+    shards: tuple[Shard, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
     """What the search found.
 
     Attributes:
-        recipes: per table.
-        layout: by table that pushes, its pieces.
+        parts: per table, in the order of its columns.
         units: parts that each rank owns of the pulled rows of its class.
         step_us: modelled step, with all that is not pushed spread evenly.
         num_moves: moves that were tried.
     """
 
-    recipes: list[Recipe]
-    layout: dict[int, list[Shard]]
+    parts: list[list[Part]]
     units: tuple[int, ...]
     step_us: float
     num_moves: int
@@ -137,10 +151,12 @@ class Annealing:
         features = amount[:, push].sum(axis=1)  # [N, 4]
         stay = np.where(push[:, None], 0.0, amount)
         one = np.ones(len(table))
+        whole = relaxation.resources_of(stay, table, one, one)
+        once = np.einsum("nof,nofr->nr", stay, self._once()[table])
         tables, class_of = relaxation.tables, loads.class_of
         column, stream = self._per_table()
         rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in (column, stream)]
-        fill = self._fill(amount, table)
+        fill, fill_once = self._fill(amount, table)
         size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
         shares = np.linspace(0.0, 1.0, _SHARES + 1)
         sums = np.stack([loads.model.partial_bytes(tables[k], 1, f * shares)
@@ -150,27 +166,52 @@ class Annealing:
         split = "columns" in loads.model.problem.allow
         dim = np.array([t.spec.dim for t in tables])
         may = np.stack([self._may(k) for k in range(len(tables))])[:, order]
+        may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
+        columns = dim[table][:, None, None]
+        parts = 2 if may_split.any() else 1
+        of_parts = {"first": self.first[:-1], "num_recipes": np.diff(self.first),
+                    "may_split": may_split.astype(np.uint8),
+                    "may_stripe": np.array(["striped" in p for p in places], np.uint8),
+                    "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
         return {
             "class_of": class_of[order], "rank_of": order, "base": loads.base()[order],
             "partial": loads.own_unit[:, PARTIALS], "partial_read": loads.read_unit[:, PARTIALS],
             "level": np.array([self.bound.phase_us(p) for p in range(loads.num_phases)]),
-            "first": self.first,
-            "stay": loads.by_class(relaxation.resources_of(stay, table, one, one)) - fill / size,
-            "fill": fill,
+            "stay": (loads.by_class(whole - once) - (fill - fill_once) / size) / columns,
+            "stay_once": loads.by_class(once) - fill_once / size,
+            "fill": (fill - fill_once) / columns, "fill_once": fill_once,
             "column": np.einsum("ncq,cqg->ncg", rows[0], loads.own_unit),
             "stream": np.einsum("ncq,cqg->ncg", rows[1], loads.own_unit),
             "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit),
             "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit),
-            "sums": sums, "pushes": (features[:, IDS] > 0).astype(np.uint8), "dim": dim,
-            "may_split": ((dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split).astype(
-                np.uint8),
-            "may_stripe": np.array(["striped" in p for p in places], np.uint8),
-            "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
+            "sums": sums, "pushes": (features[:, IDS] > 0).astype(np.uint8),
+            **{n: np.concatenate([x] * parts) for n, x in of_parts.items()}}
 
-    def _fill(self, amount: np.ndarray, table: np.ndarray) -> np.ndarray:
-        """What owners of pulled rows do beside reading (float64 [N, C, G]), were they one rank."""
+    def _once(self) -> np.ndarray:
+        """What a column piece that is not pushed costs whatever its width is; [T, O, 4, R]."""
+        relaxation, model = self.relaxation, self.loads.model
+        out = np.zeros_like(relaxation.coefficients)
+        world = self.loads.class_of.size
+        for o, option in enumerate(relaxation.options):
+            if option.kind == PUSH:
+                continue
+            make = model.shard_rows if option.kind == SHARD else model.replica_rows
+            spread = np.full(world, 1 / world)
+            if option.rank_class >= 0:
+                member = self.loads.class_of == option.rank_class
+                spread = member / member.sum()
+            owner = np.eye(NUM_FEATURES)[:, :, None] * spread
+            for k, t in enumerate(relaxation.tables):
+                once, twice = (relaxation.mean(make(t, w, owner))
+                               for w in (t.spec.dim, 2 * t.spec.dim))
+                out[k, o] = 2 * once - twice
+        return out
+
+    def _fill(self, amount: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What owners of pulled rows do beside reading (float64 [N, C, G]), were they one rank, and
+        how much of it does not depend on the width."""
         relaxation, world = self.relaxation, self.loads.class_of.size
-        out = np.zeros((len(table), self.loads.num_classes, self.loads.num_loads))
+        out = np.zeros((2, len(table), self.loads.num_classes, self.loads.num_loads))
         for o, option in enumerate(relaxation.options):
             if option.kind != SHARD or world == 1:
                 continue
@@ -179,11 +220,13 @@ class Annealing:
             owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), rank] = 1.0
             own = []
             for t in relaxation.tables:
-                rows = self.loads.model.shard_rows(t, t.spec.dim, owner)
-                own.append(rows[..., rank] - rows[..., (rank + 1) % world])
-            rows = np.einsum("nf,nfq->nq", amount[:, o], np.stack(own)[table])
-            out[:, option.rank_class] += rows @ self.loads.own_unit[option.rank_class]
-        return out
+                once, twice = (self.loads.model.shard_rows(t, w, owner)
+                               for w in (t.spec.dim, 2 * t.spec.dim))
+                own.append([x[..., rank] - x[..., (rank + 1) % world]
+                            for x in (once, 2 * once - twice)])
+            rows = np.einsum("nf,nxfq->xnq", amount[:, o], np.array(own)[table])
+            out[:, :, option.rank_class] += rows @ self.loads.own_unit[option.rank_class]
+        return out[0], out[1]
 
     def _per_table(self) -> tuple[np.ndarray, np.ndarray]:
         """Tally rows of a column and of an id stream, by class and feature; [T, C, 4, 20] each."""
@@ -220,10 +263,16 @@ class Annealing:
         chosen = np.array([r.index(p) for r, p in zip(self.recipes, self.book.pick.tolist(),
                                                       strict=True)], np.int64)
         cuts = np.array([self._first_cut(k) for k in range(num_tables)], np.int64)
-        size = a["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * a["dim"]
+        dim = np.array([t.spec.dim for t in relaxation.tables])
+        size = a["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * dim
+        num_parts = a["first"].size
+        times = num_parts // num_tables
+        width = np.zeros(num_parts, np.int64)
+        width[:num_tables] = dim
         capacity = num_tables * _OWNERS * 64
-        arrays = {**a, "order": np.argsort(-size, kind="stable"), "first_owners": cuts[:, 0].copy(),
-                  "first_width": cuts[:, 1].copy(), "recipe": chosen.copy(),
+        arrays = {**a, "order": np.argsort(-size, kind="stable"),
+                  "first_owners": np.tile(cuts[:, 0], times), "part_width": width,
+                  "first_width": np.tile(cuts[:, 1], times), "recipe": np.tile(chosen, times),
                   "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world)),
                   **{n: np.zeros(capacity, np.int64)
                      for n in ("table", "piece", "width", "rank", "weight")}}
@@ -231,13 +280,17 @@ class Annealing:
         packing: Any = native.call(
             "oper_pack", native.Packing, arrays, num_ranks=world,
             num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
-            num_tables=num_tables, num_shares=_SHARES, max_moves=max_moves, seconds=seconds,
-            goal=goal_us - relaxation.fixed_us, seed=seed, capacity=capacity)
-        picked = [self.book.recipes[k][r[n]] for k, (r, n) in enumerate(
-            zip(self.recipes, arrays["recipe"].tolist(), strict=True))]
+            num_tables=num_tables, num_parts=num_parts, num_shares=_SHARES, max_moves=max_moves,
+            seconds=seconds, goal=goal_us - relaxation.fixed_us, seed=seed, capacity=capacity)
+        shards = _layout(arrays, packing.count)
+        parts: list[list[Part]] = [[] for _ in range(num_tables)]
+        for n in np.flatnonzero(arrays["part_width"]).tolist():
+            k = n % num_tables
+            recipe = self.book.recipes[k][self.recipes[k][int(arrays["recipe"][n])]]
+            parts[k].append(Part(int(arrays["part_width"][n]), recipe, tuple(shards.get(n, ()))))
         units = np.zeros(world, np.int64)
         units[arrays["rank_of"]] = arrays["units"]
-        return Packed(picked, _layout(arrays, packing.count), tuple(units.tolist()),
+        return Packed(parts, tuple(units.tolist()),
                       packing.step + relaxation.fixed_us, packing.moves)
 
     def _first_cut(self, k: int) -> tuple[int, int]:

@@ -129,7 +129,7 @@ def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed:
             if best.step_us <= goal or effort.over():
                 break
     assert best is not None
-    return Placer(book.relaxation, book.total).lay(best.recipes, best.layout, best.units)
+    return Placer(book.relaxation, book.total).lay(best.parts, best.units)
 
 
 class _Improver:

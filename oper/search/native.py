@@ -37,7 +37,7 @@ class Pricing(ctypes.Structure):
         ("num_tables", _int), ("num_options", _int), ("sums", Sums),
         *((n, _array) for n in (
             "starts", "stay", "go", "more", "ids", "total_ids", "price", "first", "streams", "mass",
-            "value", "kind", "option", "chosen"))]
+            "value", "kind", "chosen"))]
 
 
 class Packing(ctypes.Structure):
@@ -45,13 +45,15 @@ class Packing(ctypes.Structure):
 
     _fields_: ClassVar[list[Any]] = [
         *((n, _int) for n in (
-            "num_ranks", "num_classes", "num_loads", "num_tables", "num_shares")),
+            "num_ranks", "num_classes", "num_loads", "num_tables", "num_parts", "num_shares")),
         *((n, _array) for n in (
-            "class_of", "rank_of", "base", "partial", "partial_read", "level", "first", "stay",
-            "fill", "column", "stream", "column_read", "stream_read", "sums", "pushes", "dim",
-            "may_split", "may_stripe", "num_may", "may", "order", "first_width", "first_owners")),
+            "class_of", "rank_of", "base", "partial", "partial_read", "level", "first",
+            "num_recipes", "stay", "stay_once", "fill", "fill_once", "column", "stream",
+            "column_read", "stream_read", "sums", "pushes", "may_split", "may_stripe", "num_may",
+            "may", "order", "first_width", "first_owners")),
         ("max_moves", _int), ("seconds", _double), ("goal", _double), ("seed", ctypes.c_uint64),
-        ("recipe", _array), ("units", _array), ("capacity", _int), ("count", _int),
+        *((n, _array) for n in ("recipe", "part_width", "units")), ("capacity", _int),
+        ("count", _int),
         *((n, _array) for n in ("table", "piece", "width", "rank", "weight")),
         ("step", _double), ("moves", _int)]
 

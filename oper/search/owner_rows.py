@@ -8,6 +8,10 @@ can send in the phase T, so that with d the mean over ranks of what is read,
 gradients in the phase T_u, which limits what a host owns as well:
 `T_f + n / (W - n) s T_u >= y + d W / (W - n)`, s >= 1 being the largest ratio of a row's bytes to
 its gradient's.
+
+Better still is a relaxation in which the ranks of the host that owns the piece are a class of their
+own (`Relaxation(apart=...)`): what such a reader is spared is then part of the solution, in every
+phase. Hosts are interchangeable, so it is the first, for one load at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +39,13 @@ if TYPE_CHECKING:
 REPLICATED, SHARD, PUSH = "replicated", "shard", "push"
 HOST = "host"  # a shard in host memory
 COPIES = "copies"  # on one rank of every host
+Load = tuple[int, int]  # phase and group of terms
 _Limit = tuple[np.ndarray, float]  # weights of the phases' times, weight of the reader's part
+
+
+def first_host(machine: Machine) -> list[int]:
+    """The ranks of the first host."""
+    return [int(r) for r in np.flatnonzero(machine.host == machine.host[0])]
 
 
 def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
@@ -57,6 +67,10 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
             found = _limits(relaxation, phase, GROUPS[group])
             names += [(phase, group)] * len(found)
             limits += found
+    apart = relaxation.apart if relaxation.apart in names else None
+    if apart is not None:  # what the reader's part is follows below
+        names.append(apart)
+        limits.append((np.eye(len(model.phases))[apart[0]], 1.0))
     weights, scale = np.array([x[0] for x in limits]), np.array([x[1] for x in limits])
     at = tuple(np.array(names, np.int64).T)
     start = int((relaxation.phase_of >= 0).sum())
@@ -65,8 +79,13 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
     relaxation.phase_of = np.insert(relaxation.phase_of, where, np.where(plain, at[0], -2))
     relaxation.phase_weight = np.insert(relaxation.phase_weight, where, weights, axis=0)
     reader, every = _reader_units(relaxation)
+    plain_unit = relaxation.unit
     relaxation.unit = np.insert(relaxation.unit, where,
                                 scale * reader[:, at[0], at[1]][None], axis=2)
+    read = np.zeros(plain_unit.shape[:2])
+    if apart is not None:
+        read = _host_reads(relaxation, apart, plain_unit)
+        relaxation.unit[:, :, start + len(names) - 1] = read
     # Loads exceed the phases by the dense compute that hides them, at most.
     hidden = pieces.hidden.max(axis=0)[:, 0]
     base = scale * pieces.floor.min(axis=0)[at] - weights @ hidden
@@ -81,9 +100,47 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
             if option.kind == PUSH:
                 twice = _reader(relaxation, t, PUSH, 2 * dim, (reader, every))
                 more[k, o] = scale * (2 * load - twice)[:, at[0], at[1]]
+        if apart is not None:
+            _host_coefficients(relaxation, o, read, once, more)
     relaxation.coefficients = _inserted(relaxation.coefficients, start, once)
     relaxation.per_stream = _inserted(relaxation.per_stream, start, more)
     return [(start + n, p, g) for n, (p, g) in enumerate(names)]
+
+
+def _host_reads(relaxation: Relaxation, apart: Load, unit: np.ndarray) -> np.ndarray:
+    """What a unit of each tally row, spread over a class, puts on a reader of the first host beside
+    what its owner does; float64 [C, 15].
+
+    Between hosts, all ranks of a host read alike: from whatever other hosts own.
+    """
+    phase, group = apart
+    pieces, classes = relaxation.pieces, relaxation.classes
+    mine = int(classes.of_rank[0])
+    row = relaxation.row_names.index((phase, GROUPS[group], mine))
+    out = unit[:, :, row].copy()
+    out[mine] -= pieces.unit[mine, :, phase, group] / classes.ranks[mine].size
+    return out
+
+
+def _host_coefficients(relaxation: Relaxation, o: int, read: np.ndarray, once: np.ndarray,
+                       more: np.ndarray) -> None:
+    """Fill in the last row of `once` and `more` for option `o`."""
+    model, option = relaxation.model, relaxation.options[o]
+    world = model.machine.world_size
+    make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows}
+    spread = np.full(world, 1 / world) if option.rank_class < 0 else (
+        relaxation.spread(option.rank_class))
+    owner = np.eye(NUM_FEATURES)[:, :, None] * spread
+    for k, t in enumerate(relaxation.tables):
+        found = []
+        for width in (t.spec.dim, 2 * t.spec.dim):
+            rows = make[option.kind](t, width, owner)
+            by_class = np.stack([rows[..., r].sum(axis=-1) for r in relaxation.classes.ranks],
+                                axis=-1)
+            found.append(np.einsum("fqc,cq->f", by_class, read))
+        once[k, o, :, -1] = found[0]
+        if option.kind == PUSH:
+            more[k, o, :, -1] = 2 * found[0] - found[1]
 
 
 def _links_alike(machine: Machine) -> bool:
@@ -101,7 +158,8 @@ def _limits(relaxation: Relaxation, phase: int, group: str) -> list[_Limit]:
     world, near = float(machine.world_size), float(machine.num_host[0])
     one = np.eye(num_phases)[phase]
     if group == "local":
-        return [(one, 1.0 if len(relaxation.classes.ranks) == 1 else 0.0)]
+        alike = len(relaxation.classes.ranks) == (1 if relaxation.apart is None else 2)
+        return [(one, 1.0 if alike else 0.0)]
     if group.startswith("link"):
         near = 1.0 if near == world else world
     if near == world:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, TablePlan, Tier
-from oper.search.annealing import Shard
+from oper.search.annealing import Part, Shard
 from oper.search.copies import copy_sets
 from oper.search.cost import ID_BYTES, CostModel
 from oper.search.machine import COMPUTE, GROUPS, MEMORY
@@ -45,6 +45,28 @@ class _Job:
     tier: Tier
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Columns of a table with their recipe; `shard` says who owns what is pushed, once known."""
+
+    start: int
+    stop: int
+    recipe: Recipe
+    shard: Shard | None = None
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A table of the relaxation by number, and how its columns are cut."""
+
+    number: int
+    cuts: list[_Cut]
+
+
 class Placer:
     """Names the ranks of recipes, one tier at a time, the heaviest first.
 
@@ -75,59 +97,60 @@ class Placer:
             fineness: pushed tiers are cut above `1 / fineness` of a rank's share of all pushes.
         """
         self.grain = self._grain(recipes) / fineness
-        return self._assign([self._columns(k, r) for k, r in enumerate(recipes)],
-                            list(enumerate(recipes)))
+        return self._assign([_Table(k, [_Cut(a, b, r) for a, b in pairwise(self._columns(k, r))])
+                             for k, r in enumerate(recipes)])
 
-    def lay(self, recipes: list[Recipe], layout: dict[int, list[Shard]], units: tuple[int, ...]
-            ) -> list[Placement]:
+    def lay(self, parts: list[list[Part]], units: tuple[int, ...]) -> list[Placement]:
         """Pieces and tiers of every table whose pushed columns are already on ranks.
 
         Args:
-            recipes: one per table.
-            layout: by table that pushes, its pieces.
+            parts: by table.
             units: parts of pulled rows that each rank owns.
         """
-        columns = []
-        for k in range(len(recipes)):
-            widths = [x[0] for x in layout.get(k, [])] or [self.relaxation.tables[k].spec.dim]
-            columns.append([0, *np.cumsum(widths).tolist()])
         self.units = np.array(units)
-        return self._assign(columns, list(enumerate(recipes)), layout)
+        tables = []
+        for k, every in enumerate(parts):
+            cuts, start = [], 0
+            for part in every:
+                for shard in part.shards or (None,):
+                    stop = start + (part.width if shard is None else shard[0])
+                    cuts.append(_Cut(start, stop, part.recipe, shard))
+                    start = stop
+            tables.append(_Table(k, cuts))
+        return self._assign(tables)
 
     def place_one(self, k: int, recipe: Recipe, parts: int = 1) -> Placement:
         """Pieces and tiers of table `k` beside what is already placed, in `parts` column pieces."""
-        return self._assign([_even_columns(self.relaxation.tables[k].spec.dim, parts)],
-                            [(k, recipe)])[0]
+        columns = _even_columns(self.relaxation.tables[k].spec.dim, parts)
+        return self._assign([_Table(k, [_Cut(a, b, recipe) for a, b in pairwise(columns)])])[0]
 
-    def _assign(self, columns: list[list[int]], recipes: list[tuple[int, Recipe]],
-                layout: dict[int, list[Shard]] | None = None) -> list[Placement]:
+    def _assign(self, tables: list[_Table]) -> list[Placement]:
         jobs: list[_Job] = []
         placed: dict[tuple[int, int, int], Tier] = {}
-        for row, (k, recipe) in enumerate(recipes):
-            for piece, (a, b) in enumerate(pairwise(columns[row])):
+        for row, table in enumerate(tables):
+            k = table.number
+            for piece, cut in enumerate(table.cuts):
                 start = 0
-                for n, (stop, option) in enumerate(zip(recipe.stops, recipe.options, strict=True)):
-                    if layout and k in layout and self.relaxation.options[option].kind == PUSH:
-                        tier = self._pushed(k, start, stop, layout[k][piece])
+                for n, (stop, option) in enumerate(zip(cut.recipe.stops, cut.recipe.options,
+                                                       strict=True)):
+                    if cut.shard is not None and self.relaxation.options[option].kind == PUSH:
+                        tier: Tier | None = self._pushed(k, start, stop, cut.shard)
+                    else:
+                        tier = self._uneven(k, start, stop, option)
+                    if tier is not None:
                         placed[row, piece, n] = tier
-                        self._book(k, tier, b - a)
-                        start = stop
-                        continue
-                    uneven = self._uneven(k, start, stop, option)
-                    if uneven is not None:
-                        placed[row, piece, n] = uneven
-                        self._book(k, uneven, b - a)
-                        start = stop
-                        continue
-                    tier = self._template(k, start, stop, option, b - a)
-                    jobs.append(self._job(k, tier, b - a, (row, piece, n), len(recipe.stops) > 1))
+                        self._book(k, tier, cut.width)
+                    else:
+                        tier = self._template(k, start, stop, option, cut.width)
+                        jobs.append(self._job(k, tier, cut.width, (row, piece, n),
+                                              len(cut.recipe.stops) > 1))
                     start = stop
         # Indivisible work first, then lumpy stripes; even stripes fill what remains anyway.
         for job in sorted(jobs, key=lambda job: (-job.lump, job.place)):
-            placed[job.place] = self._settle(recipes[job.place[0]][0], job)
-        return [tuple(Piece(a, b, tuple(placed[row, piece, n] for n in range(len(recipe.stops))))
-                      for piece, (a, b) in enumerate(pairwise(columns[row])))
-                for row, (_, recipe) in enumerate(recipes)]
+            placed[job.place] = self._settle(tables[job.place[0]].number, job)
+        return [tuple(Piece(x.start, x.stop, tuple(placed[row, piece, n]
+                                                   for n in range(len(x.recipe.stops))))
+                      for piece, x in enumerate(table.cuts)) for row, table in enumerate(tables)]
 
     def _grain(self, recipes: list[Recipe]) -> float:
         """What a rank carries on average of all that is pushed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from oper.search.cost import CostModel, evaluate
 from oper.search.groups import plan_with_groups
 from oper.search.heuristic import EFFORTS, Effort, search
 from oper.search.infeasible import explain_bound, explain_plan
+from oper.search.machine import GROUPS
 from oper.search.markov import markov_chain, no_plan_found
 from oper.search.overlap import overlap_to_json
 from oper.search.placing import table_plan
@@ -32,6 +33,8 @@ from oper.topology import Topology
 _MANY = 200  # tables, above which less is tried
 _SHALLOW = 16  # times fewer boxes before the first search
 _NEGLIGIBLE = 2e-3  # of a step
+_MANY_HOSTS = 8  # above which what one of them owns hardly counts
+_HOST_BOXES = 2  # what a box with a host apart costs, in others
 _TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
 
@@ -149,8 +152,8 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Pla
     step_us = evaluate(plan, problem).step_us
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
-             "gap_kind": "branching" if any(x.boxes.solved for x in fitting) else "relaxation",
-             "bound_boxes": sum(x.boxes.solved for x in fitting),
+             "gap_kind": "branching" if any(x.solved for x in fitting) else "relaxation",
+             "bound_boxes": sum(x.solved for x in fitting),
              "relaxation_us": min(x.root_us for x in fitting)}
     # Boxes bound the plans that are faster than a known one, so that this step caps the bound;
     # `relaxation_us` is not capped and shows a bound that is wrong.
@@ -174,7 +177,8 @@ def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: in
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     step_us = evaluate(plan, problem).step_us
     branches = _bounds(problem, deadline)
-    boxes = _tighten(branches, max_boxes, step_us, step_us / (1 + goal_gap), deadline)
+    boxes = _tighten(branches, max_boxes, step_us, step_us / (1 + goal_gap), deadline,
+                     _Branch.prove)
     lower_us = min(step_us, max(plan.lower_bound_us, min(x.lower_bound_us for x in branches)))
     notes = {**plan.notes, "gap_kind": "branching" if boxes else plan.notes.get("gap_kind"),
              "bound_boxes": boxes}
@@ -206,7 +210,9 @@ class _Branch:
     """A part of the space with its bound; every plan lies in some branch.
 
     Attributes:
-        boxes: what the bound comes from.
+        boxes: what the bound comes from, and relaxed solutions to begin a search from.
+        hosts: boxes of the relaxation that has the host of the largest piece apart; None before
+            `prove`, or where that is no other relaxation.
         extra_us: barriers that every plan of the branch pays and the relaxation does not see.
         root_us: the bound before any branching, of which no known step is a part.
     """
@@ -214,6 +220,8 @@ class _Branch:
     def __init__(self, problem: Problem, deadline: float | None) -> None:
         bound = solve_relaxation(Relaxation(CostModel(problem)), deadline=deadline)
         self.boxes = Branching(bound)
+        self.hosts: Branching | None = None
+        self._apart = _load_apart(bound.relaxation)
         base = bound.relaxation.base_tally
         barriers = ("push" in problem.allow and not base.num_pushed) + (
             {"push", "columns"} <= problem.allow and not base.num_split and _splits_pay(problem))
@@ -228,7 +236,13 @@ class _Branch:
     @property
     def lower_bound_us(self) -> float:
         """No plan of the branch is faster."""
-        return self.bound.lower_bound_us + self.extra_us
+        by_hosts = 0.0 if self.hosts is None else self.hosts.bound.lower_bound_us
+        return max(self.bound.lower_bound_us, by_hosts) + self.extra_us
+
+    @property
+    def solved(self) -> int:
+        """Relaxations solved while branching."""
+        return self.boxes.solved + (0 if self.hosts is None else self.hosts.solved)
 
     def is_part_of(self, other: _Branch) -> bool:
         """Whether `other` has all plans of this branch and its barriers hardly count, so that a
@@ -242,6 +256,42 @@ class _Branch:
         """Raise the bound; only plans faster than `step_us` count."""
         self.boxes.run(max_boxes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                        deadline=deadline)
+
+    def prove(self, max_boxes: int, step_us: float, goal_us: float,
+              deadline: float | None) -> None:
+        """As `tighten`, for the bound alone."""
+        if self._apart is None:
+            self.tighten(max_boxes, step_us, goal_us, deadline)
+            return
+        if self.hosts is None:
+            model = CostModel(self.bound.relaxation.problem)
+            self.hosts = Branching(solve_relaxation(Relaxation(model, self._apart),
+                                                    deadline=deadline))
+        self.hosts.run(-(-max_boxes // _HOST_BOXES), step_us=step_us - self.extra_us,
+                       goal_us=goal_us - self.extra_us, deadline=deadline)
+
+
+    def lowest(self, number: int) -> list[Bound]:
+        """Relaxed solutions of the boxes with the least bounds, least first."""
+        if self.hosts is None:
+            return self.boxes.lowest(number)
+        relaxation, out = self.bound.relaxation, []
+        for found in self.hosts.lowest(number):
+            relaxation.set_box(found.box)
+            out.append(solve_relaxation(relaxation, pool=self.bound.pool.under(relaxation)))
+        return out
+
+
+def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
+    """The load by which the host of the largest piece is looked at apart: what a rank receives from
+    other hosts in the forward phase; None where hosts differ, or there is one, or many."""
+    model, machine = relaxation.model, relaxation.model.machine
+    hosts = np.bincount(machine.host)
+    members = [np.bincount(machine.host[r], minlength=hosts.size) for r in relaxation.classes.ranks]
+    if not (relaxation.owner_rows and 1 < hosts.size <= _MANY_HOSTS
+            and all((n == n[0]).all() for n in members)):
+        return None
+    return model.phases.index("forward"), GROUPS.index("cross_in")
 
 
 def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float, seed: int
@@ -268,11 +318,11 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                                                  lower_us * (1 + target_gap)):
                 continue
             if best is not None:
-                branch.tighten(boxes + (boxes - shallow if turn else 0), known, known,
-                               budget.deadline)
+                branch.prove(boxes + (boxes - shallow if turn else 0), known, known,
+                             budget.deadline)
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
-            starts = branch.boxes.lowest(num_starts)
+            starts = branch.lowest(num_starts)
             anneals = budget.max_anneals * (1 if turn else 2)
             state = search(starts, replace(budget, max_anneals=anneals), lower_us, target_gap,
                            seed + turn)
@@ -280,21 +330,22 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                 best = branch, state
     assert best is not None
     known = best[1].evaluation.step_us
-    _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline)
+    _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline, _Branch.prove)
     return best
 
 
 def _tighten(branches: list[_Branch], max_boxes: int, step_us: float, goal_us: float,
-             deadline: float | None) -> int:
-    """Raise the bound of whichever branch holds it down; returns the boxes solved."""
+             deadline: float | None, raise_: Callable[..., None] = _Branch.tighten) -> int:
+    """Raise the bound of whichever branch holds it down, by `_Branch.tighten` or `_Branch.prove`;
+    returns the boxes solved."""
     solved = 0
     while solved < max_boxes:
         lowest = min(branches, key=lambda x: x.lower_bound_us)
-        before = lowest.boxes.solved
-        lowest.tighten(min(max_boxes, _TURN), step_us, goal_us, deadline)
-        if lowest.boxes.solved == before:
+        before, known = lowest.solved, lowest.lower_bound_us
+        raise_(lowest, min(max_boxes, _TURN), step_us, goal_us, deadline)
+        if lowest.solved == before and lowest.lower_bound_us <= known:
             break
-        solved += lowest.boxes.solved - before
+        solved += lowest.solved - before
     return solved
 
 

@@ -26,7 +26,16 @@ from oper.search import native
 from oper.search.copies import CopyRows, copy_sets
 from oper.search.cost import CostModel
 from oper.search.machine import GROUPS, by_group, rank_classes
-from oper.search.owner_rows import COPIES, HOST, PUSH, REPLICATED, SHARD, add_owner_rows
+from oper.search.owner_rows import (
+    COPIES,
+    HOST,
+    PUSH,
+    REPLICATED,
+    SHARD,
+    Load,
+    add_owner_rows,
+    first_host,
+)
 from oper.search.pieces import Box, Pieces
 from oper.search.problem import IDS, NUM_FEATURES, TableProblem
 from oper.search.tally import HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
@@ -75,6 +84,12 @@ def _equally_hidden(hidden: np.ndarray) -> list[list[int]]:
 class Relaxation:
     """Resource rows and block costs of a problem.
 
+    Args:
+        model: the cost model.
+        apart: a load, by phase and group of terms. Among interchangeable hosts, the one that owns
+            the piece with the largest such load is the first, without loss of generality; its ranks
+            are then classes of their own, so that the relaxation sees what that host owns.
+
     Attributes:
         tables: the tables that are free to choose (pinned ones are part of `base`).
         options: the options.
@@ -90,7 +105,7 @@ class Relaxation:
         fixed_us: fixed cost of a step.
     """
 
-    def __init__(self, model: CostModel) -> None:
+    def __init__(self, model: CostModel, apart: Load | None = None) -> None:
         self.model = model
         self.problem = model.problem
         held = self.problem.constraints.tables
@@ -99,7 +114,9 @@ class Relaxation:
         self.classes = rank_classes(
             model.machine, [*(c.ranks for c in held.values() if c.ranks is not None),
                             *(tier.ranks for tiers in pinned.values() for tier in tiers),
-                            *_equally_hidden(model.hidden)])
+                            *_equally_hidden(model.hidden), *([] if apart is None else
+                                                              [first_host(model.machine)])])
+        self.apart = apart
         self._build_options()
         self._build_rows()
         self._build_base()
@@ -157,7 +174,7 @@ class Relaxation:
     def _build_rows(self) -> None:
         """Which (phase, class, group) each row stands for, without those that are always zero."""
         model, num_classes = self.model, len(self.classes.ranks)
-        spread = np.stack([self._spread(c) for c in range(num_classes)])  # [C, W]
+        spread = np.stack([self.spread(c) for c in range(num_classes)])  # [C, W]
         unit = np.zeros((num_classes, NUM_ROWS, NUM_ROWS, spread.shape[1]))
         for q in range(NUM_ROWS):
             unit[:, q, q] = spread
@@ -184,7 +201,7 @@ class Relaxation:
         return bool(self.model.machine.host_capacity_bytes.any() and (
             "host" in self.problem.allow or any(x.memory == "host" for x in tiers)))
 
-    def _spread(self, rank_class: int) -> np.ndarray:
+    def spread(self, rank_class: int) -> np.ndarray:
         member = (self.classes.of_rank == rank_class).astype(float)
         return member / member.sum()
 
@@ -258,16 +275,16 @@ class Relaxation:
                     self.coefficients[k, o] = copies.coefficients(self, t)
                 continue
             spread = (np.full(world, 1 / world) if option.rank_class < 0
-                      else self._spread(option.rank_class))
+                      else self.spread(option.rank_class))
             owner = np.eye(NUM_FEATURES)[:, :, None] * spread  # one unit of one feature at a time
             for k, t in enumerate(self.tables):
-                self.coefficients[k, o] = self._mean(make[option.kind](t, t.spec.dim, owner))
+                self.coefficients[k, o] = self.mean(make[option.kind](t, t.spec.dim, owner))
                 if option.kind == PUSH:
                     # What a piece pays whatever its width is.
-                    twice = self._mean(model.push_rows(t, 2 * t.spec.dim, owner))
+                    twice = self.mean(model.push_rows(t, 2 * t.spec.dim, owner))
                     self.per_stream[k, o] = 2 * self.coefficients[k, o] - twice
 
-    def _mean(self, rows: np.ndarray) -> np.ndarray:
+    def mean(self, rows: np.ndarray) -> np.ndarray:
         """Tally rows (float64 [4, 20, W]) on the resource rows; float64 [4, R]."""
         # Owners are symmetric within a class by construction, readers by definition.
         by_class = np.stack([rows[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
@@ -302,11 +319,12 @@ class Relaxation:
         """Each table's cheapest configuration at `prices` (float64 [R], per row, >= 0).
 
         Blocks choose for themselves, except that the partial sums of a table's pushed blocks are
-        concave in their mass as long as one owner may hold them, and linear above. For every type
-        of pieces the best set of pushed blocks is then a prefix of the blocks ordered by what
-        pushing costs per unit of mass (each tangent of a concave function separates over blocks,
-        and its minimum over fractional sets lies at a vertex), so all prefixes of all types are
-        tried, and the mass at which an owner is full.
+        concave in their mass as long as one owner may hold them, and linear above. With one class
+        of owners, for every type of pieces the best set of pushed blocks is then a prefix of the
+        blocks ordered by what pushing costs per unit of mass (each tangent of a concave function
+        separates over blocks, and its minimum over fractional sets lies at a vertex), so all
+        prefixes of all types are tried, and the mass at which an owner is full. With several, sets
+        are divided by their mass until a bound of their cost meets that of a real one.
         """
         value = self.coefficients @ prices  # [T, O, 4]
         cost = np.einsum("bf,bof->bo", self.features, value[self.table_of])
@@ -332,7 +350,7 @@ class Relaxation:
         stream = self.per_stream[:, options] @ prices  # [T, M, 4]
         types = [self.pieces.types[k][c] for k in range(len(self.tables)) for c in classes]
         sizes = [x.mass.size for x in types]
-        option, chosen = np.zeros(len(self.tables), np.int64), np.zeros(len(choice), np.uint8)
+        chosen = np.zeros(len(choice), np.uint8)
         value = np.zeros(len(self.tables))
         arrays = {
             "starts": self.starts, "stay": other.min(axis=1), "go": cost[:, options],
@@ -343,11 +361,11 @@ class Relaxation:
             "streams": np.concatenate([x.streams for x in types]),
             "mass": np.concatenate([x.mass for x in types])}
         arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
-        arrays |= {"value": value, "kind": kind, "option": option, "chosen": chosen}
+        arrays |= {"value": value, "kind": kind, "chosen": chosen}
         native.call("oper_price", native.Pricing, arrays, num_tables=len(self.tables),
                     num_options=options.size, sums=self.pieces.native_sums)
-        pushed = chosen.astype(bool)
-        choice[pushed] = options[option[self.table_of[pushed]]]
+        pushed = chosen > 0
+        choice[pushed] = options[chosen[pushed].astype(np.int64) - 1]
         return value
 
     def partial_bytes(self, t: TableProblem, ids: np.ndarray, owner: np.ndarray) -> np.ndarray:

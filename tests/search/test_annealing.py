@@ -5,14 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from oper.bench import plan_workloads
 from oper.search import native
 from oper.search.annealing import Annealing, Packed
 from oper.search.bound import lower_bound
 from oper.search.cost import evaluate
 from oper.search.owner_rows import PUSH
+from oper.search.placing import Placer
 from oper.search.planner import plan_problem
-from oper.search.problem import Problem
+from oper.search.problem import Problem, make_problem
 from oper.search.recipes import RecipeBook
+from oper.search.space import EVERYTHING
+from oper.search.state import State
 from tests.search.search_cases import gpus, problem
 
 PUSHED = frozenset({"striped", "owned", "push", "columns"})
@@ -23,15 +27,18 @@ def _annealing(stated: Problem) -> Annealing:
     return Annealing(RecipeBook(bound), bound)
 
 
-def _check(stated: Problem, found: Packed) -> None:
-    for k, recipe in enumerate(found.recipes):
-        dim = stated.tables[k].spec.dim
-        pieces = found.layout.get(k, [])
-        assert sum(width for width, _, _ in pieces) == (dim if pieces else 0)
-        for width, ranks, weights in pieces:
-            assert len(set(ranks)) == len(ranks) and len(weights) in (0, len(ranks))
-            assert (width % 4 == 0 and width >= 8) or width == dim
-        assert not pieces or any(recipe.stops)
+def _check(stated: Problem, annealed: Annealing, found: Packed) -> None:
+    options = annealed.relaxation.options
+    for t, parts in zip(stated.tables, found.parts, strict=True):
+        assert sum(part.width for part in parts) == t.spec.dim and len(parts) <= 2
+        for part in parts:
+            assert part.recipe.stops[-1] == t.spec.num_rows
+            assert (part.width % 4 == 0 and part.width >= 8) or part.width == t.spec.dim
+            pushes = any(options[o].kind == PUSH for o in part.recipe.options)
+            assert sum(width for width, _, _ in part.shards) == part.width * pushes
+            for width, ranks, weights in part.shards:
+                assert len(set(ranks)) == len(ranks) and len(weights) in (0, len(ranks))
+                assert (width % 4 == 0 and width >= 8) or width == t.spec.dim
 
 
 @pytest.mark.parametrize("slow", [0, 4])
@@ -40,11 +47,25 @@ def test_layouts_hold_every_pushed_column_once(seed: int, slow: int) -> None:
     stated = problem(12, seed, gpus(16, slow=slow), allow=PUSHED)
     annealed = _annealing(stated)
     found = annealed.run(20_000, 0.0, seed)
-    _check(stated, found)
-    pushes = [any(annealed.relaxation.options[o].kind == PUSH for o in r.options)
-              for r in found.recipes]
-    assert sorted(found.layout) == np.flatnonzero(pushes).tolist()
+    _check(stated, annealed, found)
+    assert any(part.shards for parts in found.parts for part in parts)
     assert found.num_moves == 20_000
+
+
+def test_columns_of_a_table_may_have_two_recipes_and_cost_what_they_say() -> None:
+    work = plan_workloads.synthetic(12, 1, 0.6)
+    stated = make_problem(work.tables, work.stats, plan_workloads.machine(16), batch_size=4096,
+                          allow=EVERYTHING)
+    annealed = _annealing(stated)
+    found = annealed.run(100_000, 0.0, 1)
+    _check(stated, annealed, found)
+    assert any(len(parts) == 2 for parts in found.parts)
+    assert all(parts[0].recipe != parts[1].recipe for parts in found.parts if len(parts) == 2)
+    placed = Placer(annealed.relaxation, annealed.book.total).lay(found.parts, found.units)
+    relaxation = annealed.relaxation
+    state = State(relaxation.model, relaxation.tables, relaxation.base_tally, placed)
+    # Barriers of partial sums and squares, stripes that are not quite even, squares themselves.
+    assert state.evaluation.step_us == pytest.approx(found.step_us + 20.0, rel=0.02)
 
 
 def test_the_modelled_step_is_the_evaluated_one() -> None:
@@ -61,8 +82,8 @@ def test_the_modelled_step_is_the_evaluated_one() -> None:
 def test_equal_seeds_give_equal_layouts_and_others_other_ones() -> None:
     annealed = _annealing(problem(8, 1, gpus(8), allow=PUSHED))
     one, again, other = (annealed.run(5_000, 0.0, s) for s in (3, 3, 4))
-    assert one.layout == again.layout and one.step_us == again.step_us
-    assert one.layout != other.layout
+    assert one.parts == again.parts and one.step_us == again.step_us
+    assert one.parts != other.parts
 
 
 def test_it_stops_at_the_goal_and_at_the_end_of_its_time() -> None:
@@ -75,8 +96,9 @@ def test_owners_are_among_the_ranks_that_a_table_may_use() -> None:
     held = {"tables": {"t2": {"ranks": [1, 5]}, "t3": {"placements": ["owned"]}}}
     stated = problem(6, 2, gpus(8), allow=PUSHED, constraints=held)
     found = _annealing(stated).run(30_000, 0.0, 1)
-    assert {r for _, ranks, _ in found.layout.get(2, []) for r in ranks} <= {1, 5}
-    assert all(len(ranks) == 1 for _, ranks, _ in found.layout.get(3, []))
+    shards = [[x for part in parts for x in part.shards] for parts in found.parts]
+    assert {r for _, ranks, _ in shards[2] for r in ranks} <= {1, 5}
+    assert all(len(ranks) == 1 for _, ranks, _ in shards[3])
 
 
 def test_ranks_without_pushed_pieces_own_more_of_the_pulled_rows() -> None:
@@ -86,7 +108,7 @@ def test_ranks_without_pushed_pieces_own_more_of_the_pulled_rows() -> None:
                      constraints={"tables": {**held["tables"], "*": {"modes": ["pull"]}}})
     found = _annealing(stated).run(50_000, 0.0, 1)
     assert sum(found.units) > 0 and min(found.units) < max(found.units)
-    ((_, owner, _),) = found.layout[0]
+    ((_, owner, _),) = found.parts[0][0].shards
     assert found.units[owner[0]] <= np.mean(found.units)
 
 

@@ -1,0 +1,143 @@
+"""Bounds with one host apart: prices of several classes, below every plan, above the plain ones."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from search_cases import gpus, problem
+from test_branching import pushing_plan, stated
+
+from oper.bench import plan_workloads
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search.bound import Bound, solve_relaxation
+from oper.search.branching import Branching
+from oper.search.cost import CostModel, evaluate
+from oper.search.machine import GROUPS
+from oper.search.oracle import best_of_candidates
+from oper.search.owner_rows import PUSH
+from oper.search.planner import plan_problem, proved
+from oper.search.problem import NUM_FEATURES, Problem, make_problem
+from oper.search.relax import Relaxation
+from oper.search.space import EVERYTHING
+
+LOADS = [(0, GROUPS.index("cross_in")), (0, GROUPS.index("cross_out")),
+         (2, GROUPS.index("cross_in"))]
+
+
+def apart(problem: Problem, load: tuple[int, int] = LOADS[0], max_boxes: int = 24) -> Bound:
+    boxes = Branching(solve_relaxation(Relaxation(CostModel(problem), load)))
+    return boxes.run(max_boxes)
+
+
+@pytest.mark.parametrize("topology", [gpus(4, slow=2), gpus(4, per_host=2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_prices_of_several_classes_are_below_every_set_and_close_to_the_best(seed, topology):
+    """Small tables have few blocks: every set of pushed blocks, by class of its owner, is tried."""
+    small = problem(12, seed, topology, allow=frozenset({"striped", "pull", "push", "columns"}))
+    relaxation = Relaxation(CostModel(small), LOADS[0] if topology.domains[-1].host else None)
+    push = [o for o, x in enumerate(relaxation.options) if x.kind == PUSH]
+    assert len(push) == 2
+    rng, tried = np.random.default_rng(seed), 0
+    for _ in range(4):
+        prices = relaxation.normalised(rng.uniform(0, 1, relaxation.num_rows) ** 3)
+        columns = relaxation.cheapest(prices)
+        assert (columns.resources @ prices >= columns.value * (1 - 1e-9)).all()
+        for k, t in enumerate(relaxation.tables):
+            if t.blocks.shape[0] > 6:
+                continue
+            tried += 1
+            best = _cheapest(relaxation, k, prices)
+            assert columns.value[k] <= best * (1 + 1e-9)
+            assert columns.value[k] >= best * (1 - 0.02)
+    assert tried
+
+
+def _cheapest(relaxation: Relaxation, k: int, prices: np.ndarray) -> float:
+    blocks = relaxation.tables[k].blocks
+    every = list(product(range(len(relaxation.options)), repeat=len(blocks)))
+    amount = np.zeros((len(every), len(relaxation.options), NUM_FEATURES))
+    for b, choice in enumerate(np.array(every).T):
+        amount[np.arange(len(every)), choice] += blocks[b]
+    kinds = max(x.mass.size for x in relaxation.pieces.types[k])
+    tables = np.full(len(every), k)
+    return min(float((relaxation.resources_at(amount, tables, np.full(len(every), j))
+                      @ prices).min()) for j in range(kinds))
+
+
+@pytest.mark.parametrize("name", ["hosts", "many"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_is_below_the_bound_whatever_its_hosts_own(seed, name):
+    many = stated(seed, name)
+    bounds = [apart(many, load).lower_bound_us for load in LOADS]
+    rng = np.random.default_rng(seed)
+    steps = [evaluate(pushing_plan(many, rng), many).step_us for _ in range(10)]
+    steps += [evaluate(_lopsided(many, rng), many).step_us for _ in range(30)]
+    steps.append(plan_problem(many, target_gap=0.0).step_us)
+    assert max(bounds) <= min(steps) * (1 + 1e-9)
+
+
+def _lopsided(many: Problem, rng: np.random.Generator) -> Plan:
+    """One host owns the pushed rows, and more or less of the pulled ones than the others."""
+    machine, entries = many.machine, []
+    world = machine.world_size
+    full = np.flatnonzero(machine.host == rng.integers(machine.host.max() + 1))
+    weights = np.where(np.isin(np.arange(world), full), rng.integers(1, 6), rng.integers(1, 6))
+    for t in many.tables:
+        rows = t.spec.num_rows
+        edge, colder = sorted(rng.integers(1, rows, 2).tolist()) if rows > 2 else (0, 0)
+        hot = [Tier(0, edge, "replicated", tuple(range(world)))] if edge else []
+        if colder > edge:
+            hot.append(Tier(edge, colder, "striped", tuple(range(world)),
+                            tuple(int(w) for w in weights), "pull"))
+        start, pieces = max(edge, colder), []
+        step = t.spec.dim if t.spec.dim < 16 else int(rng.choice([8, 16, t.spec.dim]))
+        for a in range(0, t.spec.dim, step):
+            pieces.append(Piece(a, a + step, (*hot, Tier(
+                start, rows, "owned", (int(rng.choice(full)),), mode="push"))))
+        entries.append(TablePlan(t.spec, tuple(pieces)))
+    return Plan(world, tuple(entries), many.objective, many.batch_size)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_is_below_the_optimum_of_tiny_cases(seed):
+    """Three tables on two hosts of two ranks; the found plan's placements are among the choices."""
+    tiny = problem(3, 60 + seed, gpus(4, per_host=2), allow=EVERYTHING)
+    plan = plan_problem(tiny, target_gap=0.0)
+    relaxation = Relaxation(CostModel(tiny))
+    candidates = []
+    for t, entry in zip(relaxation.tables, plan.tables, strict=True):
+        rows, everyone = t.spec.num_rows, tuple(range(4))
+        tiers = [Tier(0, rows, "replicated", everyone), Tier(0, rows, "striped", everyone),
+                 Tier(0, rows, "striped", everyone, (3, 3, 1, 1))]
+        for mode in ("pull", "push"):
+            tiers += [Tier(0, rows, "owned", (r,), mode=mode) for r in everyone]
+            tiers += [Tier(0, rows, "striped", pair, mode=mode)
+                      for pair in combinations(everyone, 2)]
+        candidates.append([entry.pieces, *((Piece(0, t.spec.dim, (x,)),) for x in tiers)])
+    optimum, _ = best_of_candidates(relaxation, candidates)
+    assert max(apart(tiny, load).lower_bound_us for load in LOADS) <= optimum * (1 + 1e-9)
+    assert plan.lower_bound_us <= optimum * (1 + 1e-9)
+
+
+def test_it_is_far_above_the_plain_bound_where_pieces_are_large_and_certifies_itself():
+    work = plan_workloads.few_tables(0)
+    few = make_problem(work.tables, work.stats, plan_workloads.machine(16),
+                       batch_size=work.batch_size, allow=EVERYTHING)
+    plain = Branching(solve_relaxation(Relaxation(CostModel(few)))).run(60)
+    found = apart(few, max_boxes=40)
+    assert found.lower_bound_us > plain.lower_bound_us * 1.05
+    assert found.recompute() >= found.lower_bound_us * (1 - 1e-9)
+    plan = plan_problem(few)
+    assert plan.gap < 0.05
+    assert proved(plan, few, max_boxes=100).lower_bound_us >= plan.lower_bound_us
+
+
+def test_where_hosts_differ_none_is_apart():
+    """A pinned table tells hosts from each other, and the bound still holds."""
+    held = {"tables": {"t0": {"ranks": [0, 1]}}}
+    uneven = stated(1, "hosts", constraints=held)
+    plan = plan_problem(uneven, target_gap=0.0)
+    better = proved(plan, uneven, max_boxes=20)
+    assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us
