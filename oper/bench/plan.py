@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from oper.bench import memory, plan_workloads, record
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload
+from oper.errors import InvalidInputError, fail
 from oper.search.baselines import score_peers
 from oper.search.cost import evaluate
 from oper.search.planner import plan_problem, proved
@@ -60,6 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prove-seconds", type=float, default=20.0, metavar="S",
                         help="how long the bound of a case above the target gap is raised after "
                              "planning (default 20; 0 = not at all)")
+    parser.add_argument("--resume", metavar="RECORD", default="",
+                        help="an earlier record of these settings: cases that it holds are not run")
 
 
 def cases(quick: bool) -> list[Case]:
@@ -70,18 +76,50 @@ def cases(quick: bool) -> list[Case]:
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """One entry per case; a case whose data is absent says so and counts as verified."""
+    """One entry per case; a case whose data is absent says so and counts as verified, one that
+    fails says why and does not."""
+    known = _resumed(args.resume, args.seed)
     with contextlib.ExitStack() as stack:
         torchrec = None
         if args.torchrec_seconds > 0 and importlib.util.find_spec("torchrec"):
             torchrec = stack.enter_context(TorchRecPlanner(args.torchrec_seconds))
         for case in chosen:
+            if case.name in known:
+                yield known[case.name]
+                continue
             workload = _WORKLOADS[case.workload](args.seed)
             if workload is None:
                 yield {"name": case.name, "verified": True,
                        "skipped": "its data is not in the folder named by OPER_DATA"}
-            else:
+                continue
+            try:
                 yield run_case(case, workload, args.seed, torchrec, args.prove_seconds)
+            except Exception as error:  # the cases after it are still worth their time
+                yield {"name": case.name, "verified": False,
+                       "failed": f"{type(error).__name__}: {error}"}
+
+
+def _resumed(path: str, seed: int) -> dict[str, Mapping[str, Any]]:
+    """Entries by name of an earlier record, without failed and skipped ones.
+
+    Raises:
+        InvalidInputError: the file is no record of this benchmark with this seed.
+    """
+    if not path:
+        return {}
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        words = shlex.split(value["command"])
+        same = words[:3] == ["oper", "bench", "plan"] and (
+            int(words[words.index("--seed") + 1]) == seed)
+        found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
+                                     "a record of oper bench plan", str(error))) from error
+    if not same:
+        raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
+                                     f"oper bench plan with --seed {seed}", "name that record"))
+    return found
 
 
 def run_case(case: Case, workload: Workload, seed: int, torchrec: TorchRecPlanner | None = None,
@@ -130,15 +168,16 @@ def _verdict(theirs: Mapping[str, Any], step_us: float | None) -> str:
 
 def report(entries: Sequence[Mapping[str, Any]]) -> str:
     """The entries as a table for a person, skipped ones named below it."""
+    done = [e for e in entries if "skipped" not in e and "failed" not in e]
     rows = [[e["name"], f"{e['modelled_step_us']:.0f}", f"{100 * e['gap']:.2f}",
              f"{100 * e['proved_gap']:.2f}", f"{e['seconds']:.2f}", e["best_peer"] or "none fits",
              *("-" if e[k] is None else f"{e[k]:.2f}"
                for k in ("ratio_vs_best_peer", "ratio_vs_torchrec"))]
-            for e in entries if "skipped" not in e]
+            for e in done]
     text = record.table(["case (modelled)", "step us", "gap %", "proved %", "seconds", "best peer",
                          "peer / ours", "torchrec / ours"], rows) + "\n" if rows else ""
-    return text + _summary([e for e in entries if "skipped" not in e]) + "".join(
-        f"skipped {e['name']}: {e['skipped']}\n" for e in entries if "skipped" in e)
+    return text + _summary(done) + "".join(f"{why} {e['name']}: {e[why]}\n" for e in entries
+                                           for why in ("skipped", "failed") if why in e)
 
 
 def _summary(entries: Sequence[Mapping[str, Any]]) -> str:

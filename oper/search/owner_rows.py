@@ -9,9 +9,10 @@ gradients in the phase T_u, which limits what a host owns as well:
 `T_f + n / (W - n) s T_u >= y + d W / (W - n)`, s >= 1 being the largest ratio of a row's bytes to
 its gradient's.
 
-Better still is a relaxation in which the ranks of the host that owns the piece are a class of their
-own (`Relaxation(apart=...)`): what such a reader is spared is then part of the solution, in every
-phase. Hosts are interchangeable, so it is the first, for one load at a time.
+Better still is a relaxation in which the ranks of the host (on a single host: of the memory
+domain) that owns the piece are a class of their own (`Relaxation(apart=...)`): what such a reader
+is spared is then part of the solution, in every phase. Hosts are interchangeable, so it is the
+first, for one load at a time.
 """
 
 from __future__ import annotations
@@ -43,9 +44,18 @@ Load = tuple[int, int]  # phase and group of terms
 _Limit = tuple[np.ndarray, float]  # weights of the phases' times, weight of the reader's part
 
 
-def first_host(machine: Machine) -> list[int]:
-    """The ranks of the first host."""
-    return [int(r) for r in np.flatnonzero(machine.host == machine.host[0])]
+def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:
+    """What ranks reach by the same slowest links: hosts, or on a single host memory domains; int64
+    [W], and the links' group of terms towards a rank."""
+    if (machine.host != machine.host[0]).any():
+        return machine.host, "cross_in"
+    return machine.domain, "link_in"
+
+
+def first_neighbourhood(machine: Machine) -> list[int]:
+    """The ranks of the first host; on a single host, of the first memory domain."""
+    of_rank, _ = neighbourhoods(machine)
+    return [int(r) for r in np.flatnonzero(of_rank == of_rank[0])]
 
 
 def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
@@ -108,10 +118,10 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
 
 
 def _host_reads(relaxation: Relaxation, apart: Load, unit: np.ndarray) -> np.ndarray:
-    """What a unit of each tally row, spread over a class, puts on a reader of the first host beside
-    what its owner does; float64 [C, 15].
+    """What a unit of each tally row, spread over a class, puts on a reader of the first
+    neighbourhood beside what its owner does; float64 [C, 15].
 
-    Between hosts, all ranks of a host read alike: from whatever other hosts own.
+    Through the links between hosts, all ranks of a host read alike: whatever other hosts own.
     """
     phase, group = apart
     pieces, classes = relaxation.pieces, relaxation.classes

@@ -21,6 +21,7 @@ from oper.search.infeasible import explain_bound, explain_plan
 from oper.search.machine import GROUPS
 from oper.search.markov import markov_chain, no_plan_found
 from oper.search.overlap import overlap_to_json
+from oper.search.owner_rows import neighbourhoods
 from oper.search.placing import table_plan
 from oper.search.problem import Problem, make_problem, with_overlap
 from oper.search.relax import Relaxation
@@ -33,7 +34,7 @@ from oper.topology import Topology
 _MANY = 200  # tables, above which less is tried
 _SHALLOW = 16  # times fewer boxes before the first search
 _NEGLIGIBLE = 2e-3  # of a step
-_MANY_HOSTS = 8  # above which what one of them owns hardly counts
+_MANY_HOSTS = 8  # or domains of one, above which what one of them owns hardly counts
 _HOST_BOXES = 2  # what a box with a host apart costs, in others
 _TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
@@ -211,7 +212,7 @@ class _Branch:
 
     Attributes:
         boxes: what the bound comes from, and relaxed solutions to begin a search from.
-        hosts: boxes of the relaxation that has the host of the largest piece apart; None before
+        hosts: boxes of the relaxation with the host of the largest piece apart; None before
             `prove`, or where that is no other relaxation.
         extra_us: barriers that every plan of the branch pays and the relaxation does not see.
         root_us: the bound before any branching, of which no known step is a part.
@@ -283,15 +284,16 @@ class _Branch:
 
 
 def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
-    """The load by which the host of the largest piece is looked at apart: what a rank receives from
-    other hosts in the forward phase; None where hosts differ, or there is one, or many."""
-    model, machine = relaxation.model, relaxation.model.machine
-    hosts = np.bincount(machine.host)
-    members = [np.bincount(machine.host[r], minlength=hosts.size) for r in relaxation.classes.ranks]
-    if not (relaxation.owner_rows and 1 < hosts.size <= _MANY_HOSTS
+    """The load by which the host (or domain) of the largest piece is looked at apart: what a rank
+    receives from others in the forward phase; None where hosts differ, or there is one, or many."""
+    model = relaxation.model
+    of_rank, group = neighbourhoods(model.machine)
+    number = int(of_rank.max()) + 1
+    members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
+    if not (relaxation.owner_rows and 1 < number <= _MANY_HOSTS
             and all((n == n[0]).all() for n in members)):
         return None
-    return model.phases.index("forward"), GROUPS.index("cross_in")
+    return model.phases.index("forward"), GROUPS.index(group)
 
 
 def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float, seed: int

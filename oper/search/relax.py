@@ -34,7 +34,7 @@ from oper.search.owner_rows import (
     SHARD,
     Load,
     add_owner_rows,
-    first_host,
+    first_neighbourhood,
 )
 from oper.search.pieces import Box, Pieces
 from oper.search.problem import IDS, NUM_FEATURES, TableProblem
@@ -86,9 +86,10 @@ class Relaxation:
 
     Args:
         model: the cost model.
-        apart: a load, by phase and group of terms. Among interchangeable hosts, the one that owns
-            the piece with the largest such load is the first, without loss of generality; its ranks
-            are then classes of their own, so that the relaxation sees what that host owns.
+        apart: a load, by phase and group of terms. Among interchangeable hosts (domains, on a
+            single host) the one that owns the piece with the largest such load is the first,
+            without loss of generality; its ranks are then classes of their own, so that the
+            relaxation sees what that host owns.
 
     Attributes:
         tables: the tables that are free to choose (pinned ones are part of `base`).
@@ -115,7 +116,7 @@ class Relaxation:
             model.machine, [*(c.ranks for c in held.values() if c.ranks is not None),
                             *(tier.ranks for tiers in pinned.values() for tier in tiers),
                             *_equally_hidden(model.hidden), *([] if apart is None else
-                                                              [first_host(model.machine)])])
+                                                              [first_neighbourhood(model.machine)])])
         self.apart = apart
         self._build_options()
         self._build_rows()

@@ -11,6 +11,7 @@ import pytest
 from oper.bench import plan, verbs
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload, machine
+from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.search.problem import make_problem
 from oper.search.space import EVERYTHING
@@ -61,6 +62,35 @@ def test_record_and_table(suite, tmp_path, capsys) -> None:
                       "skipped": "its data is not in the folder named by OPER_DATA"}
     out = capsys.readouterr().out
     assert "small/8/training" in out and "skipped absent/8/training" in out
+
+
+def test_a_failed_case_keeps_the_others_and_is_run_again_on_resume(
+        suite, tmp_path, capsys, monkeypatch) -> None:
+    target, whole = tmp_path / "plan.json", plan.run_case
+    words = ("--only", "small/[81]*/inference", "--torchrec-seconds", "0", "--json", str(target))
+
+    def fails_at_16(case, *rest):
+        if case.num_ranks == 16:
+            raise RuntimeError("the solver broke")
+        return whole(case, *rest)
+
+    monkeypatch.setattr(plan, "run_case", fails_at_16)
+    assert bench(*words) == 1
+    first, broken, last = json.loads(target.read_text())["cases"]
+    assert broken == {"name": "small/16/inference", "verified": False,
+                      "failed": "RuntimeError: the solver broke"}
+    assert "failed small/16/inference: RuntimeError: the solver broke" in capsys.readouterr().out
+    asked = []
+    monkeypatch.setattr(plan, "run_case", lambda case, *rest: asked.append(case.name)
+                        or whole(case, *rest))
+    assert bench(*words, "--resume", str(target)) == 0
+    assert asked == ["small/16/inference"]
+    again = json.loads(target.read_text())["cases"]
+    assert again[0] == first and again[2] == last and again[1]["verified"]
+    with pytest.raises(InvalidInputError, match="--seed 5"):
+        bench(*words, "--seed", "5", "--resume", str(target))
+    with pytest.raises(InvalidInputError, match="--resume"):
+        bench(*words, "--resume", str(tmp_path / "absent.json"))
 
 
 def test_a_plan_behind_a_peer_is_not_verified(suite, monkeypatch, capsys) -> None:
