@@ -283,7 +283,8 @@ class Packing {
 
   void begin_move() {
     ++stamp_;
-    saved_rank_.clear(), saved_load_.clear(), log_.clear(), recipes_log_.clear(), widths_log_.clear();
+    saved_rank_.clear(), saved_load_.clear();
+    log_.clear(), recipes_log_.clear(), widths_log_.clear();
     saved_every_ = every_, saved_fill_ = fill_;
     refilled_ = {-1, -1};
   }
@@ -631,8 +632,7 @@ class Packing {
     const int room = gives && !all ? pieces_[id].width : int(width_[k]);
     int d = room;
     if (!all && (!gives || random_.unit() < 0.7)) d = columns(room - kMinColumns);
-    if (is_new && d < kMinColumns)
-      d = room >= 2 * kMinColumns ? kMinColumns : room;
+    if (is_new && d < kMinColumns) d = room >= 2 * kMinColumns ? kMinColumns : room;
     if (d <= 0 || (is_new && (d < kMinColumns || d == width_[k])) ||
         (d < room && room - d < kMinColumns) || (d < width_[k] && width_[k] - d < kMinColumns))
       return false;
@@ -710,7 +710,8 @@ class Packing {
   OperPacking& p_;
   Random random_;
   int64_t W, C, G, P, T, whole_, moves_ = 0;
-  std::vector<int64_t> recipe_, best_recipe_, width_, best_width_, busiest_, units_, best_units_, class_units_;
+  std::vector<int64_t> recipe_, best_recipe_, width_, best_width_, busiest_;
+  std::vector<int64_t> units_, best_units_, class_units_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
   std::vector<float> flat_, busy_, scale_, share_;
   std::pair<int64_t, int64_t> refilled_{-1, -1};

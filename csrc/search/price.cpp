@@ -93,7 +93,7 @@ class Pricing {
   void table(int64_t k) {
     const int64_t begin = p_.starts[k], n = p_.starts[k + 1] - begin, M = p_.num_options;
     k_ = k;
-    std::fill(p_.chosen + begin, p_.chosen + begin + n, uint8_t{0});
+    std::fill(p_.chosen + begin, p_.chosen + begin + n, int64_t{0});
     p_.kind[k] = 0;
     const double* stay = p_.stay + begin;
     const double* ids = p_.ids + begin;
@@ -191,7 +191,7 @@ class Pricing {
     std::stable_sort(order_.begin(), order_.end(),
                      [&](int a, int b) { return slope_[a] < slope_[b]; });
     double mass = 0, total = 0;
-    std::fill(found_.begin(), found_.end(), uint8_t{0});
+    std::fill(found_.begin(), found_.end(), int64_t{0});
     for (int64_t i = 0; i < n; ++i) {
       const int b = order_[i];
       if (!must && mass >= low && gain_[b] >= 0) break;
@@ -222,7 +222,7 @@ class Pricing {
       for (int64_t b = 0; b < n; ++b) {
         const int64_t at = (begin + b) * M + m;
         const double x = p_.go[at] + more * p_.more[at] + p_.ids[begin + b] * weight;
-        if (x < least_of_[b]) least_of_[b] = x, class_[b] = uint8_t(m + 1);
+        if (x < least_of_[b]) least_of_[b] = x, class_[b] = m + 1;
       }
     }
     double all = 0;
@@ -248,7 +248,7 @@ class Pricing {
       if (owned_[m] > 0) total += sums_cost(j, m, owned_[m]);
     if (!(total < best_)) return;
     best_ = total, p_.kind[k_] = j;
-    for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? uint8_t(only ? only : found_[b]) : 0;
+    for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? (only ? only : found_[b]) : 0;
   }
 
   double go_of(int64_t j, int64_t m, int64_t block) const {
@@ -279,7 +279,7 @@ class Pricing {
       const double found = total + cost(j, mass);
       if (found < best_) {
         best_ = found, p_.kind[k_] = j;
-        std::fill(chosen_.begin(), chosen_.end(), uint8_t{0});
+        std::fill(chosen_.begin(), chosen_.end(), int64_t{0});
         for (int64_t i = 0; i < count; ++i) chosen_[order_[i]] = 1;
       }
       if (count == n) break;
@@ -320,7 +320,7 @@ class Pricing {
   std::vector<std::pair<double, double>> intervals_;
   std::vector<std::pair<double, int64_t>> types_;
   std::vector<int> order_;
-  std::vector<uint8_t> chosen_, class_, found_;
+  std::vector<int64_t> chosen_, class_, found_;
 };
 
 }  // namespace

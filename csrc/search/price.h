@@ -40,7 +40,7 @@ struct OperPricing {
   const double *streams, *mass; // by type
   double* value;                // [T], out
   int64_t* kind;                // [T], out: type of the pieces
-  uint8_t* chosen;              // [K], out: 0, or 1 + the pushed option
+  int64_t* chosen;              // [K], out: 0, or 1 + the pushed option
 };
 
 extern "C" void oper_fit(OperFit* fit);

@@ -287,7 +287,11 @@ class Annealing:
         for n in np.flatnonzero(arrays["part_width"]).tolist():
             k = n % num_tables
             recipe = self.book.recipes[k][self.recipes[k][int(arrays["recipe"][n])]]
-            parts[k].append(Part(int(arrays["part_width"][n]), recipe, tuple(shards.get(n, ()))))
+            part = Part(int(arrays["part_width"][n]), recipe, tuple(shards.get(n, ())))
+            if parts[k] and parts[k][0].recipe == recipe:  # both came to the same
+                first = parts[k].pop()
+                part = Part(first.width + part.width, recipe, first.shards + part.shards)
+            parts[k].append(part)
         units = np.zeros(world, np.int64)
         units[arrays["rank_of"]] = arrays["units"]
         return Packed(parts, tuple(units.tolist()),

@@ -351,7 +351,7 @@ class Relaxation:
         stream = self.per_stream[:, options] @ prices  # [T, M, 4]
         types = [self.pieces.types[k][c] for k in range(len(self.tables)) for c in classes]
         sizes = [x.mass.size for x in types]
-        chosen = np.zeros(len(choice), np.uint8)
+        chosen = np.zeros(len(choice), np.int64)
         value = np.zeros(len(self.tables))
         arrays = {
             "starts": self.starts, "stay": other.min(axis=1), "go": cost[:, options],
@@ -366,7 +366,7 @@ class Relaxation:
         native.call("oper_price", native.Pricing, arrays, num_tables=len(self.tables),
                     num_options=options.size, sums=self.pieces.native_sums)
         pushed = chosen > 0
-        choice[pushed] = options[chosen[pushed].astype(np.int64) - 1]
+        choice[pushed] = options[chosen[pushed] - 1]
         return value
 
     def partial_bytes(self, t: TableProblem, ids: np.ndarray, owner: np.ndarray) -> np.ndarray:

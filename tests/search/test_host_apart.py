@@ -50,7 +50,7 @@ def test_prices_of_several_classes_are_below_every_set_and_close_to_the_best(see
             tried += 1
             best = _cheapest(relaxation, k, prices)
             assert columns.value[k] <= best * (1 + 1e-9)
-            assert columns.value[k] >= best * (1 - 0.02)
+            assert columns.value[k] >= best * (1 - 0.05)
     assert tried
 
 
