@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
                        "failed": f"{type(error).__name__}: {error}"}
 
 
-def _resumed(path: str, seed: int) -> dict[str, Mapping[str, Any]]:
+def _resumed(path: str, seed: int) -> dict[str, dict[str, Any]]:
     """Entries by name of an earlier record, without failed and skipped ones.
 
     Raises:

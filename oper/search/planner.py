@@ -34,8 +34,8 @@ from oper.topology import Topology
 _MANY = 200  # tables, above which less is tried
 _SHALLOW = 16  # times fewer boxes before the first search
 _NEGLIGIBLE = 2e-3  # of a step
-_MANY_HOSTS = 8  # or domains of one, above which what one of them owns hardly counts
-_HOST_BOXES = 2  # what a box with a host apart costs, in others
+_MANY_HOSTS = 4  # above which what one of them owns counts for less than more boxes
+_HOST_BOXES = 3  # what a box with a host apart costs, in others
 _TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
 
@@ -284,13 +284,14 @@ class _Branch:
 
 
 def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
-    """The load by which the host (or domain) of the largest piece is looked at apart: what a rank
-    receives from others in the forward phase; None where hosts differ, or there is one, or many."""
+    """The load by which the host of the largest piece is looked at apart: what a rank receives from
+    others in the forward phase; None where hosts differ, or there is one, or many. On one host the
+    bound was found to gain nothing from a rank apart."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
     number = int(of_rank.max()) + 1
     members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
-    if not (relaxation.owner_rows and 1 < number <= _MANY_HOSTS
+    if not (relaxation.owner_rows and group == "cross_in" and number <= _MANY_HOSTS
             and all((n == n[0]).all() for n in members)):
         return None
     return model.phases.index("forward"), GROUPS.index(group)
