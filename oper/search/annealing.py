@@ -19,7 +19,7 @@ from oper.plan import MAX_PATTERN
 from oper.search import native
 from oper.search.bound import Bound
 from oper.search.machine import GROUPS, by_group
-from oper.search.owner_rows import PUSH, SHARD
+from oper.search.owner_rows import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS, own_load
 from oper.search.problem import IDS, NUM_FEATURES
 from oper.search.recipes import Recipe, RecipeBook
@@ -193,9 +193,10 @@ class Annealing:
         out = np.zeros_like(relaxation.coefficients)
         world = self.loads.class_of.size
         for o, option in enumerate(relaxation.options):
-            if option.kind == PUSH:
+            if option.kind in (PUSH, COPIES):
                 continue
-            make = model.shard_rows if option.kind == SHARD else model.replica_rows
+            make = {SHARD: model.shard_rows, HOST: model.host_rows,
+                    REPLICATED: model.replica_rows}[option.kind]
             spread = np.full(world, 1 / world)
             if option.rank_class >= 0:
                 member = self.loads.class_of == option.rank_class

@@ -137,7 +137,10 @@ def _host_coefficients(relaxation: Relaxation, o: int, read: np.ndarray, once: n
     """Fill in the last row of `once` and `more` for option `o`."""
     model, option = relaxation.model, relaxation.options[o]
     world = model.machine.world_size
-    make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows}
+    if option.kind == COPIES:  # asks something of that reader, or nothing
+        return
+    make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
+            HOST: model.host_rows}
     spread = np.full(world, 1 / world) if option.rank_class < 0 else (
         relaxation.spread(option.rank_class))
     owner = np.eye(NUM_FEATURES)[:, :, None] * spread
