@@ -36,6 +36,7 @@ _SHALLOW = 16  # times fewer boxes before the first search
 _NEGLIGIBLE = 2e-3  # of a step
 _MANY_HOSTS = 4  # above which what one of them owns counts for less than more boxes
 _HOST_BOXES = 3  # what a box with a host apart costs, in others
+_WORTH_PROVING = 20  # boxes, with less of which a search does without the dearer ones
 _TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
 
@@ -285,13 +286,14 @@ class _Branch:
 
 def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
     """The load by which the host of the largest piece is looked at apart: what a rank receives from
-    others in the forward phase; None where hosts differ, or there is one, or many. On one host the
+    others in the forward phase; None where ranks differ, or hosts are one, or many. On one host the
     bound was found to gain nothing from a rank apart."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
     number = int(of_rank.max()) + 1
     members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
     if not (relaxation.owner_rows and group == "cross_in" and number <= _MANY_HOSTS
+            and len(relaxation.classes.ranks) == 1  # more classes make prices too slow
             and all((n == n[0]).all() for n in members)):
         return None
     return model.phases.index("forward"), GROUPS.index(group)
@@ -306,6 +308,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     # Boxes from which it begins. Large ones are good starts where tables are few, small ones where
     # pieces are many: begin from one of the former and, when a step is known, from the latter.
     turns, shallow = [1, budget.num_starts], max(2, boxes // _SHALLOW)
+    raise_ = _Branch.prove if boxes >= _WORTH_PROVING else _Branch.tighten
     if num_tables > _MANY:
         moves = budget.max_moves * _MANY // num_tables
         budget, turns, shallow = replace(budget, max_moves=moves), turns[:1], boxes
@@ -321,8 +324,8 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                                                  lower_us * (1 + target_gap)):
                 continue
             if best is not None:
-                branch.prove(boxes + (boxes - shallow if turn else 0), known, known,
-                             budget.deadline)
+                raise_(branch, boxes + (boxes - shallow if turn else 0), known, known,
+                       budget.deadline)
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
             starts = branch.lowest(num_starts)
@@ -333,7 +336,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                 best = branch, state
     assert best is not None
     known = best[1].evaluation.step_us
-    _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline, _Branch.prove)
+    _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline, raise_)
     return best
 
 
