@@ -142,7 +142,8 @@ class Relaxation:
             if len(self.classes.ranks) > 1:
                 # Master copies are dealt row by row: a few hot rows may all lie in one class.
                 self.options += [Option(REPLICATED, c) for c in range(len(self.classes.ranks))]
-        if "per_host" in self.problem.allow and copy_sets(self.model.machine):
+        alike = len(self.classes.ranks) == 1  # else the least of every choice bounds nothing
+        if "per_host" in self.problem.allow and alike and copy_sets(self.model.machine):
             self.options.append(Option(COPIES, -1))
         #: Whether rows may lie in host memory, or pinned ones do.
         self.uses_host = self._uses_host()

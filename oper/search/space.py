@@ -9,7 +9,8 @@ from oper.plan import PLACEMENTS, Plan, Tier
 from oper.topology import Topology
 
 #: ``host``: pulled rows in the memory of their owner's host, where the topology has some.
-#: ``per_host``: replicas on one rank of every host instead of all, in plans that push nothing.
+#: ``per_host``: replicas on one rank of every host instead of all, in plans that push nothing,
+#: where all ranks are alike and no constraint tells them apart.
 FEATURES = frozenset({*PLACEMENTS, "pull", "push", "columns", "host", "per_host"})
 #: The default of `make_plan`. The host runtime executes pushed tiers and column pieces as well, but
 #: among ranks that share a memory they never pay.

@@ -53,7 +53,7 @@ def test_the_relaxation_asks_what_the_model_does(name, objective):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from(sorted(TOPOLOGIES)),
+@given(st.integers(0, 10**6), st.sampled_from(["gpus", "processes"]),
        st.sampled_from(["training", "inference"]))
 def test_no_plan_with_copies_is_below_the_bound(seed, name, objective):
     """Any rank of every host, another for every tier."""
