@@ -16,6 +16,7 @@ import os
 import re
 import struct
 import tempfile
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -235,7 +236,7 @@ def _read_member(
     try:
         npy_version = np.lib.format.read_magic(member)
         found_shape, is_fortran, found = np.lib.format.read_array_header_2_0(member)
-    except ValueError as error:
+    except (ValueError, SyntaxError, tokenize.TokenError) as error:
         raise FileFormatError(
             fail(what, name, str(error), "a .npy member", "write it again")
         ) from None

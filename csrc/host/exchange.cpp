@@ -178,8 +178,14 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     }
   });
   if (what == Meeting::kRequests) keep_requests(send);
-  char* to = inbox_[is_reply ? kInRows : static_cast<int>(what)].get(expanded);
-  char* raw = received == expanded && !has_runs ? to : received_.get(received);
+  char *to, *raw;
+  try {
+    to = inbox_[is_reply ? kInRows : static_cast<int>(what)].get(expanded);
+    raw = received == expanded && !has_runs ? to : received_.get(received);
+  } catch (const std::bad_alloc&) {
+    const auto most = std::max_element(recv_bytes.begin(), recv_bytes.end());
+    return failed({10, most - recv_bytes.begin()});
+  }
   ++num_exchanges;
   if (setup_.transport(1, send, send_bytes.data(), raw, recv_bytes.data()) != 0)
     return failed({7, -1});

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
 #ifndef MADV_COLLAPSE
@@ -194,10 +195,10 @@ Buffer::~Buffer() {
 
 char* Buffer::get(int64_t bytes) {
   if (bytes > size_ || data_ == nullptr) {
-    if (data_ != nullptr) pool_give(data_, static_cast<size_t>(size_));
+    // Nothing is held while there may be no memory for more.
+    if (data_ != nullptr) pool_give(std::exchange(data_, nullptr), static_cast<size_t>(size_));
     size_ = bytes + bytes / 4 + 64;
     data_ = static_cast<char*>(pool_take(static_cast<size_t>(size_)));
-    if (data_ == nullptr) throw std::bad_alloc();
   }
   return data_;
 }

@@ -121,11 +121,12 @@ class Folder:
         what = f"cannot read {str(path)!r}"
         try:
             file = pq.ParquetFile(path, page_checksum_verification=True)
-        except (pa.ArrowInvalid, OSError) as error:
+            names = file.schema_arrow.names
+        except (pa.ArrowException, ValueError, OSError) as error:  # names need not be UTF-8
             raise FileFormatError(
                 fail(what, "content", str(error), "a complete Parquet file", "preprocess again")
             ) from None
-        missing = [name for name in columns if name not in file.schema_arrow.names]
+        missing = [name for name in columns if name not in names]
         if missing:
             raise FileFormatError(
                 fail(what, "missing columns", missing, "every column of the manifest",

@@ -7,15 +7,17 @@ in an array file of its own, and the description is unpickled with the few class
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import pickletools
 import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from oper.errors import FileFormatError, fail
 from oper.files import read_arrays, write_arrays
@@ -35,6 +37,8 @@ _MODULES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
 }
+_FOREIGN_OPCODES = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "PERSID", "BINPERSID", "EXT1",
+                    "EXT2", "EXT4", "INST", "OBJ"}
 
 
 class Reader(FileSystemReader):
@@ -45,9 +49,13 @@ class Reader(FileSystemReader):
         folder = Path(self.path)
         what = f"cannot read the checkpoint {str(folder)!r}"
         try:
-            with open(folder / METADATA, "rb") as file:
-                metadata = _Unpickler(file).load()
+            data = (folder / METADATA).read_bytes()
+            _check_opcodes(data)
+            metadata = _Unpickler(io.BytesIO(data)).load()
             _check(metadata, folder, what)
+            if not isinstance(metadata.storage_meta, StorageMeta):
+                metadata.storage_meta = StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
         except FileFormatError:
             raise
         except FileNotFoundError as error:
@@ -57,7 +65,6 @@ class Reader(FileSystemReader):
             raise FileFormatError(fail(what, METADATA, f"{type(error).__name__}: {error}",
                                        "what torch.distributed.checkpoint writes",
                                        "load another checkpoint")) from error
-        metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
@@ -66,6 +73,19 @@ class _Unpickler(pickle.Unpickler):
         if name not in _MODULES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
         return super().find_class(module, name)
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Refuse a pickle that makes Python's unpickler ask for memory that its bytes do not hold.
+
+    An entry of the memo may have any number, up to which the unpickler makes room, and a size that
+    is announced is made room for before anything is read. Reading the opcodes compares sizes with
+    the bytes that there are; entries of the memo are numbered through by those who write pickles.
+    """
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        if opcode.name in _FOREIGN_OPCODES or (
+                opcode.name.endswith("PUT") and int(argument or 0) not in range(count + 1)):
+            raise pickle.UnpicklingError(f"{opcode.name} {argument} is no part of a checkpoint")
 
 
 def _check(metadata: Any, folder: Path, what: str) -> None:

@@ -112,6 +112,12 @@ class Exchange:
                 fail("a rank of another memory domain has sent what no rank of this job can send",
                      "rank", detail, "counts and slots of tables placed by the same plan",
                      "start all ranks with the same version, model and plan"))
+        if code == 10:
+            self._transport.give_up(6, detail)
+            raise OperError(
+                fail("there is no memory for what a rank of another memory domain sends", "rank",
+                     detail, "room for the rows and gradients of its batch",
+                     "use smaller batches; look at that rank if they are small"))
         if code in (1, 2, 6):
             code, detail = self._transport.blame(code, detail)
             self._transport.give_up(code, detail)

@@ -129,8 +129,10 @@ class Journal:
         elif outcome is None:
             self.interrupted += 1
         else:
+            told = {k: v for k, v in asdict(outcome).items()
+                    if v is not True and v not in (None, [])}
             self._pairs.setdefault(pair.name, {"name": pair.name, "outcomes": []})[
-                "outcomes"].append({"commit": _commit(), **asdict(outcome)})
+                "outcomes"].append({"commit": _commit()} | told)
         if self._path is not None:
                         record.write(self._path, record.record(
                 "faults", ["python", "-m", "tests.faults", *sys.argv[1:]],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import oper
+from oper.bench import record
 from oper.data import power_law_ids
 from oper.integration.delta_files import folder_of
 from oper.integration.deltas import DeltaCheckpoints
@@ -74,7 +76,7 @@ def measure(rank: int, world_size: int, folder: str, every: int, turns: int) -> 
         saver.save_full(0)
         _steps(model, batches, range(1, 20), saver, every)
         seconds: dict[str, list[float]] = {"with": [], "without": []}
-        calls, length = [], 10 * every
+        calls, length = [], 5 * every
         for turn in range(turns):
             for k, kind in enumerate(("without", "with") if turn % 2 else ("with", "without")):
                 saver.flush()
@@ -112,12 +114,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.delta_cost", description=__doc__)
     parser.add_argument("--every", type=int, default=10, help="steps between deltas")
     parser.add_argument("--turns", type=int, default=6)
-    args = parser.parse_args()
+    parser.add_argument("--json", type=Path, metavar="F", help="write the result there")
+    args, load = parser.parse_args(), record.load_average()
     with tempfile.TemporaryDirectory(prefix="oper-deltas-") as folder:
-        speeds = run_world(2, measure, folder, args.every, args.turns)
+        speeds = run_world(2, measure, folder, args.every, args.turns, timeout_s=280)
         sizes = run_world(2, size, folder)
-    print(json.dumps({"delta_every": args.every, "ranks": speeds, **sizes[0],
-                      "share": sizes[0]["delta_bytes"] / sizes[0]["full_bytes"]}, indent=1))
+    case = {"name": "delta", "delta_every": args.every, "ranks": speeds, **sizes[0],
+            "share": sizes[0]["delta_bytes"] / sizes[0]["full_bytes"]}
+    print(json.dumps(case, indent=1))
+    if args.json is not None:
+        record.write(args.json, record.record(
+            "delta", ["python", "-m", "tests.faults.delta_cost", *sys.argv[1:]], [case], load))
     return 0
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import os
+import random
 import shutil
 import socket
 import struct
 import tempfile
 import threading
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +21,25 @@ from typing import Any
 import numpy as np
 
 from oper.analysis.value_counts import stats_from_value_counts
+from oper.data import Batches, BatchOptions, SyntheticLog, preprocess, write_synthetic_log
 from oper.data.folder import Folder
 from oper.data.recipe import load_recipe
 from oper.errors import OperError
 from oper.files import read_arrays, write_arrays
 from oper.integration.checkpoint_files import CHECKSUMS, METADATA, Reader, check_files
 from oper.integration.delta_files import put_rows, read_part, write_part
-from oper.plan import Plan
+from oper.plan import Plan, uniform_plan
 from oper.serve import wire as serve_wire
+from oper.shmem.group import ThreadGroup
+from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.runtime import ShardedTables
 from oper.shmem.watch import Watch
 from oper.stats import AccessStats
+from oper.tables import TableSpec
 from oper.topology import Topology
 from oper.train.config import load_config
 from oper.train.model import load_state
+from tests.fuzz.exchange import peer
 from tests.serve_support import SIGNATURE, random_request
 
 # In memory where there is such a place: millions of files are written.
@@ -97,7 +108,7 @@ def checkpoint(data: bytes) -> None:
     """Descriptions of checkpoints."""
     folder = _PLACE / "checkpoint"
     folder.mkdir(exist_ok=True)
-    (folder / "__0_0.distcp").write_bytes(b"0" * 100)
+    (folder / "__0_0.distcp").write_bytes(b"0" * 10_000)
     (folder / METADATA).write_bytes(data)
     Reader(str(folder)).read_metadata()
 
@@ -113,7 +124,15 @@ def checksums(data: bytes) -> None:
 
 def delta(data: bytes) -> None:
     """Parts of delta checkpoints."""
-    put_rows(*read_part(_file("rank-00000-00000.npz", data)), [])
+    put_rows(*read_part(_file("rank-00000-00000.npz", data)), [_tables()])
+
+
+@functools.cache
+def _tables() -> ShardedTables:
+    """Something to put a delta's rows into."""
+    spec = TableSpec("t", 3, 2, ("f",), optimizer="rowwise_adagrad")
+    return ShardedTables(uniform_plan([spec], 1), [("f", "t")], ThreadGroup.create(1)[0],
+                         RowWiseAdagrad(lr=0.1))
 
 
 class _Peers:
@@ -145,6 +164,21 @@ def wire(data: bytes) -> None:
             assert peers.watch._peers == {}, "a stranger was let in"
 
 
+def parquet(data: bytes) -> None:
+    """Parquet files of preprocessed folders."""
+    folder = _PLACE / "parquet"
+    if not folder.exists():
+        seeds("parquet")
+    (folder / "train" / "part-00000.parquet").write_bytes(data)
+    for _ in Batches(folder, "train", BatchOptions(8)):
+        pass
+
+
+def exchange(data: bytes) -> None:
+    """What a rank of another memory domain sends, see `tests.fuzz.exchange`."""
+    peer().step(data)
+
+
 def request(data: bytes) -> None:
     """Requests to the scoring server: two bytes for the length of the header, then the message."""
     serve_wire.decode_request(data[2:], int.from_bytes(data[:2], "little"), SIGNATURE)
@@ -152,16 +186,53 @@ def request(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {f.__name__: f for f in (
     arrays, stats, plan, topology, recipe, configuration, manifest, value_counts, trained_state,
-    checkpoint, checksums, delta, wire, request)}
+    checkpoint, checksums, delta, wire, request, parquet, exchange)}
 
 
 def one(name: str, data: bytes) -> bool:
-    """Run one input; whether it was accepted. Anything but OperError comes out of here."""
+    """Run one input; whether it was accepted. Anything but OperError comes out of here.
+
+    So does an OperError that stands for a lack of memory: a few bytes may not ask for much.
+    """
     try:
         TARGETS[name](data)
-    except OperError:
+    except OperError as error:
+        reason: BaseException | None = error
+        while reason is not None:
+            if isinstance(reason, MemoryError):
+                raise reason from None
+            reason = reason.__cause__ or reason.__context__
         return False
     return True
+
+
+def change(good: bytes, rng: random.Random) -> bytes:
+    """Some bytes of a file changed, cut out or doubled; half of the archives with new checksums."""
+    if good.startswith(b"PK") and rng.random() < 0.5:
+        return _change_member(good, rng)
+    data = bytearray(good)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data) + 1)
+        kind = rng.randrange(4)
+        if kind < 2 and at < len(data):
+            data[at] = rng.choice((0, 255, 0x7f, data[at] ^ 1 << rng.randrange(8),
+                                   rng.randrange(256)))
+        elif kind == 2:
+            del data[at:at + rng.randint(1, 20)]
+        else:
+            data[at:at] = data[at:at + rng.randint(1, 20)]
+    return bytes(data)
+
+
+def _change_member(good: bytes, rng: random.Random) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(good)) as before, zipfile.ZipFile(out, "w") as after:
+        names = before.namelist()
+        victim = rng.choice(names)
+        for name in names:
+            data = before.read(name)
+            after.writestr(name, change(data, rng) if name == victim else data)
+    return out.getvalue()
 
 
 def seeds(name: str) -> list[bytes]:
@@ -169,7 +240,7 @@ def seeds(name: str) -> list[bytes]:
     from tests.support import mixed_plan
 
     if name in ("arrays", "checksums"):
-        meta: dict[str, Any] = {"files": {"__0_0.distcp": [100, 123]}}
+        meta: dict[str, Any] = {"files": {"__0_0.distcp": [100, zlib.crc32(b"0" * 100)]}}
         kind = ("oper-test", 3) if name == "arrays" else ("oper-checkpoint", 1)
         data = {"a": np.arange(6, dtype=np.int16).reshape(2, 3)} if name == "arrays" else {}
         write_arrays(_PLACE / "seed", *kind, data, meta)
@@ -189,9 +260,23 @@ def seeds(name: str) -> list[bytes]:
     if name == "wire":
         return [struct.pack("<4sqq", b"ask?", 0, 0), struct.pack("<4sqq", b"gave", 2, 1),
                 struct.pack("<4sqq", b"tell", 5, 0) * 3, b"\xfft" * 20]
+    if name == "exchange":
+        return [peer().recorded]
+    if name == "parquet":
+        return [_parquet()]
     if name == "request":
         return [length.to_bytes(2, "little") + body for body, length in _requests()]
     return _texts(name)
+
+
+def _parquet() -> bytes:
+    folder = _PLACE / "parquet"
+    shutil.rmtree(folder, ignore_errors=True)
+    cardinalities = tuple(3 + k for k in range(26))
+    write_synthetic_log(_PLACE / "log.txt", SyntheticLog(40, 3, cardinalities, effect=1.0))
+    preprocess(load_recipe("criteo-kaggle"), [str(_PLACE / "log.txt")], folder)
+    (file,) = (folder / "train").glob("*.parquet")
+    return file.rename(folder / "train" / "part-00000.parquet").read_bytes()
 
 
 def _requests() -> list[tuple[bytes, int]]:
@@ -216,8 +301,8 @@ def _texts(name: str) -> list[bytes]:
     if name == "value_counts":
         return [b"field,value,count\n0,a,3\n0,b,4\n1,c,9\n"]
     if name == "manifest":
-        return [b'{"kind": "oper-preprocessed", "version": 2, "label": "l", "dense": ["d"], '
-                b'"sparse": [{"name": "s", "num_rows": 3}], "rows": {"train": 5}}']
+        _parquet()
+        return [(_PLACE / "parquet" / "manifest.json").read_bytes()]
     if name == "trained_state":
         return [_state()]
     return [_description()]

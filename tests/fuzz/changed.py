@@ -1,0 +1,154 @@
+"""``python -m tests.fuzz.changed``: every format against changed good files, very often.
+
+Each format runs in a process of its own, which this one watches: it may raise OperError and nothing
+else, neither crash nor hang, nor ask for much memory. Executions are numbered, and a number says
+which bytes they had. With ``--json F`` what was done is kept there, and a later call goes on with
+other bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from oper.bench import record
+from tests.faults.pauses import Pauses
+from tests.fuzz import native
+from tests.fuzz.targets import TARGETS, change, describe, one, remove_files, seeds
+
+_HANG_S, _MEMORY_BYTES = 60.0, 4 << 30
+_TEXT = "text (native)"
+
+
+def _run(name: str, first: int, last: int, at: Any, accepted: Any, told: Any) -> None:
+    """Executions first..last - 1 in this process; ends at a defect, which it tells."""
+    warnings.simplefilter("ignore")
+    if name != "exchange":  # its buffers take pages when they are filled
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    try:
+        good = seeds(name)
+        for number in range(first, last):
+            at.value = number
+            try:
+                accepted.value += one(name, input_of(name, good, number))
+            except Exception as error:
+                told.send(describe(error))
+                return
+        at.value = last
+    finally:
+        remove_files()
+
+
+def input_of(name: str, good: list[bytes], number: int) -> bytes:
+    """The bytes of an execution."""
+    rng = random.Random(f"{name} {number}")
+    return change(rng.choice(good), rng)
+
+
+def run(name: str, runs: int, case: dict[str, Any], pauses: Pauses) -> None:
+    """Execute a format so often in all and note in `case` what came of it."""
+    context = multiprocessing.get_context("spawn")
+    at, accepted = context.Value("q", case["executions"]), context.Value("q", 0)
+    began = time.monotonic()
+    while at.value < runs:
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(name, at.value, runs, at, accepted, there))
+        process.start()
+        there.close()
+        problem = _watch(process, at, pauses)
+        with contextlib.suppress(EOFError):
+            problem = here.recv() if here.poll() else problem
+        if process.exitcode and not problem:
+            problem = f"ended with {process.exitcode}"
+        here.close()
+        if problem:
+            case["defects"].append({"number": at.value, "what": problem})
+            print(f"{name}, execution {at.value}: {problem}", file=sys.stderr, flush=True)
+            at.value += 1
+            if len(case["defects"]) >= 20:
+                break
+    case["executions"] = at.value
+    case["accepted"] += accepted.value
+    case["seconds"] = round(case["seconds"] + time.monotonic() - began, 1)
+
+
+def _watch(process: Any, at: Any, pauses: Pauses) -> str:
+    """Wait for the end; what is wrong when there is no progress, and this program was running."""
+    seen, since, stops = at.value, time.monotonic(), pauses.count
+    while process.is_alive():
+        process.join(0.5)
+        if at.value != seen or pauses.count != stops:
+            seen, since, stops = at.value, time.monotonic(), pauses.count
+        elif time.monotonic() - since > _HANG_S:
+            process.kill()
+            process.join()
+            return f"no end within {_HANG_S:.0f} s"
+    return ""
+
+
+def run_native(runs: int, case: dict[str, Any]) -> None:
+    """The compiled parser of text, sanitized."""
+    began, left = time.monotonic(), runs - case["executions"]
+    if left <= 0:
+        return
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        program = native.build(Path(folder))
+        if program is None:
+            raise SystemExit("no compiler with sanitizers")
+        done = subprocess.run([str(program), str(left), str(1 + case["executions"])], text=True,
+                              capture_output=True, check=False)
+    if done.returncode:
+        case["defects"].append({"number": case["executions"], "what": done.stderr[-2000:]})
+    else:
+        case["executions"] += left
+    case["seconds"] = round(case["seconds"] + time.monotonic() - began, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.changed", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("formats", nargs="*", metavar="FORMAT",
+                        help=f"of {[*sorted(TARGETS), _TEXT.split()[0]]}; default: all")
+    parser.add_argument("--runs", type=int, default=200_000, help="executions of each in all")
+    parser.add_argument("--native-runs", type=int, default=10_000_000, help="those of text")
+    parser.add_argument("--json", type=Path, metavar="F", help="kept there, gone on with")
+    args = parser.parse_args()
+    load, held = record.load_average(), {}
+    if args.json is not None and args.json.exists():
+        held = {c["name"]: c for c in json.loads(args.json.read_text())["cases"]}
+    names = args.formats or [*sorted(TARGETS), "text"]
+    unknown = set(names) - {*TARGETS, "text"}
+    if unknown:
+        parser.error(f"no formats: {sorted(unknown)}")
+    with Pauses().watched() as pauses:
+        for name in names:
+            label = _TEXT if name == "text" else name
+            case = held.setdefault(label, {"name": label, "executions": 0, "accepted": 0,
+                                           "defects": [], "seconds": 0.0})
+            if name == "text":
+                run_native(args.native_runs, case)
+            else:
+                run(name, args.runs, case, pauses)
+            print(f"{label:<16} {case['executions']:>12,} executions, {case['accepted']:>9,} "
+                  f"accepted, {len(case['defects'])} defects, {case['seconds']:.0f} s", flush=True)
+            if args.json is not None:
+                record.write(args.json, record.record(
+                    "fuzzing", ["python", "-m", "tests.fuzz.changed", *sys.argv[1:]],
+                    list(held.values()), load))
+    print(f"{sum(c['executions'] for c in held.values()):,} executions in all")
+    return 1 if any(c["defects"] for c in held.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,139 @@
+"""Messages between memory domains: those of a peer in a training step, recorded and given again.
+
+Virtual rank 0 trains one step with rank 1, which is another domain, and everything that rank 1
+sends is kept. Then the step is repeated with other bytes in place of it, by a new context of the
+kernels each time: an exchange that has failed stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from oper.errors import PeerLostError
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.shmem.arena import KernelMaps
+from oper.shmem.batch import Lookup
+from oper.shmem.group import ThreadGroup
+from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from tests.runtime_support import run_ranks
+
+# Pulled, pushed and replicated rows; columns in two pieces, whose owners exchange sums of squares.
+_SPECS = tuple(TableSpec(n, r, d, (f"f_{n}",), "sum", optimizer="rowwise_adagrad")
+               for n, r, d in (("pulled", 40, 4), ("pushed", 30, 8), ("split", 20, 8)))
+
+
+def _plan() -> Plan:
+    def tiers(rows: int, first: int, mode: str) -> tuple[Tier, ...]:
+        return (Tier(0, 5, "replicated", (0, 1)), Tier(5, rows - 4, "striped", (0, 1), (), mode),
+                Tier(rows - 4, rows, "owned", (first,)))
+
+    pieces = [(Piece(0, 4, tiers(40, 1, "pull")),), (Piece(0, 8, tiers(30, 0, "push")),),
+              (Piece(0, 4, tiers(20, 0, "pull")), Piece(4, 8, tiers(20, 1, "push")))]
+    return Plan(2, tuple(TablePlan(t, p) for t, p in zip(_SPECS, pieces, strict=True)))
+
+
+def _batch(rank: int) -> Lookup:
+    g = torch.Generator().manual_seed(rank)
+    lengths = torch.randint(0, 4, (len(_SPECS), 4), generator=g)
+    ids = [torch.randint(0, s.num_rows, (int(n.sum()),), generator=g)
+           for s, n in zip(_SPECS, lengths, strict=True)]
+    weights = torch.rand(int(lengths.sum()), generator=g)
+    return Lookup(torch.cat(ids), lengths.reshape(-1), torch.arange(len(_SPECS)), 4, weights)
+
+
+class _Recorder:
+    """Passes messages on to `inner` and keeps what rank 1 has sent."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.kept = inner, b""
+
+    def exchange(self, send: torch.Tensor, there: list[int], recv: torch.Tensor, back: list[int]
+                 ) -> None:
+        self._inner.exchange(send, there, recv, back)
+        self.kept += recv[back[0]:].numpy().tobytes()
+
+
+class _Player:
+    """Gives `data` as rank 1's messages. Where it ends, rank 1 has ended: no message comes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def exchange(self, send: torch.Tensor, there: list[int], recv: torch.Tensor, back: list[int]
+                 ) -> None:
+        recv[:back[0]] = send[:there[0]]
+        part = self._data[self._at:self._at + back[1]]
+        if len(part) < back[1]:
+            raise PeerLostError("rank 1 has ended")
+        self._at += back[1]
+        if part:
+            recv[back[0]:] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+
+    def blame(self, kind: int, rank: int) -> tuple[int, int]:
+        return kind, rank
+
+    def give_up(self, kind: int, rank: int) -> None:
+        pass
+
+
+class Peer:
+    """Rank 0's tables, and what rank 1 has sent in a step.
+
+    Attributes:
+        recorded: all messages, one after another.
+    """
+
+    def __init__(self) -> None:
+        self.recorded = b""
+        torch.set_num_threads(1)
+        run_ranks(2, self._record, domains=(0, 1))
+
+    def _record(self, group: ThreadGroup) -> None:
+        tables = ShardedTables(_plan(), [(f"f_{s.name}", s.name) for s in _SPECS], group,
+                               RowWiseAdagrad(lr=0.1))
+        for s in _SPECS:
+            tables.write(s.name, torch.rand(s.num_rows, s.dim,
+                                            generator=torch.Generator().manual_seed(1)))
+        tables.publish()
+        exchange = tables._exchange
+        assert exchange is not None
+        tables._handle = tables._create_context(exchange.members)  # its exchanges count from 0
+        recorder = _Recorder(exchange._transport)
+        exchange._transport = recorder  # type: ignore[assignment]
+        tables.lookup(_batch(group.rank)).square().sum().backward()
+        if group.rank == 0:
+            self._tables, self.recorded = tables, recorder.kept
+            self._built = KernelMaps.build(tables.directories, tables._layout, tables._addresses, 0)
+
+    @contextlib.contextmanager
+    def _fresh(self) -> Iterator[ShardedTables]:
+        """The tables with a context that has met nobody yet."""
+        tables, exchange = self._tables, self._tables._exchange
+        assert exchange is not None
+        before = tables._handle
+        with mock.patch.object(KernelMaps, "build", lambda *_: self._built):
+            tables._handle = tables._create_context(exchange.members)
+        torch.ops.oper.context_close(before)
+        yield tables
+
+    def step(self, data: bytes) -> None:
+        """Train a step with `data` for rank 1's messages; raises OperError where it is refused."""
+        with self._fresh() as tables:
+            exchange = tables._exchange
+            assert exchange is not None
+            exchange._transport = _Player(data)  # type: ignore[assignment]
+            tables.lookup(_batch(0)).square().sum().backward()
+
+
+@functools.cache
+def peer() -> Peer:
+    """The one of this process."""
+    return Peer()
