@@ -392,7 +392,7 @@ struct DistinctRows {
 struct Status {
   // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings),
   // 7 the transport failed, 8 ranks are in different phases, 9 a rank of another memory domain has
-  // sent what none can, 10 there is no memory for what it sends
+  // sent what none can (10: bindings), 11 there is no memory for what it sends
   int64_t code = 0;
   int64_t detail = -1;
 };

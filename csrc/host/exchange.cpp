@@ -184,7 +184,7 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     raw = received == expanded && !has_runs ? to : received_.get(received);
   } catch (const std::bad_alloc&) {
     const auto most = std::max_element(recv_bytes.begin(), recv_bytes.end());
-    return failed({10, most - recv_bytes.begin()});
+    return failed({11, most - recv_bytes.begin()});
   }
   ++num_exchanges;
   if (setup_.transport(1, send, send_bytes.data(), raw, recv_bytes.data()) != 0)

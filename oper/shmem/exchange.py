@@ -112,7 +112,7 @@ class Exchange:
                 fail("a rank of another memory domain has sent what no rank of this job can send",
                      "rank", detail, "counts and slots of tables placed by the same plan",
                      "start all ranks with the same version, model and plan"))
-        if code == 10:
+        if code == 11:
             self._transport.give_up(6, detail)
             raise OperError(
                 fail("there is no memory for what a rank of another memory domain sends", "rank",
