@@ -27,7 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
     "explain": ("oper.report.verbs", "say in words and figures what a plan does and why"),
     "simulate": ("oper.report.simulation", "replay real batches through a plan: bytes and events"),
     "report": ("oper.report.verbs", "one page with plots about statistics, a plan or a benchmark"),
-    "train": ("oper.train.verbs", "train a DLRM from a configuration file (also under torchrun)"),
+    "train": ("oper.train.verbs", "train from a configuration file: a DLRM, a recommender"),
     "serve": ("oper.serve.verbs", "score requests over HTTP; workers share one set of tables"),
     "demo": ("oper.bench.demo", "the main job end to end on one page, beside TorchRec"),
     "bench": ("oper.bench.verbs", "measure beside other systems and the machine's limits"),
