@@ -1,0 +1,342 @@
+// State of the search over owners of pushed rows: what every rank carries, the pieces, and how a move
+// is undone.
+//
+// A table's columns are divided into two parts, one of which may be empty. A state gives every part a
+// recipe (which rows are pushed, pulled, replicated) and cuts its pushed rows into column pieces, each
+// dealt among a few owners by integer weights. A rank's load is a vector over (phase, group of terms)
+// and memory; what readers carry is alike for all ranks of a class. Pulled rows are dealt in parts that
+// are the same for all tables of a class, so that ranks which own little of the rest can own more of
+// them.
+#pragma once
+
+#include "search/pack.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define OPER_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define OPER_CLONES
+#endif
+
+namespace oper::search {
+
+constexpr int kGroups = 5;        // terms of a phase that run beside each other
+constexpr int kMaxOwners = 16;    // of one piece
+constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
+constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
+
+struct Random {  // xorshift64*, Vigna 2016
+  uint64_t s;
+  uint64_t next() {
+    s ^= s >> 12, s ^= s << 25, s ^= s >> 27;
+    return s * 0x2545F4914F6CDD1DULL;
+  }
+  int64_t below(int64_t n) {
+    return static_cast<int64_t>((static_cast<unsigned __int128>(next()) * uint64_t(n)) >> 64);
+  }
+  double unit() { return static_cast<double>(next() >> 11) * 0x1p-53; }
+};
+
+struct Piece {
+  int table = 0, width = 0, owners = 0, total = 0;
+  int rank[kMaxOwners], weight[kMaxOwners];
+};
+
+// busy[r] = what keeps rank r busy longest, floored at 0; returns the largest, adds up x^32.
+static OPER_CLONES float phase_busy(const float* load, int64_t stride, const float* share,
+                                    const float* every, const float* fill, int64_t begin,
+                                    int64_t end, float scale, float* busy, float* power) {
+  float most = 0, sum = 0;
+  for (int64_t r = begin; r < end; ++r) {
+    float b = std::max(0.0f, load[r] + (every[0] + share[r] * fill[0]));
+    for (int g = 1; g < kGroups; ++g)
+      b = std::max(b, load[g * stride + r] + (every[g] + share[r] * fill[g]));
+    busy[r] = b;
+  }
+  for (int64_t r = begin; r < end; ++r) {
+    most = std::max(most, busy[r]);
+    float x = std::min(busy[r] * scale, 8.0f);
+    x *= x, x *= x, x *= x, x *= x, x *= x;
+    sum += x;
+  }
+  *power += sum;
+  return most;
+}
+
+static OPER_CLONES float largest(const float* load, const float* share, float every, float fill,
+                                 int64_t begin, int64_t end) {
+  float most = 0;
+  for (int64_t r = begin; r < end; ++r) most = std::max(most, load[r] + (every + share[r] * fill));
+  return most;
+}
+
+class PackState {
+ protected:
+  explicit PackState(OperPacking& p) : p_(p), random_{p.seed * 2 + 0x9E3779B97F4A7C15ULL} {
+    W = p.num_ranks, C = p.num_classes, G = p.num_loads, P = (G - 1) / kGroups, T = p.num_parts,
+    whole_ = p.num_tables;
+    recipe_.assign(p.recipe, p.recipe + T), width_.assign(p.part_width, p.part_width + T);
+    load_.assign(p.base, p.base + W * G);
+    every_.assign(C * G, 0.0), fill_.assign(C * G, 0.0);
+    units_.assign(p.units, p.units + W);
+    share_.assign(W, 0.0f), class_units_.assign(C, 0);
+    for (int64_t r = 0; r < W; ++r) class_units_[p.class_of[r]] += units_[r];
+    for (int64_t r = 0; r < W; ++r) set_units(r, units_[r]);
+    flat_.resize(G * W);
+    for (int64_t r = 0; r < W; ++r) flatten(r);
+    for (int64_t k = 0; k < T; ++k) add_stay(k, 1);
+    of_table_.resize(T), on_rank_.resize(W);
+    owns_.assign(T * W, 0);
+    busy_.resize(P * W);
+    saved_mark_.assign(W, 0);
+    scale_.assign(P, 1.0f), busiest_.assign(P, 0);
+    for (int64_t c = 0, r = 0; c < C; ++c) {
+      const int64_t begin = r;
+      while (r < W && p.class_of[r] == c) ++r;
+      block_.push_back({begin, r});
+    }
+  }
+
+  // -- loads --------------------------------------------------------------------------------------
+
+  double* load(int64_t r) { return &load_[r * G]; }
+  void flatten(int64_t r) {
+    for (int64_t g = 0; g < G; ++g) flat_[g * W + r] = float(load_[r * G + g]);
+  }
+
+  void touch(int64_t r) {
+    if (saved_mark_[r] == stamp_) return;
+    saved_mark_[r] = stamp_;
+    saved_rank_.push_back(r);
+    saved_load_.insert(saved_load_.end(), load(r), load(r) + G);
+  }
+
+  void add_stay(int64_t k, double sign) {
+    if (width_[k] == 0) return;
+    const int64_t at = (p_.first[k] + recipe_[k]) * C * G;
+    const double columns = sign * double(width_[k]);
+    for (int64_t i = 0; i < C * G; ++i)
+      every_[i] += columns * p_.stay[at + i] + sign * p_.stay_once[at + i];
+    for (int64_t i = 0; i < C * G; ++i)
+      fill_[i] += columns * p_.fill[at + i] + sign * p_.fill_once[at + i];
+  }
+
+  double sums(int64_t n, double share) const {
+    const double* y = p_.sums + n * (p_.num_shares + 1);
+    const double at = share * double(p_.num_shares);
+    const int64_t i = std::min<int64_t>(int64_t(at), p_.num_shares - 1);
+    return y[i] + (at - double(i)) * (y[i + 1] - y[i]);
+  }
+
+  void add_piece(const Piece& x, double sign) {
+    const int64_t n = p_.first[x.table] + recipe_[x.table];
+    for (int i = 0; i < x.owners; ++i) {
+      const int64_t r = x.rank[i], c = p_.class_of[r];
+      touch(r);
+      const double share = double(x.weight[i]) / x.total;
+      const double a = sign * share * x.width, b = sign * share,
+                   d = sign * x.width * sums(n, share);
+      const double *col = p_.column + (n * C + c) * G, *str = p_.stream + (n * C + c) * G,
+                   *part = p_.partial + c * G;
+      double* to = load(r);
+      for (int64_t g = 0; g < G; ++g) to[g] += a * col[g] + b * str[g] + d * part[g];
+      col = p_.column_read + (n * C + c) * C * G, str = p_.stream_read + (n * C + c) * C * G;
+      part = p_.partial_read + c * C * G;
+      for (int64_t g = 0; g < C * G; ++g) every_[g] += a * col[g] + b * str[g] + d * part[g];
+    }
+  }
+
+  // Energy of the present state; fills peak_, busiest_, step_.
+  double evaluate() {
+    double step = 0, power_mean = 0;
+    peak_.assign(P, 0.0);
+    for (int64_t ph = 0; ph < P; ++ph) {
+      float power = 0;
+      for (int64_t c = 0; c < C; ++c) {
+        float every[kGroups], fill[kGroups];
+        for (int g = 0; g < kGroups; ++g) {
+          every[g] = float(every_[c * G + ph * kGroups + g]);
+          fill[g] = float(fill_[c * G + ph * kGroups + g]);
+        }
+        const auto [a, b] = block_[c];
+        const double most = phase_busy(&flat_[ph * kGroups * W], W, share_.data(), every, fill, a, b,
+                                       scale_[ph], &busy_[ph * W], &power);
+        peak_[ph] = std::max(peak_[ph], most);
+      }
+      step += peak_[ph];
+      power_mean += std::pow(double(power) / double(W), 1.0 / 32) / scale_[ph];
+    }
+    double over = 0;
+    for (int64_t c = 0; c < C; ++c) {
+      const auto [a, b] = block_[c];
+      const int64_t memory = c * G + G - 1;
+      over = std::max<double>(over, largest(&flat_[(G - 1) * W], share_.data(),
+                                            float(every_[memory]), float(fill_[memory]), a, b) - 1.0);
+    }
+    step_ = step * (1 + kOverflow * std::max(over, 0.0));
+    return (kMaxShare * step + (1 - kMaxShare) * power_mean) * (1 + kOverflow * std::max(over, 0.0));
+  }
+
+  // -- pieces -------------------------------------------------------------------------------------
+
+  int new_piece(const Piece& x) {
+    int id;
+    if (free_.empty()) {
+      id = int(pieces_.size());
+      pieces_.push_back(x);
+    } else {
+      id = free_.back();
+      free_.pop_back();
+      pieces_[id] = x;
+    }
+    return id;
+  }
+
+  // Put a piece into the state, or take it out; both are undone by `undo`.
+  void insert(const Piece& x) {
+    const int id = new_piece(x);
+    link(id);
+    add_piece(x, 1);
+    log_.push_back({id, true, x});
+  }
+  void erase(int id) {
+    add_piece(pieces_[id], -1);
+    log_.push_back({id, false, pieces_[id]});
+    unlink(id);
+    free_.push_back(id);
+  }
+  void link(int id) {
+    const Piece& x = pieces_[id];
+    of_table_[x.table].push_back(id);
+    for (int i = 0; i < x.owners; ++i) {
+      on_rank_[x.rank[i]].push_back(id);
+      ++owns_[x.table * W + x.rank[i]];
+    }
+  }
+  void unlink(int id) {
+    const Piece& x = pieces_[id];
+    drop(of_table_[x.table], id);
+    for (int i = 0; i < x.owners; ++i) {
+      drop(on_rank_[x.rank[i]], id);
+      --owns_[x.table * W + x.rank[i]];
+    }
+  }
+  static void drop(std::vector<int>& list, int id) {
+    auto at = std::find(list.begin(), list.end(), id);
+    *at = list.back();
+    list.pop_back();
+  }
+
+  void begin_move() {
+    ++stamp_;
+    saved_rank_.clear(), saved_load_.clear();
+    log_.clear(), recipes_log_.clear(), widths_log_.clear();
+    saved_every_ = every_, saved_fill_ = fill_;
+    refilled_ = {-1, -1};
+  }
+  void finish_move() {
+    for (const int64_t r : saved_rank_) flatten(r);
+  }
+  void undo() {
+    for (auto it = log_.rbegin(); it != log_.rend(); ++it) {
+      if (it->inserted) {
+        unlink(it->id);
+        free_.push_back(it->id);
+      } else {
+        const int id = new_piece(it->piece);
+        link(id);
+      }
+    }
+    for (auto it = recipes_log_.rbegin(); it != recipes_log_.rend(); ++it)
+      recipe_[it->first] = it->second;
+    for (auto it = widths_log_.rbegin(); it != widths_log_.rend(); ++it)
+      width_[it->first] = it->second;
+    for (size_t i = 0; i < saved_rank_.size(); ++i) {
+      std::memcpy(load(saved_rank_[i]), &saved_load_[i * G], G * sizeof(double));
+      flatten(saved_rank_[i]);
+    }
+    every_ = saved_every_, fill_ = saved_fill_;
+    if (refilled_.first >= 0) {
+      set_units(refilled_.first, units_[refilled_.first] + 1);
+      set_units(refilled_.second, units_[refilled_.second] - 1);
+    }
+  }
+
+  void set_units(int64_t r, int64_t units) {
+    units_[r] = units;
+    share_[r] = float(double(units) / double(std::max<int64_t>(class_units_[p_.class_of[r]], 1)));
+  }
+
+  void set_recipe(int64_t k, int64_t recipe) {  // its pieces are out
+    recipes_log_.push_back({k, recipe_[k]});
+    add_stay(k, -1);
+    recipe_[k] = recipe;
+    add_stay(k, 1);
+  }
+
+  void set_width(int64_t k, int64_t width) {  // its pieces are out, or will follow
+    widths_log_.push_back({k, width_[k]});
+    add_stay(k, -1);
+    width_[k] = width;
+    add_stay(k, 1);
+  }
+
+  // A part that has columns.
+  int64_t pick_part() {
+    const int64_t k = random_.below(whole_);
+    if (T == whole_ || width_[k + whole_] == 0) return k;
+    return width_[k] == 0 || random_.unit() < 0.5 ? k + whole_ : k;
+  }
+  int64_t partner(int64_t k) const { return k < whole_ ? k + whole_ : k - whole_; }
+
+  bool pushes(int64_t k) const { return width_[k] > 0 && p_.pushes[p_.first[k] + recipe_[k]]; }
+  bool may(int64_t k, int64_t r) const { return p_.may[k * W + r]; }
+  bool free_for(int64_t k, int64_t r) const { return may(k, r) && !owns_[k * W + r]; }
+
+  // -- the best -----------------------------------------------------------------------------------
+
+  void keep_best() {
+    best_step_ = step_, best_recipe_ = recipe_, best_width_ = width_, best_units_ = units_;
+    best_pieces_.clear();
+    for (int64_t k = 0; k < T; ++k)
+      for (const int id : of_table_[k]) best_pieces_.push_back(pieces_[id]);
+  }
+  void restore_best() {
+    recipe_ = best_recipe_, width_ = best_width_, units_ = best_units_;
+    pieces_ = best_pieces_;
+    for (auto& list : of_table_) list.clear();
+    for (size_t id = 0; id < pieces_.size(); ++id) of_table_[pieces_[id].table].push_back(int(id));
+  }
+
+  struct Logged {
+    int id;
+    bool inserted;
+    Piece piece;
+  };
+
+  OperPacking& p_;
+  Random random_;
+  int64_t W, C, G, P, T, whole_, moves_ = 0;
+  std::vector<int64_t> recipe_, best_recipe_, width_, best_width_, busiest_;
+  std::vector<int64_t> units_, best_units_, class_units_;
+  std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
+  std::vector<float> flat_, busy_, scale_, share_;
+  std::pair<int64_t, int64_t> refilled_{-1, -1};
+  std::vector<Piece> pieces_, best_pieces_;
+  std::vector<int> free_;
+  std::vector<std::vector<int>> of_table_, on_rank_;
+  std::vector<uint8_t> owns_;
+  std::vector<std::pair<int64_t, int64_t>> block_, recipes_log_, widths_log_;
+  std::vector<int64_t> saved_rank_, saved_mark_;
+  std::vector<Logged> log_;
+  int64_t stamp_ = 0;
+  double energy_ = 0, step_ = 0, best_step_ = 0;
+};
+
+}  // namespace oper::search
