@@ -22,6 +22,7 @@ from oper.serve.batching import BatchOptions
 
 _GROWTH_BYTES = 16 << 20  # of all processes together: allocators breathe
 _SOAK_SWAPS = 20
+_MAX_UNMET = 10  # runs in which no request met a publication
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +174,24 @@ def _publish(live: _Live, target: float) -> dict[str, Any]:
     quiet = [live.client.run(settings)]
     swaps: list[Swap] = []
     during: list[Seen] = []
+    unmet = 0
     while len(swaps) < case.swaps:
         live.progress(f"{case.name}: {target:.0f} queries/s, {len(swaps)} of {case.swaps} swaps")
         live.client.start(settings)
         until = time.monotonic() + case.seconds
         time.sleep(0.2)
-        while time.monotonic() < until and len(swaps) < case.swaps:
-            swaps.append(live.host.publish())
+        new: list[Swap] = []
+        while time.monotonic() < until and len(swaps) + len(new) < case.swaps:
+            new.append(live.host.publish())
             time.sleep(0.05)
         during.append(live.client.finish(case.seconds))
+        if _overlaps(during[-1], new).any():
+            swaps += new
+            continue
+        unmet += 1  # a client that began after the last of them has shown nothing
+        if unmet == _MAX_UNMET:
+            raise RuntimeError(f"no request was in flight during publications, in {unmet} runs; "
+                               f"ask for longer runs than {case.seconds} s")
     live.progress(f"{case.name}: {target:.0f} queries/s, quiet again")
     quiet.append(live.client.run(settings))
     touched = np.concatenate([s.latency_ms[_overlaps(s, swaps)] for s in during])

@@ -91,7 +91,7 @@ def test_long_flat_bags_are_pushed_and_hot_rows_of_single_ids_are_not(length, ex
 
 
 def _arguments(seed):
-    return argparse.Namespace(seed=seed, torchrec_seconds=0, prove_seconds=0)
+    return argparse.Namespace(seed=seed, torchrec_seconds=0, prove_seconds=0, resume=None)
 
 
 def test_bench_entries_hold_the_named_keys_and_check_themselves():
