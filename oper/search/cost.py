@@ -400,7 +400,7 @@ class CostModel:
         return Tally(rows, replicas, num_pushed)
 
     def subset_rows(self, t: TableProblem, width: int, tier: Tier,
-                owner: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
+                    owner: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
         """A tier replicated on some ranks: rows, bytes needed by a reader, broadcast by master."""
         rows = self.tier_rows(t, width, tier, owner)
         row, _, state = row_bytes(t, width)

@@ -17,6 +17,7 @@ first, for one load at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +36,7 @@ from oper.search.problem import NUM_FEATURES, TableProblem
 from oper.search.tally import GRADS, NUM_ROWS, PARTIALS
 
 if TYPE_CHECKING:
+    from oper.search.cost import CostModel
     from oper.search.relax import Relaxation
 
 REPLICATED, SHARD, PUSH = "replicated", "shard", "push"
@@ -42,6 +44,13 @@ HOST = "host"  # a shard in host memory
 COPIES = "copies"  # on one rank of every host
 Load = tuple[int, int]  # phase and group of terms
 _Limit = tuple[np.ndarray, float]  # weights of the phases' times, weight of the reader's part
+
+
+def row_makers(model: CostModel) -> dict[str, Callable[[TableProblem, int, np.ndarray],
+                                                       np.ndarray]]:
+    """What makes tally rows of a table's rows, by the kind of what holds them."""
+    return {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
+            HOST: model.host_rows}
 
 
 def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:
@@ -119,7 +128,7 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
 
 def _host_reads(relaxation: Relaxation, apart: Load, unit: np.ndarray) -> np.ndarray:
     """What a unit of each tally row, spread over a class, puts on a reader of the first
-    neighbourhood beside what its owner does; float64 [C, 15].
+    neighbourhood beside what its owner does; float64 [C, 20].
 
     Through the links between hosts, all ranks of a host read alike: whatever other hosts own.
     """
@@ -139,17 +148,14 @@ def _host_coefficients(relaxation: Relaxation, o: int, read: np.ndarray, once: n
     world = model.machine.world_size
     if option.kind == COPIES:  # asks something of that reader, or nothing
         return
-    make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
-            HOST: model.host_rows}
+    make = row_makers(model)
     spread = np.full(world, 1 / world) if option.rank_class < 0 else (
         relaxation.spread(option.rank_class))
     owner = np.eye(NUM_FEATURES)[:, :, None] * spread
     for k, t in enumerate(relaxation.tables):
         found = []
         for width in (t.spec.dim, 2 * t.spec.dim):
-            rows = make[option.kind](t, width, owner)
-            by_class = np.stack([rows[..., r].sum(axis=-1) for r in relaxation.classes.ranks],
-                                axis=-1)
+            by_class = relaxation.by_class(make[option.kind](t, width, owner))
             found.append(np.einsum("fqc,cq->f", by_class, read))
         once[k, o, :, -1] = found[0]
         if option.kind == PUSH:
@@ -211,11 +217,9 @@ def _reader(relaxation: Relaxation, t: TableProblem, kind: str, width: int,
     model, (reader, every) = relaxation.model, units
     if kind == COPIES:  # a rank with a copy reads no less than one that owns nothing
         return np.zeros((NUM_FEATURES, *reader.shape[1:]))
-    make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
-            HOST: model.host_rows}
     owner = np.zeros((NUM_FEATURES, NUM_FEATURES, model.machine.world_size))
     owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), 0] = 1.0
-    rows = make[kind](t, width, owner)
+    rows = row_makers(model)[kind](t, width, owner)
     return np.asarray(np.einsum("fq,qpg->fpg", rows[..., 1], every)
                       + np.einsum("fq,qpg->fpg", rows[..., 0] - rows[..., 1], reader))
 

@@ -272,7 +272,6 @@ class _Branch:
         self.hosts.run(-(-max_boxes // _HOST_BOXES), step_us=step_us - self.extra_us,
                        goal_us=goal_us - self.extra_us, deadline=deadline)
 
-
     def lowest(self, number: int) -> list[Bound]:
         """Relaxed solutions of the boxes with the least bounds, least first."""
         if self.hosts is None:

@@ -35,6 +35,7 @@ from oper.search.owner_rows import (
     Load,
     add_owner_rows,
     first_neighbourhood,
+    row_makers,
 )
 from oper.search.pieces import Box, Pieces
 from oper.search.problem import IDS, NUM_FEATURES, TableProblem
@@ -268,8 +269,7 @@ class Relaxation:
         model, world = self.model, self.model.machine.world_size
         shape = (len(self.tables), len(self.options), NUM_FEATURES, self.phase_of.size)
         self.coefficients, self.per_stream = np.zeros(shape), np.zeros(shape)
-        make = {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
-                HOST: model.host_rows}
+        make = row_makers(model)
         for o, option in enumerate(self.options):
             if option.kind == COPIES:
                 copies = CopyRows(self)
@@ -289,8 +289,11 @@ class Relaxation:
     def mean(self, rows: np.ndarray) -> np.ndarray:
         """Tally rows (float64 [4, 20, W]) on the resource rows; float64 [4, R]."""
         # Owners are symmetric within a class by construction, readers by definition.
-        by_class = np.stack([rows[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
-        return np.asarray(np.einsum("fqc,cqr->fr", by_class, self.unit))
+        return np.asarray(np.einsum("fqc,cqr->fr", self.by_class(rows), self.unit))
+
+    def by_class(self, rows: np.ndarray) -> np.ndarray:
+        """[..., W] -> [..., C]: sums over each class."""
+        return np.stack([rows[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
 
     def _phase_weights(self) -> np.ndarray:
         out = np.zeros((self.phase_of.size, len(self.model.phases)))

@@ -14,6 +14,7 @@ import torch
 from oper.errors import InvalidInputError, OperError, fail
 
 if TYPE_CHECKING:
+    from oper.shmem.heap import HostHeap
     from oper.shmem.runtime import ShardedTables
 
 
@@ -60,21 +61,23 @@ class Progress:
 
     def counts(self) -> list[Counts]:
         """Of every rank; empty with a single one, which meets nobody. OperError when closed."""
-        if self._tables._heap is None:
-            raise OperError(fail("cannot tell how far all ranks are", "tables", "closed",
-                                 "open tables", "load a checkpoint"))
+        self._heap()
         flat = torch.ops.oper.context_progress(self._tables._handle)
         return [Counts(*flat[k:k + 3]) for k in range(0, len(flat), 3)]
 
     def ended(self) -> set[int]:
         """Ranks whose processes have ended; OperError when the tables are closed."""
-        self.counts()
-        assert self._tables._heap is not None
         poll = select.poll()
-        ranks = {fd: r for r, fd in enumerate(self._tables._heap.pidfds) if fd >= 0}
+        ranks = {fd: r for r, fd in enumerate(self._heap().pidfds) if fd >= 0}
         for fd in ranks:
             poll.register(fd, select.POLLIN)
         return {ranks[fd] for fd, _ in poll.poll(0)}
+
+    def _heap(self) -> HostHeap:
+        if self._tables._heap is None:
+            raise OperError(fail("cannot tell how far all ranks are", "tables", "closed",
+                                 "open tables", "load a checkpoint"))
+        return self._tables._heap
 
     def mark(self) -> Mark:
         """This moment. No update may be under way on this rank."""
