@@ -30,7 +30,7 @@ class DiskNeed:
 
     @property
     def total(self) -> int:
-        """At the peak, when both are there."""
+        """At most at the peak; a unit's share of the work goes once the unit is written."""
         return self.work + self.output
 
     def text(self, free: int) -> str:

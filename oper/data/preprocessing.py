@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +28,7 @@ from oper.data.detect import find_inputs, plan_units
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, SPLITS
 from oper.data.lines import natural_key
 from oper.data.merging import RunMerger
+from oper.data.pagecache import is_large
 from oper.data.readers import Unit
 from oper.data.recipe import Recipe, parse_share
 from oper.data.sharing import is_done, share
@@ -184,6 +185,7 @@ class Job:
     target: Path
     options: PreprocessOptions
     _began: bool = False
+    _is_large: bool = False
     _vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     _first_rows: list[int] = field(default_factory=list)
 
@@ -195,7 +197,7 @@ class Job:
     @property
     def stage(self) -> Stage:
         """The units that have been read."""
-        return Stage(self.work / "stage", self.recipe)
+        return Stage(self.work / "stage", self.recipe, self._is_large)
 
     @property
     def shares(self) -> tuple[Fraction, Fraction]:
@@ -261,7 +263,7 @@ class Job:
             for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary"):
                 (self.work / name).mkdir(parents=True, exist_ok=True)
             write_text(about, json.dumps({"job": self.identity()}))
-        self._began = True
+        self._began, self._is_large = True, is_large(self.paths)
 
     def _estimate(self) -> None:
         need = estimate.disk_need(self.recipe, self.units)
@@ -291,16 +293,23 @@ class Job:
             self._share("counting", {f"count-{k:03d}": self._counter(k, split) for k in range(
                 len(self.recipe.names("sparse")))}, 0)
             share({"counted": lambda: None}, tasks)
+        # What has been written is removed at once, but after it is marked as done.
         self._share("writing", {f"write-{k:06d}": self._writer(k, split)
-                                for k in range(len(self.units))}, 1)
+                                for k in range(len(self.units))}, 1,
+                    lambda name: self.stage.drop(int(name.removeprefix("write-"))))
         share({"finished": lambda: self._finish(split)}, tasks)
 
-    def _share(self, title: str, tasks: dict[str, Any], by_bytes: int) -> None:
+    def _share(self, title: str, tasks: dict[str, Any], by_bytes: int,
+               done: Callable[[str], object] = len) -> None:
         sizes = [self._size(u) for u in self.units] if by_bytes else [1] * len(tasks)
         weight = dict(zip(tasks, sizes, strict=True))
         with tqdm(total=sum(sizes), desc=title, unit="B" if by_bytes else " columns",
                   unit_scale=True, disable=not self.options.show_progress) as bar:
-            share(tasks, self.work / "tasks", lambda name: bar.update(weight[name]))
+            def tell(name: str) -> None:
+                bar.update(weight[name])
+                done(name)
+
+            share(tasks, self.work / "tasks", tell)
 
     @staticmethod
     def _size(unit: Unit) -> int:
@@ -309,7 +318,7 @@ class Job:
         return max(1, unit.stop - unit.start)
 
     def _reader(self, k: int) -> Any:
-        return lambda: self.stage.write(k, self.units[k], self.options.max_bad, lambda _: None)
+        return lambda: self.stage.write(k, self.units[k], self.options.max_bad)
 
     def _check_staged(self) -> None:
         records = [self.stage.record(k) for k in range(len(self.units))]
@@ -387,7 +396,8 @@ class Job:
         return lambda: self._write(k, split)
 
     def _write(self, k: int, split: Split) -> None:
-        options = WriteOptions(self.options.row_group_rows, self.options.part_rows)
+        options = WriteOptions(self.options.row_group_rows, self.options.part_rows,
+                               self._is_large)
         writer = Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out", options)
         rows = writer.write(k, self._first_rows[k])
         self.stage.note(f"{k:06d}.rows.json", rows)

@@ -7,6 +7,7 @@ narrowest integers. Later passes look distinct values up, not rows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -22,7 +23,7 @@ import pyarrow.compute as pc
 
 from oper import native
 from oper.data.columns import Ids
-from oper.data.lines import Progress
+from oper.data.pagecache import Passing
 from oper.data.readers import Unit, read_unit, where
 from oper.data.recipe import Recipe
 from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
@@ -100,9 +101,9 @@ def _numpy(array: pa.Array) -> np.ndarray:
 class Stage:
     """The files of the first pass in a work folder."""
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        """Files are written to and read from `folder`."""
-        self._folder = folder
+    def __init__(self, folder: Path, recipe: Recipe, is_large: bool = False) -> None:
+        """Files are written to and read from `folder`; a large log passes the page cache by."""
+        self._folder, self._is_large = folder, is_large
         self._recipe = recipe
         self._expected: dict[int, int] = {}  # distinct values of the columns of the last chunk
 
@@ -123,22 +124,23 @@ class Stage:
         with (self._folder / f"{number:06d}.minutes").open("rb") as file:
             return np.load(file), np.load(file)
 
-    def write(self, number: int, unit: Unit, max_bad: int, progress: Progress) -> None:
+    def write(self, number: int, unit: Unit, max_bad: int) -> None:
         """Read a unit and write its files; raises FileFormatError above `max_bad` bad rows."""
         lines = num_bad = 0
         bad: list[BadRow] = []
         chunks: list[dict[str, Any]] = []
         minutes: list[np.ndarray] = []
         size = piece_rows(self._recipe.names("dense"), self._recipe.names("sparse"))
-        for rows in _chunks(read_unit(unit, self._recipe, progress, reuse=True), size):
-            num_bad += rows.num_bad
-            bad += rows.bad[:MAX_EXAMPLES - len(bad)]
-            if num_bad > max_bad:
-                too_many_bad(num_bad, max_bad, [where(unit, self._recipe, b) for b in bad[:3]])
-            chunks.append(self._write_chunk(number, len(chunks), rows, lines))
-            if rows.time is not None:
-                minutes.append(rows.time // 60)
-            lines += rows.num_lines
+        with contextlib.closing(self._passing(unit)) as passing:
+            for rows in _chunks(read_unit(unit, self._recipe, passing.advance, reuse=True), size):
+                num_bad += rows.num_bad
+                bad += rows.bad[:MAX_EXAMPLES - len(bad)]
+                if num_bad > max_bad:
+                    too_many_bad(num_bad, max_bad, [where(unit, self._recipe, b) for b in bad[:3]])
+                chunks.append(self._write_chunk(number, len(chunks), rows, lines))
+                if rows.time is not None:
+                    minutes.append(rows.time // 60)
+                lines += rows.num_lines
         with (self._folder / f"{number:06d}.minutes").open("wb") as file:
             every = np.concatenate(minutes) if minutes else np.zeros(0, np.int64)
             for array in np.unique(every, return_counts=True):
@@ -146,6 +148,10 @@ class Stage:
         self.note(f"{number:06d}.json", {
             "lines": lines, "bad": num_bad, "chunks": chunks,
             "first": [where(unit, self._recipe, b) for b in bad]})
+
+    def _passing(self, unit: Unit) -> Passing:
+        is_text = self._recipe.layout(unit.layout).format in ("text", "jsonl", "bags")
+        return Passing(unit.path, unit.start if is_text else 0, self._is_large and is_text)
 
     def note(self, name: str, value: Any) -> None:
         """Write a file of JSON, whole or not at all.
@@ -225,9 +231,10 @@ class Stage:
         return labels, file.next()
 
     def drop(self, number: int) -> None:
-        """Remove the rows of a unit that have been written elsewhere."""
-        for path in self._folder.glob(f"{number:06d}-*.rows"):
-            path.unlink(missing_ok=True)
+        """Remove the rows and values of a unit that have been written elsewhere."""
+        for chunk in range(len(self.record(number)["chunks"])):
+            for kind in ("rows", "distinct"):
+                self._path(number, chunk, kind).unlink(missing_ok=True)
 
 
 class _Arrays:

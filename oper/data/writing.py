@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from oper import native
 from oper.data.folder import SPLITS
+from oper.data.pagecache import Passing
 from oper.data.recipe import Recipe
 from oper.data.staging import Coded, Stage
 from oper.data.vocabulary import Vocabulary
@@ -88,10 +89,11 @@ def split_by_time(recipe: Recipe, minutes: np.ndarray, counts: np.ndarray, valid
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """Sizes of Parquet files: rows of a row group, rows of a part."""
+    """Sizes of Parquet files: rows of a row group, rows of a part; whether the log is large."""
 
     row_group_rows: int = 1 << 16
     part_rows: int = 1 << 21
+    is_large: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +183,13 @@ class _PartWriter:
     def close(self) -> None:
         if self._num_pending:
             self._flush(self._num_pending)
+        self._end_part()
+
+    def _end_part(self) -> None:
         if self._writer is not None:
             self._writer.close()
+            self._passing.close()
+        self._writer, self._part_rows = None, 0
 
     def write(self, table: pa.Table) -> None:
         self._pending.append(table)
@@ -207,13 +214,14 @@ class _PartWriter:
                 self._writer = pq.ParquetWriter(
                     self._folder / name, table.schema, compression="none", use_dictionary=few,
                     write_statistics=False, write_page_checksum=True)
+                self._passing = Passing(self._folder / name, use=self._options.is_large)
                 self._num_parts += 1
             piece = table.slice(start, min(group, count - start))
             self._writer.write_table(piece, row_group_size=group)
+            self._passing.advance(piece.nbytes)
             self._part_rows += piece.num_rows
             if self._part_rows >= self._options.part_rows:
-                self._writer.close()
-                self._writer, self._part_rows = None, 0
+                self._end_part()
 
 
 def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: dict[str, Any],
