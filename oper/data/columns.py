@@ -26,11 +26,11 @@ EXPECTED = {
     "hex32": "8 digits 0-9a-f or nothing", "uint32": "an integer from 0 to 4294967295 or nothing",
     "uint64": "an integer of at most 64 bits or nothing", "int": "an integer or nothing",
     "integral": "a whole number or nothing", "float": "a finite number or nothing",
-    "string": "text of at most 1024 bytes", "binary": "0 or 1",
+    "string": "text of at most 1024 bytes, none of them 0", "binary": "0 or 1",
     "threshold": "a number", "among": "text",
     "unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
     "iso": "a date and time without zone", "iso_zone": "a date and time with its zone",
-    "yymmddhh": "a date and hour YYMMDDHH",
+    "yymmddhh": "a date and hour YYMMDDHH", "": "text without a carriage return",  # skipped
 }
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _FIELD = {
@@ -116,10 +116,8 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
         wanted = pa.array([p.encode() for p in column.positive], pa.binary())
         return pc.is_in(array, wanted).to_numpy(zero_copy_only=False).astype(np.int8)
     # A binary label is one character.
-    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset:][:len(array) + 1]
-    _require(bool((np.diff(offsets) == 1).all()), column)
-    text = np.frombuffer(array.buffers()[2] or b"", np.uint8)
-    text = text[offsets[0]:offsets[-1]] if len(array) else text[:0]
+    _require(not pc.any(pc.not_equal(pc.binary_length(array), 1)).as_py(), column)
+    text = _text(array)
     _require(bool(((text | 1) == ord("1")).all()), column)
     return (text - np.uint8(ord("0"))).view(np.int8)
 
@@ -192,10 +190,17 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
     _require(pa.types.is_binary(kind) or pa.types.is_large_binary(kind), column)
     array = array.cast(pa.binary())
     longest = pc.max(pc.binary_length(array)).as_py() or 0
-    text = array.buffers()[2]
-    _require(longest <= MAX_TEXT_BYTES and (text is None or b"\0" not in text.to_pybytes()),
-             column)
+    _require(longest <= MAX_TEXT_BYTES and not (_text(array) == 0).any(), column)
     return array
+
+
+def _text(array: pa.Array) -> np.ndarray:
+    """The bytes of a binary array; its buffer may hold more, of other rows or of nothing."""
+    _, offsets, text = array.buffers()
+    if not len(array) or text is None:
+        return np.zeros(0, np.uint8)
+    places = np.frombuffer(offsets, np.int32)[array.offset:][:len(array) + 1]
+    return np.frombuffer(text, np.uint8)[places[0]:places[-1]]
 
 
 def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from oper.data.columns import is_valid
-from oper.data.lines import expand_inputs, first_line, spans_of
+from oper.data.lines import expand_inputs, first_line, is_empty, spans_of
 from oper.data.readers import Unit, is_arrays, is_companion, is_parquet, open_parquet
 from oper.data.recipe import Layout, Recipe
 from oper.data.text import split_line
@@ -70,7 +69,7 @@ def choose_layout(recipe: Recipe, path: str) -> Layout:
         found = [x for x in recipe.layouts if x.format == kind]
     else:
         found = _text_layouts(recipe, path)
-    if found and (os.path.getsize(path) == 0
+    if found and ((found[0].format in ("text", "jsonl", "bags") and is_empty(path))
                   or (len(found) == 1 and not (found[0].ask and len(recipe.layouts) > 1))):
         return found[0]
     if found:

@@ -138,6 +138,12 @@ def first_line(path: str, encoding: str = "utf-8") -> str:
     return line.rstrip(b"\r\n").decode(encoding, "replace")
 
 
+def is_empty(path: str) -> bool:
+    """Whether a file holds no text: no byte, packed or not, or a byte order mark only."""
+    with open_text(path) as (text, _):
+        return not text.read(len(_MARK) + 1).removeprefix(_MARK)
+
+
 def spans_of(path: str, span_bytes: int | None) -> list[Span]:
     """A file cut into spans of about `span_bytes`; packed files and None are not cut."""
     size = os.path.getsize(path)

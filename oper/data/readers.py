@@ -17,7 +17,16 @@ from pyarrow import json as pajson
 
 from oper.data import columns as convert
 from oper.data.columns import Ids, MalformedError
-from oper.data.lines import Block, Progress, Quoting, Span, first_line, line_of, read_blocks
+from oper.data.lines import (
+    Block,
+    Progress,
+    Quoting,
+    Span,
+    first_line,
+    is_empty,
+    line_of,
+    read_blocks,
+)
 from oper.data.plain import is_plain, read_plain
 from oper.data.recipe import Column, Layout, Recipe
 from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
@@ -88,7 +97,7 @@ def _blocks(unit: Unit, layout: Layout, progress: Progress) -> Iterator[Block]:
 def _read_text(unit: Unit, recipe: Recipe, progress: Progress, reuse: bool) -> Iterator[Rows]:
     layout = recipe.layout(unit.layout)
     line = first_line(unit.path, layout.encoding)
-    if not line and os.path.getsize(unit.path) == 0:
+    if not line and is_empty(unit.path):
         return
     text = text_layout(recipe, layout, line, unit.path)
     if is_plain(text):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,54 @@ def test_genuine_rows(tmp_path: Path, name: str) -> None:
         else:
             assert columns[column] == values, column
     analyze_folder(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_odd_but_genuine_files(tmp_path: Path, name: str) -> None:
+    """A byte order mark, CRLF, two gzip members, a carriage return alone, no last line feed."""
+    file, data, _ = CASES[name]
+    text = gzip.decompress(data) if file.endswith(".gz") else data
+    (tmp_path / "plain").mkdir()
+    manifest, columns = read(tmp_path / "plain", name, {file.removesuffix(".gz"): text})
+    last = text.rstrip(b"\r\n").rpartition(b"\n")[2]
+    # Where fields may be quoted, outside of quotes it is an error of the whole file.
+    odd = text.replace(b"\r\n", b"\n") + last[:5] + b"\r" * (name != "online-retail") + last[5:]
+    odd = b"\xef\xbb\xbf" + odd.replace(b"\n", b"\r\n")
+    packed = gzip.compress(odd[:9]) + gzip.compress(odd[9:])
+    again, found = read(tmp_path, name, {file.removesuffix(".gz") + ".gz": packed},
+                        replace(ONE_ID_EACH, max_bad=1))
+    num_rows, num_bad = manifest["rows"]["train"], again["bad_rows"]["count"]
+    assert again["rows"]["train"] == num_rows + 1 - num_bad
+    names = {c for c in columns if c != manifest["columns"]["bucket"]}
+    assert {c: found[c][:num_rows] for c in names} == {c: columns[c] for c in names}
+    lines = text.count(b"\n") + 1
+    assert all(f"row {lines}," in bad for bad in again["bad_rows"]["first"])
+    assert num_bad == (name not in ("book-crossing", "citeulike", "online-retail"))
+
+
+@pytest.mark.parametrize("data", [b"", gzip.compress(b""), b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("name", ["criteo-kaggle", "avazu", "citeulike"])
+def test_files_without_any_text(tmp_path: Path, name: str, data: bytes) -> None:
+    with pytest.raises(InvalidInputError, match="the files are empty"):
+        read(tmp_path, name, {"log": data})
+
+
+def test_a_file_without_any_good_row_beside_one_with(tmp_path: Path) -> None:
+    good = CASES["yoochoose"][1]
+    manifest, columns = read(tmp_path, "yoochoose", {"a": b"\n", "b": good, "c": b""},
+                             replace(ONE_ID_EACH, max_bad=1))
+    assert manifest["rows"]["train"] == 2 and manifest["bad_rows"]["count"] == 1
+    assert columns["item"] == [214536502, 214536500]
+
+
+def test_one_bad_text_leaves_its_neighbours_in_a_parquet_file(tmp_path: Path) -> None:
+    table = pa.table({"item": [b"a", b"b\0", b"c", b"d" * 1025, b"e"]})
+    pq.write_table(table, tmp_path / "log.parquet")
+    manifest = preprocess(generic_recipe("parquet", Choice(["item"])),
+                          [str(tmp_path / "log.parquet")], tmp_path / "out",
+                          replace(ONE_ID_EACH, max_bad=2))
+    assert manifest["rows"]["train"] == 3
+    assert ["row 2" in b or "row 4" in b for b in manifest["bad_rows"]["first"]] == [True, True]
 
 
 def test_every_data_set_has_a_recipe_a_card_and_a_test() -> None:
