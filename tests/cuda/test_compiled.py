@@ -12,32 +12,21 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-ARCHS = ("80", "90")
+from tests.cuda import compiler
+from tests.cuda.compiler import ARCHS, ROOT
+
 # Kernels that move the rows, and the shapes of the usual tables: rows of whole 16-byte parts.
 HOT = re.compile(r"(pool_bags|pool_ids|stage_rows|reduce_runs|reduce_chunks|update_kernel)")
 UPDATES = re.compile(r"update_kernel|Lb1E")  # at the owner, or of a single rank
 SCALAR = re.compile(r"Li1ELi32E")  # element by element: dims that are no multiple of 16 bytes
 
 
-def _nvcc() -> str | None:
-    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    return shutil.which("nvcc") or shutil.which(
-        "nvcc", path=os.pathsep.join(f"{home}/bin" for home in homes))
-
-
-@cache
 def library() -> Path:
     """The CUDA library, built for all architectures from this tree."""
-    if _nvcc() is None:
+    compilation = compiler.start()
+    if compilation is None:
         pytest.skip("no nvcc in CUDA_HOME, /usr/local/cuda or PATH")
-    out = ROOT / "build" / "cuda-check"
-    env = os.environ | {"OPER_CUDA": "1", "OPER_CUDA_ARCHS": ";".join(ARCHS)}
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(out)],
-        cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return out / "oper" / "_lib" / "liboper_cuda.so"
+    return compilation.library()
 
 
 def tool(name: str, *arguments: str) -> str:
