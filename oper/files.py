@@ -128,10 +128,12 @@ def write_arrays(
     ):
         archive.writestr(_HEADER, json.dumps(header))
         for name, array in arrays.items():
+            array = np.asarray(array, order="C")
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(
-                    member, np.asarray(array, order="C"), version=_NPY_VERSION, allow_pickle=False
-                )
+                np.lib.format.write_array_header_2_0(
+                    member, np.lib.format.header_data_from_array_1_0(array))
+                # NumPy itself would copy the array piece by piece before it is summed and written.
+                member.write(array.reshape(-1).view(np.uint8).data)
 
 
 def read_arrays(

@@ -112,19 +112,23 @@ def size(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.delta_cost", description=__doc__)
-    parser.add_argument("--every", type=int, default=10, help="steps between deltas")
-    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--every", type=int, nargs="+", default=[10, 50], metavar="STEPS",
+                        help="between deltas, one case each")
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--json", type=Path, metavar="F", help="write the result there")
     args, load = parser.parse_args(), record.load_average()
     with tempfile.TemporaryDirectory(prefix="oper-deltas-") as folder:
-        speeds = run_world(2, measure, folder, args.every, args.turns, timeout_s=280)
-        sizes = run_world(2, size, folder)
-    case = {"name": "delta", "delta_every": args.every, "ranks": speeds, **sizes[0],
-            "share": sizes[0]["delta_bytes"] / sizes[0]["full_bytes"]}
-    print(json.dumps(case, indent=1))
+        cases: list[dict[str, Any]] = [
+            {"name": f"a delta every {every} steps", "delta_every": every,
+             "ranks": run_world(2, measure, folder, every, args.turns, timeout_s=280)}
+            for every in args.every]
+        sizes = run_world(2, size, folder)[0]
+    cases.append({"name": "1 % of the rows", **sizes,
+                  "share": sizes["delta_bytes"] / sizes["full_bytes"]})
+    print(json.dumps(cases, indent=1))
     if args.json is not None:
         record.write(args.json, record.record(
-            "delta", ["python", "-m", "tests.faults.delta_cost", *sys.argv[1:]], [case], load))
+            "delta", ["python", "-m", "tests.faults.delta_cost", *sys.argv[1:]], cases, load))
     return 0
 
 

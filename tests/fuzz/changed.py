@@ -25,29 +25,29 @@ from typing import Any
 from oper.bench import record
 from tests.faults.pauses import Pauses
 from tests.fuzz import native
-from tests.fuzz.targets import TARGETS, change, describe, one, remove_files, seeds
+from tests.fuzz.targets import MEMORY, TARGETS, change, describe, one, place, seeds
 
 _HANG_S, _MEMORY_BYTES = 60.0, 4 << 30
 _TEXT = "text (native)"
 
 
-def _run(name: str, first: int, last: int, at: Any, accepted: Any, told: Any) -> None:
-    """Executions first..last - 1 in this process; ends at a defect, which it tells."""
+def _run(name: str, files: str, last: int, counts: tuple[Any, Any], told: Any) -> None:
+    """Executions up to `last` - 1 in this process, with its files in a folder that is not its own;
+    ends at a defect, which it tells."""
+    at, accepted = counts
+    place(Path(files))
     warnings.simplefilter("ignore")
     if name != "exchange":  # its buffers take pages when they are filled
         resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
-    try:
-        good = seeds(name)
-        for number in range(first, last):
-            at.value = number
-            try:
-                accepted.value += one(name, input_of(name, good, number))
-            except Exception as error:
-                told.send(describe(error))
-                return
-        at.value = last
-    finally:
-        remove_files()
+    good = seeds(name)
+    for number in range(at.value, last):
+        at.value = number
+        try:
+            accepted.value += one(name, input_of(name, good, number))
+        except Exception as error:
+            told.send(describe(error))
+            return
+    at.value = last
 
 
 def input_of(name: str, good: list[bytes], number: int) -> bytes:
@@ -63,10 +63,13 @@ def run(name: str, runs: int, case: dict[str, Any], pauses: Pauses) -> None:
     began = time.monotonic()
     while at.value < runs:
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(name, at.value, runs, at, accepted, there))
-        process.start()
-        there.close()
-        problem = _watch(process, at, pauses)
+        # The files' folder is removed here, since a process that crashes leaves its own behind.
+        with tempfile.TemporaryDirectory(prefix="fuzz-", dir=MEMORY) as files:
+            process = context.Process(target=_run,
+                                      args=(name, files, runs, (at, accepted), there))
+            process.start()
+            there.close()
+            problem = _watch(process, at, pauses)
         with contextlib.suppress(EOFError):
             problem = here.recv() if here.poll() else problem
         if process.exitcode and not problem:

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from oper.analysis.value_counts import stats_from_value_counts
-from oper.data import Batches, BatchOptions, SyntheticLog, preprocess, write_synthetic_log
+from oper.data import Batches, BatchOptions, PreprocessOptions, preprocess
 from oper.data.folder import Folder
+from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import load_recipe
 from oper.errors import OperError
 from oper.files import read_arrays, write_arrays
@@ -43,17 +45,28 @@ from tests.fuzz.exchange import peer
 from tests.serve_support import SIGNATURE, random_request
 
 # In memory where there is such a place: millions of files are written.
-_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
-_PLACE = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_MEMORY))
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+_places: list[Path] = []
+
+
+def place(given: Path | None = None) -> Path:
+    """Where the files are: `given` from now on, else a folder that is made when first asked for."""
+    if given is not None:
+        _places[:] = [given]
+    if not _places:
+        _places.append(Path(tempfile.mkdtemp(prefix="fuzz-", dir=MEMORY)))
+    return _places[0]
 
 
 def remove_files() -> None:
     """Leave nothing behind."""
-    shutil.rmtree(_PLACE, ignore_errors=True)
+    for folder in _places:
+        shutil.rmtree(folder, ignore_errors=True)
+    _places.clear()
 
 
 def _file(name: str, data: bytes) -> Path:
-    path = _PLACE / name
+    path = place() / name
     with open(path, "wb", buffering=0) as file:
         file.write(data)
     return path
@@ -106,7 +119,7 @@ def trained_state(data: bytes) -> None:
 
 def checkpoint(data: bytes) -> None:
     """Descriptions of checkpoints."""
-    folder = _PLACE / "checkpoint"
+    folder = place() / "checkpoint"
     folder.mkdir(exist_ok=True)
     (folder / "__0_0.distcp").write_bytes(b"0" * 10_000)
     (folder / METADATA).write_bytes(data)
@@ -115,7 +128,7 @@ def checkpoint(data: bytes) -> None:
 
 def checksums(data: bytes) -> None:
     """Checksums of checkpoints."""
-    folder = _PLACE / "summed"
+    folder = place() / "summed"
     folder.mkdir(exist_ok=True)
     (folder / "__0_0.distcp").write_bytes(b"0" * 100)
     (folder / CHECKSUMS).write_bytes(data)
@@ -166,10 +179,11 @@ def wire(data: bytes) -> None:
 
 def parquet(data: bytes) -> None:
     """Parquet files of preprocessed folders."""
-    folder = _PLACE / "parquet"
+    folder = place() / "parquet"
     if not folder.exists():
         seeds("parquet")
-    (folder / "train" / "part-00000.parquet").write_bytes(data)
+    with open(folder / "train" / "part-00000.parquet", "wb", buffering=0) as file:
+        file.write(data)
     for _ in Batches(folder, "train", BatchOptions(8)):
         pass
 
@@ -243,40 +257,49 @@ def seeds(name: str) -> list[bytes]:
         meta: dict[str, Any] = {"files": {"__0_0.distcp": [100, zlib.crc32(b"0" * 100)]}}
         kind = ("oper-test", 3) if name == "arrays" else ("oper-checkpoint", 1)
         data = {"a": np.arange(6, dtype=np.int16).reshape(2, 3)} if name == "arrays" else {}
-        write_arrays(_PLACE / "seed", *kind, data, meta)
-        return [(_PLACE / "seed").read_bytes()]
+        write_arrays(place() / "seed", *kind, data, meta)
+        return [(place() / "seed").read_bytes()]
     if name == "delta":
         where = {"number": 0, "step": 1, "since": 0, "rank": 0, "world_size": 1, "part": 0}
         rows = {"0.ids": np.arange(3, dtype=np.uint32), "0.rows": np.ones((3, 2), np.float32)}
-        write_part(_PLACE, where, rows, {"items": [[0, "t", 0, ["rows"]]], "last": True})
-        return [(_PLACE / "rank-00000-00000.npz").read_bytes()]
+        write_part(place(), where, rows, {"items": [[0, "t", 0, ["rows"]]], "last": True})
+        return [(place() / "rank-00000-00000.npz").read_bytes()]
     if name == "plan":
         return [mixed_plan().to_text().encode()]
     if name == "stats":
         from tests.faults.files import make_stats
 
-        make_stats([3, 20]).save(_PLACE / "seed")
-        return [(_PLACE / "seed").read_bytes()]
+        make_stats([3, 20]).save(place() / "seed")
+        return [(place() / "seed").read_bytes()]
     if name == "wire":
         return [struct.pack("<4sqq", b"ask?", 0, 0), struct.pack("<4sqq", b"gave", 2, 1),
                 struct.pack("<4sqq", b"tell", 5, 0) * 3, b"\xfft" * 20]
     if name == "exchange":
         return [peer().recorded]
     if name == "parquet":
-        return [_parquet()]
+        return _parquet()
     if name == "request":
         return [length.to_bytes(2, "little") + body for body, length in _requests()]
     return _texts(name)
 
 
-def _parquet() -> bytes:
-    folder = _PLACE / "parquet"
+def _parquet() -> list[bytes]:
+    """A label, a dense column, ids and bags of ids: the reader treats every column of a kind alike,
+    and a file with few of them is read many times as often."""
+    folder = place() / "parquet"
     shutil.rmtree(folder, ignore_errors=True)
-    cardinalities = tuple(3 + k for k in range(26))
-    write_synthetic_log(_PLACE / "log.txt", SyntheticLog(40, 3, cardinalities, effect=1.0))
-    preprocess(load_recipe("criteo-kaggle"), [str(_PLACE / "log.txt")], folder)
+    lines = [f"{k % 2},{k / 7},u{k % 5},{'|'.join(f't{k % n}' for n in range(1, k % 4 + 1))}"
+             for k in range(40)]
+    (place() / "log.csv").write_text("\n".join(["label,price,user,tags", *lines, ""]))
+    recipe = generic_recipe("csv", Choice(["user", "tags:|"], "label", ["price"]))
+    preprocess(recipe, [str(place() / "log.csv")], folder,
+               PreprocessOptions(valid="0", test="0", min_count=1))
     (file,) = (folder / "train").glob("*.parquet")
-    return file.rename(folder / "train" / "part-00000.parquet").read_bytes()
+    good = file.rename(folder / "train" / "part-00000.parquet").read_bytes()
+    # Without checksums of pages their contents, too, come to whoever decodes them.
+    bare = io.BytesIO()
+    pq.write_table(pq.ParquetFile(io.BytesIO(good)).read(), bare, write_page_checksum=False)
+    return [good, bare.getvalue()]
 
 
 def _requests() -> list[tuple[bytes, int]]:
@@ -302,7 +325,7 @@ def _texts(name: str) -> list[bytes]:
         return [b"field,value,count\n0,a,3\n0,b,4\n1,c,9\n"]
     if name == "manifest":
         _parquet()
-        return [(_PLACE / "parquet" / "manifest.json").read_bytes()]
+        return [(place() / "parquet" / "manifest.json").read_bytes()]
     if name == "trained_state":
         return [_state()]
     return [_description()]
@@ -313,15 +336,15 @@ def _state() -> bytes:
 
     from oper.train.model import save_state
 
-    save_state(_PLACE / "seed", {"w": torch.arange(3.0)})
-    return (_PLACE / "seed").read_bytes()
+    save_state(place() / "seed", {"w": torch.arange(3.0)})
+    return (place() / "seed").read_bytes()
 
 
 def _description() -> bytes:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    folder = _PLACE / "seeds"
+    folder = place() / "seeds"
     dcp.save({"w": torch.arange(3.0), "n": {"k": 5}}, checkpoint_id=folder, no_dist=True)
     return (folder / METADATA).read_bytes()
 

@@ -8,15 +8,19 @@ import random
 import resource
 import struct
 import subprocess
+import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 
+from tests.faults.pauses import Pauses
+from tests.fuzz import changed, crash
 from tests.fuzz.native import build
-from tests.fuzz.targets import TARGETS, change, one, remove_files, seeds
+from tests.fuzz.targets import MEMORY, TARGETS, change, one, remove_files, seeds
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,14 +47,23 @@ def test_changed_files(name: str) -> None:
         one(name, change(rng.choice(good), rng))
 
 
+def test_a_crash_is_a_defect_and_leaves_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changed, "_run", crash.run)
+    before = set(Path(MEMORY or tempfile.gettempdir()).glob("fuzz-*"))
+    case: dict[str, Any] = {"executions": 0, "accepted": 0, "defects": [], "seconds": 0.0}
+    changed.run("arrays", 1, case, Pauses())
+    assert [d["what"] for d in case["defects"]] == ["ended with -9"] and case["executions"] == 1
+    assert set(Path(MEMORY or tempfile.gettempdir()).glob("fuzz-*")) == before
+
+
 def test_changed_lines_of_text(tmp_path: Path) -> None:
     """The compiled parser, with the sanitizers of addresses and of undefined behaviour."""
     program = build(tmp_path)
     if program is None:
         pytest.skip("no compiler with sanitizers")
-    command = [str(program), "100000", "7"]
+    command = [str(program), "10000", "7"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "100000 executions\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "10000 executions\n"), done.stderr
 
 
 def _archive(header: bytes) -> bytes:
