@@ -112,9 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="only this one (default: all, one after another)")
     parser.add_argument("--folder", type=Path, metavar="DIR",
                         help="build there and keep it; a second run compiles what has changed")
+    parser.add_argument("--list", action="store_true", help="only print what is run and what not")
     parser.add_argument("tests", nargs="*", metavar="TEST",
                         help="tests in place of the default ones, as pytest takes them")
     args = parser.parse_args(arguments)
+    if args.list:
+        for name in args.kind or sorted(KINDS):
+            print(f"{name}: {' '.join(args.tests or KINDS[name].tests)}")
+            for test, why in KINDS[name].without.items():
+                print(f"  without {test}: {why}")
+        return 0
     with tempfile.TemporaryDirectory(prefix="oper-sanitizers-") as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         statuses = [_run(name, folder / name, args.tests) for name in args.kind or sorted(KINDS)]
@@ -145,7 +152,7 @@ def _run(name: str, folder: Path, tests: Sequence[str]) -> int:
     _say(name, "planted defects found; running the tests")
     without = [f"--deselect={test}" for test in kind.without]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10",
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=10",
          "--capture=sys",  # what a library says before it ends the process is to be seen
          *without, *(tests or kind.tests)],
         cwd=folder, check=False, env=environment | {"PYTHONPATH": str(folder)})
