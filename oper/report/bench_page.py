@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from oper.errors import FileFormatError, fail
-from oper.report.figures import colour, pyplot, stacked, svg_of
+from oper.report.figures import colour, name_colours, plain, pyplot, stacked, svg_of
 from oper.report.page import Plot, Table, render
 from oper.tables import format_bytes
 
@@ -21,10 +22,12 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     what = f"cannot read {os.fspath(path)!r} as a benchmark record"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-        if all(isinstance(c["name"], str) for c in value["cases"]) and value["benchmark"]:
+        described = all(isinstance(value.get(k, {}), dict) for k in ("machine", "versions"))
+        if described and all(isinstance(c["name"], str) for c in value["cases"]) and (
+                value["benchmark"]):
             found: dict[str, Any] = value
             return found
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileFormatError(fail(what, "content", str(error), "what oper bench --json writes",
                                    "pass such a file")) from None
     raise FileFormatError(fail(what, "cases", value.get("cases"), "cases with names",
@@ -42,9 +45,11 @@ def bench_page(value: Mapping[str, Any]) -> str:
     keys = list(dict.fromkeys(k for found in numbers for k in found))
     shared = [k for k in keys if sum(k in found for found in numbers) >= 2]
     plots: list[Plot | Table] = [*_contenders(cases), *_phases(cases), *_links(cases)]
-    plots += [Plot(k.replace("_", " "), f"{k} by case.", _bars(k, [
-        (c["name"], found[k]) for c, found in zip(cases, numbers, strict=True) if k in found]))
-        for k in shared]
+    for k in shared:
+        bars = [(c["name"], found[k]) for c, found in zip(cases, numbers, strict=True)
+                if k in found]
+        only = f" The first {_MAX_BARS} of {len(bars)}." if len(bars) > _MAX_BARS else ""
+        plots.append(Plot(k.replace("_", " "), f"{k} by case.{only}", _bars(k, bars[:_MAX_BARS])))
     rows = [[k, *(f"{found[k]:,.4g}" if k in found else "-" for found in numbers)] for k in keys]
     names = [c["name"] + ("" if c.get("verified") else " (not verified)") for c in cases]
     machine = value.get("machine", {})
@@ -59,7 +64,8 @@ def bench_page(value: Mapping[str, Any]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return (isinstance(value, int | float) and not isinstance(value, bool)
+            and math.isfinite(value))
 
 
 def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
@@ -71,7 +77,7 @@ def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
             plans = c.get("plans")
             times = [(name, p[what]) for name, p in plans.items()
                      if isinstance(p, dict) and isinstance(p.get(what), dict)
-                     and {"median_ms", "p10_ms", "p90_ms"} <= p[what].keys()
+                     and all(_is_number(p[what].get(k)) for k in ("median_ms", "p10_ms", "p90_ms"))
                      ] if isinstance(plans, dict) else []
             if times:
                 bars.append((c["name"], times))
@@ -84,9 +90,8 @@ def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
 
 def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, float]]]]], name: str
              ) -> str:
-    plt = pyplot()
     names = list(dict.fromkeys(n for _, times in cases for n, _ in times))
-    figure, axis = plt.subplots(figsize=(8.0, 0.9 + 0.22 * sum(len(t) + 1 for _, t in cases)))
+    figure, axis = pyplot().subplots(figsize=(8.0, 0.9 + 0.22 * sum(len(t) + 1 for _, t in cases)))
     y, ticks = 0, []
     for title, times in cases:
         ticks.append((y + (len(times) - 1) / 2, title))
@@ -95,13 +100,11 @@ def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, float]]
             axis.plot([t["p10_ms"], t["p90_ms"]], [y, y], color="#7f7f7f", linewidth=1.5)
             y += 1
         y += 1
-    axis.set_yticks([at for at, _ in ticks], [title for _, title in ticks], fontsize=8)
+    axis.set_yticks([at for at, _ in ticks], [plain(title) for _, title in ticks], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds")
     axis.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(k)) for k in range(len(names))]
-    axis.legend(handles, names, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4,
-                frameon=False, fontsize=8)
+    name_colours(axis, names)
     return svg_of(figure, f"contenders {name}")
 
 
@@ -136,11 +139,10 @@ def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
 
 
 def _bars(key: str, values: Sequence[tuple[str, float]]) -> str:
-    values = values[:_MAX_BARS]
     figure, axis = pyplot().subplots(figsize=(7.6, 0.7 + 0.26 * len(values)))
     axis.barh(range(len(values)), [v for _, v in values], color=colour(0))
-    axis.set_yticks(range(len(values)), [n for n, _ in values], fontsize=8)
+    axis.set_yticks(range(len(values)), [plain(n) for n, _ in values], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel(key)
+    axis.set_xlabel(plain(key))
     axis.spines[["top", "right"]].set_visible(False)
     return svg_of(figure, f"bars {key}")

@@ -23,6 +23,7 @@ PLACEMENT_COLOURS = {"replicated": "#009E73", "striped": "#56B4E9", "striped pus
                      "host memory": "#882255", "copy per host": "#CC79A7"}
 _MARK = "#7f7f7f"  # seen on light and on dark pages
 _MAX_CURVES = 10
+_MAX_LABEL = 48  # characters
 MAX_MAPPED = 40  # tables in the placement map
 
 
@@ -61,6 +62,12 @@ def svg_of(figure: Any, name: str) -> str:
     text = text[text.index("<svg"):]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # implied inside HTML
+
+
+def plain(name: str) -> str:
+    """A name as a label: dollar signs are no formula, an underscore in front hides nothing."""
+    short = name if len(name) <= _MAX_LABEL else name[:_MAX_LABEL - 1] + "\u2026"
+    return ("\u200b" if short.startswith("_") else "") + short.replace("$", r"\$")
 
 
 def loads(found: Evaluation, before: Evaluation | None) -> str:
@@ -106,7 +113,7 @@ def coverage(problem: Problem) -> str:
     for k, t in enumerate(tables):
         share = t.cumulative[IDS] / max(float(t.total[IDS]), 1e-300)
         axis.plot(t.edges[1:] / t.spec.num_rows, share[1:], **line(k, marked=False),
-                  label=f"{t.spec.name} ({t.spec.num_rows:,} rows)")
+                  label=f"{plain(t.spec.name)} ({t.spec.num_rows:,} rows)")
     axis.set_ylim(0, 1.02)
     return with_legend(figure, axis, "coverage")
 
@@ -121,14 +128,19 @@ def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: s
         for part, value in found.items():
             axis.barh(y, value, 0.7, left, color=colour(parts.index(part)), label=part)
             left += value
-    axis.set_yticks(range(len(bars)), [title for title, _ in bars], fontsize=8)
+    axis.set_yticks(range(len(bars)), [plain(title) for title, _ in bars], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel(label)
     axis.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(k)) for k in range(len(parts))]
-    axis.legend(handles, parts, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, frameon=False,
-                fontsize=8)
+    name_colours(axis, parts)
     return svg_of(figure, name)
+
+
+def name_colours(axis: Any, names: Sequence[str]) -> None:
+    """Say above the axes what the k-th colour stands for."""
+    handles = [pyplot().Rectangle((0, 0), 1, 1, color=colour(k)) for k in range(len(names))]
+    axis.legend(handles, [plain(n) for n in names], loc="lower left", bbox_to_anchor=(0.0, 1.0),
+                ncols=4, frameon=False, fontsize=8)
 
 
 def colour(k: int) -> str:
@@ -191,7 +203,7 @@ def placement_map(plan: Plan, problem: Problem) -> str:
                     axis.text(left + part / 2, low + high / 2, str(tier.ranks[0]), fontsize=7,
                               ha="center", va="center", gid=f"inside{y}-{piece.start}-{tier.start}")
                 left += part
-    axis.set_yticks(range(len(tables)), [t.spec.name for t in tables], fontsize=8)
+    axis.set_yticks(range(len(tables)), [plain(t.spec.name) for t in tables], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1)
     axis.set_xlabel("share of the table's lookups, hottest rows first (number = owner)")

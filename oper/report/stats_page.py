@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from oper.analysis.summary import skew
-from oper.report.figures import axes, line, with_legend
+from oper.report.figures import axes, line, plain, with_legend
 from oper.report.page import Plot, Table, render
 from oper.stats import AccessStats, TableStats
 
@@ -17,15 +17,17 @@ Named = Sequence[tuple[str, TableStats]]
 
 def stats_page(stats: AccessStats) -> str:
     """Coverage, hotness, bag lengths, presence and drift of all tables; plots of the busiest."""
-    busiest: Named = sorted(stats.tables.items(), key=lambda item: -item[1].num_accesses)
-    busiest = busiest[:_MAX_CURVES]
+    busiest: Named = [(n, t) for n, t in sorted(
+        stats.tables.items(), key=lambda item: -item[1].num_accesses)[:_MAX_CURVES]
+        if t.num_accesses]
     shown = "" if len(stats.tables) <= _MAX_CURVES else f" The {_MAX_CURVES} busiest tables."
     every = {n: skew(t) for n, t in stats.tables.items()}
-    plots = [
-        Plot("How much the hottest rows cover", "Share of a table's lookups that meet its hottest "
-             f"rows.{shown}", _coverage(busiest)),
-        Plot("How often rows are looked up", "Rows by number of lookups, in powers of two."
-             + shown, _hotness(busiest))]
+    plots = []
+    if busiest:
+        plots.append(Plot("How much the hottest rows cover", "Share of a table's lookups that meet "
+                          f"its hottest rows.{shown}", _coverage(busiest)))
+        plots.append(Plot("How often rows are looked up", "Rows by number of lookups, in powers of "
+                          f"two.{shown}", _hotness(busiest)))
     if any(t.presence_samples.size for _, t in busiest):
         plots.append(Plot("Distinct rows of a batch", "Measured presence: mean distinct rows that "
                           "so many consecutive samples touch." + shown, _presence(busiest)))
@@ -56,7 +58,8 @@ def _coverage(tables: Named) -> str:
     figure, axis = axes("share of rows, hottest first", "share of lookups", "x")
     for k, (name, t) in enumerate(tables):
         sizes = np.unique(np.geomspace(1, t.num_rows, 200).astype(np.int64))
-        axis.plot(sizes / t.num_rows, t.coverage(sizes), **line(k, marked=False), label=name)
+        axis.plot(sizes / t.num_rows, t.coverage(sizes), **line(k, marked=sizes.size == 1),
+                  label=plain(name))
     axis.set_ylim(0, 1.02)
     return with_legend(figure, axis, "coverage")
 
@@ -69,14 +72,14 @@ def _hotness(tables: Named) -> str:
         bins = np.floor(np.log2(values[touched])).astype(np.int64)
         total = np.bincount(bins, rows[touched])
         found = np.flatnonzero(total)
-        axis.plot(2.0**found, total[found], **line(k), label=name)
+        axis.plot(2.0**found, total[found], **line(k), label=plain(name))
     return with_legend(figure, axis, "hotness")
 
 
 def _presence(tables: Named) -> str:
     figure, axis = axes("samples", "distinct rows", "xy")
     for k, (name, t) in enumerate(tables):
-        axis.plot(t.presence_samples, t.presence_rows, **line(k), label=name)
+        axis.plot(t.presence_samples, t.presence_rows, **line(k), label=plain(name))
     return with_legend(figure, axis, "presence")
 
 
@@ -84,7 +87,7 @@ def _lengths(tables: Named) -> str:
     figure, axis = axes("ids per bag", "share of bags")
     for k, (name, t) in enumerate(tables):
         if t.num_bags:
-            axis.plot(t.length_values, t.length_counts / t.num_bags, **line(k), label=name)
+            axis.plot(t.length_values, t.length_counts / t.num_bags, **line(k), label=plain(name))
     top = max(int(t.length_values[-1]) for _, t in tables if t.num_bags)
     axis.set_xscale("symlog" if top > 32 else "linear", **{"linthresh": 16} if top > 32 else {})
     axis.set_xlim(-0.02 * top, 1.1 * top)
@@ -98,6 +101,6 @@ def _drift(tables: Named) -> str:
     figure, axis = axes("time bucket", "distance from the one before")
     for k, (name, t) in enumerate(tables):
         found = bucket_distances(t)
-        axis.plot(np.arange(1, len(found) + 1), found, **line(k), label=name)
+        axis.plot(np.arange(1, len(found) + 1), found, **line(k), label=plain(name))
     axis.set_ylim(0, 1)
     return with_legend(figure, axis, "drift")
