@@ -44,7 +44,10 @@ class DeadlineError(OperError, TimeoutError):
 
 def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:
     """Format one error message in the package's form."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # of a file that nests deeper than Python counts
+        text = f"a {type(value).__name__} of many levels"
     if len(text) > 200:
         text = text[:200] + "..."
     return f"{what}: {name}={text}, expected {expected}; {todo}"

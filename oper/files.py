@@ -207,7 +207,7 @@ def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -
             and all(type(size) is int and size >= 0 for size in shape)
             for dtype, shape in header["arrays"].values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileFormatError(
             fail(what, "header", str(error), "a JSON header", "write it again")
         ) from None

@@ -184,7 +184,7 @@ class Topology:
         """Read a topology file; raises InvalidInputError on unknown, missing or bad fields."""
         try:
             value = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidInputError(
                 fail("cannot read a topology", "path", os.fspath(path), "a TOML file", str(error))
             ) from None

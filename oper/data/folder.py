@@ -67,7 +67,7 @@ class Folder:
             raise FileFormatError(
                 fail(what, "manifest", MANIFEST, "an existing file",
                      "name a folder that 'oper preprocess' wrote")) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "JSON with kind and version",
                      "preprocess again")) from None
@@ -132,6 +132,12 @@ class Folder:
                 fail(what, "missing columns", missing, "every column of the manifest",
                      "preprocess again"))
         return file
+
+    def read_part(self, path: Path, columns: tuple[str, ...]) -> pa.Table:
+        """The columns of one part; raises FileFormatError where it lacks one or is damaged."""
+        file = self.open_part(path, columns)
+        with reading(path):
+            return file.read(columns=list(columns))
 
 
 @contextlib.contextmanager

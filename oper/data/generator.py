@@ -162,7 +162,7 @@ def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Worklo
         return workload_from_stats(AccessStats.load(path), seed=seed)
     try:
         value = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileFormatError(
             fail("cannot read a workload", "path", text, "a TOML file", str(error))) from None
     return workload_from_dict(value, seed)
@@ -196,7 +196,10 @@ def workload_from_dict(value: Mapping[str, Any], seed: int = 1) -> Workload:
     return Workload(f"synthetic, {value.get('name', 'specification')}", tables, days, seed)
 
 
-def _tables(what: str, entry: Mapping[str, Any]) -> list[TableModel]:
+def _tables(what: str, entry: Any) -> list[TableModel]:
+    if not isinstance(entry, Mapping):
+        raise InvalidInputError(fail(what, "table", entry, "[[table]] sections",
+                                     "correct the file"))
     unknown = sorted(set(entry) - _TABLE_KEYS - {"name"})
     if unknown or not {"name", "rows"} <= set(entry):
         raise InvalidInputError(
@@ -208,7 +211,7 @@ def _tables(what: str, entry: Mapping[str, Any]) -> list[TableModel]:
         count, drift = int(entry.get("count", 1)), float(entry.get("drift", 0.0))
         popularity = power_law(int(entry["rows"]), float(entry.get("exponent", 1.05)),
                                float(entry.get("shift", 0.0)), tuple(entry.get("heavy", ())))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInputError(fail(what, "table", entry["name"], "numbers", str(error))
                                 ) from None
     if (values.shape != weights.shape or values.min(initial=0) < 0 or weights.min(initial=0) < 0

@@ -73,7 +73,7 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
 
 def _about(path: str) -> dict[str, Any]:
     """What the file beside a log says of it; nothing for logs without one."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
         about = json.loads(Path(path + ABOUT_SUFFIX).read_text(encoding="utf-8"))
         if isinstance(about, dict):
             return {"synthetic": bool(about.get("synthetic", False)), "about": about}

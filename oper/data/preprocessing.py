@@ -230,7 +230,7 @@ class Job:
 
     def read_manifest(self) -> dict[str, Any]:
         """The manifest in the output folder, or an empty one."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             found = json.loads((self.target / MANIFEST).read_text(encoding="utf-8"))
             if isinstance(found, dict):
                 return found

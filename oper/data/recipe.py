@@ -182,7 +182,7 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"{', '.join([*known, 'csv', 'parquet'])}; correct the name")
     try:
         value = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInputError(
             fail("cannot read a recipe", "path", str(path), "a TOML file", str(error))) from None
     return recipe_from_dict(value, f"invalid recipe {str(path)!r}")

@@ -50,10 +50,17 @@ class Weights:
 
     def _open(self, path: Path) -> dict[str, Any]:
         what = f"cannot read weights from {str(path)!r}"
-        try:
-            if not path.is_dir():
+        if path.exists() and not path.is_dir():
+            try:
                 return dict(_flat(torch.load(path, map_location="cpu", weights_only=True,
                                              mmap=True)))
+            except InvalidInputError:
+                raise
+            except Exception as error:  # torch raises many kinds for a damaged file
+                raise FileFormatError(
+                    fail(what, "content", f"{type(error).__name__} {error}".partition("\n")[0],
+                         "a file of torch.save", "write it again")) from None
+        try:
             # As oper.save_checkpoint lays it out, or the folder itself.
             found = sorted(path.rglob(METADATA))
             if len(found) != 1:

@@ -27,7 +27,7 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
                 value["benchmark"]):
             found: dict[str, Any] = value
             return found
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileFormatError(fail(what, "content", str(error), "what oper bench --json writes",
                                    "pass such a file")) from None
     raise FileFormatError(fail(what, "cases", value.get("cases"), "cases with names",

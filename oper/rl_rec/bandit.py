@@ -76,7 +76,7 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
                                      "correct the recipe"))
     context = [n for n in sparse if n not in (names.action, names.position)]
     wanted = (folder.label, names.propensity, *sparse)
-    tables = [folder.open_part(part, wanted).read(columns=list(wanted))
+    tables = [folder.read_part(part, wanted)
               for split in SPLITS for part in folder.parts(split)]
     if not tables:
         raise InvalidInputError(fail(what, "rows", 0, "some impressions", "preprocess a log"))

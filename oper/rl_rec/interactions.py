@@ -161,7 +161,7 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
         raise InvalidInputError(fail(what, "time column", None, "a log with times",
                                      "name the log's time column in its recipe"))
     columns = (options.user, options.item, folder.label, folder.time)
-    tables = [folder.open_part(part, columns).read(columns=list(columns))
+    tables = [folder.read_part(part, columns)
               for split in SPLITS for part in folder.parts(split)]
 
     def column(name: str, dtype: type[np.generic]) -> np.ndarray:

@@ -64,7 +64,7 @@ def run_plan(args: argparse.Namespace) -> int:
     problem = make_problem(
         _tables(args, stats), stats, _topology(args), objective=args.objective,
         batch_size=args.batch_size, allow=_allowed(args.allow),
-        constraints=None if args.constraints is None else _read_constraints(args.constraints))
+        constraints=None if args.constraints is None else read_constraints(args.constraints))
     problem = with_overlap(problem, parse_argument(args.overlap))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
                         target_gap=args.target_gap, seed=args.seed, search=args.search,
@@ -92,7 +92,7 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
     except ValueError:
         raise InvalidInputError(fail("cannot plan for a latency bound", "dense_us", args.dense_us,
                                      "two numbers and a comma", "e.g. 200,1.5")) from None
-    constraints = None if args.constraints is None else _read_constraints(args.constraints)
+    constraints = None if args.constraints is None else read_constraints(args.constraints)
     plan, serving = plan_latency(
         _tables(args, stats), stats, _topology(args),
         LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints)
@@ -261,7 +261,8 @@ def _allowed(text: str | None) -> frozenset[str] | None:
     return EVERYTHING if text == "everything" else check_allow(x.strip() for x in text.split(","))
 
 
-def _read_constraints(path: str) -> dict[str, Any]:
+def read_constraints(path: str) -> dict[str, Any]:
+    """The object in a file of constraints; raises OperError when there is none."""
     value = _read_json(path)
     if not isinstance(value, dict):
         raise InvalidInputError(fail(f"cannot read {path!r}", "constraints", value,
@@ -272,6 +273,6 @@ def _read_constraints(path: str) -> dict[str, Any]:
 def _read_json(path: str) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileFormatError(fail(f"cannot read {path!r}", "content", str(error), "JSON",
                                    "correct the file")) from None

@@ -226,7 +226,7 @@ def _describe(folder: Path) -> _Trained:
         tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
                                  tuple(t["features"])) for t in model["tables"])
         return _Trained(tables, int(model["num_dense"]), layers)
-    except (ValueError, KeyError, TypeError, NotADirectoryError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, NotADirectoryError) as error:
         raise FileFormatError(fail(what, CONFIG, f"{type(error).__name__}: {error}",
                                    "the configuration of a training run with its tables",
                                    "train again with this release")) from None

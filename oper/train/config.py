@@ -179,7 +179,7 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
     if path is not None:
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FileFormatError(fail("cannot read the training configuration", "file",
                                        os.fspath(path), "TOML", str(error))) from None
         for name in PATHS:

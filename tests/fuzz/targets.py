@@ -24,13 +24,17 @@ import pyarrow.parquet as pq
 from oper.analysis.value_counts import stats_from_value_counts
 from oper.data import Batches, BatchOptions, PreprocessOptions, preprocess
 from oper.data.folder import Folder
+from oper.data.generator import load_workload
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import load_recipe
 from oper.errors import OperError
 from oper.files import read_arrays, write_arrays
 from oper.integration.checkpoint_files import CHECKSUMS, METADATA, Reader, check_files
 from oper.integration.delta_files import put_rows, read_part, write_part
+from oper.integration.weights import Weights
 from oper.plan import Plan, uniform_plan
+from oper.search.constraints import parse_constraints
+from oper.search.verbs import read_constraints
 from oper.serve import wire as serve_wire
 from oper.shmem.group import ThreadGroup
 from oper.shmem.optimizers import RowWiseAdagrad
@@ -100,6 +104,21 @@ def recipe(data: bytes) -> None:
 def configuration(data: bytes) -> None:
     """Configurations of training runs."""
     load_config(_file("config.toml", data), {"data": "d"})
+
+
+def workload(data: bytes) -> None:
+    """Descriptions of synthetic logs."""
+    load_workload(_file("workload.toml", data))
+
+
+def constraints(data: bytes) -> None:
+    """What a plan is held to."""
+    parse_constraints(read_constraints(str(_file("constraints.json", data))), ["a", "b"], 2)
+
+
+def weights(data: bytes) -> None:
+    """Weights for inference, as `torch.save` writes them."""
+    Weights(_file("weights.pt", data), ["w"])
 
 
 def manifest(data: bytes) -> None:
@@ -199,8 +218,9 @@ def request(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {f.__name__: f for f in (
-    arrays, stats, plan, topology, recipe, configuration, manifest, value_counts, trained_state,
-    checkpoint, checksums, delta, wire, request, parquet, exchange)}
+    arrays, stats, plan, constraints, topology, recipe, configuration, workload, manifest,
+    value_counts, trained_state, weights, checkpoint, checksums, delta, wire, request, parquet,
+    exchange)}
 
 
 def one(name: str, data: bytes) -> bool:
@@ -321,12 +341,21 @@ def _texts(name: str) -> list[bytes]:
         return [p.read_bytes() for p in sorted((root / "oper" / "topologies").glob("*.toml"))[:3]]
     if name == "configuration":
         return [b'data = "d"\nbatch_size = 3\n[model]\ndim = 4\ndense_layers = [1, 2]\n']
+    if name == "workload":
+        return [b'name = "w"\ndays = 2\n[[table]]\nname = "a"\nrows = 100\nexponent = 1.05\n'
+                b'shift = 2.0\nheavy = [0.2, 0.1]\nlengths = [0, 2]\nweights = [0.5, 0.5]\n'
+                b'drift = 0.1\n[[table]]\nname = "b"\nrows = 7\nlength = 3\ncount = 2\n']
+    if name == "constraints":
+        return [json.dumps({
+            "tables": {"a": {"replicate": [[0, 5]], "modes": ["pull"], "ranks": [0, 1]},
+                       "b": {"placements": ["owned"], "memories": ["device"]}},
+            "keep_apart": [["a", "b"]], "memory_bytes": ["2GB", 5], "reserve_bytes": 7}).encode()]
     if name == "value_counts":
         return [b"field,value,count\n0,a,3\n0,b,4\n1,c,9\n"]
     if name == "manifest":
         _parquet()
         return [(place() / "parquet" / "manifest.json").read_bytes()]
-    if name == "trained_state":
+    if name in ("trained_state", "weights"):
         return [_state()]
     return [_description()]
 

@@ -77,7 +77,7 @@ def _archive(header: bytes) -> bytes:
     return out.getvalue()
 
 
-CASES = [
+CASES: list[tuple[str, bytes]] = [
     ("trained_state", b""),  # an error without a message had no first line
     ("arrays", _archive(b"{'descr': '<i2', 'shape': (2,")),  # raised what the tokenizer raises
     ("checkpoint", pickle.dumps(Metadata({}, storage_data={}))),  # nobody had looked for its parts
@@ -85,6 +85,15 @@ CASES = [
     ("checkpoint", b"\x80\x02Nr\xff\xff\xff\x7f."),
     ("checkpoint", b"\x80\x05\x96" + struct.pack("<Q", 1 << 34) + b"."),
 ]
+
+
+# Of many levels: the parsers' own recursion, and the values of a message.
+NESTED = {"json": lambda n: b'{"kind": ' + b"[" * n + b"]" * n + b"}",
+          "toml": lambda n: b"name = " + b"[" * n + b"]" * n + b"\n"}
+CASES += [(name, NESTED[kind](n)) for n in (300, 900, 980, 100_000) for kind, names in (
+    ("json", ("plan", "manifest", "constraints", "request")),
+    ("toml", ("topology", "recipe", "configuration", "workload"))) for name in names]
+CASES += [("workload", b"table = [1]"), ("workload", b"[[table]]\nname = 'a'\nrows = inf\n")]
 
 
 @pytest.mark.parametrize("name, data", CASES)
