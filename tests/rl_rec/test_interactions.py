@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from oper.data import PreprocessOptions, load_recipe, preprocess
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, OperError
 from oper.rl_rec.bandit import BanditColumns, load_bandit
 from oper.rl_rec.interactions import (
     DataOptions,
@@ -137,6 +137,15 @@ def test_from_a_preprocessed_log(tmp_path: Path) -> None:
             DataOptions(k_core=50), "k_core")):
         with pytest.raises(InvalidInputError, match=pattern):
             load_interactions(tmp_path / "data", wrong)
+    (part,) = (tmp_path / "data" / "train").glob("*.parquet")
+    good, refused = part.read_bytes(), 0
+    for at in range(4, len(good), len(good) // 40):
+        part.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1:])
+        try:
+            load_interactions(tmp_path / "data")
+        except OperError:
+            refused += 1
+    assert refused > 20, "most of the file is pages with checksums"
 
 
 def test_a_log_without_times_is_refused(tmp_path: Path) -> None:
