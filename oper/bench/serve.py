@@ -27,10 +27,10 @@ def cases(quick: bool) -> list[Any]:
     """The cases in the order of the record; shorter ones when `quick`."""
     found: list[Case] = [ForwardCase(f"forward-pool{p}", Workload(pooling=p)) for p in (1, 20)]
     found.append(ServerCase("server-10ms"))
-    found.append(LiveCase("http-10ms", "http", load=0.9))
+    found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=100.0))
     served = ServeWork(Workload(num_rows=_PUBLISHED_ROWS))
-    found.append(LiveCase("publish", "publish", served, load=0.5))
-    found.append(LiveCase("soak", "soak", served, seconds=600.0))
+    found.append(LiveCase("publish", "publish", served, load=0.3, votes=2, max_runs=8))
+    found.append(LiveCase("soak", "soak", served, seconds=600.0, votes=2, max_runs=8))
     return [_shorter(c) for c in found] if quick else found
 
 
@@ -132,8 +132,12 @@ def _live(entries: Sequence[dict[str, Any]]) -> str:
     headers = ["server over HTTP", "capacity", "rate", "p99", "errors", "retries", "verified", ""]
     rows = []
     for e in entries:
-        runs = [e["run"]] if "run" in e else [*e["quiet"], *e["during"]]
+        runs = [r for k in ("run", "runs", "quiet", "during") if k in e
+                for r in (e[k] if isinstance(e[k], list) else [e[k]])]
         more = ""
+        if "floor_p99_ms" in e:
+            more = f"without a model p99 {e['floor_p99_ms']:.2f} ms here, capacity " \
+                   f"{e['floor_capacity_qps']:.0f}/s"
         if "quiet" in e:
             more = f"{e['swaps']} swaps of {e['swap_ms']['median']:.0f} ms, quiet p99 " \
                    f"{e['quiet_p99_ms']:.2f} ms"

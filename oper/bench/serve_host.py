@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oper.bench.memory import cpu_seconds, num_descriptors, pss_bytes
-from oper.bench.serve_models import ServeWork, build, give_back_memory
+from oper.bench.serve_models import FLOOR, FloorPredictor, ServeWork, build, give_back_memory
 from oper.errors import OperError, fail
 from oper.serve.allocator import for_children
 from oper.serve.batching import BatchOptions
@@ -41,15 +41,17 @@ class Host:
         served: the model.
         workers: of the server.
         batching: of each worker.
+        kind: ``"oper"``, or ``FLOOR``: the same server with no model in it, and no weights.
     """
 
-    def __init__(self, served: ServeWork, workers: int, batching: BatchOptions) -> None:
+    def __init__(self, served: ServeWork, workers: int, batching: BatchOptions,
+                 kind: str = "oper") -> None:
         import multiprocessing
 
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
         # Not a daemon: it has children of its own. They end with it, and it with the pipe.
-        self._process = context.Process(target=_host, args=(
+        self._process = context.Process(target=_host if kind != FLOOR else _floor, args=(
             theirs, served.to_json(), workers, batching))
         with for_children():
             self._process.start()
@@ -124,15 +126,30 @@ def _host(control: Any, value: dict[str, Any], workers: int, batching: BatchOpti
         commands: dict[str, Callable[[], Any]] = {
             "pids": lambda: server.worker_pids, "counts": lambda: server.counts,
             "memory": model.memory_bytes, "publish": lambda: _swap(server, sets)}
-        while True:
-            try:
-                command, *_ = control.recv()
-            except EOFError:
-                break
-            try:
-                control.send(commands[command]())
-            except OperError as error:
-                control.send(error)
+        _obey(control, commands)
+
+
+def _floor(control: Any, value: dict[str, Any], workers: int, batching: BatchOptions) -> None:
+    """As `_host`, with nothing to publish."""
+    from oper.serve.server import ServeOptions, Server
+
+    model = FloorPredictor(ServeWork.from_json(value).signature)
+    with Server(model, ServeOptions(port=0, workers=workers, batching=batching)) as server:
+        control.send(server.address)
+        _obey(control, {"pids": lambda: server.worker_pids, "counts": lambda: server.counts})
+
+
+def _obey(control: Any, commands: dict[str, Callable[[], Any]]) -> None:
+    """Answer commands until the other end closes."""
+    while True:
+        try:
+            command, *_ = control.recv()
+        except EOFError:
+            return
+        try:
+            control.send(commands[command]())
+        except OperError as error:
+            control.send(error)
 
 
 def _swap(server: Any, sets: dict[str, Any]) -> Swap:

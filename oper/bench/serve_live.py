@@ -13,16 +13,20 @@ from typing import Any
 import numpy as np
 
 from oper.bench import loadgen, record
+from oper.bench.memory import cpu_seconds
 from oper.bench.rate_search import Search, search
 from oper.bench.serve_client import LoadClient, Seen
 from oper.bench.serve_host import Host, Swap
-from oper.bench.serve_models import ServeWork
+from oper.bench.serve_models import FLOOR, ServeWork
 from oper.errors import OperError
 from oper.serve.batching import BatchOptions
 
 _GROWTH_BYTES = 16 << 20  # of all processes together: allocators breathe
 _SOAK_SWAPS = 20
 _MAX_UNMET = 10  # runs in which no request met a publication
+_ROUNDS = 3  # of the server and the floor, in turn, at one rate
+_KEPT = 0.97  # of the rate asked for, at least; arrivals are random
+_SUSTAINED_MS = 100.0  # p99 of a rate that the server keeps up with: its queues do not grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +35,17 @@ class LiveCase:
 
     Attributes:
         name: for the record.
-        kind: ``"http"``: capacity at the latency bound; ``"publish"``: new weights under load;
-            ``"soak"``: long, with a killed worker; its capacity is the throughput.
+        kind: ``"http"``: the highest rate at the latency bound, beside a server without a model;
+            ``"publish"``: new weights under load; ``"soak"``: long, with a killed worker. The
+            capacity of these two is the highest rate that the server keeps up with.
         served: what is scored.
         workers: of the server.
         seconds: length of the main runs.
         load: their rate as a share of the capacity.
         swaps: publications, for ``"publish"``.
         run_s, min_queries: least length of the runs that search the capacity.
-        max_runs, search_s: how many, and how long the search may take.
+        votes: VALID runs that make a rate count: 2 of 3, 3 of 5.
+        max_runs, search_s: how many (of each server), and how long the search may take.
         bound_ms: latency bound of 99 % of the queries.
     """
 
@@ -53,6 +59,7 @@ class LiveCase:
     run_s: float = 2.5
     min_queries: int = 1000
     max_runs: int = 10
+    votes: int = 3
     search_s: float = 90.0
     bound_ms: float = 10.0
 
@@ -77,49 +84,35 @@ class _Live:
         """Poisson arrivals at a rate."""
         return replace(self.settings, expected_qps=rate, min_duration_s=seconds)
 
-    def capacity(self) -> tuple[float, dict[str, Any]]:
-        """Highest rate that is VALID at the latency bound; 0 when none was, and how it was found.
+    def sustained(self) -> tuple[float, dict[str, Any]]:
+        """Highest rate of Poisson arrivals that the server keeps up with, and how it was found.
+
+        The search starts at the rate of a closed loop, as many queries in flight as the client
+        sends at once: more cannot be.
         """
         case = self.case
-        self.progress(f"{case.name}: looking for the capacity")
-        single = self.client.run(replace(self.settings, scenario="SingleStream", expected_qps=300))
-        found = Search(0.5 * single.result.rate, case.bound_ms, case.max_runs)
+        self.progress(f"{case.name}: looking for the rate that can be sustained")
+        loop = replace(self.settings, scenario="Offline", expected_qps=300)
+        guess = self.client.run(loop).result.rate
+        closed = self.client.run(replace(loop, expected_qps=1.4 * guess)).result
+        found = Search(closed.rate, _SUSTAINED_MS, case.max_runs, case.votes)
         search({"server": found}, lambda _, rate, before: self.client.run(replace(
-            self.at(rate, case.run_s), min_queries=case.min_queries,
+            self.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
             seed=self.settings.seed + before)).result, case.search_s)
         rate, result = found.best()
-        return rate, {
-            "single_stream": single.result.to_json(), "search": found.to_json(),
-            "server": {"target_qps": round(rate, 2), **result.to_json()}}
-
-
-    def throughput(self) -> tuple[float, dict[str, Any]]:
-        """Queries per second with as many in flight as the client sends at once, and how it was
-        found."""
-        self.progress(f"{self.case.name}: looking for the throughput")
-        offline = replace(self.settings, scenario="Offline", expected_qps=300)
-        guess = self.client.run(offline).result.rate
-        found = self.client.run(replace(offline, expected_qps=1.4 * guess)).result
-        return found.rate, {"offline": found.to_json()}
+        return rate, {"closed_loop": closed.to_json(), "search": found.to_json(),
+                      "p99_bound_ms": _SUSTAINED_MS,
+                      "server": {"target_qps": round(rate, 2), **result.to_json()}}
 
 
 @contextlib.contextmanager
-def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]:
-    progress(f"{case.name}: starting the server")
-    host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384))
+def _client_of(case: LiveCase, kind: str) -> Iterator[tuple[Host, LoadClient]]:
+    """A server and a client process of it."""
+    host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), kind)
     try:
         client = LoadClient(host.address, case.served)
         try:
-            base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
-                                    num_samples=case.served.num_queries)
-            live = _Live(case, host, client, base, progress)
-            first = client.learn()
-            host.publish()
-            second = client.learn()
-            live.separation = float(np.abs(first - second).max(axis=1).min())
-            live.std = float(first.std())
-            host.publish()
-            yield live
+            yield host, client
         finally:
             client.close()
     finally:
@@ -128,17 +121,29 @@ def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]
         raise OperError(f"the server of case {case.name} ended with exit code {code}")
 
 
+@contextlib.contextmanager
+def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]:
+    progress(f"{case.name}: starting the server")
+    with _client_of(case, "oper") as (host, client):
+        base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
+                                num_samples=case.served.num_queries)
+        live = _Live(case, host, client, base, progress)
+        first = client.learn()
+        host.publish()
+        second = client.learn()
+        live.separation = float(np.abs(first - second).max(axis=1).min())
+        live.std = float(first.std())
+        host.publish()
+        yield live
+
+
 def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, Any]:
     """Measure one case; an entry of the record."""
     load_before = record.load_average()
     with _running(case, progress) as live:
         clock = record.BusyClock(lambda: live.host.cpu_seconds() + live.client.cpu_seconds())
-        rate, how = live.throughput() if case.kind == "soak" else live.capacity()
-        # A machine too busy for any valid rate still gets its load, and the record says so.
-        target = case.load * (rate or min(r[0] for r in how["search"]))
-        entry = {"http": _http, "publish": _publish, "soak": _soak}[case.kind](live, target)
-        entry |= {"capacity_qps": round(rate, 2), "capacity": how,
-                  "other_busy_cores": round(clock.others(list), 2),
+        entry = {"http": _http, "publish": _publish, "soak": _soak}[case.kind](live)
+        entry |= {"other_busy_cores": round(clock.others(list), 2),
                   "server_memory_bytes": live.host.memory(),
                   "separation_of_sets": live.separation, "std_of_scores": live.std}
     entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
@@ -157,19 +162,61 @@ def _errors(*runs: Seen) -> int:
     return sum(s.wrong + s.failed for s in runs)
 
 
-def _http(live: _Live, target: float) -> dict[str, Any]:
-    """A longer run at the wanted share of the capacity."""
-    settings = live.at(target, live.case.seconds)
-    live.progress(f"{live.case.name}: {target:.0f} queries/s")
-    seen = live.client.run(settings)
-    return {"p99_ms": seen.result.latency_ms["p99"], "errors": _errors(seen),
-            "verified": not _errors(seen), "target_qps": round(target, 2),
-            "run": _summary(seen), "loadgen": settings.to_json()}
+def _http(live: _Live) -> dict[str, Any]:
+    """The highest rate at the bound, and longer runs at the wanted share of it; the same for a
+    server without a model: what the machine, the client and HTTP allow. The two take turns."""
+    case = live.case
+    with _client_of(case, FLOOR) as (_, floor):
+        floor.learn()
+        clients = {"server": live.client, FLOOR: floor}
+        live.progress(f"{case.name}: looking for the capacity")
+        single = {name: client.run(replace(live.settings, scenario="SingleStream",
+                                           expected_qps=300)).result
+                  for name, client in clients.items()}
+        searches = {name: Search(0.5 * result.rate, case.bound_ms, case.max_runs, case.votes)
+                    for name, result in single.items()}
+        search(searches, lambda name, rate, before: clients[name].run(replace(
+            live.at(rate, case.run_s), min_queries=case.min_queries,
+            seed=live.settings.seed + before)).result, case.search_s)
+        rate = searches["server"].best()[0]
+        # Where no rate keeps the bound, what the lowest one does is of interest, beside the floor.
+        target = case.load * (rate or min(r[0] for r in searches["server"].to_json()))
+        settings = live.at(target, case.seconds)
+        runs: dict[str, list[Seen]] = {name: [] for name in clients}
+        for turn in range(_ROUNDS):
+            live.progress(f"{case.name}: {target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
+            for name in list(clients)[::1 - 2 * (turn % 2)]:
+                runs[name].append(clients[name].run(replace(settings, seed=settings.seed + turn)))
+    median = {name: {p: round(float(np.median([s.result.latency_ms[p] for s in seen])), 4)
+                     for p in ("p50", "p90", "p99")} for name, seen in runs.items()}
+    errors = _errors(*runs["server"], *runs[FLOOR])
+    return {"p99_ms": median["server"]["p99"], "floor_p99_ms": median[FLOOR]["p99"],
+            "ratio_p99_floor": round(median["server"]["p99"] / median[FLOOR]["p99"], 3),
+            "errors": errors, "verified": not errors, "target_qps": round(target, 2),
+            "capacity_qps": round(rate, 2),
+            "floor_capacity_qps": round(searches[FLOOR].best()[0], 2),
+            "latency_ms": median["server"], "floor_latency_ms": median[FLOOR],
+            "runs": [_summary(s) for s in runs["server"]],
+            "floor_runs": [_summary(s) for s in runs[FLOOR]],
+            "capacity": {name: {"single_stream": single[name].to_json(),
+                                "search": found.to_json()} for name, found in searches.items()},
+            "loadgen": settings.to_json()}
 
 
-def _publish(live: _Live, target: float) -> dict[str, Any]:
+def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
+    """A run at the wanted share of what the server keeps up with, and how that was found."""
+    rate, how = live.sustained()
+    # A machine too busy for any valid rate still gets its load, and the record says so.
+    target = live.case.load * (rate or min(r[0] for r in how["search"]))
+    return live.at(target, live.case.seconds), {
+        "capacity_qps": round(rate, 2), "capacity": how, "target_qps": round(target, 2)}
+
+
+def _publish(live: _Live) -> dict[str, Any]:
     """Quiet runs before and after one with publications all the time."""
-    case, settings = live.case, live.at(target, live.case.seconds)
+    case = live.case
+    settings, share = _share(live)
+    target = settings.expected_qps
     live.progress(f"{case.name}: {target:.0f} queries/s, quiet")
     quiet = [live.client.run(settings)]
     swaps: list[Swap] = []
@@ -206,7 +253,7 @@ def _publish(live: _Live, target: float) -> dict[str, Any]:
             "swap_ms": {"median": round(float(np.median(took)) * 1e3, 2),
                         "max": round(float(took.max()) * 1e3, 2)},
             "requests_during_swaps": int(touched.size), "epochs_seen": len(epochs),
-            "target_qps": round(target, 2), "quiet": [_summary(s) for s in quiet],
+            **share, "quiet": [_summary(s) for s in quiet],
             "during": [_summary(s) for s in during], "loadgen": settings.to_json()}
 
 
@@ -218,12 +265,15 @@ def _overlaps(seen: Seen, swaps: list[Swap]) -> np.ndarray:
     return found
 
 
-def _soak(live: _Live, target: float) -> dict[str, Any]:
+def _soak(live: _Live) -> dict[str, Any]:
     """One long run with publications now and then; a worker is killed after a quarter of it."""
-    case, settings = live.case, live.at(target, live.case.seconds)
+    case = live.case
+    settings, share = _share(live)
+    target = settings.expected_qps
     live.client.start(settings)
     begin, killed, swaps = time.monotonic(), 0, 0
     samples: list[tuple[float, int, int]] = []
+    busy: dict[int, float] = {}  # processor time of workers at 60 %
     while (done := (time.monotonic() - begin) / case.seconds) < 1:
         live.progress(f"{case.name}: {target:.0f} queries/s, {int(done * 10) * 10} %")
         if not killed and done > 0.25:
@@ -235,15 +285,26 @@ def _soak(live: _Live, target: float) -> dict[str, Any]:
         with contextlib.suppress(OperError):  # a worker that ends while it is looked at
             if live.host.counts()["workers"] == case.workers:
                 samples.append((done, *live.host.usage()))
+                if done > 0.6 and not busy:
+                    busy = {pid: cpu_seconds(pid) for pid in live.host.worker_pids()}
         time.sleep(min(1.0, case.seconds / 60))
+    shares = _shares({pid: cpu_seconds(pid) - before for pid, before in busy.items()})
     seen = live.client.finish(case.seconds)
     replaced = live.host.counts()["worker_restarts"] == 1 and killed not in live.host.worker_pids()
     growth = _growth(samples)
     errors = _errors(seen)
+    kept = seen.begin.size / float(seen.end.max() - seen.begin.min()) / target
     return {"p99_ms": seen.result.latency_ms["p99"], "errors": errors,
-            "verified": not errors and replaced and not growth["grows"], **growth,
-            "killed_worker_replaced": replaced, "seconds": case.seconds, "swaps": swaps,
-            "target_qps": round(target, 2), "run": _summary(seen), "loadgen": settings.to_json()}
+            "verified": not errors and replaced and not growth["grows"] and kept >= _KEPT, **growth,
+            "killed_worker_replaced": replaced, "share_of_rate_kept": round(kept, 4),
+            "shares_of_workers_after_the_kill": shares, "seconds": case.seconds, "swaps": swaps,
+            **share, "run": _summary(seen), "loadgen": settings.to_json()}
+
+
+def _shares(seconds: dict[int, float]) -> list[float]:
+    """How the workers' processor time is divided, the busiest first."""
+    total = sum(seconds.values()) or 1.0
+    return sorted((round(s / total, 3) for s in seconds.values()), reverse=True)
 
 
 def _growth(samples: list[tuple[float, int, int]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -57,6 +58,8 @@ class App:
         self.max_bytes, self.read_s, self.page = max_bytes, read_s, page
         self.lets_go: Callable[[], bool] = lambda: False
         self._model = f"/v2/models/{signature.name}"
+        # Clients with several connections can tell which of them lead to the same worker.
+        self._worker = b"oper-worker", str(os.getpid()).encode()
 
     async def __call__(self, scope: dict[str, Any], receive: _Receive, send: _Send) -> None:
         """Serve one HTTP request."""
@@ -112,7 +115,9 @@ class App:
             binary = any(name == _HEADER_LENGTH for name, _ in scope["headers"])
             body, length = wire.encode_scores(scores, epoch, self.signature.name, binary)
             outcome = "ok"
-            more = [(b"connection", b"close")] if self.lets_go() else []
+            more = [self._worker]
+            if self.lets_go():
+                more.append((b"connection", b"close"))
             if length is not None:
                 more.append((_HEADER_LENGTH, str(length).encode()))
             await _answer(send, 200, body, _JSON if length is None else _BINARY, more)

@@ -22,12 +22,13 @@ class BatchOptions:
     Attributes:
         max_samples: of a batch; a single larger request is a batch of its own.
         max_wait_ms: how long the oldest request of a batch may wait for others to join it while
-            the model is idle; 0 = never.
+            the model is idle; 0 = never (as Triton's ``max_queue_delay_microseconds`` by default):
+            those that come while the model works are scored together in any case.
         max_queued: samples that may wait; a request beyond that is refused at once.
     """
 
     max_samples: int = 1024
-    max_wait_ms: float = 0.5
+    max_wait_ms: float = 0.0
     max_queued: int = 16_384
 
     def __post_init__(self) -> None:

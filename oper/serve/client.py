@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import http.client
 import json
@@ -22,8 +23,40 @@ from oper.serve.requests import Request
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.5
 _MAX_IDLE = 64  # connections kept
+_SEND_BYTES = 1 << 20  # a request leaves in one go, not in pieces as the server reads them
 _MAX_LOST = 3  # times that one request may take its connection down: it may be the cause
-TIMEOUT = "oper-timeout-ms"
+TIMEOUT, WORKER = "oper-timeout-ms", "oper-worker"
+
+
+class _Connection(http.client.HTTPConnection):
+    """Sends head and body at once: the head alone would wake the server for nothing.
+
+    Attributes:
+        worker: of the server, that has it; known from the first answer on.
+    """
+
+    worker: str | None = None
+    _held: list[bytes] | None = None
+
+    def connect(self) -> None:
+        super().connect()
+        _socket(self).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _socket(self).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+
+    def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+        """Send a request."""
+        self._held = []
+        try:
+            self.request(method, path, body, headers)
+        finally:
+            held, self._held = self._held, None
+        self.send(b"".join(held))
+
+    def send(self, data: Any) -> None:
+        if self._held is None:
+            super().send(data)
+        else:
+            self._held.append(data)
 
 
 class ServerError(OperError, RuntimeError):
@@ -54,6 +87,9 @@ class Client:
     ended, or the server is draining) or when the server is overloaded, until `timeout_s` has
     passed. Scoring changes nothing on the server, so that sending twice does no harm.
 
+    A connection belongs to one worker of the server. Of the idle ones the client takes one whose
+    worker has the fewest of its requests.
+
     Args:
         address: ``host:port``, or the URL ``http://host:port``.
         timeout_s: for a request with all its retries.
@@ -69,7 +105,8 @@ class Client:
         self.timeout_s, self.counts = timeout_s, ClientCounts()
         self._model = model
         self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[_Connection] = []
+        self._asked: collections.Counter[str | None] = collections.Counter()  # in hand, by worker
 
     def score(self, dense: np.ndarray, features: Mapping[str, Any]) -> np.ndarray:
         """Scores of samples.
@@ -185,15 +222,19 @@ class Client:
 
     def _once(self, method: str, path: str, body: bytes, headers: Mapping[str, str],
               left: float) -> tuple[http.client.HTTPResponse, bytes]:
-        connection = self._take(left)
+        connection = self._take()
+        worker = connection.worker
         try:
-            connection.request(method, path, body,
-                               {**headers, TIMEOUT: f"{left * 1e3:.0f}"})
+            self._open(connection, left)
+            connection.ask(method, path, body, {**headers, TIMEOUT: f"{left * 1e3:.0f}"})
             answer = connection.getresponse()
             data = answer.read()
+            connection.worker = answer.headers.get(WORKER, connection.worker)
         except BaseException:
             connection.close()
             raise
+        finally:
+            self._has_answered(worker)
         if answer.will_close:
             connection.close()
         else:
@@ -205,21 +246,31 @@ class Client:
                 connection.close()
         return answer, data
 
-    def _take(self, timeout: float) -> http.client.HTTPConnection:
-        connection = None
-        while connection is None:
+    def _take(self) -> _Connection:
+        """An idle connection, of those the last that was used: it and its worker are warm."""
+        while True:
             with self._lock:
-                connection = self._idle.pop() if self._idle else (
-                    http.client.HTTPConnection(*self._place))
-            if connection.sock is not None and _is_closed(connection.sock):
-                connection.close()  # the server has closed it meanwhile: no request was lost
-                connection = None
+                found = min(reversed(self._idle), key=lambda c: self._asked[c.worker],
+                            default=None) or _Connection(*self._place)
+                if found in self._idle:
+                    self._idle.remove(found)
+                self._asked[found.worker] += 1
+            if found.sock is None or not _is_closed(found.sock):
+                return found
+            found.close()  # the server has closed it meanwhile: no request was lost
+            self._has_answered(found.worker)
+
+    def _has_answered(self, worker: str | None) -> None:
+        with self._lock:
+            self._asked[worker] -= 1
+            if not self._asked[worker]:
+                del self._asked[worker]  # workers come and go
+
+    def _open(self, connection: _Connection, timeout: float) -> None:
         connection.timeout = timeout
         if connection.sock is None:
             connection.connect()
-            _socket(connection).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _socket(connection).settimeout(timeout)
-        return connection
 
 
 def _is_closed(idle: socket.socket) -> bool:

@@ -28,8 +28,8 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         help="keep the memory for new weights between publications")
     parser.add_argument("--max-batch", type=int, default=1024, metavar="SAMPLES",
                         help="scored together at most (1024)")
-    parser.add_argument("--max-wait-ms", type=float, default=0.5, metavar="MS",
-                        help="that a request may wait for others while the model is idle (0.5)")
+    parser.add_argument("--max-wait-ms", type=float, default=0.0, metavar="MS",
+                        help="that a request may wait for others while the model is idle (0)")
     parser.add_argument("--max-queued", type=int, default=16_384, metavar="SAMPLES",
                         help="that may wait in a worker; more are refused with 503 (16384)")
     parser.add_argument("--max-bytes", type=int, default=8 << 20, metavar="N",

@@ -18,7 +18,7 @@ from oper.bench.rate_search import STEP, Search, search
 from oper.bench.serve_case import ServerCase, _verify
 from oper.bench.serve_client import Seen
 from oper.bench.serve_host import Swap
-from oper.bench.serve_live import LiveCase, _growth, _overlaps, run_live_case
+from oper.bench.serve_live import LiveCase, _growth, _overlaps, _shares, run_live_case
 from oper.bench.serve_models import FLOOR, KINDS, FloorPredictor, ServeWork
 from oper.bench.serve_pool import Pool
 from oper.bench.stalls import Stalls, spin
@@ -275,6 +275,26 @@ def test_publications_under_load() -> None:
     assert entry["epochs_seen"] > 1
     assert entry["requests_during_swaps"] > 0
     json.dumps(entry)
+
+
+def test_the_latency_over_http_has_the_floor_beside_it() -> None:
+    case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=16,
+                    max_runs=2, votes=1, bound_ms=1e-3)
+    entry = run_live_case(case, lambda _: None)
+    assert entry["verified"], entry
+    assert entry["capacity_qps"] == 0  # a microsecond is too little; yet it says what it found
+    lowest = min(r[0] for r in entry["capacity"]["server"]["search"])
+    assert entry["target_qps"] == pytest.approx(case.load * lowest, abs=0.1)
+    assert 0 < entry["latency_ms"]["p50"] <= entry["p99_ms"]
+    assert entry["ratio_p99_floor"] == pytest.approx(entry["p99_ms"] / entry["floor_p99_ms"], 1e-2)
+    assert [r["failed"] + r["wrong"] for r in entry["runs"] + entry["floor_runs"]] == [0] * 6
+    assert "without a model" in serve.report([entry])
+    json.dumps(entry)
+
+
+def test_shares_of_workers() -> None:
+    assert _shares({7: 1.0, 9: 3.0}) == [0.75, 0.25]
+    assert _shares({7: 0.0}) == [0.0]
 
 
 def test_cases_have_the_names_that_are_asked_for() -> None:

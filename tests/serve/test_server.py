@@ -24,7 +24,7 @@ import pytest
 
 from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
-from oper.serve.client import ServerError
+from oper.serve.client import ServerError, _Connection
 from tests.serve_support import SIGNATURE, Sums, expected, random_request, wait_for
 from tests.support import ROOT
 
@@ -85,6 +85,34 @@ def test_features_by_name(client: Client) -> None:
     assert error.value.status == 400
     with pytest.raises(InvalidInputError, match="shape of lengths"):
         client.score(dense, {"a": (np.array([1]), [1])})
+
+
+def test_a_request_leaves_at_once_and_its_worker_is_remembered(
+        server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    send = http.client.HTTPConnection.send
+    monkeypatch.setattr(http.client.HTTPConnection, "send",
+                        lambda self, data: (sent.append(data), send(self, data))[1])
+    request = random_request(np.random.default_rng(0), 40)
+    assert np.array_equal(client.score_request(request)[0], expected(request))
+    whole = sent[-1]
+    assert whole.startswith(b"POST /v2/models/sums/infer HTTP/1.1\r\n")
+    assert whole.endswith(b"".join(x.tobytes() for x in (request.dense, request.lengths,
+                                                         request.ids)))
+    assert [c.worker for c in client._idle] in [[str(p)] for p in server.worker_pids]
+    assert not client._asked
+
+
+def test_requests_go_to_the_worker_with_the_fewest() -> None:
+    client = Client("127.0.0.1:1")
+    for worker in ("x", "x", "y", "x"):
+        connection = _Connection("127.0.0.1", 1)
+        connection.worker = worker
+        client._idle.append(connection)
+    taken = [client._take().worker for _ in range(5)]
+    assert taken == ["x", "y", "x", "x", None]  # the last used first; then a new connection
+    client._has_answered("y")
+    assert client._asked == {"x": 3, None: 1}
 
 
 def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
