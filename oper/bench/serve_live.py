@@ -79,6 +79,7 @@ class _Live:
     progress: Callable[[str], None]
     separation: float = 0.0  # least distance between the two sets' scores of a query
     std: float = 0.0
+    beside_s: float = 0.0  # processor time of what ran beside them and has ended
 
     def at(self, rate: float, seconds: float) -> loadgen.Settings:
         """Poisson arrivals at a rate."""
@@ -141,7 +142,8 @@ def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, 
     """Measure one case; an entry of the record."""
     load_before = record.load_average()
     with _running(case, progress) as live:
-        clock = record.BusyClock(lambda: live.host.cpu_seconds() + live.client.cpu_seconds())
+        clock = record.BusyClock(lambda: (live.host.cpu_seconds() + live.beside_s
+                                            + live.client.cpu_seconds()))
         entry = {"http": _http, "publish": _publish, "soak": _soak}[case.kind](live)
         entry |= {"other_busy_cores": round(clock.others(list), 2),
                   "server_memory_bytes": live.host.memory(),
@@ -166,7 +168,7 @@ def _http(live: _Live) -> dict[str, Any]:
     """The highest rate at the bound, and longer runs at the wanted share of it; the same for a
     server without a model: what the machine, the client and HTTP allow. The two take turns."""
     case = live.case
-    with _client_of(case, FLOOR) as (_, floor):
+    with _client_of(case, FLOOR) as (host, floor):
         floor.learn()
         clients = {"server": live.client, FLOOR: floor}
         live.progress(f"{case.name}: looking for the capacity")
@@ -187,6 +189,7 @@ def _http(live: _Live) -> dict[str, Any]:
             live.progress(f"{case.name}: {target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
             for name in list(clients)[::1 - 2 * (turn % 2)]:
                 runs[name].append(clients[name].run(replace(settings, seed=settings.seed + turn)))
+        live.beside_s = host.cpu_seconds() + floor.cpu_seconds()
     median = {name: {p: round(float(np.median([s.result.latency_ms[p] for s in seen])), 4)
                      for p in ("p50", "p90", "p99")} for name, seen in runs.items()}
     errors = _errors(*runs["server"], *runs[FLOOR])

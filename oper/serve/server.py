@@ -61,7 +61,7 @@ class ServeOptions:
         threads: of each worker's model.
         batching: how requests become batches, in each worker.
         max_bytes: of a request's body.
-        max_connections: of each worker; more are answered 503.
+        max_connections: of each worker; another one takes the place of one that has been idle.
         keep_alive_s: how long an idle connection stays open.
         read_s: how long a request may take to arrive.
         drain_s: how long requests in flight may take once the server is told to stop.

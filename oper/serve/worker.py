@@ -139,6 +139,7 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
 
         async def adopt(self, connection: socket.socket) -> None:
             """Serve a connection."""
+            self.make_room()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             factory = lambda: self.protocol(  # noqa: E731
@@ -148,6 +149,19 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
                 await asyncio.get_running_loop().connect_accepted_socket(factory, connection)
             except OSError:
                 connection.close()  # the client has gone already
+
+        def make_room(self) -> None:
+            """Beyond the connections that there may be, those without a request go whose last one
+            is longest ago, as in nginx: idle clients, however many, keep nobody out."""
+            most, connections = job.options.max_connections, self.server_state.connections
+            if len(connections) + len(self.adopting) <= most:
+                return
+            held = [c for c in connections if not c.transport.is_closing()]
+            too_many = len(held) + len(self.adopting) - most
+            if too_many > 0:
+                waiting = sorted((c for c in held if c.in_head), key=lambda c: c.since)
+                for connection in waiting[:too_many]:
+                    connection.transport.close()
 
         def lets_go(self) -> bool:
             """Whether the connection of the request in hand is to end with its answer."""
@@ -170,7 +184,8 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
     server = Server(uvicorn.Config(
         app, interface="asgi3", lifespan="off", ws="none", log_config=None, access_log=False,
         server_header=False, date_header=False, timeout_keep_alive=job.options.keep_alive_s,
-        limit_concurrency=job.options.max_connections,
+        # Those that go for others are still counted for a moment.
+        limit_concurrency=job.options.max_connections + _HANDOVERS,
         timeout_graceful_shutdown=int(job.options.drain_s) + 1))
     app.lets_go = server.lets_go
     return server

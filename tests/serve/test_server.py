@@ -282,9 +282,18 @@ def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) 
 
 
 def test_connections_that_the_server_closed_are_not_used() -> None:
-    options = ServeOptions(port=0, workers=1, keep_alive_s=1)
+    options = ServeOptions(port=0, workers=1, keep_alive_s=1, max_connections=12)
     request = random_request(np.random.default_rng(0), 2)
     with Server(Sums(0.02), options) as server, Client(server.address) as client:
+        host, port = server.address.split(":")
+        with contextlib.ExitStack() as idle:  # more than there may be: they keep nobody out
+            for k in range(100):
+                one = idle.enter_context(socket.create_connection((host, int(port))))
+                if k % 2:
+                    one.send(b"POST /v2")
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(client.score_request, [request] * 16))
+            assert client.counts.retries == 0
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(client.score_request, [request] * 16))
         time.sleep(1.6)
