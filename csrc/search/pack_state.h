@@ -127,6 +127,14 @@ class PackState {
       fill_[i] += columns * p_.fill[at + i] + sign * p_.fill_once[at + i];
   }
 
+  // The rows that are not pushed are cut into the same columns as those that are: what a cut costs
+  // whatever its width is.
+  void add_once(int64_t k, double sign) {
+    const int64_t at = (p_.first[k] + recipe_[k]) * C * G;
+    for (int64_t i = 0; i < C * G; ++i) every_[i] += sign * p_.stay_once[at + i];
+    for (int64_t i = 0; i < C * G; ++i) fill_[i] += sign * p_.fill_once[at + i];
+  }
+
   double sums(int64_t n, double share) const {
     const double* y = p_.sums + n * (p_.num_shares + 1);
     const double at = share * double(p_.num_shares);
@@ -214,6 +222,7 @@ class PackState {
   void link(int id) {
     const Piece& x = pieces_[id];
     of_table_[x.table].push_back(id);
+    if (of_table_[x.table].size() > 1) add_once(x.table, 1);
     for (int i = 0; i < x.owners; ++i) {
       on_rank_[x.rank[i]].push_back(id);
       ++owns_[x.table * W + x.rank[i]];
@@ -222,6 +231,7 @@ class PackState {
   void unlink(int id) {
     const Piece& x = pieces_[id];
     drop(of_table_[x.table], id);
+    if (!of_table_[x.table].empty()) add_once(x.table, -1);
     for (int i = 0; i < x.owners; ++i) {
       drop(on_rank_[x.rank[i]], id);
       --owns_[x.table * W + x.rank[i]];

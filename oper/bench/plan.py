@@ -65,7 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="how long the bound of a case above the target gap is raised after "
                              "planning (default 20; 0 = not at all)")
     parser.add_argument("--resume", metavar="RECORD", default="",
-                        help="an earlier record of these settings: cases that it holds are not run")
+                        help="an earlier record of these settings: cases that it holds are not run; "
+                             "may be the file of --json, which then need not exist yet")
 
 
 def cases(quick: bool) -> list[Case]:
@@ -75,10 +76,17 @@ def cases(quick: bool) -> list[Case]:
     return [c for c in every if not quick or f"{c.workload}/{c.num_ranks}" in _QUICK]
 
 
+def ordered(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
+    """`chosen`, those that the record to go on from holds first: a record that is written to the
+    same file then keeps them whatever becomes of the others."""
+    known = _resumed(args)
+    return sorted(chosen, key=lambda c: c.name not in known)
+
+
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """One entry per case; a case whose data is absent says so and counts as verified, one that
     fails says why and does not."""
-    known = _resumed(args.resume, args.seed)
+    known = _resumed(args)
     with contextlib.ExitStack() as stack:
         torchrec = None
         if args.torchrec_seconds > 0 and importlib.util.find_spec("torchrec"):
@@ -99,13 +107,14 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
                        "failed": f"{type(error).__name__}: {error}"}
 
 
-def _resumed(path: str, seed: int) -> dict[str, dict[str, Any]]:
+def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Entries by name of an earlier record, without failed and skipped ones.
 
     Raises:
         InvalidInputError: the file is no record of this benchmark with this seed.
     """
-    if not path:
+    path, seed = args.resume, args.seed
+    if not path or (path == args.json and not Path(path).exists()):
         return {}
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -196,5 +205,6 @@ def _summary(entries: Sequence[Mapping[str, Any]]) -> str:
         f"slower than {TARGET_SECONDS:.0f} s": lambda e: e["seconds"] > TARGET_SECONDS,
         "a peer is faster": lambda e: (e["ratio_vs_best_peer"] or 1.0) < 1.0 - 1e-9}
     for what, is_so in missed.items():
-        text += f"{what}: {', '.join(e['name'] for e in entries if is_so(e)) or 'none'}\n"
+        names = [e["name"] for e in entries if is_so(e)]
+        text += f"{what}: {len(names)} of {len(entries)}{': ' * bool(names)}{', '.join(names)}\n"
     return text

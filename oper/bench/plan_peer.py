@@ -31,22 +31,20 @@ class TorchRecPlanner:
 
     def propose(self, problem: Problem) -> dict[str, Plan]:
         """Best plan of each of TorchRec's proposers; empty where none came in time or fits."""
-        pipe = self._ready()
-        pipe.send((problem, self.time_limit_s))
         found: dict[str, Plan] = {}
-        deadline = time.monotonic() + self.time_limit_s + _GRACE_S
-        while True:
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                self.close()
-                return found
-            try:
+        # A child that dies, e.g. for want of memory, keeps what it has sent; the next problem gets
+        # another one.
+        with contextlib.suppress(EOFError, OSError):
+            pipe = self._ready()
+            pipe.send((problem, self.time_limit_s))
+            deadline = time.monotonic() + self.time_limit_s + _GRACE_S
+            while pipe.poll(max(0.0, deadline - time.monotonic())):
                 message = pipe.recv()
-            except EOFError:  # the child has died, e.g. for want of memory
-                self.close()
-                return found
-            if message is None:
-                return found
-            found[message[0]] = message[1]
+                if message is None:
+                    return found
+                found[message[0]] = message[1]
+        self.close()
+        return found
 
     def _ready(self) -> Connection:
         """The pipe to a child that has imported TorchRec."""
@@ -58,8 +56,7 @@ class TorchRecPlanner:
         self._process.start()
         theirs.close()
         if self._pipe.poll(_START_S):
-            with contextlib.suppress(EOFError):
-                self._pipe.recv()
+            self._pipe.recv()
         return self._pipe
 
     def close(self) -> None:

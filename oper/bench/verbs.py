@@ -13,8 +13,9 @@ from oper.bench import record
 from oper.errors import InvalidInputError, fail
 
 # A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
-# record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments. One
-# with ``on_device = True`` also has cases for a GPU, which are in `oper.bench.device`.
+# record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments,
+# ``ordered(args, cases)`` where some come first. One with ``on_device = True`` also has cases for a
+# GPU, which are in `oper.bench.device`.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.train", "training steps, beside TorchRec's plans, in two processes"),
     "lookup": ("oper.bench.lookup", "forward passes, beside torch, fbgemm and bare gathers"),
@@ -81,6 +82,8 @@ def run_bench(args: argparse.Namespace) -> int:
         raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
                                      args.cases, f"a pattern for {[c.name for c in every]}",
                                      "correct it"))
+    if hasattr(module, "ordered"):
+        chosen = module.ordered(args, chosen)
     load_before = record.load_average()
     entries: list[dict[str, Any]] = []
     for case, entry in zip(chosen, run(args, chosen), strict=True):

@@ -10,7 +10,7 @@ parts of them as they have room for. Replicated rows load all ranks of a class a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS, own_l
 from oper.search.problem import IDS, NUM_FEATURES
 from oper.search.recipes import Recipe, RecipeBook
 from oper.search.tally import HELD, NUM_ROWS, PARTIALS, Tally
+from oper.traffic import ROW_WISE
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
 _OWNERS = 16  # of one piece at most
@@ -55,7 +56,7 @@ class Packed:
     Attributes:
         parts: per table, in the order of its columns.
         units: parts that each rank owns of the pulled rows of its class.
-        step_us: modelled step, with all that is not pushed spread evenly.
+        step_us: modelled step, with all that is not pushed spread evenly, barriers included.
         num_moves: moves that were tried.
     """
 
@@ -282,7 +283,8 @@ class Annealing:
             "oper_pack", native.Packing, arrays, num_ranks=world,
             num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
             num_tables=num_tables, num_parts=num_parts, num_shares=_SHARES, max_moves=max_moves,
-            seconds=seconds, goal=goal_us - relaxation.fixed_us, seed=seed, capacity=capacity)
+            seconds=seconds, goal=goal_us - self._fixed_us(splits=True), seed=seed,
+            capacity=capacity)
         shards = _layout(arrays, packing.count)
         parts: list[list[Part]] = [[] for _ in range(num_tables)]
         for n in np.flatnonzero(arrays["part_width"]).tolist():
@@ -295,8 +297,18 @@ class Annealing:
             parts[k].append(part)
         units = np.zeros(world, np.int64)
         units[arrays["rank_of"]] = arrays["units"]
+        splits = any(len(x.shards) > 1 for every in parts for x in every) or max(map(len, parts)) > 1
         return Packed(parts, tuple(units.tolist()),
-                      packing.step + relaxation.fixed_us, packing.moves)
+                      packing.step + self._fixed_us(splits), packing.moves)
+
+    def _fixed_us(self, splits: bool) -> float:
+        """Fixed costs of a plan that pushes and, where that may be, splits tables by columns."""
+        relaxation, base = self.relaxation, self.relaxation.base_tally
+        num_split = base.num_split + (splits and any(
+            may and t.spec.optimizer in ROW_WISE
+            for may, t in zip(self.arrays["may_split"], relaxation.tables, strict=False)))
+        return float(sum(relaxation.model.fixed_us(replace(base, num_pushed=1,
+                                                           num_split=num_split))))
 
     def _first_cut(self, k: int) -> tuple[int, int]:
         """Owners per piece, and columns of each piece, as the relaxation would have them."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from search_cases import gpus, problem
 
-from oper.bench import plan as bench_plan, plan_workloads
+from oper.bench import plan as bench_plan, plan_workloads, verbs
 from oper.search.baselines import peers, score_peers
 from oper.search.cost import evaluate
 from oper.search.planner import plan_problem, space_bound
@@ -90,14 +90,16 @@ def test_long_flat_bags_are_pushed_and_hot_rows_of_single_ids_are_not(length, ex
         "push" if pushes else "pull"}
 
 
-def _arguments(seed):
-    return argparse.Namespace(seed=seed, torchrec_seconds=0, prove_seconds=0, resume=None)
+def _arguments(*words):
+    parser = argparse.ArgumentParser()
+    verbs.configure_bench(parser)
+    return parser.parse_args(["plan", "--torchrec-seconds", "0", "--prove-seconds", "0", *words])
 
 
 def test_bench_entries_hold_the_named_keys_and_check_themselves():
     chosen = [c for c in bench_plan.cases(False) if c.name in
               ("criteo-kaggle/8/training", "criteo-kaggle/8/inference")]
-    entries = list(bench_plan.run(_arguments(seed=1), chosen))
+    entries = list(bench_plan.run(_arguments("--seed", "1"), chosen))
     assert [e["name"] for e in entries] == [c.name for c in chosen]
     for e in entries:
         assert e.keys() >= {"gap", "gap_kind", "seconds", "modelled_step_us", "best_peer",
@@ -112,7 +114,7 @@ def test_bench_entries_hold_the_named_keys_and_check_themselves():
 def test_bench_skips_by_name_without_the_data(monkeypatch):
     monkeypatch.delenv("OPER_DATA", raising=False)
     case = next(c for c in bench_plan.cases(False) if c.workload == "avazu")
-    entry = next(iter(bench_plan.run(_arguments(seed=0), [case])))
+    entry = next(iter(bench_plan.run(_arguments(), [case])))
     assert "OPER_DATA" in entry["skipped"]
     assert case.name in bench_plan.report([entry])
 
