@@ -65,8 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="how long the bound of a case above the target gap is raised after "
                              "planning (default 20; 0 = not at all)")
     parser.add_argument("--resume", metavar="RECORD", default="",
-                        help="an earlier record of these settings: cases that it holds are not run; "
-                             "may be the file of --json, which then need not exist yet")
+                        help="an earlier record of these settings: cases that it holds are not "
+                             "run; may be the file of --json, which then need not exist yet")
 
 
 def cases(quick: bool) -> list[Case]:

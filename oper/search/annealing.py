@@ -297,7 +297,7 @@ class Annealing:
             parts[k].append(part)
         units = np.zeros(world, np.int64)
         units[arrays["rank_of"]] = arrays["units"]
-        splits = any(len(x.shards) > 1 for every in parts for x in every) or max(map(len, parts)) > 1
+        splits = any(len(every) > 1 or len(every[0].shards) > 1 for every in parts)
         return Packed(parts, tuple(units.tolist()),
                       packing.step + self._fixed_us(splits), packing.moves)
 
