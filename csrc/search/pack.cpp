@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 #include "search/pack_state.h"
@@ -18,8 +19,11 @@ constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
 constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
 constexpr int kMaxWeight = 48;    // weights of one piece, together
 constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
-constexpr double kHot = 0.5, kCold = 2e-5;  // temperature as a share of the energy: kHot / tables,
-constexpr double kHottest = 0.008;          // at most kHottest, at first
+// Temperatures as shares of the energy, times the number of tables: at which a few short searches
+// begin, since none suits all problems, and then a long one from the best state that they found.
+constexpr double kHot[] = {0.15, 0.05, 0.015, 0.05};
+constexpr double kHotAgain = 0.015, kShareAgain = 0.5;
+constexpr double kHottest = 0.008, kCold = 2e-5;  // at first at most, and in the end
 constexpr double kWorthKeeping = 3e-5;      // of the best step, for which a state is copied
 
 class Packing : private PackState {
@@ -27,24 +31,16 @@ class Packing : private PackState {
   explicit Packing(OperPacking& p) : PackState(p) {}
 
   void run() {
-    pour_all();
-    evaluate();
-    for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
-    energy_ = evaluate();
-    keep_best();
-    const auto begin = std::chrono::steady_clock::now();
-    const double hot = std::clamp(kHot / double(std::max<int64_t>(whole_, 1)), 2 * kCold, kHottest);
-    for (int64_t n = 0; n < p_.max_moves && best_step_ > p_.goal; ++n) {
-      if (n % 1024 == 0) {
-        const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin;
-        if (p_.seconds > 0 && gone.count() > p_.seconds) break;
-        for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
-        energy_ = evaluate();
-      }
-      const double part = double(n) / double(p_.max_moves);
-      const double temperature = energy_ * hot * std::pow(kCold / hot, part);
-      step(temperature);
-      moves_ = n + 1;
+    begin_ = std::chrono::steady_clock::now();
+    const int64_t again = int64_t(kShareAgain * double(p_.max_moves));
+    for (size_t i = 0; i < std::size(kHot) && !over_; ++i) {
+      if (i > 0) reset(p_.recipe, p_.part_width, p_.units);
+      pour_all();
+      anneal(kHot[i], (p_.max_moves - again) / int64_t(std::size(kHot)));
+    }
+    if (!over_) {
+      restore_best();
+      anneal(kHotAgain, again);
     }
     restore_best();
   }
@@ -69,6 +65,26 @@ class Packing : private PackState {
   }
 
  private:
+  void anneal(double begin, int64_t most) {
+    evaluate();
+    for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
+    energy_ = evaluate();
+    remember_busiest();
+    if (step_ < best_step_) keep_best();
+    const double hot = std::clamp(begin / double(std::max<int64_t>(whole_, 1)), 2 * kCold, kHottest);
+    for (int64_t n = 0; n < most && !over_; ++n, ++moves_) {
+      if (n % 1024 == 0) {
+        const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin_;
+        over_ = p_.seconds > 0 && gone.count() > p_.seconds;
+        for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
+        energy_ = evaluate();
+      }
+      const double part = double(n) / double(most);
+      step(energy_ * hot * std::pow(kCold / hot, part));
+      over_ |= best_step_ <= p_.goal;
+    }
+  }
+
   // -- where to -----------------------------------------------------------------------------------
 
   double harm(int64_t r) const {
@@ -407,6 +423,9 @@ class Packing : private PackState {
     while (!of_table_[k].empty()) erase(of_table_[k].back());
     return pour(k, width, owners);
   }
+
+  std::chrono::steady_clock::time_point begin_;
+  bool over_ = false;  // the goal is reached, or the time is up
 };
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -81,19 +82,6 @@ class PackState {
   explicit PackState(OperPacking& p) : p_(p), random_{p.seed * 2 + 0x9E3779B97F4A7C15ULL} {
     W = p.num_ranks, C = p.num_classes, G = p.num_loads, P = (G - 1) / kGroups, T = p.num_parts,
     whole_ = p.num_tables;
-    recipe_.assign(p.recipe, p.recipe + T), width_.assign(p.part_width, p.part_width + T);
-    load_.assign(p.base, p.base + W * G);
-    every_.assign(C * G, 0.0), fill_.assign(C * G, 0.0);
-    units_.assign(p.units, p.units + W);
-    share_.assign(W, 0.0f), class_units_.assign(C, 0);
-    for (int64_t r = 0; r < W; ++r) class_units_[p.class_of[r]] += units_[r];
-    for (int64_t r = 0; r < W; ++r) set_units(r, units_[r]);
-    flat_.resize(G * W);
-    for (int64_t r = 0; r < W; ++r) flatten(r);
-    for (int64_t k = 0; k < T; ++k) add_stay(k, 1);
-    of_table_.resize(T), on_rank_.resize(W);
-    owns_.assign(T * W, 0);
-    busy_.resize(P * W);
     saved_mark_.assign(W, 0);
     scale_.assign(P, 1.0f), busiest_.assign(P, 0);
     for (int64_t c = 0, r = 0; c < C; ++c) {
@@ -101,6 +89,25 @@ class PackState {
       while (r < W && p.class_of[r] == c) ++r;
       block_.push_back({begin, r});
     }
+    reset(p.recipe, p.part_width, p.units);
+  }
+
+  // A state without pieces.
+  void reset(const int64_t* recipe, const int64_t* width, const int64_t* units) {
+    recipe_.assign(recipe, recipe + T), width_.assign(width, width + T);
+    load_.assign(p_.base, p_.base + W * G);
+    every_.assign(C * G, 0.0), fill_.assign(C * G, 0.0);
+    units_.assign(units, units + W);
+    share_.assign(W, 0.0f), class_units_.assign(C, 0);
+    for (int64_t r = 0; r < W; ++r) class_units_[p_.class_of[r]] += units_[r];
+    for (int64_t r = 0; r < W; ++r) set_units(r, units_[r]);
+    flat_.resize(G * W);
+    for (int64_t r = 0; r < W; ++r) flatten(r);
+    for (int64_t k = 0; k < T; ++k) add_stay(k, 1);
+    pieces_.clear(), free_.clear();
+    of_table_.assign(T, {}), on_rank_.assign(W, {});
+    owns_.assign(T * W, 0);
+    busy_.resize(P * W);
   }
 
   // -- loads --------------------------------------------------------------------------------------
@@ -318,10 +325,11 @@ class PackState {
       for (const int id : of_table_[k]) best_pieces_.push_back(pieces_[id]);
   }
   void restore_best() {
-    recipe_ = best_recipe_, width_ = best_width_, units_ = best_units_;
-    pieces_ = best_pieces_;
-    for (auto& list : of_table_) list.clear();
-    for (size_t id = 0; id < pieces_.size(); ++id) of_table_[pieces_[id].table].push_back(int(id));
+    const std::vector<int64_t> recipe = best_recipe_, width = best_width_, units = best_units_;
+    reset(recipe.data(), width.data(), units.data());
+    begin_move();
+    for (const Piece& x : best_pieces_) insert(x);
+    finish_move();
   }
 
   struct Logged {
@@ -346,7 +354,7 @@ class PackState {
   std::vector<int64_t> saved_rank_, saved_mark_;
   std::vector<Logged> log_;
   int64_t stamp_ = 0;
-  double energy_ = 0, step_ = 0, best_step_ = 0;
+  double energy_ = 0, step_ = 0, best_step_ = std::numeric_limits<double>::max();
 };
 
 }  // namespace oper::search

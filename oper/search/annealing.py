@@ -155,8 +155,7 @@ class Annealing:
         whole = relaxation.resources_of(stay, table, one, one)
         once = np.einsum("nof,nofr->nr", stay, self._once()[table])
         tables, class_of = relaxation.tables, loads.class_of
-        column, stream = self._per_table()
-        rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in (column, stream)]
+        rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in self._per_table()]
         fill, fill_once = self._fill(amount, table)
         size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
         shares = np.linspace(0.0, 1.0, _SHARES + 1)
@@ -184,7 +183,8 @@ class Annealing:
             "column": np.einsum("ncq,cqg->ncg", rows[0], loads.own_unit),
             "stream": np.einsum("ncq,cqg->ncg", rows[1], loads.own_unit),
             "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit),
-            "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit),
+            "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit)
+            + np.einsum("ncq,dqg->ncdg", rows[2], loads.own_unit),
             "sums": sums, "pushes": (features[:, IDS] > 0).astype(np.uint8),
             **{n: np.concatenate([x] * parts) for n, x in of_parts.items()}}
 
@@ -230,20 +230,25 @@ class Annealing:
             out[:, :, option.rank_class] += rows @ self.loads.own_unit[option.rank_class]
         return out[0], out[1]
 
-    def _per_table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tally rows of a column and of an id stream, by class and feature; [T, C, 4, 20] each."""
-        ranks = [int(r[0]) for r in self.relaxation.classes.ranks]
+    def _per_table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tally rows by class of the owner and feature, of a column and of an id stream beyond what
+        all ranks do alike, and the latter, which every id stream costs; [T, C, 4, 20] each."""
+        ranks, world = [int(r[0]) for r in self.relaxation.classes.ranks], self.loads.class_of.size
         each = np.arange(len(ranks))
-        owner = np.zeros((len(ranks), NUM_FEATURES, NUM_FEATURES, self.loads.class_of.size))
+        owner = np.zeros((len(ranks), NUM_FEATURES, NUM_FEATURES, world))
         for c, r in enumerate(ranks):
             owner[c, np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), r] = 1.0
-        column, stream = [], []
+        column, stream, alike = [], [], []
         for t in self.relaxation.tables:
-            once, twice = (self.loads.model.push_rows(t, w, owner)[each, ..., ranks]
-                           for w in (t.spec.dim, 2 * t.spec.dim))
+            made = [self.loads.model.push_rows(t, w, owner) for w in (t.spec.dim, 2 * t.spec.dim)]
+            once, twice = (x[each, ..., ranks] for x in made)
+            # What a rank does that owns nothing depends on no width.
+            reader = (made[0][each, ..., [(r + 1) % world for r in ranks]] if world > 1
+                      else np.zeros_like(once))
             column.append((twice - once) / t.spec.dim)
-            stream.append(2 * once - twice)
-        return np.stack(column), np.stack(stream)
+            stream.append(2 * once - twice - reader)
+            alike.append(reader)
+        return np.stack(column), np.stack(stream), np.stack(alike)
 
     def _may(self, k: int) -> np.ndarray:
         """Ranks that may own pushed rows of table `k`; bool [W]."""

@@ -82,20 +82,27 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
             break
         book = _book(bound, target_gap, rng)
         relaxation = bound.relaxation
-        placements = [Placer(relaxation, book.total).place(book.chosen())]
-        if any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options):
-            placements.append(_annealed(book, bound, effort, goal, seed + 97 * n))
-        held = relaxation.problem.constraints.tables
-        placements = [[impose(held.get(t.spec.name), x) for t, x in zip(
-            relaxation.tables, spread_copies(relaxation.model, relaxation.tables, p), strict=True)]
-            for p in placements]
-        found += [(State(relaxation.model, relaxation.tables, relaxation.base_tally, p), book)
-                  for p in placements]
-        if len(placements) == 1:
+        pushes = any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options)
+        states = ([_state(book, _annealed(book, bound, effort, goal, seed + 97 * n))] if pushes
+                  else [])
+        if not any(x.evaluation.fits for x in states):
+            states.append(_state(book, Placer(relaxation, book.total).place(book.chosen())))
+        found.append((min(states, key=lambda x: x.score), book))
+        if not pushes:
             break  # pieces are what boxes differ in
     improver = _Improver(*min(found, key=lambda x: x[0].score), rng)
     improver.run(effort, goal)
     return improver.best
+
+
+def _state(book: RecipeBook, placements: list[Placement]) -> State:
+    """Placements of all tables, held to what rows are pinned to."""
+    relaxation = book.relaxation
+    held = relaxation.problem.constraints.tables
+    placements = [impose(held.get(t.spec.name), x) for t, x in zip(
+        relaxation.tables, spread_copies(relaxation.model, relaxation.tables, placements),
+        strict=True)]
+    return State(relaxation.model, relaxation.tables, relaxation.base_tally, placements)
 
 
 def _book(bound: Bound, target_gap: float, rng: np.random.Generator) -> RecipeBook:
