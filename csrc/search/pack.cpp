@@ -127,19 +127,22 @@ class Packing : private PackState {
     if (!p_.may_split[k]) width = left;
     width = std::clamp((width + kColumnStep - 1) / kColumnStep * kColumnStep, kMinColumns, 1 << 20);
     std::vector<std::pair<double, int64_t>> order;
+    harms_.resize(W);
+    for (int64_t r = 0; r < W; ++r) harms_[r] = harm(r);
     while (left > 0) {
       Piece x;
       x.table = int(k);
       x.width = left - width < kMinColumns ? left : width;
       order.clear();
       for (int64_t r = 0; r < W; ++r)
-        if (free_for(k, r)) order.push_back({harm(r) * (1 + 0.02 * random_.unit()), r});
+        if (free_for(k, r)) order.push_back({harms_[r] * (1 + 0.02 * random_.unit()), r});
       if (order.empty()) return false;
       x.owners = int(std::min<size_t>(size_t(owners), order.size()));
       std::partial_sort(order.begin(), order.begin() + x.owners, order.end());
       for (int i = 0; i < x.owners; ++i) x.rank[i] = int(order[i].second), x.weight[i] = 1;
       x.total = x.owners;
       insert(x);
+      for (int i = 0; i < x.owners; ++i) harms_[x.rank[i]] = harm(x.rank[i]);
       left -= x.width;
     }
     return true;
@@ -424,6 +427,7 @@ class Packing : private PackState {
     return pour(k, width, owners);
   }
 
+  std::vector<double> harms_;
   std::chrono::steady_clock::time_point begin_;
   bool over_ = false;  // the goal is reached, or the time is up
 };

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,8 +63,33 @@ _MOVES = 60_000_000  # of one annealing, over the number of ranks and a little; 
 _RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A placement, and the recipes that it was made of.
+
+    Attributes:
+        state: the placement.
+        book: the recipes.
+        is_annealed: whether its pushed rows were annealed, which leaves local search little.
+    """
+
+    state: State
+    book: RecipeBook
+    is_annealed: bool
+
+    @property
+    def step_us(self) -> float:
+        """Its modelled step."""
+        return self.state.evaluation.step_us
+
+    @property
+    def score(self) -> float:
+        """Its score, see `oper.search.state.score_of`."""
+        return self.state.score
+
+
 def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap: float, seed: int
-           ) -> State:
+           ) -> Found:
     """Find a placement of the bounds' problem.
 
     Args:
@@ -76,23 +101,31 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
     """
     rng = np.random.default_rng(seed)
     goal = lower_us * (1.0 + target_gap)
-    found: list[tuple[State, RecipeBook]] = []
+    every: list[Found] = []
     for n, bound in enumerate(bounds):
-        if found and (effort.over() or min(s.evaluation.step_us for s, _ in found) <= goal):
+        if every and (effort.over() or min(x.step_us for x in every) <= goal):
             break
         book = _book(bound, target_gap, rng)
         relaxation = bound.relaxation
         pushes = any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options)
-        states = ([_state(book, _annealed(book, bound, effort, goal, seed + 97 * n))] if pushes
-                  else [])
-        if not any(x.evaluation.fits for x in states):
-            states.append(_state(book, Placer(relaxation, book.total).place(book.chosen())))
-        found.append((min(states, key=lambda x: x.score), book))
+        if pushes:
+            placements = _annealed(book, bound, effort, goal, seed + 97 * n)
+            every.append(Found(_state(book, placements), book, True))
+        if not pushes or not every[-1].state.evaluation.fits:
+            placements = Placer(relaxation, book.total).place(book.chosen())
+            every.append(Found(_state(book, placements), book, False))
         if not pushes:
             break  # pieces are what boxes differ in
-    improver = _Improver(*min(found, key=lambda x: x[0].score), rng)
+    best = min(every, key=lambda x: x.score)
+    return best if best.is_annealed else improved(best, effort, goal, seed)
+
+
+def improved(found: Found, effort: Effort, goal: float, seed: int) -> Found:
+    """`found` after local search; arguments as `search`, `goal` is the step (us) at which it stops.
+    """
+    improver = _Improver(found.state, found.book, np.random.default_rng([seed, 1]))
     improver.run(effort, goal)
-    return improver.best
+    return replace(found, state=improver.best)
 
 
 def _state(book: RecipeBook, placements: list[Placement]) -> State:

@@ -16,7 +16,7 @@ from oper.search.branching import Branching
 from oper.search.constraints import Constraints, check_constraints, violations
 from oper.search.cost import CostModel, evaluate
 from oper.search.groups import plan_with_groups
-from oper.search.heuristic import EFFORTS, Effort, search
+from oper.search.heuristic import EFFORTS, Effort, Found, improved, search
 from oper.search.infeasible import explain_bound, explain_plan
 from oper.search.machine import GROUPS
 from oper.search.markov import markov_chain, no_plan_found
@@ -37,6 +37,7 @@ _NEGLIGIBLE = 2e-3  # of a step
 _MANY_HOSTS = 4  # above which what one of them owns counts for less than more boxes
 _HOST_BOXES = 3  # what a box with a host apart costs, in others
 _WORTH_PROVING = 20  # boxes, with less of which a search does without the dearer ones
+_BEHIND = 1.01  # a branch in which a first search stays so far behind is searched no more
 _TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
 
@@ -301,7 +302,7 @@ def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
 def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float, seed: int
                      ) -> tuple[_Branch, State]:
     """The best placement of all branches, and bounds tightened around it."""
-    best: tuple[_Branch, State] | None = None
+    best: tuple[_Branch, Found] | None = None
     num_tables = len(branches[0].bound.relaxation.tables)
     boxes = round(budget.max_boxes * 100 / max(50, num_tables))  # each time; more tables, fewer
     # Boxes from which it begins. Large ones are good starts where tables are few, small ones where
@@ -314,9 +315,10 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
     _tighten(branches, shallow, np.inf, np.inf, first)
+    seen: dict[int, float] = {}  # steps found in branches
     for turn, num_starts in enumerate(turns):
         for branch in sorted(branches, key=lambda x: x.lower_bound_us):
-            known = np.inf if best is None else best[1].evaluation.step_us
+            known = np.inf if best is None else best[1].step_us
             lower_us = min(x.lower_bound_us for x in branches)
             # A branch whose own bound is above what is already found cannot hold a better plan.
             if best is not None and known <= max(branch.lower_bound_us,
@@ -327,16 +329,23 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                        budget.deadline)
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
+            if seen.get(id(branch), 0.0) > _BEHIND * known:
+                continue
             starts = branch.lowest(num_starts)
-            anneals = budget.max_anneals * (1 if turn else 2)
-            state = search(starts, replace(budget, max_anneals=anneals), lower_us, target_gap,
+            anneals = budget.max_anneals * (2 if len(turns) == 1 else 1)
+            found = search(starts, replace(budget, max_anneals=anneals), lower_us, target_gap,
                            seed + turn)
-            if best is None or state.score < best[1].score:
-                best = branch, state
+            seen[id(branch)] = found.step_us
+            if best is None or found.score < best[1].score:
+                best = branch, found
     assert best is not None
-    known = best[1].evaluation.step_us
+    branch, found = best
+    if found.is_annealed:
+        lower_us = min(x.lower_bound_us for x in branches)
+        found = improved(found, budget, lower_us * (1 + target_gap), seed)
+    known = found.step_us
     _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline, raise_)
-    return best
+    return branch, found.state
 
 
 def _tighten(branches: list[_Branch], max_boxes: int, step_us: float, goal_us: float,
