@@ -38,6 +38,7 @@ _MANY_HOSTS = 4  # above which what one of them owns counts for less than more b
 _HOST_BOXES = 3  # what a box with a host apart costs, in others
 _WORTH_PROVING = 20  # boxes, with less of which a search does without the dearer ones
 _BEHIND = 1.01  # a branch in which a first search stays so far behind is searched no more
+_ENOUGH = 0.03  # gap above which a search has a third turn
 _TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
 
@@ -307,7 +308,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     boxes = round(budget.max_boxes * 100 / max(50, num_tables))  # each time; more tables, fewer
     # Boxes from which it begins. Large ones are good starts where tables are few, small ones where
     # pieces are many: begin from one of the former and, when a step is known, from the latter.
-    turns, shallow = [1, budget.num_starts], max(2, boxes // _SHALLOW)
+    turns, shallow = [1, budget.num_starts, budget.num_starts], max(2, boxes // _SHALLOW)
     raise_ = _Branch.prove if boxes >= _WORTH_PROVING else _Branch.tighten
     if num_tables > _MANY:
         moves = budget.max_moves * _MANY // num_tables
@@ -321,10 +322,11 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
             known = np.inf if best is None else best[1].step_us
             lower_us = min(x.lower_bound_us for x in branches)
             # A branch whose own bound is above what is already found cannot hold a better plan.
-            if best is not None and known <= max(branch.lower_bound_us,
-                                                 lower_us * (1 + target_gap)):
+            enough = max(target_gap, _ENOUGH) if turn > 1 else target_gap
+            if best is not None and (budget.over() or known <= max(
+                    branch.lower_bound_us, lower_us * (1 + enough))):
                 continue
-            if best is not None:
+            if best is not None and turn < 2:
                 raise_(branch, boxes + (boxes - shallow if turn else 0), known, known,
                        budget.deadline)
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
