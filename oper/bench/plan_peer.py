@@ -47,7 +47,7 @@ class TorchRecPlanner:
         return found
 
     def _ready(self) -> Connection:
-        """The pipe to a child that has imported TorchRec."""
+        """The pipe to a child that has imported TorchRec; raises EOFError where none comes up."""
         if self._pipe is not None:
             return self._pipe
         context = multiprocessing.get_context("spawn")
@@ -55,8 +55,9 @@ class TorchRecPlanner:
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
-        if self._pipe.poll(_START_S):
-            self._pipe.recv()
+        if not self._pipe.poll(_START_S):
+            raise EOFError
+        self._pipe.recv()
         return self._pipe
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from oper.bench import plan, verbs
+from oper.bench import plan, plan_peer, verbs
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload, machine
 from oper.errors import InvalidInputError
@@ -137,3 +137,17 @@ def test_a_planner_that_does_not_come_back_is_ended(monkeypatch) -> None:
         again = planner.propose(stated)
     assert again and all(isinstance(p, Plan) for p in again.values())
     assert planner._process is None
+
+
+def _dies(pipe) -> None:
+    pipe.send(None)  # ready, and then gone
+
+
+def test_a_planner_that_dies_is_no_more_than_one_without_plans(monkeypatch) -> None:
+    monkeypatch.setattr(plan_peer, "_serve", _dies)
+    work = small()
+    stated = make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
+    with TorchRecPlanner(30.0) as planner:
+        for _ in range(2):
+            assert planner.propose(stated) == {}
+            assert planner._process is None
