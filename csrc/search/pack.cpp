@@ -19,10 +19,12 @@ constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
 constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
 constexpr int kMaxWeight = 48;    // weights of one piece, together
 constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
-// Temperatures as shares of the energy, times the number of tables: at which a few short searches
-// begin, since none suits all problems, and then a long one from the best state that they found.
-constexpr double kHot[] = {0.15, 0.05, 0.015, 0.05};
-constexpr double kHotAgain = 0.015, kShareAgain = 0.5;
+// Temperatures as shares of the energy, times the number of tables, at which short searches begin:
+// none suits all problems, and what large pieces become is settled early. Then a long one goes on from
+// the best state that they found.
+constexpr double kHot[] = {0.15, 0.05, 0.015, 0.05, 0.15, 0.05, 0.015, 0.05};
+constexpr double kHotAgain = 0.005, kShareAgain = 0.33;
+constexpr double kOtherwise = 0.25;  // of the tables
 constexpr double kHottest = 0.008, kCold = 2e-5;  // at first at most, and in the end
 constexpr double kWorthKeeping = 3e-5;      // of the best step, for which a state is copied
 
@@ -35,7 +37,7 @@ class Packing : private PackState {
     const int64_t again = int64_t(kShareAgain * double(p_.max_moves));
     for (size_t i = 0; i < std::size(kHot) && !over_; ++i) {
       if (i > 0) reset(p_.recipe, p_.part_width, p_.units);
-      pour_all();
+      pour_all(i == 0 ? 0.0 : kOtherwise);
       anneal(kHot[i], (p_.max_moves - again) / int64_t(std::size(kHot)));
     }
     if (!over_) {
@@ -71,6 +73,7 @@ class Packing : private PackState {
     energy_ = evaluate();
     remember_busiest();
     if (step_ < best_step_) keep_best();
+    over_ |= best_step_ <= p_.goal;
     const double hot = std::clamp(begin / double(std::max<int64_t>(whole_, 1)), 2 * kCold, kHottest);
     for (int64_t n = 0; n < most && !over_; ++n, ++moves_) {
       if (n % 1024 == 0) {
@@ -148,15 +151,26 @@ class Packing : private PackState {
     return true;
   }
 
-  void pour_all() {
+  // Pieces as the relaxation would have them; a share `otherwise` of the tables in other ones, which
+  // single moves of large pieces do not lead to.
+  void pour_all(double otherwise) {
     begin_move();
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, p_.level[ph]));
     for (int64_t i = 0; i < whole_; ++i) {  // second parts are empty
       const int64_t k = p_.order[i];
       if (!pushes(k)) continue;
       int width = int(p_.first_width[k]);
-      const int owners = int(std::clamp<int64_t>(p_.first_owners[k], 1, max_owners(k)));
-      while (!pour(k, width, owners)) {  // more pieces than ranks: widen them
+      int64_t owners = p_.first_owners[k];
+      if (otherwise > 0 && random_.unit() < otherwise) {
+        switch (random_.below(4)) {
+          case 0: ++owners; break;
+          case 1: --owners; break;
+          case 2: width = std::max(kMinColumns, width / 2); break;
+          default: width *= 2;
+        }
+      }
+      owners = std::clamp<int64_t>(owners, 1, max_owners(k));
+      while (!pour(k, width, int(owners))) {  // more pieces than ranks: widen them
         while (!of_table_[k].empty()) erase(of_table_[k].back());
         width *= 2;
       }
