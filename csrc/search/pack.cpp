@@ -24,7 +24,7 @@ constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
 // the best state that they found.
 constexpr double kHot[] = {0.15, 0.05, 0.015, 0.05, 0.15, 0.05, 0.015, 0.05};
 constexpr double kHotAgain = 0.005, kShareAgain = 0.33;
-constexpr double kOtherwise = 0.25;  // of the tables
+constexpr double kOtherwise = 0.5;  // of the tables, in two of three
 constexpr double kHottest = 0.008, kCold = 2e-5;  // at first at most, and in the end
 constexpr double kWorthKeeping = 3e-5;      // of the best step, for which a state is copied
 
@@ -37,7 +37,7 @@ class Packing : private PackState {
     const int64_t again = int64_t(kShareAgain * double(p_.max_moves));
     for (size_t i = 0; i < std::size(kHot) && !over_; ++i) {
       if (i > 0) reset(p_.recipe, p_.part_width, p_.units);
-      pour_all(i == 0 ? 0.0 : kOtherwise);
+      pour_all(i % 3 == 0 ? 0.0 : kOtherwise);
       anneal(kHot[i], (p_.max_moves - again) / int64_t(std::size(kHot)));
     }
     if (!over_) {
