@@ -101,9 +101,9 @@ def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:
 class LoadPlanner(DefaultLoadPlanner):
     """A load planner that writes stored chunks straight into the tables of `TableRows`.
 
-    Every rank reads the stored chunks that it owns rows of and keeps those rows. A stored chunk
-    comes to memory as a whole: checkpoints of `SavePlanner` have small ones, others those of their
-    writer.
+    Every rank reads the stored chunks that it owns rows of and keeps those rows. torch's readers
+    bring a stored chunk to memory as a whole: checkpoints of `SavePlanner` have small ones, others
+    those of their writer, which `oper.load_checkpoint` reads in pieces.
     ``load_state_dict`` must follow, which makes the rows visible to all ranks. When a load fails,
     the tables hold a mixture: load again.
 
@@ -193,6 +193,28 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         state = self._pieces.get(index.fqn)
         return state.buffer if state is not None else super().lookup_tensor(index)
+
+    def takes_pieces(self, read_item: ReadItem) -> bool:
+        """Whether what is read may come through `commit_piece`, some rows at a time."""
+        name = read_item.dest_index.fqn
+        return isinstance(self.state_dict.get(name), TableRows) and name not in self._pieces
+
+    def wants_piece(self, read_item: ReadItem, begin: int, num_rows: int) -> bool:
+        """Whether this rank owns anything of some rows of a stored chunk."""
+        first, *column = read_item.dest_offsets
+        width = read_item.lengths[1] if column else 1
+        start = column[0] if column else 0
+        rows = self.state_dict[read_item.dest_index.fqn]
+        assert isinstance(rows, TableRows)
+        return rows.is_held_here(first + begin, first + begin + num_rows,
+                                 range(start, start + width))
+
+    def commit_piece(self, read_item: ReadItem, begin: int, values: torch.Tensor) -> None:
+        """Write rows of a stored chunk, from its row `begin` on."""
+        rows = self.state_dict[read_item.dest_index.fqn]
+        assert isinstance(rows, TableRows)
+        first, *column = read_item.dest_offsets
+        rows.write(values.to(rows.dtype), first + begin, *column)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         value = self.state_dict.get(read_item.dest_index.fqn)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.futures import Future
 
 from oper.errors import FileFormatError, fail
 from oper.files import read_arrays, write_arrays
@@ -26,6 +28,7 @@ METADATA = ".metadata"  # written by torch.distributed.checkpoint
 CHECKSUMS = "checksums.oper"
 KIND, VERSION = "oper-checkpoint", 1
 _BLOCK = 1 << 20
+PIECE_BYTES = 64 << 20  # stored tensors above this come to memory in pieces
 _MODULES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
@@ -42,7 +45,54 @@ _FOREIGN_OPCODES = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "PERSID", "B
 
 
 class Reader(FileSystemReader):
-    """torch's reader of checkpoint folders, with a description that is checked and runs nothing."""
+    """torch's reader of checkpoint folders, with a description that is checked and runs nothing.
+
+    Rows that were stored as one large tensor come to memory in pieces, where the planner writes
+    them into tables (`LoadPlanner.takes_pieces`) and they lie in the file as they are in memory.
+    """
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """As torch's; what is read in pieces comes first."""
+        takes = getattr(planner, "takes_pieces", lambda item: False)
+        rest = [x for x in plan.items if not (
+            x.type == LoadItemType.TENSOR and takes(x)
+            and self.storage_data[x.storage_index].length > PIECE_BYTES
+            and not self.storage_data[x.storage_index].transform_descriptors
+            and self._read_in_pieces(x, planner))]
+        return super().read_data(LoadPlan(rest, plan.storage_data, plan.planner_data), planner)
+
+    def _read_in_pieces(self, item: ReadItem, planner: Any) -> bool:
+        """Give a whole stored tensor to the planner, rows after rows; False when it is not stored
+        as contiguous rows."""
+        place = self.storage_data[item.storage_index]
+        path = self.fs.concat_path(self.path, place.relative_path)
+        file: Any
+        with self.fs.create_stream(path, "rb") as file:
+            # Reads the description and notes where the numbers are.
+            found = torch.load(self._slice_file(file, place), "meta", weights_only=True)
+            at = getattr(found.untyped_storage(), "_checkpoint_offset", None)
+            if (at is None or not found.is_contiguous() or found.shape != item.lengths
+                    or any(item.storage_offsets)):
+                return False
+            row_bytes = found.dtype.itemsize * found.shape[1:].numel()
+            at += found.dtype.itemsize * found.storage_offset()
+            if not 0 <= at <= place.length - found.shape[0] * row_bytes:
+                return False
+            at += place.offset
+            rows = max(1, PIECE_BYTES // max(1, row_bytes))
+            for begin in range(0, found.shape[0], rows):
+                shape = (min(rows, found.shape[0] - begin), *found.shape[1:])
+                if not planner.wants_piece(item, begin, shape[0]):
+                    continue
+                data = bytearray(shape[0] * row_bytes)
+                file.seek(at + begin * row_bytes)
+                if file.readinto(data) != len(data):
+                    raise FileFormatError(
+                        fail("cannot read a checkpoint", "file", place.relative_path,
+                             "all the bytes that its description names", "load another checkpoint"))
+                planner.commit_piece(
+                    item, begin, torch.frombuffer(data, dtype=found.dtype).view(shape))
+        return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The description; raises FileFormatError when it is damaged or foreign."""

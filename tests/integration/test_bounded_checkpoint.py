@@ -22,7 +22,7 @@ from tests.runtime_support import assert_bitwise
 from tests.world_support import RankFailedError, report, run_world, world
 
 pytest.importorskip("torchrec")
-from oper.integration import checkpoint
+from oper.integration import checkpoint, checkpoint_files, saving
 from oper.integration.on_demand import TableRows
 from tests.checkpoint_support import (
     Model,
@@ -193,12 +193,23 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
     for at in range(0, ROWS, 10_000):  # maps every page before anything is measured
         for part in ("rows", "momentum1"):
             tables.read("0", at, at + 10_000, part)
-    plain = {"model": model.state_dict()}
+    plain = saving.state_of(model, None)
+    checkpoint_files.PIECE_BYTES = 1 << 20
     found = [
         _peak(lambda: oper.save_checkpoint(folder, model, chunk_bytes=1 << 20)),
         _peak(lambda: oper.load_checkpoint(folder, model)),
-        _peak(lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=folder + "-plain")),
+        _peak(lambda: dcp.save(model.state_dict(), checkpoint_id=folder + "-model")),
         _peak(lambda: model.load_state_dict(plain["model"]))]
+    dcp.save(plain, checkpoint_id=folder + "-plain")
+    plain.clear()
+    want = tables.read("0", 5, 9), tables.read("0", 5, 9, "momentum1")
+    for part in ("rows", "momentum1"):
+        tables.write("0", torch.zeros(ROWS, DIM), part=part)
+    tables.publish()
+    found.append(_peak(lambda: oper.load_checkpoint(folder + "-plain", model)))
+    for got, rows in zip((tables.read("0", 5, 9), tables.read("0", 5, 9, "momentum1")), want,
+                         strict=True):
+        assert_bitwise(got, rows, "read in pieces")
     dist.barrier()
     return found
 
@@ -206,8 +217,10 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
 @pytest.mark.filterwarnings("ignore:no access statistics")
 def test_memory_is_a_few_chunks(tmp_path: Path) -> None:
     table, chunk, slack = ROWS * DIM * 4, 1 << 20, 12 << 20
-    for save, load, plain, plain_load in run_world(2, _peaks, str(tmp_path / "c")):
+    for save, load, plain, plain_load, pieces in run_world(2, _peaks, str(tmp_path / "c")):
         assert max(save, load) <= 4 * chunk + slack, "in chunks"
+        # Stored by torch, a tensor of half the table per rank.
+        assert pieces <= 4 * chunk + slack, "in pieces"
         # One logical row range per rank, with what gathering and writing it takes.
         assert plain <= 1.25 * table + slack, "plain save"
         # At two ranks a whole table on each would be `table`, and a chunk is 64 MiB.
