@@ -78,7 +78,7 @@ def test_killed_runs_go_on_where_they_stopped(tmp_path: Path, log: str) -> None:
     kills = 0
     for workers in ("1", "2"):
         target = tmp_path / f"out{workers}"
-        for _ in range(30):
+        for _ in range(7):  # then it is left in peace; `oper bench data` kills ten times
             process = subprocess.Popen([sys.executable, "-c", program, log, str(target), workers])
             work = tmp_path / f".{target.name}.work"
             deadline = time.monotonic() + 200
@@ -95,7 +95,7 @@ def test_killed_runs_go_on_where_they_stopped(tmp_path: Path, log: str) -> None:
         if not target.exists():
             preprocess(KAGGLE, [log], target, replace(SMALL, num_workers=int(workers)))
         assert digest(target) == digest(tmp_path / "undisturbed")
-    assert kills >= 2
+    assert kills >= 4
 
 
 def test_a_resumed_run_reads_no_unit_twice(
