@@ -234,6 +234,7 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
     from oper.integration.table_state import load_weights
     from oper.integration.targets import replacement
     from oper.shmem.by_feature import BoundsCheck
+    from oper.shmem.pull import choose_automatically
     from oper.shmem.runtime import ShardedTables
 
     # Own specs: a plan file need not know pooling or optimizer of the model that it is used for.
@@ -258,6 +259,8 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
     else:
         load_weights(tables, _weights(target))
     tables.use_huge_pages()
+    if type(tables) is ShardedTables:  # in device memory every batch chooses
+        choose_automatically(tables)
     return replacement(target, tables)
 
 

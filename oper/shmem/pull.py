@@ -4,14 +4,15 @@ Between memory domains pulled rows always travel once. Within a domain of host m
 each other's rows as fast as their own and caches keep what repeats, so that a copy is work without
 a gain; where neighbours' memory is dearer (another socket), it pays from some number of ids per
 distinct row. That number is measured while the tables are used and weighed with `PullCosts`, which
-`measured_costs` finds on the machine itself. Bits are the same.
+`measured_costs` finds on the machine itself. `oper.shard` does so by itself where ranks of a domain
+run on different NUMA nodes, see `choose_automatically`. Bits are the same.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 
 from oper.errors import InvalidInputError, fail
 from oper.shmem.batch import Lookup
+from oper.shmem.numa import find_nodes, near_domain
 
 if TYPE_CHECKING:
     from oper.shmem.runtime import ShardedTables
@@ -79,6 +81,27 @@ def choose_pull(tables: ShardedTables, choice: bool | PullCosts) -> None:
         tables._handle, number, torch.tensor(astuple(costs), dtype=torch.float64))
 
 
+def choose_automatically(tables: ShardedTables) -> None:
+    """What `oper.shard` chooses for training and inference. Collective over the group.
+
+    Ranks that run on one NUMA node read each other's rows as fast as their own: rows are read where
+    they are, and nothing is measured or counted. Otherwise every rank measures what neighbours'
+    rows cost, and all take the mean: they weigh their tables alike, by their own batches.
+    """
+    node = near_domain([n.processors for n in find_nodes()])
+    members = tables._exchange.members if tables._exchange else range(tables.group.world_size)
+    nodes = tables.group.all_gather(node)
+    spread = len({nodes[r] for r in members}) > 1
+    if not any(tables.group.all_gather(spread)):
+        return
+    found = measured_costs(tables) if spread else PullCosts()
+    tables.barrier()  # nobody updates while others still read
+    tables.traffic(reset=True)
+    every = [astuple(c) for c in tables.group.all_gather(found)]
+    if spread:
+        choose_pull(tables, PullCosts(*np.mean([every[r] for r in members], axis=0).tolist()))
+
+
 def duplication(tables: ShardedTables) -> list[Duplication]:
     """What was counted last, by directory; empty where nothing is counted."""
     flat = torch.ops.oper.context_duplication(tables._handle)
@@ -91,7 +114,8 @@ def measured_costs(tables: ShardedTables, num_rows: int = 16_384, repeats: int =
     """What reading neighbours' rows costs this rank on this machine, for `choose_pull`.
 
     Reads rows of the largest table that this rank and a neighbour both hold, and looks some of them
-    up with and without copies. Not collective; no rank may be updating.
+    up with and without copies (where lookups wait for no other memory domain; else the default of
+    `PullCosts` stands for that part). Not collective; no rank may be updating.
 
     Args:
         tables: the tables of one rank.
@@ -114,6 +138,10 @@ def measured_costs(tables: ShardedTables, num_rows: int = 16_384, repeats: int =
         lambda: torch.index_select(far, 0, slots, out=rows),
         lambda: copies.copy_(rows)])
     per_byte = 1e9 / (num_rows * row_bytes)
+    costs = PullCosts(extra_per_byte=max(0.0, read_far - read_own) * per_byte,
+                      per_copied_byte=copied * per_byte)
+    if exchange is not None:
+        return costs
     few = _ids_of(tables, piece, peer, slots % min(size, 64))
     before, taken = tables.pull, []
     for choice in (False, True):
@@ -121,9 +149,7 @@ def measured_costs(tables: ShardedTables, num_rows: int = 16_384, repeats: int =
         taken += _medians(repeats, [lambda: tables.forward(few)])
     choose_pull(tables, before)
     direct, once = taken
-    return PullCosts(extra_per_byte=max(0.0, read_far - read_own) * per_byte,
-                     per_id=max(0.0, once - direct) * 1e9 / num_rows,
-                     per_copied_byte=copied * per_byte)
+    return replace(costs, per_id=max(0.0, once - direct) * 1e9 / num_rows)
 
 
 def _ids_of(tables: ShardedTables, piece: int, owner: int, slots: torch.Tensor) -> Lookup:

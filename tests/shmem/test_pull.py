@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.search.simulate import Replay
+from oper.shmem import pull
+from oper.shmem.numa import Node
 from oper.shmem.optimizers import SGD
 from oper.shmem.pull import (
     Duplication,
     PullCosts,
+    choose_automatically,
     choose_pull,
     duplication,
     measured_costs,
@@ -43,8 +47,7 @@ def always(tables: ShardedTables, step: int) -> None:
         choose_pull(tables, True)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("world_size, weighted", [(1, False), (2, False), (2, True), (4, True)])
 def test_the_same_bits(world_size: int, weighted: bool) -> None:
     case = replace(dlrm_case("rowwise_adagrad"), weighted=weighted,
                    id_dtype=torch.int32 if weighted else torch.int64)
@@ -188,3 +191,37 @@ def test_costs_are_measured_here() -> None:
         assert 0 < costs.per_copied_byte < 1e3 and 0 <= costs.per_id < 1e6
         assert costs != PullCosts()
         assert not any(d.is_deduplicated for d in found if d.num_ids == d.num_rows)
+
+
+def test_chosen_where_ranks_run_on_different_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are measured only there, all ranks take the same ones, and tables by what repeats."""
+    case = dlrm_case("sgd")
+    (batches,) = make_steps(case, 4, 1)
+    where = threading.local()
+    monkeypatch.setattr(pull, "find_nodes", lambda: [Node(k, (k,)) for k in range(2)])
+    monkeypatch.setattr(pull, "near_domain", lambda nodes: where.node)
+
+    def body(group: Any, nodes: tuple[int, ...]) -> tuple[Any, list[Duplication], int]:
+        where.node = nodes[group.rank]
+        monkeypatch.setattr(pull, "measured_costs", lambda tables: PullCosts(
+            extra_per_byte=0.2 * tables.group.rank, per_id=1.0))
+        tables = open_tables(case, uniform_plan(case.tables, group.world_size, "striped"), group,
+                             None)
+        choose_automatically(tables)
+        chosen, read = tables.pull, int(tables.traffic().counts.sum())
+        tables.forward(batches[0].lookup(case), collective=True)
+        found = duplication(tables)
+        tables.barrier()
+        tables.close()
+        return chosen, found, read
+
+    for chosen, found, _ in run_ranks(2, lambda g: body(g, (1, 1))):
+        assert chosen is False and found == []
+    for chosen, found, read in run_ranks(2, lambda g: body(g, (0, 1))):
+        assert chosen == PullCosts(extra_per_byte=0.1, per_id=1.0) and read == 0
+        assert {d.is_deduplicated for d in found} == {False, True}
+        assert all(d.num_ids > d.num_rows for d in found if d.is_deduplicated)
+    # Two hosts; the ranks of one of them lie on two nodes.
+    several = run_ranks(4, lambda g: body(g, (0, 0, 0, 1)), domains=(0, 0, 1, 1))
+    assert [chosen for chosen, _, _ in several] == [
+        False, False, *[PullCosts(extra_per_byte=0.5, per_id=1.0)] * 2]
