@@ -25,16 +25,17 @@ OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, co
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
 
-template <int N, bool kWeighted, class E>
+// kNear: the rows are in the cache.
+template <int N, bool kWeighted, bool kNear, class E>
 OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, const float* w,
                               int64_t ahead, Row<N>& row) {
   const int dim = table.dim;
   const int64_t row_bytes = N > 0 ? N * 16 * static_cast<int64_t>(sizeof(E)) : table.row_bytes();
-  prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
+  if (!kNear) prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
   row.load(reinterpret_cast<const E*>(at[0]), dim);
   if (kWeighted) row.scale(w[0], dim);
   for (int64_t i = 1; i < n; ++i) {
-    prefetch_row(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
+    if (!kNear) prefetch_row(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
     const E* p = reinterpret_cast<const E*>(at[i]);
     if (kWeighted) {
       row.add_scaled(p, w[i], dim);
@@ -45,7 +46,7 @@ OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, 
   if (table.mean && n > 1) row.divide(static_cast<float>(n), dim);
 }
 
-template <int N, bool kWeighted, bool kStream, class E>
+template <int N, bool kWeighted, bool kStream, bool kNear, class E>
 void pool_block(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
@@ -60,7 +61,7 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     } else if constexpr (kIsCodes<E>) {
       pool_codes<N, kWeighted, E>(table, at, n, w, ahead, row);
     } else {
-      pool_numbers<N, kWeighted, E>(table, at, n, w, ahead, row);
+      pool_numbers<N, kWeighted, kNear, E>(table, at, n, w, ahead, row);
     }
     at += n;
     if (kStream) {
@@ -116,7 +117,7 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
   const int64_t* bounds = range.bags.bounds;
   const int64_t first = bounds[range.begin], total = bounds[range.end] - first;
   const Id* ids = static_cast<const Id*>(range.batch.ids) + first;
-  int64_t room = 16 * kBlockIds;  // of `addresses`, which hold ids [kept, resolved) and what follows
+  int64_t room = 8 * kBlockIds;  // of `addresses`, which hold ids [kept, resolved) and what follows
   int64_t* addresses = scratch.get<int64_t>(0, room + kPrefetch);
   int64_t kept = 0, resolved = 0;
   for (int64_t b = range.begin, end; b < range.end; b = end) {
@@ -161,6 +162,37 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
   return -1;
 }
 
+using PoolBlock = void (*)(const Table&, const int64_t* addresses, const int64_t* offsets,
+                           const float* weights, int64_t num_bags, float* out, int64_t stride);
+
+// Whether most rows that so many ids read are in the core's own cache by then: few and read again.
+// Fetching rows ahead takes as many instructions as adding them.
+OPER_INLINE bool is_near(const Table& table, int64_t num_ids) {
+  constexpr int64_t kBytes = 512 << 10;
+  const int64_t rows = table.home.num_rows;
+  return rows <= num_ids && rows * table.row_bytes() <= kBytes;
+}
+
+// Chosen once for a range of bags, not for every stretch of it.
+PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, bool stream) {
+  PoolBlock found = nullptr;
+  const bool near = is_near(table, num_ids);
+  with_readable_rows(table, [&](auto width, auto element) {
+    constexpr int N = decltype(width)::value;
+    constexpr bool kWhole = N > 0;  // rows in registers
+    using E = decltype(element);
+    if (is_weighted) {
+      found = pool_block<N, true, false, false, E>;
+    } else if (kWhole && stream) {
+      found = near ? pool_block<N, false, kWhole, kWhole, E>
+                   : pool_block<N, false, kWhole, false, E>;
+    } else {
+      found = near ? pool_block<N, false, false, kWhole, E> : pool_block<N, false, false, false, E>;
+    }
+  });
+  return found;
+}
+
 template <class Id>
 int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
   const int64_t* bounds = range.bags.bounds;
@@ -169,20 +201,11 @@ int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch&
   float* first = out + range.bags.out_begin;
   const bool lines = reinterpret_cast<uintptr_t>(first) % 64 == 0 && stride % 16 == 0;
   const bool stream = range.batch.stream && lines && weights == nullptr;
+  const PoolBlock pool_stretch =
+      pool_block_of(table, bounds[range.end] - bounds[range.begin], weights != nullptr, stream);
   const int64_t bad = for_blocks<kRows, Id>(
       table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
-        float* to = first + b * stride;
-        with_readable_rows(table, [&](auto width, auto element) {
-          constexpr int N = decltype(width)::value;
-          using E = decltype(element);
-          if (weights != nullptr) {
-            pool_block<N, true, false, E>(table, rows, bounds + b, weights, end - b, to, stride);
-          } else if (N > 0 && stream) {
-            pool_block<N, false, true, E>(table, rows, bounds + b, nullptr, end - b, to, stride);
-          } else {
-            pool_block<N, false, false, E>(table, rows, bounds + b, nullptr, end - b, to, stride);
-          }
-        });
+        pool_stretch(table, rows, bounds + b, weights, end - b, first + b * stride, stride);
       });
   if (stream) finish_streaming();
   return bad;

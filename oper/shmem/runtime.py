@@ -33,6 +33,7 @@ from oper.shmem.domains import DomainGroup, find_domains
 from oper.shmem.exchange import Exchange
 from oper.shmem.group import DEADLINE_ENV, Group
 from oper.shmem.heap import HostHeap
+from oper.shmem.kernel_arguments import KernelArguments
 from oper.shmem.library import load
 from oper.shmem.migration import Migration, check_room
 from oper.shmem.optimizers import Optimizer, check_supported
@@ -101,6 +102,7 @@ class ShardedTables(LogicalRows):
             seed = group.all_gather(torch.initial_seed() if seed is None else seed)[0]
         self.seed = seed
         self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
+        self._arguments = KernelArguments(self.optimizers or {}, self._rounding_keys)
         self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         domains = find_domains(group)
         self._exchange = self._open_exchange(domains) if len(set(domains)) > 1 else None
@@ -341,12 +343,9 @@ class ShardedTables(LogicalRows):
         return gradient
 
     def _optimizer_arguments(self, step: int) -> torch.Tensor:
-        """float64 [T, 13], what every table's optimizer needs at this step."""
-        assert self.optimizers is not None
-        rates = {name: float(g["lr"]) for g in self.param_groups for name in g["tables"]}
-        own = {name: [*o.arguments(rates[name], step), o.max_row_norm or 0.0,
-                      *self._rounding_keys[name], step] for name, o in self.optimizers.items()}
-        return torch.tensor([own[d.table.name] for d in self.directories], dtype=torch.float64)
+        """float64 [T, 13], what every table's optimizer needs at this step, until the next call."""
+        names = [d.table.name for d in self.directories]
+        return self._arguments.at(step, self.param_groups, names)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         if self._exchange is not None:

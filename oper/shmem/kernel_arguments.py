@@ -1,0 +1,48 @@
+"""What the kernels are told of the tables' optimizers, kept from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from oper.shmem.optimizers import Adam, Optimizer
+
+
+class KernelArguments:
+    """What the kernels need to know of all tables' optimizers at a step.
+
+    Args:
+        optimizers: by table.
+        rounding_keys: two numbers by table, see `oper.shmem.rounding`.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer],
+                 rounding_keys: Mapping[str, tuple[int, int]]) -> None:
+        self._optimizers = optimizers
+        self._rounding_keys = rounding_keys
+        self._by_step = any(isinstance(o, Adam) for o in optimizers.values())
+        self._known: tuple[Any, torch.Tensor] | None = None
+
+    def at(self, step: int, groups: Sequence[Mapping[str, Any]], tables: Sequence[str]
+           ) -> torch.Tensor:
+        """float64 [T, 13] (``OptimizerColumn`` in csrc/include/oper/description.h); valid until the
+        next call. Made anew only where more than the number of the step has changed.
+
+        Args:
+            step: number of the step, from 1.
+            groups: ``{"lr": ..., "tables": [names]}``.
+            tables: table of each row, names may repeat.
+        """
+        rates = [float(g["lr"]) for g in groups]
+        key = (rates, tables, step if self._by_step else 0)
+        if self._known is None or self._known[0] != key:
+            rate = {name: r for r, g in zip(rates, groups, strict=True) for name in g["tables"]}
+            own = {name: [*o.arguments(rate[name], step), o.max_row_norm or 0.0,
+                          *self._rounding_keys[name], step]
+                   for name, o in self._optimizers.items()}
+            self._known = key, torch.tensor([own[name] for name in tables], dtype=torch.float64)
+        found = self._known[1]
+        found[:, -1] = step
+        return found
