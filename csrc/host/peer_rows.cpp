@@ -33,6 +33,9 @@ Status PeerRows::stage(Context& context, Batch& batch, bool collective, Parallel
             [&](int64_t t, Scratch& scratch) {
     const Table& table = context.tables[t];
     if ((!counts && !is_chosen[t]) || (collective && table.has_push)) return;
+    // An exchange with other memory domains has found this batch's rows.
+    for (int32_t f : table.features)
+      if (batch.features[f].rows != nullptr) return;
     int64_t total = 0;
     for (int32_t f : table.features) {
       const FeatureBags& bags = batch.features[f];
