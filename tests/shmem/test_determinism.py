@@ -59,8 +59,7 @@ def test_run_to_run(world_size: int) -> None:
     assert_bitwise(first.replicas, second.replicas, "two runs: replicas")
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size, weighted", [(1, True), (2, False), (2, True), (4, True)])
 def test_between_plans_of_one_world(world_size: int, weighted: bool) -> None:
     case = dlrm_case(weighted=weighted)
     steps, want = baseline(case, world_size)

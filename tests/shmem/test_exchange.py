@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.runtime_support import (
     OTHER_OPTIMIZERS,
     Batch,
     Case,
+    Result,
     assert_bitwise,
     assert_exact,
     dlrm_case,
@@ -42,23 +45,52 @@ DOMAINS = [(0, 1), (0, 1, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)]
 ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
 
 
-def check(case: Case, plan: Plan, optimizer: str, domains: tuple[int, ...]) -> None:
+@functools.cache
+def references(case: Case, world_size: int, optimizer: str
+               ) -> tuple[list[list[Batch]], Result, Result]:
+    """Steps, and the unsharded runs of them."""
+    steps = make_steps(case, world_size, STEPS)
+    args = (case, steps, ALL_OPTIMIZERS[optimizer])
+    return steps, train_reference(*args), train_reference(*args, torch.float64)
+
+
+Planner = Callable[[Case, int], Plan]
+
+
+@functools.cache
+def in_one_domain(case: Case, planner: Planner, world_size: int, optimizer: str) -> Result:
+    """What any split of these ranks into domains is compared with; also unsharded."""
+    steps, fp32, fp64 = references(case, world_size, optimizer)
+    one = train_virtual(case, planner(case, world_size), steps, ALL_OPTIMIZERS[optimizer])
+    assert_exact(case, one, fp32, fp64)
+    return one
+
+
+def check(case: Case, planner: Planner, optimizer: str, domains: tuple[int, ...]) -> None:
     """One domain and several: the same bits everywhere, and the unsharded numbers."""
-    steps = make_steps(case, len(domains), STEPS)
-    chosen = ALL_OPTIMIZERS[optimizer]
-    one = train_virtual(case, plan, steps, chosen)
-    several = train_virtual(case, plan, steps, chosen, domains=domains)
+    size = len(domains)
+    one = in_one_domain(case, planner, size, optimizer)
+    steps, _, _ = references(case, size, optimizer)
+    several = train_virtual(case, planner(case, size), steps, ALL_OPTIMIZERS[optimizer],
+                            domains=domains)
     for part in ("outputs", "weights", "states", "replicas"):
         assert_bitwise(getattr(one, part), getattr(several, part), part)
-    assert_exact(case, several, train_reference(case, steps, chosen),
-                 train_reference(case, steps, chosen, torch.float64))
+
+
+@functools.cache
+def placed(name: str) -> Planner:
+    return lambda case, world_size: plans_for(case.tables, world_size)[name]
+
+
+@functools.cache
+def rich(seed: int) -> Planner:
+    return lambda case, world_size: rich_plan(case.tables, world_size, seed, columns=True)
 
 
 @pytest.mark.parametrize("domains", DOMAINS, ids=str)
 @pytest.mark.parametrize("name", ["replicated", "striped", "owned", "mixed0", "mixed1"])
 def test_placements(name: str, domains: tuple[int, ...]) -> None:
-    case = dlrm_case("rowwise_adagrad")
-    check(case, plans_for(case.tables, len(domains))[name], "rowwise_adagrad", domains)
+    check(dlrm_case("rowwise_adagrad"), placed(name), "rowwise_adagrad", domains)
 
 
 # The optimizers that exchange squares go through all domains.
@@ -71,7 +103,7 @@ def test_push_columns_weights_and_optimizers(optimizer: str, domains: tuple[int,
     case = replace(dlrm_case(optimizer), weighted=odd,
                    id_dtype=torch.int32 if odd else torch.int64)
     for seed in (1, 2):
-        check(case, rich_plan(case.tables, len(domains), seed, columns=True), optimizer, domains)
+        check(case, rich(seed), optimizer, domains)
 
 
 @pytest.mark.parametrize("domains", [(0, 1), (0, 1, 0, 1)], ids=str)

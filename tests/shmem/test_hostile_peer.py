@@ -97,7 +97,7 @@ def test_slots_beyond_all_tables_are_refused(optimizer: str, seed: int) -> None:
 def test_random_words_crash_nothing() -> None:
     rng = random.Random(5)
     total, _ = run("rowwise_adagrad", 1, 0, None)
-    for _ in range(60):
+    for _ in range(40):
         words = {rng.randrange(1 << 20): rng.choice([rng.randrange(-2**31, 2**31),
                                                      rng.randrange(0, 300)])
                  for _ in range(rng.randrange(1, 6))}

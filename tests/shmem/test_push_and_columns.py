@@ -21,8 +21,7 @@ from tests.runtime_support import (
     train_reference,
     train_virtual,
 )
-
-STEPS = 20
+from tests.shmem.test_exactness import STEPS, references
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["push", "push+columns"])
@@ -31,9 +30,7 @@ STEPS = 20
 def test_training_equals_the_unsharded_run(world_size: int, optimizer: str, columns: bool) -> None:
     case = dlrm_case(optimizer)
     chosen = OPTIMIZERS[optimizer]
-    steps = make_steps(case, world_size, STEPS)
-    fp32 = train_reference(case, steps, chosen, torch.float32)
-    fp64 = train_reference(case, steps, chosen, torch.float64)
+    steps, fp32, fp64 = references(case, world_size, optimizer, STEPS if world_size == 2 else 8)
     for seed in (1, 2):
         plan = rich_plan(case.tables, world_size, seed, columns)
         assert_exact(case, train_virtual(case, plan, steps, chosen), fp32, fp64)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
@@ -22,8 +17,8 @@ from oper.shmem.group import SingleGroup
 from oper.shmem.quantise import dequantise, quantise
 from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
+from tests.world_support import run_world
 
-ROOT = Path(__file__).resolve().parents[2]
 TYPES = {"int8": SparseType.INT8, "int4": SparseType.INT4}
 KEY = torch.zeros(1, dtype=torch.int64)
 
@@ -75,15 +70,14 @@ def differences() -> list[str]:
     return found
 
 
+def _differences(rank: int, world_size: int) -> list[str]:
+    return differences()
+
+
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
 def test_lookups_equal_fbgemm_bit_for_bit(kernels: str) -> None:
-    if not kernels:
-        assert differences() == []
-        return
-    code = "from tests.shmem.test_quantised_rows import differences; print(differences())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          check=True, env={**os.environ, "OPER_CPU_KERNELS": kernels})
-    assert done.stdout.strip().endswith("[]")
+    env = {"OPER_CPU_KERNELS": kernels} if kernels else {}
+    assert run_world(1, _differences, env=env) == [[]]
 
 
 @pytest.mark.parametrize("dtype", TYPES)

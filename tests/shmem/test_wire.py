@@ -76,8 +76,8 @@ def check(case: Case, plan: Plan, domains: tuple[int, ...], optimizer: Any, **op
     assert total.sum() > 0
 
 
-@pytest.mark.parametrize("domains", DOMAINS, ids=str)
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize("optimizer, domains", [
+    *(("rowwise_adagrad", d) for d in DOMAINS), ("sgd", (0, 1, 0, 1))], ids=str)
 def test_replayed_bytes_are_the_sent_bytes(optimizer: str, domains: tuple[int, ...]) -> None:
     case = replace(dlrm_case(optimizer), weighted=optimizer == "sgd")
     for plan in all_plans(case, len(domains)).values():
