@@ -157,5 +157,6 @@ def _largest(node: Bound) -> np.ndarray:
                 types = relaxation.pieces.types[k][option.rank_class]
                 j = min(pool.kind[n], types.mass.size - 1)
                 mass = min(float(types.mass[j]), amount[o, IDS] / relaxation.tables[k].total[IDS])
-                out = np.maximum(out, relaxation.pieces.load(k, option.rank_class, j, mass))
+                width = relaxation.pieces.widths[k][j][0]
+                out = np.maximum(out, relaxation.pieces.load(k, option.rank_class, width, mass))
     return out

@@ -1,9 +1,11 @@
 """Rows of the relaxation about the owner of the largest pushed piece.
 
 Let y be the largest load that a piece puts on its owner, in some phase and group. The phase takes
-at least y, and at least y beside what the owner does as a reader. Over links, that spares what its
-own host owns (itself, on a single host of n = 1): of W ranks, the n of a host own at most what they
-can send in the phase T, so that with d the mean over ranks of what is read,
+at least y, and at least y beside what the owner does as a reader. An owner reads its own piece,
+too: of its own time, y is what it does more for that piece than a reader, and what else it owns
+costs it the lesser of an owner's and a reader's part. Over links, reading spares what its own host
+owns (itself, on a single host of n = 1): of W ranks, the n of a host own at most what they can send
+in the phase T, so that with d the mean over ranks of what is read,
 `T (1 + n / (W - n)) >= y + d W / (W - n)`. What is read in the forward phase T_f comes back as
 gradients in the phase T_u, which limits what a host owns as well:
 `T_f + n / (W - n) s T_u >= y + d W / (W - n)`, s >= 1 being the largest ratio of a row's bytes to
@@ -18,7 +20,7 @@ first, for one load at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,9 +31,8 @@ from oper.search.machine import (
     LINK_IN,
     LINK_OUT,
     Machine,
-    by_group,
 )
-from oper.search.pieces import NUM_PIECE_GROUPS
+from oper.search.pieces import LOCAL, group_us, unit_load
 from oper.search.problem import NUM_FEATURES, TableProblem
 from oper.search.tally import GRADS, NUM_ROWS, PARTIALS
 
@@ -97,10 +98,10 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
     plain = (weights.sum(axis=1) == 1.0) & (weights[np.arange(len(names)), at[0]] == 1.0)
     relaxation.phase_of = np.insert(relaxation.phase_of, where, np.where(plain, at[0], -2))
     relaxation.phase_weight = np.insert(relaxation.phase_weight, where, weights, axis=0)
-    reader, every = _reader_units(relaxation)
+    units = _reader_units(relaxation)
     plain_unit = relaxation.unit
-    relaxation.unit = np.insert(relaxation.unit, where,
-                                scale * reader[:, at[0], at[1]][None], axis=2)
+    least = np.minimum(units.other, units.own)[:, at[0], at[1]]
+    relaxation.unit = np.insert(relaxation.unit, where, scale * least[None], axis=2)
     read = np.zeros(plain_unit.shape[:2])
     if apart is not None:
         read = _host_reads(relaxation, apart, plain_unit)
@@ -114,11 +115,11 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
     for o, option in enumerate(relaxation.options):
         for k, t in enumerate(relaxation.tables):
             dim = t.spec.dim
-            load = _reader(relaxation, t, option.kind, dim, (reader, every))
-            once[k, o] = scale * load[:, at[0], at[1]]
+            load = _reader(relaxation, t, option.kind, dim, units)
+            once[k, o] = scale * load.min(axis=0)[:, at[0], at[1]]
             if option.kind == PUSH:
-                twice = _reader(relaxation, t, PUSH, 2 * dim, (reader, every))
-                more[k, o] = scale * (2 * load - twice)[:, at[0], at[1]]
+                twice = _reader(relaxation, t, PUSH, 2 * dim, units)
+                more[k, o] = scale * (2 * load - twice).min(axis=0)[:, at[0], at[1]]
         if apart is not None:
             _host_coefficients(relaxation, o, read, once, more)
     relaxation.coefficients = _inserted(relaxation.coefficients, start, once)
@@ -177,8 +178,7 @@ def _limits(relaxation: Relaxation, phase: int, group: str) -> list[_Limit]:
     world, near = float(machine.world_size), float(machine.num_host[0])
     one = np.eye(num_phases)[phase]
     if group == "local":
-        alike = len(relaxation.classes.ranks) == (1 if relaxation.apart is None else 2)
-        return [(one, 1.0 if alike else 0.0)]
+        return [(one, 1.0 if relaxation.pieces.beside_reader else 0.0)]
     if group.startswith("link"):
         near = 1.0 if near == world else world
     if near == world:
@@ -198,34 +198,42 @@ def _limits(relaxation: Relaxation, phase: int, group: str) -> list[_Limit]:
     return out
 
 
-def _reader_units(relaxation: Relaxation) -> tuple[np.ndarray, np.ndarray]:
-    """What a unit of each tally row costs a rank that owns nothing; float64 [20, P, 5] when one
-    other rank has it (over links: the mean over all ranks), and when all ranks have it."""
-    world = relaxation.model.machine.world_size
-    one = np.zeros((NUM_ROWS, NUM_ROWS, world))
-    one[np.arange(NUM_ROWS), np.arange(NUM_ROWS), 0] = 1.0
-    alone = _by_group(relaxation, one)  # [20, P, 5, W]
-    reader = alone[..., 1:].sum(axis=-1) / world
-    reader[..., 0] = alone[:, :, 0, 1:].min(axis=-1)
+class _Units(NamedTuple):
+    """What a unit of each tally row costs a rank; float64 [20, P, 5].
+
+    Attributes:
+        other: when one other rank has it (over links: the mean over all ranks).
+        own: when it has it itself; over links as `other`.
+        every: when all ranks have it.
+    """
+
+    other: np.ndarray
+    own: np.ndarray
+    every: np.ndarray
+
+
+def _reader_units(relaxation: Relaxation) -> _Units:
+    model = relaxation.model
+    world = model.machine.world_size
+    alone = unit_load(model, 0)  # [20, P, 5, W]
+    other = alone[..., 1:].sum(axis=-1) / world
+    own = other.copy()
+    other[..., LOCAL] = alone[:, :, LOCAL, 1:].min(axis=-1)
+    own[..., LOCAL] = alone[:, :, LOCAL, 0]
     every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world))
-    return reader, _by_group(relaxation, every)[..., 0]
+    return _Units(other, own, group_us(model, every)[..., 0])
 
 
 def _reader(relaxation: Relaxation, t: TableProblem, kind: str, width: int,
-            units: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Load of a rank that owns nothing, of a unit of each feature; float64 [4, P, 5]."""
-    model, (reader, every) = relaxation.model, units
+            units: _Units) -> np.ndarray:
+    """Load of a unit of each feature on a rank that owns nothing, and on one that owns the unit,
+    which differs in its own time alone; float64 [2, 4, P, 5]."""
+    model = relaxation.model
     if kind == COPIES:  # a rank with a copy reads no less than one that owns nothing
-        return np.zeros((NUM_FEATURES, *reader.shape[1:]))
+        return np.zeros((2, NUM_FEATURES, *units.other.shape[1:]))
     owner = np.zeros((NUM_FEATURES, NUM_FEATURES, model.machine.world_size))
     owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), 0] = 1.0
     rows = row_makers(model)[kind](t, width, owner)
-    return np.asarray(np.einsum("fq,qpg->fpg", rows[..., 1], every)
-                      + np.einsum("fq,qpg->fpg", rows[..., 0] - rows[..., 1], reader))
-
-
-def _by_group(relaxation: Relaxation, tally_rows: np.ndarray) -> np.ndarray:
-    """Microseconds of tally rows by phase and group; float64 [..., P, 5, W]."""
-    model = relaxation.model
-    loads = model.loads(tally_rows) * model.machine.seconds_per_unit * 1e6
-    return by_group(loads)[..., :NUM_PIECE_GROUPS, :]
+    both = np.einsum("fq,qpg->fpg", rows[..., 1], units.every)
+    return np.stack([both + np.einsum("fq,qpg->fpg", rows[..., 0] - rows[..., 1], unit)
+                     for unit in (units.other, units.own)])

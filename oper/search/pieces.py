@@ -20,13 +20,14 @@ import numpy as np
 
 from oper.search import native
 from oper.search.cost import CostModel
-from oper.search.machine import RankClasses, by_group
+from oper.search.machine import GROUPS, RankClasses, by_group
 from oper.search.problem import IDS, TableProblem
 from oper.search.tally import NUM_ROWS, PARTIALS
 
 MIN_COLUMNS = 8  # pieces of the space are at least so wide: one memory sector of float32
 COLUMN_STEP = 4  # and their edges are multiples of this: one vector load
 NUM_PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
+LOCAL = GROUPS.index("local")  # a rank's own memory and cores
 _RATIO = 1.15  # of the widths that a bound does not tell apart
 _GRID = 600  # shares at which partial sums are tabulated
 _FIRST = 1e-6
@@ -74,6 +75,21 @@ def column_widths(t: TableProblem, split: bool) -> list[tuple[int, int]]:
     return [(dim, dim), *((int(p[-1]), int(p[0])) for p in parts)]
 
 
+def group_us(model: CostModel, tally_rows: np.ndarray) -> np.ndarray:
+    """Microseconds of tally rows (float64 [..., 20, W]) by phase and group; float64
+    [..., num_phases, 5, W]."""
+    loads = model.loads(tally_rows) * model.machine.seconds_per_unit * 1e6
+    return by_group(loads)[..., :NUM_PIECE_GROUPS, :]
+
+
+def unit_load(model: CostModel, rank: int) -> np.ndarray:
+    """Microseconds that a unit of each tally row of one rank costs every rank; float64
+    [20, num_phases, 5, W]."""
+    unit = np.zeros((NUM_ROWS, NUM_ROWS, model.machine.world_size))
+    unit[np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
+    return group_us(model, unit)
+
+
 def own_load(model: CostModel, ranks: list[int]) -> np.ndarray:
     """Microseconds that a unit of each tally row costs the rank which owns it.
 
@@ -84,21 +100,22 @@ def own_load(model: CostModel, ranks: list[int]) -> np.ndarray:
     Returns:
         float64 [C, 20, num_phases, 5].
     """
-    out = []
-    for rank in ranks:
-        unit = np.zeros((NUM_ROWS, NUM_ROWS, model.machine.world_size))
-        unit[np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
-        out.append(_groups(model.loads(unit) * model.machine.seconds_per_unit * 1e6)[..., rank])
-    return np.stack(out)
-
-
-def _groups(loads: np.ndarray) -> np.ndarray:
-    """[..., 7, W] by term -> [..., 5, W] by group."""
-    return by_group(loads)[..., :NUM_PIECE_GROUPS, :]
+    return np.stack([unit_load(model, rank)[..., rank] for rank in ranks])
 
 
 class Pieces:
     """Which pushed pieces fit, for every table and class of ranks.
+
+    An owner also reads its own piece, as every rank does. Where a rank's own time (the local group)
+    is counted beside what it does as a reader, the load of a piece is what its owner does more than
+    a reader.
+
+    Args:
+        model: the cost model.
+        tables: the tables that are free to choose.
+        classes: classes of ranks.
+        base_rows: float64 [20, W], what every plan asks.
+        beside_reader: whether own time counts beside a reader's (ranks are alike then).
 
     Attributes:
         box: the plans whose pieces these are.
@@ -107,11 +124,15 @@ class Pieces:
     """
 
     def __init__(self, model: CostModel, tables: tuple[TableProblem, ...], classes: RankClasses,
-                 base_rows: np.ndarray) -> None:
-        self.model, self.tables = model, tables
+                 base_rows: np.ndarray, beside_reader: bool) -> None:
+        self.model, self.tables, self.beside_reader = model, tables, beside_reader
         first = [int(r[0]) for r in classes.ranks]
         self.unit = own_load(model, first)  # [C, 20, P, 5]
-        base = _groups(model.loads(base_rows) * model.machine.seconds_per_unit * 1e6)
+        #: As `unit`, of a large piece.
+        self.large = self.unit.copy()
+        if beside_reader:
+            self.large[..., LOCAL] -= unit_load(model, 0)[:, :, LOCAL, 1:].min(axis=-1)
+        base = group_us(model, base_rows)
         # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
         self.floor = np.stack([base[..., r].min(axis=-1) for r in classes.ranks])
@@ -138,10 +159,12 @@ class Pieces:
     def _own_loads(self) -> np.ndarray:
         """What all ids of a table cost its owner, as one piece and in the narrowest ones; float64
         [T, C, 2, G]."""
-        out = [np.stack([np.einsum("cq,cqpg->cpg", self._ids(k, w[n][0]), self.unit)
-                         for n in (0, -1)], axis=1) for k, w in enumerate(self.widths)]
+        out = np.array([np.stack([self._ids(k, w[n][0]) for n in (0, -1)], axis=1)
+                        for k, w in enumerate(self.widths)])
+        if out.size:  # nothing where the owner does less than a reader, at any width
+            out = np.where(out.min(axis=2, keepdims=True) < 0, 0.0, out)
         num_loads = self.floor.shape[1] * self.floor.shape[2]
-        return np.array(out).reshape(len(self.tables), len(self._first), 2, num_loads)
+        return out.reshape(len(self.tables), len(self._first), 2, num_loads)
 
     def set_box(self, box: Box) -> None:
         """Admit the pieces that plans of `box` may have."""
@@ -150,7 +173,8 @@ class Pieces:
         mass = np.zeros((self.narrow.size, shape[1]))
         whole = np.zeros(shape, np.uint8)
         if self.tables:
-            arrays = {"own": self._own, "partial": self.unit[:, PARTIALS], "first": self.first,
+            arrays = {"own": self._own, "partial": np.maximum(self.large[:, PARTIALS], 0.0),
+                      "first": self.first,
                       "narrow": self.narrow, "floor": self.floor - self.hidden, "most": box.most,
                       "mass": mass, "whole": whole}
             arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
@@ -190,15 +214,23 @@ class Pieces:
         return np.asarray(inside * np.minimum(share / _FIRST, 1.0))
 
     def _ids(self, k: int, width: int) -> np.ndarray:
-        """Tally rows that an owner of all ids of `width` columns pays at least; float64 [C, 20]."""
+        """What all ids of `width` columns cost their owner at least; float64 [C, num_phases, 5]."""
         t, classes = self.tables[k], np.arange(len(self._first))
-        owner = np.zeros((classes.size, 4, self.model.machine.world_size))
-        owner[classes, IDS, self._first] = t.total[IDS]
-        return np.asarray(self.model.push_rows(t, width, owner)[classes, :, self._first])
+        world, first = self.model.machine.world_size, np.array(self._first)
+        owner = np.zeros((classes.size, 4, world))
+        owner[classes, IDS, first] = t.total[IDS]
+        rows = self.model.push_rows(t, width, owner)
+        own = rows[classes, :, first]
+        out = np.einsum("cq,cqpg->cpg", own, self.unit)
+        if self.beside_reader:
+            more = own - rows[classes, :, (first + 1) % world]
+            out[..., LOCAL] = np.einsum("cq,cqp->cp", more, self.large[..., LOCAL])
+        return np.asarray(out)
 
-    def load(self, k: int, c: int, j: int, mass: float) -> np.ndarray:
-        """Own load of a piece of type `j` at least, of at most `mass`; float64 [num_phases, 5]."""
-        t, width = self.tables[k], self.widths[k][j][0]
-        rows = self._ids(k, width)[c] * mass
-        rows[PARTIALS] = self.model.partial_bytes(t, width, np.array(mass * t.total[IDS]))
-        return np.asarray(np.einsum("q,qpg->pg", rows, self.unit[c]))
+    def load(self, k: int, c: int, width: int, mass: float) -> np.ndarray:
+        """Load of a piece of `width` columns and a share `mass` of table `k`'s lookups on its
+        owner, of class `c`, at least; float64 [num_phases, 5]."""
+        t = self.tables[k]
+        sums = float(self.model.partial_bytes(t, width, np.array(mass * t.total[IDS])))
+        return np.asarray(np.maximum(self._ids(k, width)[c], 0.0) * mass
+                          + sums * np.maximum(self.large[c, PARTIALS], 0.0))

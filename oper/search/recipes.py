@@ -99,7 +99,8 @@ class RecipeBook:
             rows = t.spec.num_rows
             self.add(k, [Recipe((rows,), (int(o),))
                          for o in np.unique(self.relaxation.plain[self.relaxation.allowed[k]])])
-            if shared.size > 1:
+            # Parts may differ in the class of the master copies alone, which is one recipe.
+            if shared.size > 1 and len(self.recipes[k]) > 1:
                 self.add(k, crossings(t, self.recipes[k][0], self.recipes[k][1], 12))
                 self.pick[k] = self._add_mixture(
                     k, [from_choice(t, self.relaxation.plain[pool.choice[i]]) for i in shared],

@@ -123,7 +123,9 @@ class Relaxation:
         self._build_rows()
         self._build_base()
         self._build_coefficients()
-        self.pieces = Pieces(model, self.tables, self.classes, self.base_tally.rows)
+        alike = len(self.classes.ranks) == (1 if apart is None else 2)
+        self.pieces = Pieces(model, self.tables, self.classes, self.base_tally.rows,
+                             model.training and model.machine.world_size > 1 and alike)
         self.phase_weight = self._phase_weights()
         self.owner_rows = add_owner_rows(self)
         self._plain_base = self.base.copy()

@@ -16,9 +16,10 @@ from oper.search.branching import Branching
 from oper.search.cost import CostModel, evaluate
 from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, Box, column_widths
 from oper.search.planner import plan_problem, proved
-from oper.search.problem import Problem, make_problem
+from oper.search.problem import IDS, Problem, make_problem
 from oper.search.relax import Relaxation
 from oper.search.space import EVERYTHING
+from oper.search.tally import owned_features
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
               "many": gpus(12, per_host=4)}
@@ -71,6 +72,44 @@ def test_no_plan_is_below_the_branched_bound(name, seed):
         assert bound <= evaluate(pushing_plan(problem, rng), problem).step_us * (1 + 1e-9)
     # A plan that was searched for is a far sharper witness than a random one.
     assert bound <= plan_problem(problem, target_gap=0.0).step_us * (1 + 1e-9)
+
+
+def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
+    """Largest load of any pushed piece of a plan on its owner; float64 [num_phases, 5]."""
+    pieces, world = relaxation.pieces, relaxation.model.machine.world_size
+    out = np.zeros(pieces.floor.shape[1:])
+    for k, t in enumerate(relaxation.tables):
+        for piece in plan.table(t.spec.name).pieces:
+            ids = np.zeros(world)
+            for tier in piece.tiers:
+                if tier.mode == "push":
+                    ids += owned_features(t, tier, world, True)[IDS]
+            for share in (ids[ids > 0] / t.total[IDS]).tolist():
+                out = np.maximum(out, pieces.load(k, 0, piece.stop - piece.start, share))
+    return out
+
+
+@pytest.mark.parametrize("name", ["gpus", "hosts", "host"])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("costly", [False, True])
+def test_no_plan_is_below_the_bound_of_its_own_box(seed, name, costly):
+    """The smallest box that holds a plan is the sharpest that must be below it."""
+    many = stated(seed, name)
+    if costly:  # where readers of pushed rows do more than their owners, in some phases
+        costs = replace(many.topology.costs, push_ns=20.0, id_ns=1.0, far_ns=5.0, sort_ns=2.0)
+        specs, stats = tables_and_stats(4, seed, lengths=(4, 20, 50))
+        many = make_problem(specs, stats, replace(many.topology, costs=costs), batch_size=4096,
+                            allow=EVERYTHING)
+    relaxation = Relaxation(CostModel(many))
+    rng = np.random.default_rng(seed)
+    for _ in range(6):
+        plan = pushing_plan(many, rng)
+        largest = largest_loads(relaxation, plan)
+        step_us = evaluate(plan, many).step_us
+        for least in (0.0, 1.0 - 1e-9):
+            relaxation.set_box(Box(largest * least, largest * (1 + 1e-9)))
+            found = solve_relaxation(relaxation)
+            assert found.lower_bound_us <= step_us * (1 + 1e-9)
 
 
 def test_branching_raises_the_bound_and_certifies_itself():
@@ -137,11 +176,11 @@ def test_pieces_admitted_are_those_that_fit():
     relaxation.set_box(Box(np.zeros(shape), np.full(shape, 2.0)))
     seen = 0
     for k, types in enumerate(pieces.types):
-        for j, mass in enumerate(types[0].mass.tolist()):
+        for (width, _), mass in zip(pieces.widths[k], types[0].mass.tolist(), strict=True):
             if 0 < mass < 1:
                 seen += 1
-                assert pieces.load(k, 0, j, mass * 0.99).max() <= 2.0
-                assert pieces.load(k, 0, j, min(1.0, mass * 1.1)).max() > 2.0
+                assert pieces.load(k, 0, width, mass * 0.99).max() <= 2.0
+                assert pieces.load(k, 0, width, min(1.0, mass * 1.1)).max() > 2.0
     assert seen > 5
 
 

@@ -194,3 +194,10 @@ def test_importing_the_search_loads_no_solver():
             "print([m for m in ('highspy', 'scipy', 'cvxpy', 'torch') if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_unequal_ranks_may_all_replicate():
+    specs, stats = tables_and_stats(6, 1)
+    plan = make_plan(specs, stats, gpus(4, slow=2), batch_size=2048, allow=["replicated", "pull"])
+    assert {tier.placement for t in plan.tables for tier in t.tiers} == {"replicated"}
+    assert plan.gap >= -1e-9
