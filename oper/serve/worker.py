@@ -105,7 +105,8 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
 
         taken = 0
         leaving = 0  # connections whose last answer is on its way
-        adopting: ClassVar[set[Any]] = set()
+        adopting: ClassVar[set[Any]] = set()  # tasks
+        arriving: ClassVar[set[Any]] = set()  # connections that are not counted as such yet
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets=[])
@@ -139,25 +140,30 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
 
         async def adopt(self, connection: socket.socket) -> None:
             """Serve a connection."""
+            protocol = self.protocol(config=self.config, server_state=self.server_state,
+                                     app_state=self.lifespan.state)
+            self.arriving.add(protocol)
             self.make_room()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            factory = lambda: self.protocol(  # noqa: E731
-                config=self.config, server_state=self.server_state,
-                app_state=self.lifespan.state)
             try:
-                await asyncio.get_running_loop().connect_accepted_socket(factory, connection)
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: protocol, connection)
             except OSError:
                 connection.close()  # the client has gone already
+            finally:
+                self.arriving.discard(protocol)
 
         def make_room(self) -> None:
             """Beyond the connections that there may be, those without a request go whose last one
             is longest ago, as in nginx: idle clients, however many, keep nobody out."""
             most, connections = job.options.max_connections, self.server_state.connections
-            if len(connections) + len(self.adopting) <= most:
+            # A connection that has just been made is among both for a moment.
+            arriving = len(self.arriving - connections)
+            if len(connections) + arriving <= most:
                 return
             held = [c for c in connections if not c.transport.is_closing()]
-            too_many = len(held) + len(self.adopting) - most
+            too_many = len(held) + arriving - most
             if too_many > 0:
                 waiting = sorted((c for c in held if c.in_head), key=lambda c: c.since)
                 for connection in waiting[:too_many]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import io
 import json
@@ -59,6 +60,7 @@ def place(given: Path | None = None) -> Path:
         _places[:] = [given]
     if not _places:
         _places.append(Path(tempfile.mkdtemp(prefix="fuzz-", dir=MEMORY)))
+        atexit.register(remove_files)
     return _places[0]
 
 
