@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 
 from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError, fail
 from oper.serve import metrics
-from oper.serve.allocator import for_children
+from oper.serve.allocator import for_children, give_back
 from oper.serve.batching import BatchOptions
 from oper.serve.requests import Predictor, Signature
 from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
@@ -221,6 +221,7 @@ class Server:
                 found.append(publish(weights))
             except Exception as error:
                 found.append(error)
+            give_back()  # what making the rows took
 
         with self._publishing:
             thread = threading.Thread(target=work, name="oper-publish")

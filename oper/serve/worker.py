@@ -153,6 +153,7 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
                 connection.close()  # the client has gone already
             finally:
                 self.arriving.discard(protocol)
+            self.make_room()  # among those that came at once
 
         def make_room(self) -> None:
             """Beyond the connections that there may be, those without a request go whose last one
@@ -191,7 +192,7 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
         app, interface="asgi3", lifespan="off", ws="none", log_config=None, access_log=False,
         server_header=False, date_header=False, timeout_keep_alive=job.options.keep_alive_s,
         # Those that go for others are still counted for a moment.
-        limit_concurrency=job.options.max_connections + _HANDOVERS,
+        limit_concurrency=job.options.max_connections + 3 * _HANDOVERS,
         timeout_graceful_shutdown=int(job.options.drain_s) + 1))
     app.lets_go = server.lets_go
     return server
