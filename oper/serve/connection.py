@@ -40,9 +40,10 @@ def bounded(protocol: Any, limits: Limits) -> Any:
 
         unread = 0  # bytes since the last answer
         since = float("inf")  # when the first of them came, or the connection
+        idle_since = float("inf")  # when the last request was answered, or the connection came
 
         def connection_made(self, transport: Any) -> None:
-            self.since = self.loop.time()
+            self.since = self.idle_since = self.loop.time()
             super().connection_made(transport)
 
         def data_received(self, data: bytes) -> None:
@@ -60,6 +61,7 @@ def bounded(protocol: Any, limits: Limits) -> Any:
 
         def on_response_complete(self) -> None:
             self.unread = 0
+            self.idle_since = self.loop.time()
             super().on_response_complete()
 
         def expire(self, now: float) -> None:

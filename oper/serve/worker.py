@@ -166,7 +166,7 @@ def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Calla
             held = [c for c in connections if not c.transport.is_closing()]
             too_many = len(held) + arriving - most
             if too_many > 0:
-                waiting = sorted((c for c in held if c.in_head), key=lambda c: c.since)
+                waiting = sorted((c for c in held if c.in_head), key=lambda c: c.idle_since)
                 for connection in waiting[:too_many]:
                     connection.transport.close()
 
