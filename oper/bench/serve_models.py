@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import hashlib
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from oper.bench.workload import NUM_DENSE, TIMED, Workload, _scatter, draw_ids
+from oper.serve.allocator import give_back
 from oper.serve.model import AttachedModel, kjt_of
 from oper.serve.requests import Request, Signature
 
@@ -201,4 +201,4 @@ def _scripted(model: nn.Module) -> Any:
 def give_back_memory() -> None:
     """What has been freed goes back to the system, so that it is not counted as a table."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()

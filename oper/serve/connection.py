@@ -7,6 +7,7 @@ bounded by `oper.serve.app`.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,16 +35,18 @@ def bounded(protocol: Any, limits: Limits) -> Any:
 
     Its `expire` must be called about every second.
     """
+    # An order, not a time: uvloop's clock stands still for all that comes in one go.
+    turns = itertools.count()
 
     class Bounded(protocol):  # type: ignore[misc]
         """See above."""
 
         unread = 0  # bytes since the last answer
         since = float("inf")  # when the first of them came, or the connection
-        idle_since = float("inf")  # when the last request was answered, or the connection came
+        idle_since = 0  # turn in which the last request was answered, or the connection came
 
         def connection_made(self, transport: Any) -> None:
-            self.since = self.idle_since = self.loop.time()
+            self.since, self.idle_since = self.loop.time(), next(turns)
             super().connection_made(transport)
 
         def data_received(self, data: bytes) -> None:
@@ -61,7 +64,7 @@ def bounded(protocol: Any, limits: Limits) -> Any:
 
         def on_response_complete(self) -> None:
             self.unread = 0
-            self.idle_since = self.loop.time()
+            self.idle_since = next(turns)
             super().on_response_complete()
 
         def expire(self, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import time
@@ -18,11 +19,12 @@ import oper
 from oper.errors import InvalidInputError, OperError
 from oper.integration.torch_modules import module_spec
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.serve.allocator import give_back
 from tests.runtime_support import assert_bitwise
 from tests.world_support import RankFailedError, report, run_world, world
 
 pytest.importorskip("torchrec")
-from oper.integration import checkpoint, checkpoint_files, saving
+from oper.integration import checkpoint, checkpoint_files, saving, table_state
 from oper.integration.on_demand import TableRows
 from tests.checkpoint_support import (
     Model,
@@ -179,6 +181,8 @@ def _peak(action: Any) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(x.split()[1]) << 10 for x in lines if x.startswith(key))
 
+    gc.collect()
+    give_back()  # freed memory that the process keeps would be taken again unseen
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status("VmRSS")
     action()
@@ -195,6 +199,7 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
             tables.read("0", at, at + 10_000, part)
     plain = saving.state_of(model, None)
     checkpoint_files.PIECE_BYTES = 1 << 20
+    table_state.CHUNK_BYTES = 4 << 20
     found = [
         _peak(lambda: oper.save_checkpoint(folder, model, chunk_bytes=1 << 20)),
         _peak(lambda: oper.load_checkpoint(folder, model)),
@@ -216,15 +221,14 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
 def test_memory_is_a_few_chunks(tmp_path: Path) -> None:
-    table, chunk, slack = ROWS * DIM * 4, 1 << 20, 12 << 20
+    table, chunk, slack = ROWS * DIM * 4, 1 << 20, 28 << 20
     for save, load, plain, plain_load, pieces in run_world(2, _peaks, str(tmp_path / "c")):
         assert max(save, load) <= 4 * chunk + slack, "in chunks"
         # Stored by torch, a tensor of half the table per rank.
         assert pieces <= 4 * chunk + slack, "in pieces"
         # One logical row range per rank, with what gathering and writing it takes.
         assert plain <= 1.25 * table + slack, "plain save"
-        # At two ranks a whole table on each would be `table`, and a chunk is 64 MiB.
-        assert plain_load <= 0.85 * table + slack, "plain load"
+        assert plain_load <= 4 * (4 << 20) + slack, "plain load"
         assert plain > 0.4 * table, "the measure sees what a plain save copies"
 
 
