@@ -26,7 +26,8 @@ class Search:
     Attributes:
         start: about the rate to begin with, queries per second.
         bound_ms: latency bound of 99 % of the queries.
-        max_runs: when to give up.
+        max_runs: after so many the search only confirms the highest rate that has not failed, or
+            one below; it gives up after twice as many.
         votes: runs that decide about a rate: 2 of 3, 3 of 5.
         runs: the grid's steps tried, with LoadGen's results.
     """
@@ -70,10 +71,10 @@ class Search:
 
     def next_step(self) -> int | None:
         """Where to look now; None when the search is over."""
-        if len(self.runs) >= self.max_runs:
-            return None
         if not self.runs:
             return round(math.log(max(self.start, 1.0)) / math.log(STEP))
+        if len(self.runs) >= self.max_runs:
+            return self._step_to_confirm() if len(self.runs) < 2 * self.max_runs else None
         last = self.runs[-1][0]
         if self.verdict(last) is None:
             return last
@@ -86,6 +87,20 @@ class Search:
         if high - low > 1:
             return (low + high) // 2
         return low if self.verdict(low, is_final=True) is None else None
+
+    def _step_to_confirm(self) -> int | None:
+        """The highest rate below all that failed, of those tried; None when a rate is confirmed.
+
+        A search that ends without this has found no rate where it only ran out of runs.
+        """
+        tried = {k for k, _ in self.runs}
+        if any(self.verdict(k, is_final=True) for k in tried):
+            return None
+        failed = min((k for k in tried if self.verdict(k) is False), default=math.inf)
+        below = [k for k in tried if k < failed]
+        if below:
+            return max(below)
+        return max(0, int(failed) - _STRIDE) if failed > 0 else None
 
     def best(self) -> tuple[float, Result]:
         """The highest rate with enough VALID runs, and the slowest of them; the rate is 0 when

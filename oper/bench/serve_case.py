@@ -56,7 +56,7 @@ class ServerCase:
     run_s: float = 2.5
     min_queries: int = 2000
     max_runs: int = 8
-    search_s: float = 600.0
+    search_s: float = 900.0
     other_s: float = 1.5
 
     def to_json(self) -> dict[str, Any]:

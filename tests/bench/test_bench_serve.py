@@ -14,7 +14,7 @@ import pytest
 
 from oper.bench import loadgen, serve
 from oper.bench.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
-from oper.bench.rate_search import STEP, Search, search
+from oper.bench.rate_search import STEP, Search, rate_of, search
 from oper.bench.serve_case import ServerCase, _verify
 from oper.bench.serve_client import Seen
 from oper.bench.serve_host import Swap
@@ -121,10 +121,28 @@ def test_a_search_ends() -> None:
     assert found.runs[-1][0] == 0  # one query per second
     limited = Search(5.0, 10, 3)
     search({"a": limited}, lambda *_: result(True, p99=1))
-    assert len(limited.runs) == 3
+    assert len(limited.runs) == 4 and limited.best()[0] == rate_of(limited.runs[-1][0])
     late = Search(5.0, 10, 3)
     search({"a": late}, lambda *_: result(True), seconds=0)
     assert not late.runs
+
+
+def test_a_search_that_runs_out_still_confirms_a_rate() -> None:
+    """Two lucky runs lead it far up; the rates there fail once they are looked at again."""
+    found = Search(100.0, 10, 12, votes=3)
+    lucky = iter([True, True])
+
+    def run(_: str, rate: float, before: int) -> loadgen.Result:
+        if next(lucky, False):
+            return result(True, rate, p99=5)
+        return result(rate <= 90.0 and before != 1, rate, p99=9)
+
+    search({"a": found}, run)
+    assert 12 < len(found.runs) <= 24
+    assert 90 / STEP ** 4 < found.best()[0] <= 90, found.to_json()
+    hopeless = Search(100.0, 10, 12, votes=3)
+    search({"a": hopeless}, lambda *_: result(False))
+    assert len(hopeless.runs) == 24 and hopeless.best()[0] == 0
 
 
 def test_gaps_of_a_loop_are_stalls() -> None:
