@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import math
+import mmap
 import os
 import re
 import struct
@@ -21,7 +23,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, cast
 
 import numpy as np
 
@@ -31,6 +33,7 @@ _HEADER = "header.json"
 _NPY_VERSION = (2, 0)
 _ALLOWED_KINDS = "biuf"  # NumPy dtype kinds that may be stored: bool, int, unsigned, float
 _DTYPE = re.compile(r"\|b1|\|[iu]1|[<>](i[248]|u[248]|f[248])")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What zipfile and its helpers raise on files that are cut, damaged or made by others.
 _DAMAGE = (
     zipfile.BadZipFile, EOFError, NotImplementedError, OSError, OverflowError, RuntimeError,
@@ -48,41 +51,134 @@ def datasets_root() -> Path:
     return inside if inside.is_dir() else package.parent / "datasets"
 
 
+class _Uncached:
+    """A file that is written past the page cache, front to back.
+
+    The cache would cost a copy, fresh pages, and later the kernel's own work to write them, on the
+    cores of whoever computes meanwhile. Here blocks of one aligned buffer go to the disk
+    (``O_DIRECT`` of open(2)). What is left at the end, and all where a file system has no such
+    writes, goes the usual way.
+    """
+
+    _BLOCK = 1 << 22  # a multiple of what any file system aligns
+    _spare: ClassVar[list[np.ndarray]] = []  # kept: fresh pages cost more than writing them
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._block = self._memory()
+        self._used = 0
+        self._is_direct = False
+        with contextlib.suppress(OSError):
+            self._go(True)
+
+    @classmethod
+    def _memory(cls) -> np.ndarray:
+        with contextlib.suppress(IndexError):
+            return cls._spare.pop()
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with forked children
+        return np.frombuffer(mmap.mmap(-1, cls._BLOCK, flags=flags), np.uint8)  # of whole pages
+
+    def _go(self, direct: bool) -> None:
+        flag = getattr(os, "O_DIRECT", 0)
+        others = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~flag
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, others | (flag if direct else 0))
+        self._is_direct = direct
+
+    def write(self, data: Any) -> int:
+        """Take all of a buffer's bytes; as that of a file."""
+        size, done = memoryview(data).nbytes, 0
+        found = np.frombuffer(data, np.uint8) if size else np.empty(0, np.uint8)
+        while done < size:
+            some = found[done:done + self._BLOCK - self._used]
+            self._block[self._used:self._used + some.size] = some  # NumPy lets other threads run
+            self._used += some.size
+            done += some.size
+            if self._used == self._BLOCK:
+                self._drain()
+        return size
+
+    def flush(self) -> None:
+        """Give the rest to the system. What comes after it is no longer direct."""
+        if self._is_direct:
+            self._go(False)
+        self._drain()
+
+    def close(self) -> None:
+        """Nothing more is written; the file itself stays open."""
+        if not self._spare:
+            self._spare.append(self._block)
+        del self._block
+
+    def _drain(self) -> None:
+        done = 0
+        while done < self._used:
+            try:
+                done += os.write(self._fd, self._block[done:self._used].data)
+            except OSError as error:
+                if not self._is_direct or error.errno != errno.EINVAL:
+                    raise
+                self._go(False)  # another alignment than this one, or the rest of a short write
+        self._used = 0
+
+
 @contextlib.contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary sibling of `path` for writing and rename it over `path` on success.
 
     A reader sees the old file or the whole new one. On an error the temporary file is removed.
     A symbolic link stays and its target is replaced; a pipe or device is written directly.
+
+    Args:
+        path: the file to write.
+        uncached: past the page cache, for large files that nobody reads soon. What is opened then
+            has `write` and `flush` only.
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         with open(path, "wb") as file:
             yield file
         return
     target = Path(os.path.realpath(path))
-    with _named(path):
+    with named(path):
         target.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
-        with os.fdopen(fd, "wb") as file:
-            yield file
+        with os.fdopen(fd, "wb") as opened, (
+                contextlib.closing(_Uncached(fd)) if uncached else opened) as file:
+            yield cast(BinaryIO, file)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(fd)
         # mkstemp creates 0600; an ordinary file has the permissions that the umask leaves.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)
-        with _named(path):
+        with named(path):
             os.replace(name, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+        full = no_room(error) if isinstance(error, Exception) else None
+        if full is not None and not full.filename:
+            raise OSError(full.errno, full.strerror, os.fspath(path)) from error
         raise
 
 
+def no_room(error: BaseException | None) -> OSError | None:
+    """What the system said when there was no room, or no right to more, behind an error.
+
+    A library that was writing into a file may raise something of its own that tells nothing.
+    """
+    for _ in range(20):  # chains may be circular
+        if error is None:
+            break
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 @contextlib.contextmanager
-def _named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of the system name the path that the user gave, not the temporary file."""
+def named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the system name the path that the user gave, not a temporary file or none."""
     try:
         yield
     except OSError as error:
@@ -103,6 +199,7 @@ def write_arrays(
     version: int,
     arrays: Mapping[str, np.ndarray],
     meta: Mapping[str, Any],
+    uncached: bool = False,
 ) -> None:
     """Write named arrays and JSON-able `meta` as one array file, atomically.
 
@@ -112,6 +209,7 @@ def write_arrays(
         version: format version, checked on reading.
         arrays: bool, integer or float arrays of any shape.
         meta: JSON-able values.
+        uncached: as for `atomic_write`.
     """
     for name, array in arrays.items():
         if array.dtype.kind not in _ALLOWED_KINDS:
@@ -123,7 +221,7 @@ def write_arrays(
         "meta": dict(meta),
     }
     with (
-        atomic_write(path) as file,
+        atomic_write(path, uncached) as file,
         zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
     ):
         archive.writestr(_HEADER, json.dumps(header))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import os
@@ -27,6 +29,74 @@ ARRAYS = {
     "big_endian": np.array([1, 2], ">i4"),
     "transposed": np.arange(6).reshape(2, 3).T,
 }
+
+
+def test_past_the_cache_the_file_is_the_same(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "y.npz"
+    write_arrays(other, KIND, 2, ARRAYS, {"name": "ünïcode", "list": [1, None]}, uncached=True)
+    (mine, meta), (cached, expected) = (read_arrays(p, KIND, 2) for p in (other, path))
+    assert meta == expected and list(mine) == list(cached)
+    assert all(np.array_equal(mine[n], cached[n]) for n in cached)
+    with np.load(other, allow_pickle=False) as loaded:
+        np.testing.assert_array_equal(loaded["values"], ARRAYS["values"])
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 1 << 22, (1 << 22) + 1, (9 << 20) + 4097])
+def test_whole_blocks_go_past_the_cache(size: int, refuses: bool, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest does not, nor anything where the file system wants another alignment."""
+    data = random.Random(size).randbytes(size)
+    seen, original = [], os.write
+
+    def write(fd: int, block: Any) -> int:
+        is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        if refuses and is_direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        seen.append((len(block), is_direct))
+        return original(fd, block)
+
+    monkeypatch.setattr(os, "write", write)
+    with atomic_write(tmp_path / "x", uncached=True) as file:
+        can = bool(fcntl.fcntl(file._fd, fcntl.F_GETFL) & os.O_DIRECT)  # type: ignore[attr-defined]
+        for begin in range(0, size, 1_000_003):
+            assert file.write(memoryview(data)[begin:begin + 1_000_003]) > 0
+    monkeypatch.undo()
+    assert (tmp_path / "x").read_bytes() == data
+    whole, rest = divmod(size, 1 << 22)
+    assert seen == [(1 << 22, can and not refuses)] * whole + [(rest, False)] * (rest > 0)
+
+
+def test_no_room_is_told_with_the_path(tmp_path: Path) -> None:
+    """Also where a library that was writing says something else."""
+    def by_library() -> None:
+        with atomic_write(tmp_path / "x"):
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            except OSError:
+                raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904, as torch does it
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*x'$"):
+        by_library()
+    with pytest.raises(RuntimeError, match="other"), atomic_write(tmp_path / "x"):
+        raise RuntimeError("other")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_past_the_cache_leaves_the_old_file(tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_text("old")
+
+    def full(fd: int, block: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"), \
+            atomic_write(tmp_path / "x", uncached=True) as file:
+        file.write(b"new")
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_text() == "old"
 
 
 @pytest.fixture

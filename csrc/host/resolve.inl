@@ -17,31 +17,44 @@ int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
 }
 
 // One tier dealt evenly to a power of two of ranks, ids in order: its constants hoisted. Tells
-// whether all ids are valid.
+// whether all ids are valid. Places of others are never used, but found: without a sign, where no
+// number is too large.
 template <class Id, class Out>
 bool resolve_dealt(const TableMap& map, const Id* ids, int64_t n, Out* out) {
   const TierMap& tier = map.tiers[0];
   const uint64_t limit = static_cast<uint64_t>(map.num_rows);
-  const int64_t base = tier.base[0], step = tier.step[0];
+  const uint64_t base = static_cast<uint64_t>(tier.base[0]);
+  const uint64_t step = static_cast<uint64_t>(tier.step[0]);
   uint64_t bad = 0;
   const auto each = [&](auto place) {
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t id = static_cast<int64_t>(ids[i]);
-      bad |= static_cast<uint64_t>(static_cast<uint64_t>(id) >= limit);
+      const uint64_t id = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
+      bad |= static_cast<uint64_t>(id >= limit);
       out[i] = static_cast<Out>(place(id));
     }
     return bad == 0;
   };
-  if (tier.period == 1) return each([=](int64_t id) { return base + id * step; });
-  if (tier.period == 2 && tier.step[1] == step) {
-    const int64_t apart = tier.base[1] - base;
-    return each([=](int64_t id) { return base + (-(id & 1) & apart) + (id >> 1) * step; });
+  if (tier.period == 1) return each([=](uint64_t id) { return base + id * step; });
+  if (tier.period == 2 && tier.step[1] == tier.step[0]) {
+    const uint64_t apart = static_cast<uint64_t>(tier.base[1]) - base;
+    return each([=](uint64_t id) { return base + ((0 - (id & 1)) & apart) + (id >> 1) * step; });
   }
-  const int64_t mask = tier.period - 1;
+  const uint64_t mask = static_cast<uint64_t>(tier.period - 1);
   const int shift = tier.shift;
   const int64_t* bases = tier.base;
   const int64_t* steps = tier.step;
-  return each([=](int64_t id) { return bases[id & mask] + (id >> shift) * steps[id & mask]; });
+  return each([=](uint64_t id) {
+    return static_cast<uint64_t>(bases[id & mask]) +
+           (id >> shift) * static_cast<uint64_t>(steps[id & mask]);
+  });
+}
+
+// Fetches the head word of an id that nobody has checked yet.
+template <class Id>
+OPER_INLINE void prefetch_word(const TableMap& map, Id id) {
+  const uint64_t word = static_cast<uint64_t>(static_cast<int64_t>(id)) >> 5;
+  __builtin_prefetch(reinterpret_cast<const void*>(
+      reinterpret_cast<uintptr_t>(map.head.words) + sizeof *map.head.words * word), 0, 3);
 }
 
 #if defined(OPER_KERNELS_AVX512)
@@ -104,7 +117,7 @@ int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t read
     if (kHead) {
       if (i + kWordsAhead + 8 <= readable)
         for (int64_t k = i + kWordsAhead; k < i + kWordsAhead + 8; ++k)
-          __builtin_prefetch(map.head.words + (static_cast<uint64_t>(ids[k]) >> 5), 0, 3);
+          prefetch_word(map, ids[k]);
       const __m512i word = _mm512_mask_i64gather_epi64(_mm512_setzero_si512(), some,
                                                        _mm512_srli_epi64(id, 5),
                                                        map.head.words, 8);
@@ -165,9 +178,7 @@ int64_t resolve(const TableMap& map, const Id* ids, int64_t n, int64_t readable,
   const int64_t bad = first_bad(ids, n, map.num_rows);
   if (bad >= 0) return bad;
   for (int64_t i = 0; i < n; ++i) {
-    if (map.head.words && i + kWordsAhead < readable)
-      __builtin_prefetch(
-          map.head.words + (static_cast<uint64_t>(ids[i + kWordsAhead]) >> 5), 0, 3);
+    if (map.head.words && i + kWordsAhead < readable) prefetch_word(map, ids[i + kWordsAhead]);
     out[i] = static_cast<Out>(locate(map, ids[i]));
   }
   return -1;

@@ -75,7 +75,7 @@ def write_part(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray
                meta: dict[str, Any]) -> int:
     """Write one part whole or not at all; returns its bytes."""
     path = folder / f"rank-{where['rank']:05d}-{where['part']:05d}.npz"
-    write_arrays(path, KIND, VERSION, arrays, {**meta, **where})
+    write_arrays(path, KIND, VERSION, arrays, {**meta, **where}, uncached=True)
     return path.stat().st_size
 
 

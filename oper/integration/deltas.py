@@ -42,6 +42,9 @@ from oper.shmem.optimizers import STATE_PARTS
 from oper.shmem.runtime import ShardedTables
 
 MEMORY_BYTES = 256 << 20
+# Of the writing thread: where ranks compute on every core it writes while they wait for each other.
+# A rank that waits for it sleeps, so that it gets the core.
+_NICE = 19
 _WHAT = "cannot save a delta checkpoint"
 
 
@@ -75,6 +78,7 @@ class DeltaCheckpoints:
         self._changed = [ChangedRows(t) for t in found]
         self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
         self._queue: queue.Queue[Any] = queue.Queue(3)  # beside what is being filled and written
+        self._free: list[torch.Tensor] = []  # memory of parts that have been written
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._folder: Path | None = None  # of the deltas of the present checkpoint
@@ -158,21 +162,29 @@ class DeltaCheckpoints:
         """About the size of a file."""
         return self._part_bytes
 
-    def put(self, *part: Any) -> None:
-        """Have a part written; waits while three others wait already."""
+    def take_memory(self) -> torch.Tensor:
+        """uint8 [part_bytes]; memory that was used before has its pages already."""
+        return self._free.pop() if self._free else torch.empty(self._part_bytes, dtype=torch.uint8)
+
+    def put(self, memory: torch.Tensor, *part: Any) -> None:
+        """Have a part written whose rows are in `memory`; waits while three others wait already."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="oper-deltas", daemon=True)
             self._thread.start()
-        self._queue.put(part)
+        self._queue.put((memory, part))
 
     def _write(self) -> None:
-        while (part := self._queue.get()) is not None:
+        with contextlib.suppress(OSError):  # where the system knows no priorities of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while (found := self._queue.get()) is not None:
+            memory, part = found
             try:
                 if self._problem is None:  # a chain with a gap is of no use
                     self.written_bytes += write_part(*part)
             except BaseException as error:
                 self._problem = error
             finally:
+                self._free.append(memory)
                 self._queue.task_done()
         self._queue.task_done()
 
@@ -198,6 +210,7 @@ class DeltaCheckpoints:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+        self._free.clear()
         for changed in self._changed:
             changed.stop()
         self._raise_problem()
@@ -241,6 +254,17 @@ class _Parts:
         self._arrays: dict[str, np.ndarray] = {}
         self._items: list[list[Any]] = []
         self._bytes = 0
+        self._memory = owner.take_memory()
+        self._used = 0  # of it
+
+    def _room(self, count: int, view: torch.Tensor) -> torch.Tensor:
+        """Memory for `count` rows of `view` [n, width]."""
+        begin = -(-self._used // 64) * 64
+        end = begin + count * view.shape[1] * view.element_size()
+        if end > self._memory.numel():  # a row that is larger than a part, or the last few
+            return view.new_empty(count, view.shape[1])
+        self._used = end
+        return self._memory[begin:end].view(view.dtype).view(count, view.shape[1])
 
     def add(self, collection: int, tables: ShardedTables, piece: int, slots: np.ndarray) -> None:
         """Rows and states of a directory's slots int64 [n] on this rank."""
@@ -260,7 +284,9 @@ class _Parts:
             at = torch.from_numpy(some)
             for part, view in zip(names, views, strict=True):
                 # Copies row by row; indexing goes number by number and takes four times as long.
-                self._arrays[f"{k}.{part}"] = rows_to_numpy(torch.index_select(view, 0, at))
+                room = self._room(some.size, view)
+                self._arrays[f"{k}.{part}"] = rows_to_numpy(
+                    torch.index_select(view, 0, at, out=room))
             self._bytes += some.size * row_bytes
             if self._bytes >= self._owner.part_bytes:
                 self._put(False)
@@ -272,7 +298,9 @@ class _Parts:
         self._put(True)
 
     def _put(self, last: bool) -> None:
-        self._owner.put(self._folder, dict(self._where), self._arrays,
+        self._owner.put(self._memory, self._folder, dict(self._where), self._arrays,
                         {"items": self._items, "last": last})
         self._arrays, self._items, self._bytes = {}, [], 0
         self._where["part"] += 1
+        if not last:
+            self._memory, self._used = self._owner.take_memory(), 0

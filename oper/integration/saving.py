@@ -25,6 +25,7 @@ from oper.errors import (
     PeerLostError,
     fail,
 )
+from oper.files import no_room
 from oper.integration.checkpoint import LoadPlanner, SavePlanner
 from oper.integration.checkpoint_files import (
     METADATA,
@@ -289,7 +290,7 @@ def _told(error: Exception | None) -> tuple[type[OperError], str] | None:
         return None
     kinds: tuple[type[OperError], ...] = (FileFormatError, InvalidInputError)
     kind = next((k for k in kinds if isinstance(error, k)), OperError)
-    return kind, str(error) or type(error).__name__
+    return kind, str(no_room(error) or error) or type(error).__name__
 
 
 def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:

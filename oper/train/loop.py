@@ -20,7 +20,7 @@ import torch
 
 from oper import __version__
 from oper.errors import OperError, PeerLostError, fail
-from oper.files import write_text
+from oper.files import named, write_text
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import full_state, ranks, save_state
@@ -193,15 +193,17 @@ class _MetricsFile:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            self._file.close()
+            with named(self._file.name):
+                self._file.close()
 
     def write(self, event: str, **values: Any) -> None:
         """Add one line."""
         if self._file is not None:
             # JSON has no NaN: a metric that does not exist is null.
             clean = {k: None if isinstance(v, float) and v != v else v for k, v in values.items()}
-            self._file.write(json.dumps({"event": event, "time": time.time(), **clean}) + "\n")
-            self._file.flush()
+            with named(self._file.name):
+                self._file.write(json.dumps({"event": event, "time": time.time(), **clean}) + "\n")
+                self._file.flush()
 
 
 def versions() -> dict[str, str]:

@@ -95,7 +95,8 @@ class Checkpoints:
             try:
                 self._deltas.close()
             except OperError as error:  # the run itself is not lost by it
-                _log.warning("%s", error)
+                if kind is None or not issubclass(kind, OperError):  # else it is told already
+                    _log.warning("%s", error)
 
     def after(self, step: int) -> None:
         """Save what is due after so many steps. Collective."""

@@ -57,7 +57,7 @@ def pairs(root: Path) -> Iterator[Pair]:
     for phase in ("update", "checkpoint write"):
         yield Pair("memory limit", phase,
                    _of_a_rank("memory limit", phase) if memory.can_limit() else None,
-                   "rights to make a control group (version 2)")
+                   "rights to make a control group that limits memory")
     library = network.build_redirect(root)
     for fault in network.FAULTS:
         yield Pair(f"{fault} connections", "exchange",
@@ -131,8 +131,9 @@ class Journal:
         else:
             told = {k: v for k, v in asdict(outcome).items()
                     if v is not True and v not in (None, [])}
-            self._pairs.setdefault(pair.name, {"name": pair.name, "outcomes": []})[
-                "outcomes"].append({"commit": _commit()} | told)
+            entry = self._pairs.setdefault(pair.name, {"name": pair.name, "outcomes": []})
+            entry.pop("lacking", None)  # of a record that another machine began
+            entry["outcomes"].append({"commit": _commit()} | told)
         if self._path is not None:
                         record.write(self._path, record.record(
                 "faults", ["python", "-m", "tests.faults", *sys.argv[1:]],

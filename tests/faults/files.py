@@ -34,6 +34,7 @@ from oper.errors import OperError
 from oper.plan import Plan, uniform_plan
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
+from oper.train.model import save_state
 from tests.faults.injection import Outcome, small_model, small_state, small_step
 
 DAMAGES = ("truncated", "bit flipped", "foreign")
@@ -151,18 +152,20 @@ def damaged_file(sample: Sample, how: str, rng: random.Random, folder: Path) -> 
 
 # ---- folders that take no more -------------------------------------------------------------------
 
-WRITES = ("checkpoint", "plan", "stats")
+WRITES = ("checkpoint", "plan", "stats", "state")
 
 
-def _write_all(what: str, path: Path, size: int) -> None:
+def _writer(what: str, size: int) -> Callable[[Path], Any]:
+    """Writes something of about so many bytes, which is made already, to a path."""
     if what == "checkpoint":
-        model = small_model(1, 0)
-        oper.save_checkpoint(path, model, extra={"filling": torch.zeros(size // 4)})
-    elif what == "plan":
-        uniform_plan([TableSpec(f"t{k}", 50, 8, (f"f{k}",)) for k in range(size // 200)], 2
-                     ).save(path)
-    else:
-        make_stats([40, max(50, size // 2)]).save(path)
+        model, extra = small_model(1, 0), {"filling": torch.zeros(size // 4)}
+        return lambda path: oper.save_checkpoint(path, model, extra=extra)
+    if what == "state":
+        return lambda path: save_state(path, {"weight": torch.zeros(size // 4)})
+    if what == "plan":
+        return uniform_plan([TableSpec(f"t{k}", 50, 8, (f"f{k}",)) for k in range(size // 200)],
+                            2).save
+    return make_stats([40, max(50, size // 2)]).save
 
 
 def _in_child(body: Callable[..., str], *args: Any) -> str:
@@ -191,14 +194,19 @@ def _in_child(body: Callable[..., str], *args: Any) -> str:
 
 def _write_with_limit(what: str, path: Path, limit: int) -> str:
     """Write a larger file than the process may."""
+    write = _writer(what, 8 * limit)  # shared memory, too, is a file to the limit
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    return _attempt(what, path, 8 * limit)
+    return _attempt(write, path)
 
 
-def _attempt(what: str, path: Path, size: int) -> str:
+def _write_without(what: str, path: Path, size: int) -> str:
+    return _attempt(_writer(what, size), path)
+
+
+def _attempt(write: Callable[[Path], Any], path: Path) -> str:
     try:
-        _write_all(what, path, size)
+        write(path)
     except (OperError, OSError) as error:
         return f"refused {error}"
     return "written"
@@ -229,17 +237,17 @@ def full_disk(what: str, rng: random.Random, folder: Path, tmpfs: bool) -> Outco
         check=False, capture_output=True).returncode == 0
     try:
         path = place / "file"
-        _write_all(what, path, 4000)
+        _writer(what, 4000)(path)
         before = _content(place)
         if mounted:
-            answer = _in_child(_attempt, what, path, 2 << 20)
+            answer = _in_child(_write_without, what, path, 2 << 20)
         else:
             answer = _in_child(_write_with_limit, what, path, rng.randint(20_000, 60_000))
-        outcome = _judge(answer, path, before, ("No space", "File too large", "errno 27",
-                                                "errno 28", "unexpected pos", "PytorchStreamWriter",
-                                                "iostream", "writing file"))
+        outcome = _judge(answer, path, before, ("No space left", "File too large"))
+        if str(path) not in answer:
+            outcome.break_promise(f"the error does not name {path}: {answer}")
         if what == "checkpoint":  # a failed save leaves its half beside; the next one clears it up
-            _write_all(what, path, 4000)
+            _writer(what, 4000)(path)
             if _read_checkpoint_extra(path) != 1000:
                 outcome.break_promise("the next checkpoint is not whole")
         outcome.leftovers = [p.name for p in place.iterdir() if p.name != "file"]
@@ -260,7 +268,7 @@ def _write_as_nobody(what: str, path: Path) -> str:
         os.setgroups([])
         os.setgid(_NOBODY)
         os.setuid(_NOBODY)
-    return _attempt(what, path, 4000)
+    return _write_without(what, path, 4000)
 
 
 def read_only_folder(what: str, rng: random.Random, folder: Path) -> Outcome:
@@ -268,7 +276,7 @@ def read_only_folder(what: str, rng: random.Random, folder: Path) -> Outcome:
     place = folder / "closed"
     place.mkdir()
     path = place / ("file" if rng.random() < 0.5 else "below/file")
-    _write_all(what, place / "file", 4000)
+    _writer(what, 4000)(place / "file")
     before = _content(place)
     os.chmod(place, 0o555)
     folder.chmod(0o755)

@@ -6,22 +6,45 @@ import contextlib
 import os
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 
-def _root() -> Path | None:
-    """Where control groups (version 2) with limits of memory are made; None without them."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where control groups with limits of memory are made, and the files that hold a limit."""
+
+    path: Path
+    memory: str
+    swap: str
+
+
+def _place() -> _Place | None:
+    """Of version 2 or 1, beside or below this process's own group; None without either."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, place, kind, *_ = line.split()
+        _, name, kind, options, *_ = line.split()
         with contextlib.suppress(OSError):
             if kind == "cgroup2" and "memory" in Path(
-                    place, "cgroup.subtree_control").read_text().split():
-                return Path(place)
+                    name, "cgroup.subtree_control").read_text().split():
+                return _Place(Path(name), "memory.max", "memory.swap.max")
+        if kind == "cgroup" and "memory" in options.split(","):
+            own = Path(name, _own_group().lstrip("/"))  # whose limits hold as well
+            return _Place(own if own.is_dir() else Path(name), "memory.limit_in_bytes",
+                          "memory.memsw.limit_in_bytes")
     return None
 
 
+def _own_group() -> str:
+    """This process's control group of memory (version 1)."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return path
+    return "/"
+
+
 def can_limit() -> bool:
-    """Whether this process may make control groups (version 2) with a limit of memory."""
+    """Whether this process may make control groups with a limit of memory."""
     try:
         _make_group(64 << 20).rmdir()
     except OSError:
@@ -31,15 +54,15 @@ def can_limit() -> bool:
 
 def _make_group(num_bytes: int) -> Path:
     """A control group of so many bytes."""
-    root = _root()
-    if root is None:
+    place = _place()
+    if place is None:
         raise OSError("no control groups that limit memory")
-    path = root / f"oper-test-{os.getpid()}-{secrets.token_hex(4)}"
+    path = place.path / f"oper-test-{os.getpid()}-{secrets.token_hex(4)}"
     path.mkdir()
     try:
-        (path / "memory.max").write_text(str(num_bytes))
+        (path / place.memory).write_text(str(num_bytes))
         with contextlib.suppress(OSError):
-            (path / "memory.swap.max").write_text("0")
+            (path / place.swap).write_text(str(num_bytes) if "memsw" in place.swap else "0")
     except OSError:
         path.rmdir()
         raise
@@ -53,8 +76,8 @@ def limit_this_process(num_bytes: int) -> None:
 
 def sweep(pid: int) -> None:
     """Remove the groups of a process that has ended."""
-    root = _root()
-    for path in root.glob(f"oper-test-{pid}-*") if root else ():
+    place = _place()
+    for path in place.path.glob(f"oper-test-{pid}-*") if place else ():
         for _ in range(20):  # the kernel takes the last pages back a little later
             with contextlib.suppress(OSError):
                 path.rmdir()

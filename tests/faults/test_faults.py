@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import files, injection, network
+from tests.faults import files, injection, memory, network
 from tests.faults.injection import Injection, Outcome
 
 
@@ -29,6 +29,13 @@ def test_a_rank_stalls(phase: str) -> None:
 @pytest.mark.parametrize("phase", ["forward", "barrier", "replica broadcast"])
 def test_a_rank_is_slow(phase: str) -> None:
     check(injection.inject(Injection.draw("slow", phase, random.Random(phase))))
+
+
+@pytest.mark.parametrize("phase", ["update", "checkpoint write"])
+def test_a_rank_is_killed_for_memory(phase: str) -> None:
+    if not memory.can_limit():
+        pytest.skip("no rights to make a control group that limits memory")
+    check(injection.inject(Injection.draw("memory limit", phase, random.Random(phase))))
 
 
 def test_the_judge_sees_what_is_wrong(tmp_path: Path) -> None:
