@@ -23,6 +23,7 @@ _PUBLIC = {
     "replan": "oper.replanning",
     "SavePlanner": "oper.integration.checkpoint",
     "LoadPlanner": "oper.integration.checkpoint",
+    "CheckpointReader": "oper.integration.checkpoint_files",
     "rows_on_demand": "oper.integration.on_demand",
     "save_checkpoint": "oper.integration.saving",
     "load_checkpoint": "oper.integration.saving",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
         LoadPlanner as LoadPlanner,
         SavePlanner as SavePlanner,
     )
+    from oper.integration.checkpoint_files import CheckpointReader as CheckpointReader
     from oper.integration.deltas import DeltaCheckpoints as DeltaCheckpoints
     from oper.integration.on_demand import rows_on_demand as rows_on_demand
     from oper.integration.saving import (

@@ -19,11 +19,15 @@ namespace oper::host {
 void Scratch::Block::grow(size_t need) {
   std::free(data);
   size = need + need / 4;
-  data = static_cast<char*>(std::aligned_alloc(64, (size + 63) / 64 * 64));
+  const size_t unit = size >= kHugePage ? kHugePage : 64;
+  const size_t bytes = (size + unit - 1) / unit * unit;
+  data = static_cast<char*>(std::aligned_alloc(unit, bytes));
   if (data == nullptr) {
     size = 0;
     throw std::bad_alloc();
   }
+  // Sorted and gathered in random order: small pages would need more entries than the processor has.
+  if (unit == kHugePage) want_huge(data, bytes);
 }
 
 Scratch::~Scratch() {

@@ -2,12 +2,6 @@
 
 // ---- forward -----------------------------------------------------------------------------------
 
-// Rows to fetch ahead: as many as leave most of the first-level cache alone.
-OPER_INLINE int64_t rows_ahead(int64_t row_bytes) {
-  constexpr int64_t kBytes = 16 << 10;
-  return std::clamp<int64_t>(kBytes / row_bytes, 4, kPrefetch);
-}
-
 // Rows of codes, in FBGEMM's order: from zero on, and means by a factor.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
@@ -65,7 +59,7 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     }
     at += n;
     if (kStream) {
-      row.stream(out + b * stride);
+      row.stream(out + b * stride, dim);
     } else {
       row.store(out + b * stride, dim);
     }
@@ -179,13 +173,12 @@ PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, b
   const bool near = is_near(table, num_ids);
   with_readable_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
-    constexpr bool kWhole = N > 0;  // rows in registers
+    constexpr bool kWhole = N != 0;  // rows in registers
     using E = decltype(element);
     if (is_weighted) {
       found = pool_block<N, true, false, false, E>;
-    } else if (kWhole && stream) {
-      found = near ? pool_block<N, false, kWhole, kWhole, E>
-                   : pool_block<N, false, kWhole, false, E>;
+    } else if (stream) {
+      found = near ? pool_block<N, false, true, kWhole, E> : pool_block<N, false, true, false, E>;
     } else {
       found = near ? pool_block<N, false, false, kWhole, E> : pool_block<N, false, false, false, E>;
     }
@@ -199,7 +192,8 @@ int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch&
   const int64_t stride = range.batch.out_stride;
   const float* weights = range.batch.weights;
   float* first = out + range.bags.out_begin;
-  const bool lines = reinterpret_cast<uintptr_t>(first) % 64 == 0 && stride % 16 == 0;
+  const bool lines = reinterpret_cast<uintptr_t>(first) % 64 == 0 && stride % 16 == 0 &&
+                     table.dim % 16 == 0;
   const bool stream = range.batch.stream && lines && weights == nullptr;
   const PoolBlock pool_stretch =
       pool_block_of(table, bounds[range.end] - bounds[range.begin], weights != nullptr, stream);

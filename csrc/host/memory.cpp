@@ -141,6 +141,8 @@ size_t collapse_huge(void* data, size_t bytes) {
   return done;
 }
 
+void want_huge(void* data, size_t bytes) { madvise(data, bytes, MADV_HUGEPAGE); }
+
 int64_t last_level_cache_bytes() {
   static const int64_t bytes = [] {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
@@ -170,7 +172,7 @@ void* pool_take(size_t bytes) {
     munmap(at, size);
     throw std::bad_alloc();
   }
-  madvise(at, size, MADV_HUGEPAGE);
+  want_huge(at, size);
   return at;
 }
 

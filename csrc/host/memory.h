@@ -19,6 +19,9 @@ bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable);
 // MADV_COLLAPSE works for shared memory even where its huge pages are switched off by policy.
 size_t collapse_huge(void* data, size_t bytes);
 
+// Ask for huge pages behind private memory, whole ones, as it is touched.
+void want_huge(void* data, size_t bytes);
+
 // Size of the machine's last cache; 32 MiB where the system does not say.
 int64_t last_level_cache_bytes();
 

@@ -44,6 +44,13 @@ class Outbox {
     slots_[count_] = static_cast<uint32_t>(key - owner_begin_[owner_]);
     return rows_ + (count_++) * dim_;
   }
+  // The same for the next key, or the last one again, without a branch that depends on which.
+  OPER_INLINE float* next_or_same(int64_t key, bool is_next) {
+    while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
+    count_ += is_next;
+    slots_[count_ - 1] = static_cast<uint32_t>(key - owner_begin_[owner_]);
+    return rows_ + (count_ - 1) * dim_;
+  }
   void close() {
     while (owner_ < world_size_) begin_[++owner_] = count_;
   }
@@ -73,13 +80,13 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   uint8_t* seen = scratch.get<uint8_t>(3, num_rows);
   std::memset(seen, 0, static_cast<size_t>(num_rows));
   // Bags follow each other `output_columns` apart: too far for the processor to fetch ahead itself.
-  constexpr int64_t kAhead = 12;
   const int64_t row_bytes = table.gradient_bytes();
+  const int64_t ahead = rows_ahead(row_bytes, 12);
   int64_t i = 0;
   while (i < in.order.n) {
     const uint32_t bag = in.bags[i];
-    if (i + kAhead < in.order.n)
-      prefetch_row(bag_gradient(table, batch, grad, in.bags[i + kAhead]), row_bytes);
+    if (i + ahead < in.order.n)
+      prefetch_row(bag_gradient(table, batch, grad, in.bags[i + ahead]), row_bytes);
     int64_t end = i + 1;
     while (end < in.order.n && in.bags[end] == bag) ++end;
     Row<N> g;
@@ -115,20 +122,28 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
 template <int N>
 void stage_gradients(const Table& table, const Batch& batch, const float* grad, float* to) {
   const int dim = table.dim;
+  const int64_t ahead = rows_ahead(table.gradient_bytes(), 8);
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
     const float* from = grad + bags.out_begin;
     for (int64_t b = 0; b < bags.num_bags; ++b, to += dim) {
       const int64_t n = bags.bounds[b + 1] - bags.bounds[b];
       if (n == 0) continue;
-      if (b + 8 < bags.num_bags)
-        prefetch_row(from + (b + 8) * batch.out_stride, table.gradient_bytes());
+      if (b + ahead < bags.num_bags)
+        prefetch_row(from + (b + ahead) * batch.out_stride, table.gradient_bytes());
       Row<N> g;
       g.load(from + b * batch.out_stride, dim);
       if (table.mean && n > 1) g.divide(static_cast<float>(n), dim);
       g.store(to, dim);
     }
   }
+}
+
+// Whether it pays to copy the gradients of bags side by side: where they are read again, and stay in
+// the cache until then.
+OPER_INLINE bool is_staged(int64_t num_ids, int64_t num_bags, int64_t row_bytes) {
+  constexpr int64_t kBytes = 8 << 20;
+  return num_ids >= (num_bags * row_bytes <= kBytes ? 2 : 8) * num_bags;
 }
 
 // K packs (key, payload), see TableOrder.
@@ -148,7 +163,7 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
     staged = reinterpret_cast<const float*>(
         context.outbox[context.rank] +
         context.request_table(context.rank, index)->gradients_offset);
-  } else if (table.mean || n >= 2 * in.order.num_bags) {
+  } else if (table.mean || is_staged(n, in.order.num_bags, row_bytes)) {
     float* rows = scratch.get<float>(4, in.order.num_bags * dim);
     stage_gradients<N>(table, batch, grad, rows);
     staged = rows;
@@ -161,15 +176,36 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   };
   Outbox outbox(context, table, index, in.order.num_rows);
   if (!outbox.ok()) return false;
-  constexpr int64_t kAhead = 12;
+  const int64_t ahead = rows_ahead(row_bytes, 12);
+  // How often a row comes is known to nobody before: the branch that asks costs more than storing a
+  // narrow row's sum after every one of its gradients.
+  if constexpr (N != 0 && N <= 4) {
+    Row<N> sum;
+    sum.zero(dim);
+    K last = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const K key = sorted[i] >> payload_bits;
+      if (i + ahead < n) prefetch_row(gradient(sorted[i + ahead]), row_bytes);
+      const bool is_next = (i == 0) | (key != last);
+      last = key;
+      Row<N> g;
+      g.load(gradient(sorted[i]), dim);
+      if (kWeighted) g.scale(batch.weights[in.positions[sorted[i] & mask]], dim);
+      sum.start_if(is_next, dim);
+      sum.add(g, dim);
+      sum.store(outbox.next_or_same(static_cast<int64_t>(key), is_next), dim);
+    }
+    outbox.close();
+    return true;
+  }
   for (int64_t i = 0; i < n;) {
     const K key = sorted[i] >> payload_bits;
     Row<N> sum;
-    if (i + kAhead < n) prefetch_row(gradient(sorted[i + kAhead]), row_bytes);
+    if (i + ahead < n) prefetch_row(gradient(sorted[i + ahead]), row_bytes);
     sum.load(gradient(sorted[i]), dim);
     if (kWeighted) sum.scale(batch.weights[in.positions[sorted[i] & mask]], dim);
     for (++i; i < n && (sorted[i] >> payload_bits) == key; ++i) {
-      if (i + kAhead < n) prefetch_row(gradient(sorted[i + kAhead]), row_bytes);
+      if (i + ahead < n) prefetch_row(gradient(sorted[i + ahead]), row_bytes);
       if (kWeighted) {
         sum.add_scaled(gradient(sorted[i]), batch.weights[in.positions[sorted[i] & mask]], dim);
       } else {

@@ -2,6 +2,21 @@
 
 // ---- rows as vectors ---------------------------------------------------------------------------
 
+#if defined(OPER_KERNELS_AVX512)
+
+// By mask: a part that is copied into whole lanes is read back before it has left the store buffer.
+OPER_INLINE Lanes load_part(const float* p, int count) {
+  return reinterpret_cast<Lanes>(
+      _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p));
+}
+
+OPER_INLINE void store_part(float* p, const Lanes& v, int count) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1),
+                        reinterpret_cast<const __m512&>(v));
+}
+
+#else
+
 OPER_INLINE Lanes load_part(const float* p, int count) {
   Lanes v = {};
   // Constant sizes compile to single moves; the common small dims are multiples of four.
@@ -24,6 +39,8 @@ OPER_INLINE void store_part(float* p, const Lanes& v, int count) {
     std::memcpy(p, &v, static_cast<size_t>(count) * 4);
   }
 }
+
+#endif
 
 // ---- elements of a row as lanes ----------------------------------------------------------------
 
@@ -56,8 +73,14 @@ OPER_INLINE Lanes lanes_of(const Float16* p) {
 
 template <class E>
 OPER_INLINE Lanes load_part(const E* p, int count) {
+  static_assert(sizeof(E) == 2);
   E all[16] = {};
+#if defined(OPER_KERNELS_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(all),
+                      _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p));
+#else
   std::memcpy(all, p, static_cast<size_t>(count) * sizeof(E));
+#endif
   return lanes_of(all);
 }
 
@@ -96,14 +119,17 @@ OPER_INLINE float sum_of_lanes(Lanes s) {
   return two[0] + two[1];
 }
 
-// A row of `dim` floats. N > 0: exactly 16 * N columns, kept in registers. N == 0: any dim.
+// A row of `dim` floats. N > 0: exactly 16 * N columns, kept in registers. N < 0: fewer than 16, in one
+// register. N == 0: any dim.
 template <int N>
 struct Row {
-  Lanes v[N > 0 ? N : kMaxVectors];
+  Lanes v[N > 0 ? N : N < 0 ? 1 : kMaxVectors];
 
-  static OPER_INLINE int full(int dim) { return N > 0 ? N : dim / 16; }
-  static OPER_INLINE int part(int dim) { return N > 0 ? 0 : dim % 16; }
-  static OPER_INLINE int vectors(int dim) { return full(dim) + (part(dim) ? 1 : 0); }
+  static OPER_INLINE int full(int dim) { return N > 0 ? N : N < 0 ? 0 : dim / 16; }
+  static OPER_INLINE int part(int dim) { return N > 0 ? 0 : N < 0 ? dim : dim % 16; }
+  static OPER_INLINE int vectors(int dim) {
+    return N < 0 ? 1 : full(dim) + (part(dim) ? 1 : 0);
+  }
 
   template <class E>
   OPER_INLINE void load(const E* p, int dim) {
@@ -151,9 +177,22 @@ struct Row {
     const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] = Lanes{};
   }
+  // Where `start`, x + v is x from here on, bit for bit: v becomes -0.0. Without a branch.
+  OPER_INLINE void start_if(bool start, int dim) {
+    const uint32_t keep = static_cast<uint32_t>(start) - 1, sign = ~keep & 0x80000000u;
+    const int n = vectors(dim);
+    for (int i = 0; i < n; ++i)
+      v[i] = reinterpret_cast<Lanes>((reinterpret_cast<Words>(v[i]) & keep) | sign);
+  }
+  // v += another row.
+  OPER_INLINE void add(const Row& other, int dim) {
+    const int n = vectors(dim);
+    for (int i = 0; i < n; ++i) v[i] += other.v[i];
+  }
   // Past the caches, to a place that starts at a cache line; rows of whole lines only.
-  OPER_INLINE void stream(float* p) const {
-    for (int i = 0; i < N; ++i) stream_lanes(p + 16 * i, v[i]);
+  OPER_INLINE void stream(float* p, int dim) const {
+    const int n = full(dim);
+    for (int i = 0; i < n; ++i) stream_lanes(p + 16 * i, v[i]);
   }
   OPER_INLINE void store(float* p, int dim) const {
     const int n = full(dim);
@@ -188,6 +227,12 @@ struct Row {
   }
 };
 
+// Rows to fetch ahead, at most `most`: as many as leave most of the first-level cache alone.
+OPER_INLINE int64_t rows_ahead(int64_t row_bytes, int64_t most = kPrefetch) {
+  constexpr int64_t kBytes = 16 << 10;
+  return std::clamp<int64_t>(kBytes / row_bytes, 4, most);
+}
+
 OPER_INLINE void prefetch_row(const void* p, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64)
     __builtin_prefetch(static_cast<const char*>(p) + at, 0, 3);
@@ -204,7 +249,8 @@ OPER_INLINE void prefetch_row_for_write(const void* p, int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(p) + at, 1, 3);
 }
 
-// Calls body(std::integral_constant<int, N>) with N = dim / 16 when that fits registers, else 0.
+// Calls body(std::integral_constant<int, N>) with N as `Row` takes it: dim / 16 when that fits
+// registers, -1 below 16 columns, else 0.
 template <class Body>
 OPER_INLINE auto with_row_width(int dim, Body body) {
   if (dim % 16 == 0) {
@@ -217,6 +263,7 @@ OPER_INLINE auto with_row_width(int dim, Body body) {
       default: break;
     }
   }
+  if (dim < 16) return body(std::integral_constant<int, -1>{});
   return body(std::integral_constant<int, 0>{});
 }
 

@@ -88,7 +88,7 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
 // is known to nobody before, so nothing here branches on it.
 class Merge {
  public:
-  static constexpr int64_t kAhead = 16;
+  static constexpr int64_t kMostAhead = 16;
   struct Entry {
     int64_t slot;
     int32_t count;  // ranks that have it
@@ -99,11 +99,12 @@ class Merge {
       : table_(table),
         in_(in),
         row_bytes_(table.row_bytes()),
+        ahead_(rows_ahead(table.row_bytes() + table.gradient_bytes(), kMostAhead)),
         has_row_state_(table.optimizer.kind == Optimizer::kRowWiseAdagrad),
         next_(in.size()),
         rows_(kRing * in.size()) {
     for (size_t r = 0; r < in.size(); ++r) next_[r] = slot_of(in[r]);
-    while (found_ < kAhead && find()) {
+    while (found_ < ahead_ && find()) {
     }
   }
   // The next row, valid until the one after it; false behind the last.
@@ -117,7 +118,7 @@ class Merge {
  private:
   static constexpr int64_t kRing = 32;
   static constexpr uint64_t kNone = ~uint64_t{0};
-  static_assert(kRing > kAhead + 1);
+  static_assert(kRing > kMostAhead + 1);
 
   static OPER_INLINE uint64_t slot_of(const Incoming& box) {
     return box.at < box.end ? box.slots[box.at] : kNone;
@@ -152,7 +153,7 @@ class Merge {
 
   const Table& table_;
   std::vector<Incoming>& in_;
-  int64_t row_bytes_;
+  int64_t row_bytes_, ahead_;  // rows found ahead
   bool has_row_state_;
   std::vector<uint64_t> next_;      // [W] slots
   std::vector<const float*> rows_;  // [kRing, W]
@@ -163,7 +164,7 @@ class Merge {
 // x + (-0.0) is x, bit for bit: what is added where only one rank has a row.
 template <int N>
 struct Neutral {
-  alignas(64) float v[16 * N];
+  alignas(64) float v[16 * (N > 0 ? N : 1)];
   constexpr Neutral() : v() {
     for (float& x : v) x = -0.0f;
   }
@@ -179,7 +180,7 @@ void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_sc
     Row<N> g;
     g.load(entry.rows[0], dim);
     int32_t k = 1;
-    if constexpr (N > 0) {
+    if constexpr (N != 0) {
       static constexpr Neutral<N> neutral;
       g.add(entry.count > 1 ? entry.rows[1] : neutral.v, dim);
       k = 2;

@@ -103,7 +103,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Every rank reads the stored chunks that it owns rows of and keeps those rows. torch's readers
     bring a stored chunk to memory as a whole: checkpoints of `SavePlanner` have small ones, others
-    those of their writer, which `oper.load_checkpoint` reads in pieces.
+    those of their writer, which `CheckpointReader` (and so `oper.load_checkpoint`) reads in pieces.
     ``load_state_dict`` must follow, which makes the rows visible to all ranks. When a load fails,
     the tables hold a mixture: load again.
 

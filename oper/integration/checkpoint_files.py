@@ -44,8 +44,10 @@ _FOREIGN_OPCODES = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "PERSID", "B
                     "EXT2", "EXT4", "INST", "OBJ"}
 
 
-class Reader(FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """torch's reader of checkpoint folders, with a description that is checked and runs nothing.
+
+    For ``torch.distributed.checkpoint.load(storage_reader=...)``, with any planner.
 
     Rows that were stored as one large tensor come to memory in pieces, where the planner writes
     them into tables (`LoadPlanner.takes_pieces`) and they lie in the file as they are in memory.

@@ -29,7 +29,7 @@ from oper.files import no_room
 from oper.integration.checkpoint import LoadPlanner, SavePlanner
 from oper.integration.checkpoint_files import (
     METADATA,
-    Reader,
+    CheckpointReader,
     check_files,
     sum_of,
     write_checksums,
@@ -326,7 +326,7 @@ def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
 
 def _read(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     """As ``torch.distributed.checkpoint.load``; adds what was saved as ``extra``."""
-    reader, planner = Reader(str(folder)), LoadPlanner()
+    reader, planner = CheckpointReader(str(folder)), LoadPlanner()
 
     def local_plan() -> Any:
         metadata = reader.read_metadata()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.integration.checkpoint_files import METADATA, Reader, check_files
+from oper.integration.checkpoint_files import METADATA, CheckpointReader, check_files
 from oper.integration.on_demand import TableRows, rows_on_demand
 from oper.shmem.quantise import dequantise
 from oper.shmem.table_rows import CHUNK_ROWS
@@ -69,7 +69,7 @@ class Weights:
             self._folder = self._hold(found[0].parent)
             try:
                 check_files(self._folder)
-                return dict(Reader(self._folder).read_metadata().state_dict_metadata)
+                return dict(CheckpointReader(self._folder).read_metadata().state_dict_metadata)
             except FileFormatError as error:
                 raise FileFormatError(
                     str(error).replace(str(self._folder), str(found[0].parent))) from None
@@ -100,7 +100,7 @@ class Weights:
                      "save the model's state_dict"))
         out = torch.empty(value.size, dtype=value.properties.dtype)
         name = self._prefix + key
-        load({name: out}, storage_reader=Reader(self._folder), no_dist=True)
+        load({name: out}, storage_reader=CheckpointReader(self._folder), no_dist=True)
         return out
 
     def tensor(self, key: str) -> torch.Tensor:

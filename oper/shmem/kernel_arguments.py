@@ -16,12 +16,16 @@ class KernelArguments:
     Args:
         optimizers: by table.
         rounding_keys: two numbers by table, see `oper.shmem.rounding`.
+        is_rounded: whether any table's rows are rounded by the number of the step; else that number
+            stays what it was when the arguments were made: writing it would read torch's code for it
+            back into caches that the kernels have emptied.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer],
-                 rounding_keys: Mapping[str, tuple[int, int]]) -> None:
+                 rounding_keys: Mapping[str, tuple[int, int]], is_rounded: bool) -> None:
         self._optimizers = optimizers
         self._rounding_keys = rounding_keys
+        self._is_rounded = is_rounded
         self._by_step = any(isinstance(o, Adam) for o in optimizers.values())
         self._known: tuple[Any, torch.Tensor] | None = None
 
@@ -44,5 +48,6 @@ class KernelArguments:
                    for name, o in self._optimizers.items()}
             self._known = key, torch.tensor([own[name] for name in tables], dtype=torch.float64)
         found = self._known[1]
-        found[:, -1] = step
+        if self._is_rounded:
+            found[:, -1] = step
         return found

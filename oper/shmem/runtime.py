@@ -66,8 +66,8 @@ class ShardedTables(LogicalRows):
 
     pull: bool | PullCosts = False  # see `choose_pull`
     # What a plan decides; the rest stays when the plan changes.
-    _of_the_plan: tuple[str, ...] = ("plan", "directories", "has_push", "pieces", "_layout",
-                                     "_heap", "_handle", "_addresses", "_exchange")
+    _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
+                                     "_layout", "_heap", "_handle", "_addresses", "_exchange")
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
@@ -93,6 +93,7 @@ class ShardedTables(LogicalRows):
         self.specs = {t.name: t for t in tables}
         self.directories = [TableDirectory(t, group.world_size, piece)
                             for t in plan.tables for piece in range(len(t.pieces))]
+        self._table_of = [d.table.name for d in self.directories]
         self.has_push = any(x.tier.mode == "push" for d in self.directories for x in d.tiers)
         # The directories of each table, in column order.
         self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
@@ -102,7 +103,8 @@ class ShardedTables(LogicalRows):
             seed = group.all_gather(torch.initial_seed() if seed is None else seed)[0]
         self.seed = seed
         self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
-        self._arguments = KernelArguments(self.optimizers or {}, self._rounding_keys)
+        self._arguments = KernelArguments(self.optimizers or {}, self._rounding_keys,
+                                          any(t.dtype != "float32" for t in tables))
         self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         domains = find_domains(group)
         self._exchange = self._open_exchange(domains) if len(set(domains)) > 1 else None
@@ -344,8 +346,7 @@ class ShardedTables(LogicalRows):
 
     def _optimizer_arguments(self, step: int) -> torch.Tensor:
         """float64 [T, 13], what every table's optimizer needs at this step, until the next call."""
-        names = [d.table.name for d in self.directories]
-        return self._arguments.at(step, self.param_groups, names)
+        return self._arguments.at(step, self.param_groups, self._table_of)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         if self._exchange is not None:

@@ -30,7 +30,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import load_recipe
 from oper.errors import OperError
 from oper.files import read_arrays, write_arrays
-from oper.integration.checkpoint_files import CHECKSUMS, METADATA, Reader, check_files
+from oper.integration.checkpoint_files import CHECKSUMS, METADATA, CheckpointReader, check_files
 from oper.integration.delta_files import put_rows, read_part, write_part
 from oper.integration.weights import Weights
 from oper.plan import Plan, uniform_plan
@@ -144,7 +144,7 @@ def checkpoint(data: bytes) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "__0_0.distcp").write_bytes(b"0" * 10_000)
     (folder / METADATA).write_bytes(data)
-    Reader(str(folder)).read_metadata()
+    CheckpointReader(str(folder)).read_metadata()
 
 
 def checksums(data: bytes) -> None:
