@@ -16,9 +16,9 @@ class KernelArguments:
     Args:
         optimizers: by table.
         rounding_keys: two numbers by table, see `oper.shmem.rounding`.
-        is_rounded: whether any table's rows are rounded by the number of the step; else that number
-            stays what it was when the arguments were made: writing it would read torch's code for it
-            back into caches that the kernels have emptied.
+        is_rounded: whether any table's rows are rounded by the number of the step. Else that number
+            stays as it was when the arguments were made: writing it would read torch's code back
+            into caches that the kernels have emptied.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer],
