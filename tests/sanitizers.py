@@ -95,7 +95,7 @@ KINDS = {
          "add": "signed integer overflow"},
         ("tests/shmem", "tests/data", "tests/search", "tests/fuzz",
          "tests/analysis/test_counting.py"),
-        {}),
+        {"tests/shmem/test_steady_memory.py": "AddressSanitizer keeps what is freed"}),
     "thread": Kind(
         "-fsanitize=thread", ("libtsan.so",),
         {"TSAN_OPTIONS": "report_signal_unsafe=0:second_deadlock_stack=1:history_size=4"},

@@ -76,7 +76,8 @@ def measure(rank: int, world_size: int, folder: str, every: int, turns: int) -> 
         saver.save_full(0)
         _steps(model, batches, range(1, 20), saver, every)
         seconds: dict[str, list[float]] = {"with": [], "without": []}
-        calls, length = [], 5 * every
+        # Of at least 50 steps: short ones that take turns often, since machines drift.
+        calls, length = [], every * max(1, 50 // every)
         for turn in range(turns):
             for k, kind in enumerate(("without", "with") if turn % 2 else ("with", "without")):
                 saver.flush()
@@ -114,7 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.delta_cost", description=__doc__)
     parser.add_argument("--every", type=int, nargs="+", default=[10, 50], metavar="STEPS",
                         help="between deltas, one case each")
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=12, help="stretches of each kind")
     parser.add_argument("--json", type=Path, metavar="F", help="write the result there")
     args, load = parser.parse_args(), record.load_average()
     with tempfile.TemporaryDirectory(prefix="oper-deltas-") as folder:
