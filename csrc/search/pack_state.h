@@ -49,32 +49,62 @@ struct Piece {
   int rank[kMaxOwners], weight[kMaxOwners];
 };
 
+// Eight ranks at a time. GCC and clang lower vectors that the processor does not have; sums are added
+// in the same order everywhere, so that all processors find the same.
+constexpr int64_t kLanes = 8;
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+
+static inline __attribute__((always_inline)) Lanes lanes(const float* x) {
+  Lanes v;
+  std::memcpy(&v, x, sizeof v);
+  return v;
+}
+static inline __attribute__((always_inline)) Lanes larger(Lanes a, Lanes b) { return a < b ? b : a; }
+
 // busy[r] = what keeps rank r busy longest, floored at 0; returns the largest, adds up x^32.
 static OPER_CLONES float phase_busy(const float* load, int64_t stride, const float* share,
                                     const float* every, const float* fill, int64_t begin,
                                     int64_t end, float scale, float* busy, float* power) {
-  float most = 0, sum = 0;
-  for (int64_t r = begin; r < end; ++r) {
-    float b = std::max(0.0f, load[r] + (every[0] + share[r] * fill[0]));
-    for (int g = 1; g < kGroups; ++g)
-      b = std::max(b, load[g * stride + r] + (every[g] + share[r] * fill[g]));
-    busy[r] = b;
-  }
-  for (int64_t r = begin; r < end; ++r) {
-    most = std::max(most, busy[r]);
-    float x = std::min(busy[r] * scale, 8.0f);
+  Lanes most{}, sum{};
+  int64_t r = begin;
+  for (; r + kLanes <= end; r += kLanes) {
+    const Lanes part = lanes(share + r);
+    Lanes b{};
+    for (int g = 0; g < kGroups; ++g)
+      b = larger(b, lanes(load + g * stride + r) + (every[g] + part * fill[g]));
+    std::memcpy(busy + r, &b, sizeof b);
+    most = larger(most, b);
+    Lanes x = b * scale;
+    x = x < 8.0f ? x : Lanes{} + 8.0f;
     x *= x, x *= x, x *= x, x *= x, x *= x;
     sum += x;
   }
-  *power += sum;
-  return most;
+  float peak = 0, total = 0;
+  for (int64_t i = 0; i < kLanes; ++i) peak = std::max(peak, most[i]), total += sum[i];
+  for (; r < end; ++r) {
+    float b = 0;
+    for (int g = 0; g < kGroups; ++g)
+      b = std::max(b, load[g * stride + r] + (every[g] + share[r] * fill[g]));
+    busy[r] = b;
+    peak = std::max(peak, b);
+    float x = std::min(b * scale, 8.0f);
+    x *= x, x *= x, x *= x, x *= x, x *= x;
+    total += x;
+  }
+  *power += total;
+  return peak;
 }
 
 static OPER_CLONES float largest(const float* load, const float* share, float every, float fill,
                                  int64_t begin, int64_t end) {
-  float most = 0;
-  for (int64_t r = begin; r < end; ++r) most = std::max(most, load[r] + (every + share[r] * fill));
-  return most;
+  Lanes most{};
+  int64_t r = begin;
+  for (; r + kLanes <= end; r += kLanes)
+    most = larger(most, lanes(load + r) + (every + lanes(share + r) * fill));
+  float peak = 0;
+  for (int64_t i = 0; i < kLanes; ++i) peak = std::max(peak, most[i]);
+  for (; r < end; ++r) peak = std::max(peak, load[r] + (every + share[r] * fill));
+  return peak;
 }
 
 class PackState {

@@ -12,8 +12,8 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kGroups = 5;
 constexpr int kBisections = 20;
-constexpr double kClose = 5e-5;    // of the cost: a bound is not looked at more closely
-constexpr double kNarrow = 1.005;  // most over least mass of such sets
+constexpr double kClose = 3e-4;   // of the cost: a bound is not looked at more closely
+constexpr double kNarrow = 1.02;  // most over least mass of such sets
 
 // Linear between the points of the grid: from below, because the bytes are concave in the share.
 double sums_at(const OperSums& s, int64_t table, double share) {
@@ -86,7 +86,7 @@ class Pricing {
   explicit Pricing(OperPricing& p) : p_(p) {}
 
   void run() {
-    for (int64_t k = 0; k < p_.num_tables; ++k) table(k);
+    for (int64_t n = 0; n < p_.num_tables; ++n) table(p_.first_table + n);
   }
 
  private:
@@ -184,6 +184,13 @@ class Pricing {
     const double* ids = p_.ids + begin;
     const double all = gains(j, begin, n, high, must);
     if (!must && all >= best_ - close()) return all;
+    double gained = 0;  // mass of the blocks that would rather be pushed
+    for (int64_t b = 0; b < n; ++b) gained += gain_[b] < 0 ? ids[b] : 0.0;
+    if (!must && low <= gained && gained <= high) {
+      for (int64_t b = 0; b < n; ++b) found_[b] = gain_[b] < 0 ? class_[b] : 0;
+      keep_found(j, begin, n, all);
+      return all;
+    }
     for (int64_t b = 0; b < n; ++b) {
       order_[b] = int(b);
       slope_[b] = ids[b] > 0 ? gain_[b] / ids[b] : gain_[b] < 0 ? -kInfinity : kInfinity;
@@ -204,11 +211,14 @@ class Pricing {
       total += part * gain_[b], mass += part * ids[b];
       found_[b] = class_[b];
     }
-    if (total < best_) {
-      keep(j, begin, n, 0);
-      for (int64_t m = 0; m < p_.num_options; ++m) keep(j, begin, n, m + 1);
-    }
+    keep_found(j, begin, n, total);
     return total;
+  }
+
+  // Keep the blocks of `found_`, or them in one class, where their bound `total` leaves hope.
+  void keep_found(int64_t j, int64_t begin, int64_t n, double total) {
+    if (total >= best_) return;
+    for (int64_t m = 0; m <= p_.num_options; ++m) keep(j, begin, n, m);
   }
 
   // What every block costs at least when a mass of at most `high` is pushed, against staying, and to

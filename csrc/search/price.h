@@ -27,7 +27,7 @@ struct OperFit {
 
 // The cheapest set of pushed blocks of every table; see `Relaxation.cheapest`.
 struct OperPricing {
-  int64_t num_tables, num_options;  // T, M pushed options
+  int64_t first_table, num_tables, num_options;  // which of T tables; M pushed options
   OperSums sums;
   const int64_t* starts;        // [T + 1], blocks, K of them
   const double* stay;           // [K], cost when not pushed

@@ -204,9 +204,8 @@ class Annealing:
                 spread = member / member.sum()
             owner = np.eye(NUM_FEATURES)[:, :, None] * spread
             for k, t in enumerate(relaxation.tables):
-                once, twice = (relaxation.mean(make(t, w, owner))
-                               for w in (t.spec.dim, 2 * t.spec.dim))
-                out[k, o] = 2 * once - twice
+                once, twice = (make(t, w, owner) for w in (t.spec.dim, 2 * t.spec.dim))
+                out[k, o] = relaxation.mean(model.cut_rows(t, once, twice))
         return out
 
     def _fill(self, amount: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -224,8 +223,8 @@ class Annealing:
             for t in relaxation.tables:
                 once, twice = (self.loads.model.shard_rows(t, w, owner)
                                for w in (t.spec.dim, 2 * t.spec.dim))
-                own.append([x[..., rank] - x[..., (rank + 1) % world]
-                            for x in (once, 2 * once - twice)])
+                cut = self.loads.model.cut_rows(t, once, twice)
+                own.append([x[..., rank] - x[..., (rank + 1) % world] for x in (once, cut)])
             rows = np.einsum("nf,nxfq->xnq", amount[:, o], np.array(own)[table])
             out[:, :, option.rank_class] += rows @ self.loads.own_unit[option.rank_class]
         return out[0], out[1]
@@ -241,12 +240,13 @@ class Annealing:
         column, stream, alike = [], [], []
         for t in self.relaxation.tables:
             made = [self.loads.model.push_rows(t, w, owner) for w in (t.spec.dim, 2 * t.spec.dim)]
-            once, twice = (x[each, ..., ranks] for x in made)
+            once, cut = (x[each, ..., ranks] for x in (
+                made[0], self.loads.model.cut_rows(t, made[0], made[1])))
             # What a rank does that owns nothing depends on no width.
             reader = (made[0][each, ..., [(r + 1) % world for r in ranks]] if world > 1
                       else np.zeros_like(once))
-            column.append((twice - once) / t.spec.dim)
-            stream.append(2 * once - twice - reader)
+            column.append((once - cut) / t.spec.dim)
+            stream.append(cut - reader)
             alike.append(reader)
         return np.stack(column), np.stack(stream), np.stack(alike)
 

@@ -78,6 +78,7 @@ from oper.traffic import ROW_WISE
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id on the wire
+SQUARE_BYTES = 4  # of a row's sum of squared gradients over the columns of a piece
 PUSH_PASSES = 3  # over the ids of a table with pushed rows, at their reader, in each direction
 #: Columns of the rows that the host kernels are compiled for; others take a loop over columns.
 KERNEL_WIDTHS = (16, 32, 64, 96, 128)
@@ -187,6 +188,23 @@ class CostModel:
                                              + self.odd_ns(t, width, 1))
                                       + runs * self.costs.run_ns)
         self._add_update(out, t, width, owner)
+        return out
+
+    def cut_rows(self, t: TableProblem, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
+        """Tally rows that a column piece costs whatever its width is; float64 [..., 20, W].
+
+        Squares that owners of the columns of a row exchange are among them, although a table of
+        one piece pays none: whoever takes them off the cost of columns, over the whole row, has a
+        table of n pieces pay n - 1 times.
+
+        Args:
+            t: the table.
+            once, twice: float64 [..., 20, W], its rows in a piece, and in one of twice the width.
+        """
+        out = 2 * once - twice
+        if (self.training and t.spec.optimizer in ROW_WISE
+                and "columns" in self.problem.allow):
+            out[..., UPDATE_BYTES, :] += SQUARE_BYTES * out[..., UPDATE_ROWS, :]
         return out
 
     def host_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
@@ -363,7 +381,7 @@ class CostModel:
             if pushes:
                 rows[FORWARD_NS] += bags * self.costs.push_bag_ns * len(pieces)
         if exchanges_squares:
-            rows[UPDATE_BYTES] += 4 * rows[UPDATE_ROWS]
+            rows[UPDATE_BYTES] += SQUARE_BYTES * rows[UPDATE_ROWS]
         return rows
 
     def tiers_ns(self, pushes: bool) -> float:

@@ -35,8 +35,9 @@ _MANY = 200  # tables, above which less is tried
 _SHALLOW = 16  # times fewer boxes before the first search
 _NEGLIGIBLE = 2e-3  # of a step
 _MANY_HOSTS = 4  # above which what one of them owns counts for less than more boxes
+_MANY_CLASSES = 2  # of ranks, above which prices with a host apart take too long
 _HOST_BOXES = 3  # what a box with a host apart costs, in others
-_WORTH_PROVING = 20  # boxes, with less of which a search does without the dearer ones
+_WORTH_PROVING = 10  # boxes, with less of which a search does without the dearer ones
 _BEHIND = 1.01  # a branch in which a first search stays so far behind is searched no more
 _ENOUGH = 0.03  # gap above which a search has a third turn
 _TURN = 16  # boxes of one branch before another may have its turn
@@ -287,14 +288,14 @@ class _Branch:
 
 def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
     """The load by which the host of the largest piece is looked at apart: what a rank receives from
-    others in the forward phase; None where ranks differ, or hosts are one, or many. On one host the
-    bound was found to gain nothing from a rank apart."""
+    others in the forward phase; None where hosts are one, many, or differ, or ranks differ much. On
+    one host the bound was found to gain nothing from a rank apart."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
     number = int(of_rank.max()) + 1
     members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
     if not (relaxation.owner_rows and group == "cross_in" and number <= _MANY_HOSTS
-            and len(relaxation.classes.ranks) == 1  # more classes make prices too slow
+            and len(relaxation.classes.ranks) <= _MANY_CLASSES
             and all((n == n[0]).all() for n in members)):
         return None
     return model.phases.index("forward"), GROUPS.index(group)

@@ -17,6 +17,7 @@ from partial sums of pushed rows, costs are linear in the features of a block, s
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -282,11 +283,12 @@ class Relaxation:
                       else self.spread(option.rank_class))
             owner = np.eye(NUM_FEATURES)[:, :, None] * spread  # one unit of one feature at a time
             for k, t in enumerate(self.tables):
-                self.coefficients[k, o] = self.mean(make[option.kind](t, t.spec.dim, owner))
+                once = make[option.kind](t, t.spec.dim, owner)
+                self.coefficients[k, o] = self.mean(once)
                 if option.kind == PUSH:
                     # What a piece pays whatever its width is.
-                    twice = self.mean(model.push_rows(t, 2 * t.spec.dim, owner))
-                    self.per_stream[k, o] = 2 * self.coefficients[k, o] - twice
+                    twice = model.push_rows(t, 2 * t.spec.dim, owner)
+                    self.per_stream[k, o] = self.mean(model.cut_rows(t, once, twice))
 
     def mean(self, rows: np.ndarray) -> np.ndarray:
         """Tally rows (float64 [4, 20, W]) on the resource rows; float64 [4, R]."""
@@ -369,11 +371,25 @@ class Relaxation:
             "mass": np.concatenate([x.mass for x in types])}
         arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
         arrays |= {"value": value, "kind": kind, "chosen": chosen}
-        native.call("oper_price", native.Pricing, arrays, num_tables=len(self.tables),
-                    num_options=options.size, sums=self.pieces.native_sums)
+        self._price(arrays, options.size)
         pushed = chosen > 0
         choice[pushed] = options[chosen[pushed] - 1]
         return value
+
+    def _price(self, arrays: dict[str, np.ndarray], num_options: int) -> None:
+        """`oper_price` on all tables; with several classes of owners by two threads, because that
+        takes long. Tables are priced apart, so that nothing depends on the threads."""
+        def price(first: int, stop: int) -> None:
+            native.call("oper_price", native.Pricing, arrays, first_table=first,
+                        num_tables=stop - first, num_options=num_options,
+                        sums=self.pieces.native_sums)
+
+        if num_options == 1:
+            price(0, len(self.tables))
+            return
+        middle = int(np.searchsorted(self.starts, self.starts[-1] / 2))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(price, (0, middle), (middle, len(self.tables))))
 
     def partial_bytes(self, t: TableProblem, ids: np.ndarray, owner: np.ndarray) -> np.ndarray:
         """Bytes of partial sums that each reader gets of pushed `ids`, at most `owner` ids on one

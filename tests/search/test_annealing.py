@@ -64,7 +64,7 @@ def test_columns_of_a_table_may_have_two_recipes_and_cost_what_they_say() -> Non
     placed = Placer(annealed.relaxation, annealed.book.total).lay(found.parts, found.units)
     relaxation = annealed.relaxation
     state = State(relaxation.model, relaxation.tables, relaxation.base_tally, placed)
-    # Stripes are not quite even, and owners of columns exchange squares.
+    # Stripes are not quite even.
     assert state.evaluation.step_us == pytest.approx(found.step_us, rel=0.01)
 
 

@@ -10,7 +10,7 @@ import pytest
 from search_cases import gpus, host, random_tier, tables_and_stats
 
 from oper.bench import plan_workloads
-from oper.plan import Piece, Plan, TablePlan
+from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound import solve_relaxation
 from oper.search.branching import Branching
 from oper.search.cost import CostModel, evaluate
@@ -19,16 +19,30 @@ from oper.search.planner import plan_problem, proved
 from oper.search.problem import IDS, Problem, make_problem
 from oper.search.relax import Relaxation
 from oper.search.space import EVERYTHING
-from oper.search.tally import owned_features
+from oper.search.tally import UPDATE_BYTES, UPDATE_ROWS, owned_features
+from oper.topology import Topology
+
+
+def alternating(num_ranks: int, per_host: int) -> Topology:
+    """Hosts that are alike, of ranks that are not: every other one is slower and smaller."""
+    fast, slow = gpus(num_ranks, per_host=per_host), gpus(num_ranks, per_host=per_host,
+                                                          slow=num_ranks)
+    domains = zip(fast.domains, slow.domains, strict=True)
+    return replace(fast, domains=tuple(pair[n % 2] for n, pair in enumerate(domains)))
+
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
-              "many": gpus(12, per_host=4)}
+              "many": gpus(12, per_host=4), "mixed": alternating(8, 4)}
 
 
-def stated(seed: int, name: str, num_tables: int = 4, **more: object) -> Problem:
-    """Long bags and large batches, so that pushing pays and whole tables are too large."""
+def stated(seed: int, name: str, num_tables: int = 4, costs: dict[str, float] | None = None,
+           **more: object) -> Problem:
+    """Long bags and large batches, so that pushing pays and whole tables are too large; `costs`
+    replace the topology's own."""
     specs, stats = tables_and_stats(num_tables, seed, lengths=(4, 20, 50))
-    return make_problem(specs, stats, TOPOLOGIES[name], batch_size=4096, allow=EVERYTHING,
+    topology = TOPOLOGIES[name]
+    topology = replace(topology, costs=replace(topology.costs, **(costs or {})))
+    return make_problem(specs, stats, topology, batch_size=4096, allow=EVERYTHING,
                         **more)  # type: ignore[arg-type]
 
 
@@ -94,12 +108,9 @@ def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
 @pytest.mark.parametrize("costly", [False, True])
 def test_no_plan_is_below_the_bound_of_its_own_box(seed, name, costly):
     """The smallest box that holds a plan is the sharpest that must be below it."""
-    many = stated(seed, name)
-    if costly:  # where readers of pushed rows do more than their owners, in some phases
-        costs = replace(many.topology.costs, push_ns=20.0, id_ns=1.0, far_ns=5.0, sort_ns=2.0)
-        specs, stats = tables_and_stats(4, seed, lengths=(4, 20, 50))
-        many = make_problem(specs, stats, replace(many.topology, costs=costs), batch_size=4096,
-                            allow=EVERYTHING)
+    # Costly: readers of pushed rows do more than their owners, in some phases.
+    costs = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0} if costly else {}
+    many = stated(seed, name, costs=costs)
     relaxation = Relaxation(CostModel(many))
     rng = np.random.default_rng(seed)
     for _ in range(6):
@@ -152,6 +163,25 @@ def test_a_plan_is_proved_closer_than_planning_had_time_for():
     near = proved(plan, problem, goal_gap=plan.gap + 0.5)
     assert near.lower_bound_us == plan.lower_bound_us  # near enough already: nothing is solved
     assert proved(plan, problem, max_boxes=200).lower_bound_us == better.lower_bound_us
+
+
+def test_squares_of_all_pieces_but_one_are_part_of_what_a_piece_costs():
+    problem = stated(0, "gpus")
+    model = CostModel(problem)
+    t = next(x for x in problem.tables if x.spec.optimizer == "rowwise_adagrad" and x.spec.dim > 8)
+    rows, dim, num = t.spec.num_rows, t.spec.dim, t.spec.dim // 8
+    owner = owned_features(t, Tier(0, rows, "owned", (1,), mode="push"), 4, True)
+    once, twice = (model.push_rows(t, w, owner) for w in (dim, 2 * dim))
+    cut = model.cut_rows(t, once, twice)
+    pieces = tuple(Piece(8 * n, 8 * n + 8, (Tier(0, rows, "owned", (1,), mode="push"),))
+                   for n in range(num))
+    true = model.tally(t, pieces, True).rows
+    linear = (once - cut) + num * cut
+    assert linear[UPDATE_BYTES, 1] == pytest.approx(
+        true[UPDATE_BYTES, 1] - 4 * true[UPDATE_ROWS, 1] / num)
+    assert linear[UPDATE_ROWS] == pytest.approx(true[UPDATE_ROWS])
+    whole = (once - cut) + cut
+    assert whole == pytest.approx(once)
 
 
 def test_a_smaller_box_admits_less_and_bounds_higher():

@@ -17,7 +17,7 @@ from oper.search.cost import CostModel, evaluate
 from oper.search.machine import GROUPS
 from oper.search.oracle import best_of_candidates
 from oper.search.owner_rows import PUSH, neighbourhoods
-from oper.search.planner import plan_problem, proved
+from oper.search.planner import _load_apart, plan_problem, proved
 from oper.search.problem import NUM_FEATURES, Problem, make_problem
 from oper.search.relax import Relaxation
 from oper.search.space import EVERYTHING
@@ -72,7 +72,7 @@ def loads(problem: Problem) -> list[tuple[int, int]]:
     return [(phase, group - shift) for phase, group in LOADS]
 
 
-@pytest.mark.parametrize("name", ["gpus", "hosts", "many"])
+@pytest.mark.parametrize("name", ["gpus", "hosts", "many", "mixed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plan_is_below_the_bound_whatever_its_hosts_own(seed, name):
     many = stated(seed, name)
@@ -140,6 +140,17 @@ def test_it_is_far_above_the_plain_bound_where_pieces_are_large_and_certifies_it
     plan = plan_problem(few)
     assert plan.gap < 0.05
     assert proved(plan, few, max_boxes=100).lower_bound_us >= plan.lower_bound_us
+
+
+def test_a_host_is_apart_where_its_ranks_differ_and_hosts_do_not():
+    many = stated(2, "mixed")
+    relaxation = Relaxation(CostModel(many))
+    assert len(relaxation.classes.ranks) == 2
+    forward = relaxation.model.phases.index("forward")
+    assert _load_apart(relaxation) == (forward, GROUPS.index("cross_in"))
+    plan = plan_problem(many, target_gap=0.0)
+    better = proved(plan, many, max_boxes=30)
+    assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us * (1 + 1e-9)
 
 
 def test_where_hosts_differ_none_is_apart():
