@@ -1,4 +1,4 @@
-"""Versioned, checked files: array containers (`.npz`) and atomic text or binary writes.
+"""Versioned, checked files: array containers (`.npz`), JSON and TOML, atomic writes.
 
 An array file is an ordinary NumPy ``.npz`` (a ZIP with a CRC-32 per member) with one extra member,
 ``header.json``: ``{"kind", "version", "arrays": {name: [dtype, shape]}, "meta": {...}}``. Sizes are
@@ -19,9 +19,10 @@ import re
 import struct
 import tempfile
 import tokenize
+import tomllib
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
 
@@ -193,6 +194,40 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         file.write(text.encode())
 
 
+def parse_json(text: str | bytes, what: str, pairs_hook: Callable[..., Any] | None = None) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: UTF-8 where it is bytes.
+        what: how an error begins.
+        pairs_hook: ``object_pairs_hook`` of `json.loads`; it refuses what it gets by ValueError.
+
+    Raises:
+        FileFormatError: no such text, or one of more levels than Python counts.
+    """
+    return _parsed(text, what, "JSON", lambda t: json.loads(t, object_pairs_hook=pairs_hook))
+
+
+def read_json(path: str | os.PathLike[str], what: str) -> Any:
+    """The value of a JSON file, as `parse_json`; raises OSError where it cannot be read."""
+    return parse_json(Path(path).read_bytes(), what)
+
+
+def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
+    """The tables of a TOML file; arguments and errors as `read_json`."""
+    found: dict[str, Any] = _parsed(Path(path).read_bytes(), what, "TOML", tomllib.loads)
+    return found
+
+
+def _parsed(text: str | bytes, what: str, kind: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(
+            f"{what}: {error}, expected {kind}; it is truncated, damaged or foreign, correct it or "
+            "write it again") from None
+
+
 def write_arrays(
     path: str | os.PathLike[str],
     kind: str,
@@ -295,9 +330,8 @@ def _read_stored(archive: zipfile.ZipFile, what: str, name: str) -> bytes:
 
 
 def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -> dict[str, Any]:
-    raw = _read_stored(archive, what, _HEADER)
+    header: dict[str, Any] = parse_json(_read_stored(archive, what, _HEADER), what)
     try:
-        header: dict[str, Any] = json.loads(raw)
         found_kind, found_version = header["kind"], header["version"]
         is_complete = isinstance(header["meta"], dict) and all(
             isinstance(dtype, str)
@@ -305,7 +339,7 @@ def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -
             and all(type(size) is int and size >= 0 for size in shape)
             for dtype, shape in header["arrays"].values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileFormatError(
             fail(what, "header", str(error), "a JSON header", "write it again")
         ) from None

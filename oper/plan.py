@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, PlanError, fail
-from oper.files import write_text
+from oper.files import parse_json, write_text
 from oper.tables import TableSpec, check_unique
 
 PLAN_KIND = "oper-plan"
@@ -241,22 +241,15 @@ class Plan:
             FileFormatError: not a plan file, or damaged.
             PlanError: a plan that contradicts itself.
         """
-        what = f"cannot read {os.fspath(path)!r} as a plan"
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except ValueError as error:
-            raise FileFormatError(
-                fail(what, "content", str(error), "a JSON plan file",
-                     "the file is truncated, damaged or foreign, write it again")) from None
-        return Plan.from_text(text, what)
+        return Plan.from_text(Path(path).read_bytes(), f"cannot read {os.fspath(path)!r} as a plan")
 
     @staticmethod
-    def from_text(text: str, what: str = "cannot read a plan") -> Plan:
+    def from_text(text: str | bytes, what: str = "cannot read a plan") -> Plan:
         """The plan whose `to_text` this is; errors as `load`, beginning with `what`."""
+        value = parse_json(text, what, _without_repeats)
         try:
-            value = json.loads(text, object_pairs_hook=_without_repeats)
             kind, version = value["kind"], value["version"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (TypeError, KeyError) as error:
             raise FileFormatError(
                 f"{what}: {type(error).__name__} {error}, expected a JSON plan file; the file is "
                 "truncated, damaged or foreign, write it again") from None

@@ -52,7 +52,8 @@ def shard(
         stats: access statistics or their file (`oper.collect`, ``oper analyze``). Without them the
             plan is made from table sizes, with one warning.
         plan: a plan or plan file to execute instead of making one.
-        topology: the machine or its TOML file; by default the group's ranks on hosts like this one.
+        topology: the machine, its TOML file, or the name of one (``oper plan --topology``); by
+            default the group's ranks on hosts like this one.
         modules: paths of the modules to shard; all by default.
         objective: ``"training"`` or ``"inference"``: read-only tables, of which the ranks of a
             memory domain share one copy, and no rank waits for another in a lookup. Takes modules
@@ -72,7 +73,8 @@ def shard(
         The model (a new module when `module` itself is a collection).
 
     Raises:
-        InvalidInputError: nothing to shard, no optimizer, or a module with refused options.
+        InvalidInputError: nothing to shard, no optimizer, a module with refused options, or an
+            argument of another type.
         PlanError: the plan does not fit the model or the world.
 
     Example:
@@ -86,6 +88,8 @@ def shard(
     from oper.integration.targets import describe, find_targets, name_tables, typed
     from oper.shmem.group import default_group
 
+    _check_arguments({"module": module, "stats": stats, "plan": plan, "topology": topology,
+                      "modules": modules, "objective": objective, "optimizer": optimizer})
     group = default_group(process_group)
     targets = find_targets(module, modules)
     for target in targets:
@@ -117,6 +121,30 @@ def shard(
         parent, _, child = target.path.rpartition(".")
         setattr(module.get_submodule(parent), child, new)
     return module
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError for arguments of `shard` of another type."""
+    from torch import nn
+
+    from oper.shmem.optimizers import Optimizer
+
+    file = (str, os.PathLike, type(None))
+    for name, kinds, expected in (
+            ("module", nn.Module, "a torch.nn.Module"),
+            ("stats", (AccessStats, *file), "AccessStats, a file of them, or None"),
+            ("plan", (Plan, *file), "a Plan, a plan file, or None"),
+            ("topology", (Topology, *file), "a Topology, a file or a name of one, or None"),
+            ("optimizer", Optimizer | None, "oper.SGD(lr=...), oper.RowWiseAdagrad(lr=...), "
+             "oper.Adagrad, oper.Adam, oper.PartialRowWiseAdam, or None")):
+        if not isinstance(given[name], kinds):
+            raise InvalidInputError(fail("cannot shard", name, given[name], expected, "correct it"))
+    if isinstance(given["modules"], str):
+        raise InvalidInputError(fail("cannot shard", "modules", given["modules"],
+                                     "a list of paths", f"pass [{given['modules']!r}]"))
+    if given["objective"] not in ("training", "inference"):
+        raise InvalidInputError(fail("cannot shard", "objective", given["objective"],
+                                     "'training' or 'inference'", "correct it"))
 
 
 def _tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
@@ -178,7 +206,9 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
     found = _tables_of(model, "nothing to move to another plan")
-    budget = bytes_per_step and max(1, bytes_per_step // len(found))
+    budget = bytes_per_step
+    if budget is not None and budget > 0:  # the tables themselves refuse others
+        budget = max(1, budget // len(found))
     started: list[ShardedTables] = []
     try:
         for tables in found:
@@ -207,7 +237,7 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
     made: Plan | Exception | None = None
     if group.rank == 0:
         try:
-            made = _make(tables, stats, topology, objective, batch_size)
+            made = _make(tables, stats, topology, objective, batch_size, group.world_size)
         except Exception as error:
             made = error
     made = group.all_gather(made)[0]
@@ -218,15 +248,17 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
 
 
 def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
-          batch_size: int | None) -> Plan:
+          batch_size: int | None, world_size: int) -> Plan:
     from oper.search import make_plan
+    from oper.search.presets import THIS_HOST, topology_preset
 
     if stats is not None and not isinstance(stats, AccessStats):
         stats = AccessStats.load(stats)
     if not isinstance(topology, Topology):
-        topology = Topology.from_toml(topology)
+        name = os.fspath(topology)
+        topology = topology_preset(name, world_size if name == THIS_HOST else None)
     return make_plan(tables, stats, topology, objective=objective,
-                     batch_size=batch_size or _DEFAULT_BATCH)
+                     batch_size=_DEFAULT_BATCH if batch_size is None else batch_size)
 
 
 def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_check: Any,

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from oper.errors import InvalidInputError, fail
+from oper.files import read_toml
 
 _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -181,14 +181,13 @@ class Topology:
 
     @staticmethod
     def from_toml(path: str | os.PathLike[str]) -> Topology:
-        """Read a topology file; raises InvalidInputError on unknown, missing or bad fields."""
-        try:
-            value = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidInputError(
-                fail("cannot read a topology", "path", os.fspath(path), "a TOML file", str(error))
-            ) from None
-        return Topology.from_dict(value)
+        """Read a topology file.
+
+        Raises:
+            FileFormatError: not TOML.
+            InvalidInputError: unknown, missing or bad fields.
+        """
+        return Topology.from_dict(read_toml(path, f"cannot read {os.fspath(path)!r} as a topology"))
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> Topology:

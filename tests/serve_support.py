@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import re
 import time
 from typing import Any
 
 import numpy as np
 
-from oper.serve import Request, Signature
+from oper.serve import Request, Server, Signature
 
 SIGNATURE = Signature("sums", ("a", "b", "c"), (100, 50, 7), 2)
 
@@ -57,9 +60,26 @@ def random_request(rng: np.random.Generator, num_samples: int, uniform: bool = F
                    np.concatenate(ids).astype(np.int64))
 
 
-def wait_for(condition: Any, seconds: float = 30) -> None:
-    """Wait until `condition` holds; fails after a while."""
+def wait_for(condition: Any, seconds: float = 180) -> None:
+    """Wait until `condition` holds; fails after a while, in which any machine would be done."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.02)
+
+
+def post(server: Server, body: bytes, headers: dict[str, str] | None = None,
+         path: str = "/v2/models/sums/infer", method: str = "POST") -> tuple[int, Any]:
+    """Status and answer, parsed, of one request to the server of `Sums`."""
+    host, port = server.address.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request(method, path, body, headers or {})
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    return answer.status, json.loads(data) if data else None
+
+
+def value_of(metrics: str, name: str) -> float:
+    """Sum over all labels of a metric in Prometheus' text format."""
+    return sum(float(x) for x in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", metrics, re.M))

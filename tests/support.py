@@ -33,7 +33,7 @@ def run_oper(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT
              ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m oper`` with these words."""
     return subprocess.run([sys.executable, "-m", "oper", *words], cwd=cwd, capture_output=True,
-                          text=True, check=False, timeout=120, env={**os.environ, **(env or {})})
+                          text=True, check=False, timeout=300, env={**os.environ, **(env or {})})
 
 
 def mixed_plan() -> Plan:

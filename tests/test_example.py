@@ -16,7 +16,7 @@ from tests.support import ROOT
 def test_shard_dlrm(launcher: list[str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *launcher, "examples/shard_dlrm.py"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120, env=environment)
+                          capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert len(losses) == 4 and losses[-1] < losses[0]

@@ -103,7 +103,7 @@ def test_a_bare_bag_needs_no_torchrec() -> None:
         " optimizer=oper.SGD(lr=0.1))\n"
         "made(torch.tensor([[1, 2]])).sum().backward()\nprint(made.state_dict()['weight'].shape)\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          check=False, timeout=120)
+                          check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "torch.Size([9, 4])" in done.stdout
 
@@ -240,3 +240,24 @@ def test_a_second_time_is_refused_by_name() -> None:
     oper.shard(model, optimizer=oper.SGD(lr=0.1))
     with pytest.raises(oper.InvalidInputError, match="not sharded yet"):
         oper.shard(model, optimizer=oper.SGD(lr=0.1))
+
+
+@pytest.mark.filterwarnings("ignore:no access statistics")
+@pytest.mark.parametrize("arguments, word", [
+    ({"stats": {"weight": 1}}, "stats="), ({"plan": 3}, "plan="), ({"topology": 8}, "topology="),
+    ({"topology": "nowhere-8"}, "nowhere-8.*h100-8"), ({"optimizer": "sgd"}, "RowWiseAdagrad"),
+    ({"optimizer": torch.optim.SGD}, "optimizer="), ({"objective": "train"}, "'inference'"),
+    ({"modules": ""}, r"pass \[''\]"), ({"batch_size": 0}, "batch_size=0"),
+    ({"batch_size": 1.5}, "batch_size=1.5"), ({"module": [1]}, "torch.nn.Module"),
+    ({"topology": "h100-8"}, "world_size=8"),
+    ({"plan": plan(("weight", 20, 4)), "objective": "test"}, "objective='test'")])
+def test_arguments_of_other_kinds_are_named(arguments: dict[str, Any], word: str) -> None:
+    module = arguments.pop("module", None) or bag()
+    with pytest.raises((InvalidInputError, PlanError), match=word):
+        oper.shard(module, **{"optimizer": SGD, **arguments})
+
+
+def test_a_topology_by_name() -> None:
+    stats = oper.collect([{"": (torch.tensor([1, 2]), torch.tensor([2]))}], bag())
+    sharded = oper.shard(bag(), stats, topology="this-host", optimizer=SGD)
+    sharded(torch.tensor([[1, 2]])).sum().backward()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oper.errors import InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError
 from oper.topology import Costs, Topology, parse_bytes
 
 FILE = """
@@ -78,11 +78,11 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     ("phase_us = 10", "phase_ms = 1", "phase_ms"),
     ("host_gbps = 20\n", "", "beside host_memory_bytes"),
     ("host_gbps = 20\n", "colour = 3\n", "colour"),
-    ("[costs]", "[costs", "expected a TOML file"),
+    ("[costs]", "[costs", "expected TOML"),
 ])
 def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, words: str) -> None:
     assert old in FILE
-    with pytest.raises(InvalidInputError, match=words):
+    with pytest.raises((InvalidInputError, FileFormatError), match=words):
         read(tmp_path, FILE.replace(old, new, 1))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import tempfile
 import time
 import traceback
@@ -32,7 +33,7 @@ class World:
     """
 
     def __init__(self, world_size: int, body: Callable[..., Any], *args: Any,
-                 env: dict[str, str] | None = None, timeout_s: float = 90.0) -> None:
+                 env: dict[str, str] | None = None, timeout_s: float = 240.0) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._deadline = time.monotonic() + timeout_s
         self._pipes: list[Connection] = []
@@ -137,14 +138,14 @@ def leftovers(pids: list[int]) -> list[str]:
     Names of scoring servers, which others may run meanwhile, are not theirs.
     """
     found = []
+    names = [p.name for p in Path("/dev/shm").iterdir()]
     for pid in pids:
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
             if state != "Z":
                 found.append(f"process {pid} ({state})")
-        found += [str(p) for p in Path("/dev/shm").iterdir() if str(pid) in p.name]
-    found += [str(p) for p in Path("/dev/shm").iterdir()
-              if "oper" in p.name and not p.name.startswith("oper-serve-")]
+        found += [f"/dev/shm/{n}" for n in names if re.search(rf"(?<!\d){pid}(?!\d)", n)]
+    found += [f"/dev/shm/{n}" for n in names if "oper" in n and not n.startswith("oper-serve-")]
     for line in Path("/proc/net/unix").read_text().splitlines():
         if any(f"oper-{pid}-" in line for pid in pids):
             found.append(f"socket {line.split()[-1]}")

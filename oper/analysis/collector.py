@@ -46,7 +46,12 @@ def collect(
         InvalidInputError: an id out of range, a batch of an unknown kind, a model without tables,
             or a table whose features no batch has.
     """
-    collector = Collector(tables_of(model_or_tables), options)
+    if _is_kjt(batches) or isinstance(batches, Mapping) or not (
+            hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        raise InvalidInputError(
+            fail("cannot collect statistics", "batches", type(batches).__name__,
+                 "batches that can be iterated over", "pass a loader, or a list of one batch"))
+    collector = Collector(model_or_tables, options)
     for batch in batches:
         collector.add(batch, bucket_of(batch) if bucket_of else None)
     return collector.finish(source)
@@ -55,10 +60,11 @@ def collect(
 class Collector:
     """Counts batches into `AccessStats` one at a time, e.g. beside a running training loop."""
 
-    def __init__(self, tables: Iterable[TableSpec], options: CountOptions | None = None) -> None:
-        """Start counting; a table without features looks up the feature of its own name."""
+    def __init__(self, model_or_tables: Any, options: CountOptions | None = None) -> None:
+        """Start counting the tables that `collect` would; one without features looks up the
+        feature of its own name."""
         options = options or CountOptions()
-        self._tables = check_unique(tables)
+        self._tables = tables_of(model_or_tables)
         dense = options.dense_tables([t.num_rows for t in self._tables])
         self._counters = [
             TableCounter(t.name, t.num_rows, d, options.presence_samples,

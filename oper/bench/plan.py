@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import shlex
 import statistics
 import time
@@ -18,6 +17,7 @@ from oper.bench import memory, plan_workloads, record
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload
 from oper.errors import InvalidInputError, fail
+from oper.files import read_json
 from oper.search.baselines import score_peers
 from oper.search.cost import evaluate
 from oper.search.planner import plan_problem, proved
@@ -117,7 +117,7 @@ def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if not path or (path == args.json and not Path(path).exists()):
         return {}
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = read_json(path, f"cannot read {path!r}")
         words = shlex.split(value["command"])
         same = words[:3] == ["oper", "bench", "plan"] and (
             int(words[words.index("--seed") + 1]) == seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.files import read_json
 from oper.tables import TableSpec
 
 FOLDER_KIND = "oper-preprocessed"
@@ -61,13 +61,14 @@ class Folder:
         folder = Path(path)
         what = f"cannot open {os.fspath(path)!r} as a preprocessed folder"
         try:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            kind, version = manifest["kind"], manifest["version"]
+            manifest = read_json(folder / MANIFEST, what)
         except (FileNotFoundError, NotADirectoryError):
             raise FileFormatError(
                 fail(what, "manifest", MANIFEST, "an existing file",
                      "name a folder that 'oper preprocess' wrote")) from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        try:
+            kind, version = manifest["kind"], manifest["version"]
+        except (KeyError, TypeError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "JSON with kind and version",
                      "preprocess again")) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,8 @@ from oper.analysis.presence import Lookups
 from oper.data import published
 from oper.data.ids import holders, mix64, scatter_ids, uniform64
 from oper.data.popularity import Popularity, from_stats, power_law
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import InvalidInputError, fail
+from oper.files import read_toml
 from oper.stats import AccessStats, TableStats
 
 
@@ -160,12 +160,7 @@ def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Worklo
                  "correct the name"))
     if path.suffix != ".toml":
         return workload_from_stats(AccessStats.load(path), seed=seed)
-    try:
-        value = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileFormatError(
-            fail("cannot read a workload", "path", text, "a TOML file", str(error))) from None
-    return workload_from_dict(value, seed)
+    return workload_from_dict(read_toml(path, f"cannot read {text!r} as a workload"), seed)
 
 
 _TABLE_KEYS = {"rows", "exponent", "shift", "heavy", "length", "lengths", "weights", "drift",

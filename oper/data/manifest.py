@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +16,8 @@ import oper
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION
 from oper.data.rows import MAX_EXAMPLES
 from oper.data.writing import Split
+from oper.errors import FileFormatError
+from oper.files import read_json
 
 if TYPE_CHECKING:
     from oper.data.preprocessing import Job
@@ -73,8 +73,8 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
 
 def _about(path: str) -> dict[str, Any]:
     """What the file beside a log says of it; nothing for logs without one."""
-    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
-        about = json.loads(Path(path + ABOUT_SUFFIX).read_text(encoding="utf-8"))
+    with contextlib.suppress(FileNotFoundError, FileFormatError):
+        about = read_json(path + ABOUT_SUFFIX, "nothing about a log")
         if isinstance(about, dict):
             return {"synthetic": bool(about.get("synthetic", False)), "about": about}
     return {}

@@ -42,8 +42,8 @@ from oper.data.writing import (
     split_by_time,
     train_codes,
 )
-from oper.errors import InvalidInputError, OperError, fail
-from oper.files import write_text
+from oper.errors import FileFormatError, InvalidInputError, OperError, fail
+from oper.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -230,8 +230,8 @@ class Job:
 
     def read_manifest(self) -> dict[str, Any]:
         """The manifest in the output folder, or an empty one."""
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            found = json.loads((self.target / MANIFEST).read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, FileFormatError):
+            found = read_json(self.target / MANIFEST, "no manifest")
             if isinstance(found, dict):
                 return found
         return {}
@@ -300,7 +300,7 @@ class Job:
         share({"finished": lambda: self._finish(split)}, tasks)
 
     def _share(self, title: str, tasks: dict[str, Any], by_bytes: int,
-               done: Callable[[str], object] = len) -> None:
+               done: Callable[[str], object] = lambda name: None) -> None:
         sizes = [self._size(u) for u in self.units] if by_bytes else [1] * len(tasks)
         weight = dict(zip(tasks, sizes, strict=True))
         with tqdm(total=sum(sizes), desc=title, unit="B" if by_bytes else " columns",

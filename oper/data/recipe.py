@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from oper.errors import InvalidInputError, fail
-from oper.files import datasets_root
+from oper.files import datasets_root, read_toml
 
 KINDS = {  # kind of column: ways to parse it, the first one being the default
     "label": ("binary", "threshold", "among"),
@@ -171,6 +170,7 @@ def load_recipe(name_or_path: str) -> Recipe:
 
     Raises:
         InvalidInputError: no such recipe, or a file that is not one.
+        FileFormatError: a file that is not TOML.
     """
     path = Path(name_or_path)
     if path.suffix != ".toml":
@@ -180,11 +180,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         raise InvalidInputError(
             f"no such recipe: recipe={name_or_path!r}, expected a .toml file or one of "
             f"{', '.join([*known, 'csv', 'parquet'])}; correct the name")
-    try:
-        value = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidInputError(
-            fail("cannot read a recipe", "path", str(path), "a TOML file", str(error))) from None
+    value = read_toml(path, f"cannot read {str(path)!r} as a recipe")
     return recipe_from_dict(value, f"invalid recipe {str(path)!r}")
 
 

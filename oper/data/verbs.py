@@ -141,11 +141,11 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
                         help="file to write")
     parser.add_argument("--memory", default="2GiB", metavar="SIZE",
-                        help="memory for dense counters; tables beyond it are counted by sorting, "
-                             "more slowly (default 2GiB)")
+                        help="memory for dense counters; tables beyond it are counted in hash "
+                             "tables, more slowly (default 2GiB)")
     parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
-                        help="memory for a table counted by sorting; beyond it heavy hitters are "
-                             "kept with a bounded error and the tail is estimated (default 256MiB)")
+                        help="memory for such a hash table; beyond it heavy hitters are kept "
+                             "with a bounded error and the tail is estimated (default 256MiB)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from oper.errors import FileFormatError, fail
+from oper.files import read_json
 from oper.report.figures import colour, name_colours, plain, pyplot, stacked, svg_of
 from oper.report.page import Plot, Table, render
 from oper.tables import format_bytes
@@ -20,14 +19,14 @@ _MAX_BARS = 40
 def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A benchmark record; raises FileFormatError."""
     what = f"cannot read {os.fspath(path)!r} as a benchmark record"
+    value = read_json(path, what)
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
         described = all(isinstance(value.get(k, {}), dict) for k in ("machine", "versions"))
         if described and all(isinstance(c["name"], str) for c in value["cases"]) and (
                 value["benchmark"]):
             found: dict[str, Any] = value
             return found
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise FileFormatError(fail(what, "content", str(error), "what oper bench --json writes",
                                    "pass such a file")) from None
     raise FileFormatError(fail(what, "cases", value.get("cases"), "cases with names",

@@ -19,6 +19,7 @@ independent bags that would touch as many rows, so that saturated rows stay at 1
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -243,12 +244,7 @@ def make_problem(
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
     """
     specs = check_unique(tables)
-    if objective not in ("training", "inference"):
-        raise InvalidInputError(fail("cannot state the problem", "objective", objective,
-                                     "training or inference", "correct it"))
-    if not 1 <= batch_size < 2**31:
-        raise InvalidInputError(fail("cannot state the problem", "batch_size", batch_size,
-                                     ">= 1 and < 2^31", "pass the samples per rank and step"))
+    _check_arguments(topology, objective, batch_size)
     if stats is None:
         warnings.warn("no access statistics: the plan follows table sizes alone and takes all rows "
                       "of a table as equally hot", stacklevel=2)
@@ -301,6 +297,20 @@ def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem
     """
     phases = ("forward", "backward", "update") if problem.training else ("forward",)
     return replace(problem, overlap=parse_overlap(overlap, phases, problem.machine.world_size))
+
+
+def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
+    what = "cannot state the problem"
+    if not isinstance(topology, Topology):
+        raise InvalidInputError(fail(what, "topology", topology, "an oper.Topology",
+                                     "make one with Topology.from_toml, or by name with "
+                                     "oper.search.topology_preset"))
+    if objective not in ("training", "inference"):
+        raise InvalidInputError(fail(what, "objective", objective, "training or inference",
+                                     "correct it"))
+    if not isinstance(batch_size, numbers.Integral) or not 1 <= int(batch_size) < 2**31:
+        raise InvalidInputError(fail(what, "batch_size", batch_size, "an integer >= 1 and < 2^31",
+                                     "pass the samples per rank and step"))
 
 
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,

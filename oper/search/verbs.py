@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import InvalidInputError, fail
+from oper.files import read_json
 from oper.plan import Plan
 from oper.search.overlap import overlap_to_json, parse_argument
 from oper.search.problem import Problem, make_problem, with_overlap
@@ -29,12 +29,13 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objective", choices=("training", "inference"), default="training")
     parser.add_argument("--batch-size", type=int, default=2048, metavar="N",
                         help="samples per rank and step (default 2048)")
-    parser.add_argument("--constraints", metavar="FILE", 
+    parser.add_argument("--constraints", metavar="FILE",
                         help="JSON: tables, keep_together, keep_apart, memory_bytes, reserve_bytes")
     parser.add_argument("--allow", metavar="NAMES",
                         help="what the plan may use, with commas: replicated, striped, owned, "
-                             "pull, push, columns, host, or everything (default: what runs well on "
-                             "the topology, and host memory where rows do not fit without it)")
+                             "pull, push, columns, host, per_host, or everything, which is all but "
+                             "per_host (default: what runs well on the topology, and host memory "
+                             "where rows do not fit without it)")
     parser.add_argument("--effort", choices=("fast", "thorough"), default="fast")
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds to search")
     parser.add_argument("--target-gap", type=float, default=0.01, metavar="X")
@@ -247,7 +248,7 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
         raise InvalidInputError(fail("two sources for the tables", "arguments", ["tables", *given],
                                      "a table file alone, or dim, optimizer and dtype",
                                      "leave one out"))
-    value = _read_json(args.tables)
+    value = read_json(args.tables, f"cannot read {args.tables!r} as tables")
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise InvalidInputError(fail("cannot read tables", "tables", args.tables,
                                      "a JSON list of objects with TableSpec's fields",
@@ -263,16 +264,8 @@ def _allowed(text: str | None) -> frozenset[str] | None:
 
 def read_constraints(path: str) -> dict[str, Any]:
     """The object in a file of constraints; raises OperError when there is none."""
-    value = _read_json(path)
+    value = read_json(path, f"cannot read {path!r} as constraints")
     if not isinstance(value, dict):
         raise InvalidInputError(fail(f"cannot read {path!r}", "constraints", value,
                                      "a JSON object", "correct the file"))
     return value
-
-
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(fail(f"cannot read {path!r}", "content", str(error), "JSON",
-                                   "correct the file")) from None

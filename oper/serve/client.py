@@ -126,10 +126,10 @@ class Client:
         dense = np.ascontiguousarray(dense, np.float32)
         size = dense.shape[0]
         ids, lengths = [], []
-        for value in features.values():
+        for name, value in features.items():
             pair = value if isinstance(value, tuple) else (value, np.ones(size, np.int32))
-            ids.append(np.asarray(pair[0], np.int64).reshape(-1))
-            lengths.append(np.asarray(pair[1], np.int32))
+            ids.append(_whole(f"ids of {name!r}", pair[0], np.int64).reshape(-1))
+            lengths.append(_whole(f"lengths of {name!r}", pair[1], np.int32))
             if lengths[-1].shape != (size,):
                 raise InvalidInputError(fail("cannot score", "shape of lengths",
                                              lengths[-1].shape, f"({size},), one per sample",
@@ -148,20 +148,34 @@ class Client:
                    "content-type": "application/octet-stream"}
         answer, data = self._call("POST", f"/v2/models/{self.model}/infer", body, headers)
         length = answer.headers.get(wire.HEADER_LENGTH)
-        self.counts.requests += 1
+        with self._lock:
+            self.counts.requests += 1
         return wire.decode_scores(data, None if length is None else int(length))
 
     @property
     def model(self) -> str:
         """The model's name on the server."""
         if self._model is None:
-            self._model = str(json.loads(self._call("GET", "/v2")[1])["parameters"]["model"])
+            self._model = str(self._told("/v2", "parameters", "model"))
         return self._model
 
     def metadata(self) -> dict[str, Any]:
         """Inputs and outputs of the model; its features are among the ``parameters``."""
-        found: dict[str, Any] = json.loads(self._call("GET", f"/v2/models/{self.model}")[1])
+        found: dict[str, Any] = self._told(f"/v2/models/{self.model}")
         return found
+
+    def _told(self, path: str, *keys: str) -> Any:
+        """What the server tells of itself, or the part of it that the keys lead to."""
+        data = self._call("GET", path)[1]
+        try:
+            found = dict(json.loads(data))
+            for key in keys:
+                found = found[key]
+            return found
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ServerError(200, fail(
+                f"{self._place[0]}:{self._place[1]} is no scoring server", path, data[:60],
+                "JSON as the protocol has it", "correct the address")) from None
 
     def metrics(self) -> str:
         """The server's metrics in Prometheus' text format."""
@@ -208,7 +222,8 @@ class Client:
                 problem = _message(data)
                 if answer.status != 503:
                     raise ServerError(answer.status, problem)
-            self.counts.retries += 1
+            with self._lock:
+                self.counts.retries += 1
             # Clients that have lost the same worker should not all come back at once.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), until - time.monotonic())))
             pause = min(2 * pause, _LAST_PAUSE_S)
@@ -273,6 +288,15 @@ class Client:
         _socket(connection).settimeout(timeout)
 
 
+def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
+    """Integers as `dtype`; raises InvalidInputError for others, which NumPy would round."""
+    found = np.asarray(value)
+    if found.size and found.dtype.kind not in "iu":
+        raise InvalidInputError(fail("cannot score", name, found.dtype.name, "integers",
+                                     "correct them"))
+    return found.astype(dtype)
+
+
 def _is_closed(idle: socket.socket) -> bool:
     """Whether an idle connection has something to read: nothing but its end can be."""
     poll = select.poll()
@@ -287,6 +311,6 @@ def _socket(connection: http.client.HTTPConnection) -> Any:
 
 def _message(data: bytes) -> str:
     """The text of an error answer."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         return str(json.loads(data)["error"])
     return data[:200].decode("utf-8", "replace")

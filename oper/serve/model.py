@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import typing
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.files import read_json
 from oper.serve.requests import Predictor, Request, Signature
 from oper.tables import TableSpec
 
@@ -217,7 +217,7 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | Pa
 def _describe(folder: Path) -> _Trained:
     what = f"cannot serve {os.fspath(folder)!r}"
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / CONFIG, f"{what}: {CONFIG}")
         layers: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
                   for k, v in config["config"]["model"].items()}
         if layers.pop("name") != "dlrm":
@@ -226,7 +226,9 @@ def _describe(folder: Path) -> _Trained:
         tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
                                  tuple(t["features"])) for t in model["tables"])
         return _Trained(tables, int(model["num_dense"]), layers)
-    except (ValueError, KeyError, TypeError, RecursionError, NotADirectoryError) as error:
+    except FileFormatError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:
         raise FileFormatError(fail(what, CONFIG, f"{type(error).__name__}: {error}",
                                    "the configuration of a training run with its tables",
                                    "train again with this release")) from None

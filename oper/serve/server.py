@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from types import FrameType
 from typing import Any, Protocol, Self
 
 from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError, fail
@@ -22,6 +21,7 @@ from oper.serve import metrics
 from oper.serve.allocator import for_children, give_back
 from oper.serve.batching import BatchOptions
 from oper.serve.requests import Predictor, Signature
+from oper.serve.signals import OURS, Signals
 from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
 
 log = logging.getLogger("oper.serve")
@@ -245,34 +245,28 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def serve_until_signalled(self, every: Callable[[], Any] | None = None) -> None:
+    def serve_until_signalled(self, every: Callable[[], Any] | None = None,
+                              signals: Signals | None = None) -> None:
         """Serve until SIGTERM or SIGINT, then drain. SIGHUP publishes the model's weights again.
 
         Args:
             every: called about every second, e.g. to look for new weights.
+            signals: where they have been noted since before the start.
         """
-        wanted: set[str] = set()
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            wanted.add("reload" if number == signal.SIGHUP else "stop")
-
-        before = {n: signal.signal(n, on_signal)
-                  for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-        try:
+        with contextlib.ExitStack() as stack:
+            noted = signals or stack.enter_context(Signals())
+            noted.is_up = True
             at = time.monotonic()
-            while "stop" not in wanted and self._thread is not None and self._thread.is_alive():
+            while not noted.stop and self._thread is not None and self._thread.is_alive():
                 time.sleep(_POLL_S)
-                if "reload" in wanted:
-                    wanted.discard("reload")
+                if noted.reload:
+                    noted.reload = False
                     self.try_publish()
                 if every is not None and time.monotonic() - at >= 1:
                     every()
                     at = time.monotonic()
             log.info("draining: finishing requests in flight")
             self.stop()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         if self._error is not None:
             raise self._error
 
@@ -311,6 +305,8 @@ class Server:
 
     def _supervise(self) -> None:
         assert self._listener is not None
+        # Processes that this thread starts are spared them until they ignore them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
         try:
             for _ in range(self.options.workers):
                 self._start_worker()

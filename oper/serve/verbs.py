@@ -47,24 +47,26 @@ def run_serve(args: argparse.Namespace) -> int:
     """Run ``oper serve``; raises OperError."""
     from oper.serve.batching import BatchOptions
     from oper.serve.server import ServeOptions, Server
+    from oper.serve.signals import Signals
 
     options = ServeOptions(
         args.host, args.port, args.workers, args.threads,
         BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
         drain_s=args.drain_s)
-    watch = _Watch(args.model) if args.watch else None
-    server = Server(_model(args), options).start()
-    where = {"address": server.address, "model": server.model.signature.name, "pid": os.getpid(),
-             "workers": server.worker_pids}
-    print(json.dumps(where) if args.json else
-          f"serving {where['model']} at http://{server.address} with {args.workers} workers",
-          flush=True)
+    with Signals() as signals:
+        watch = _Watch(args.model) if args.watch else None
+        with Server(_model(args), options) as server:
+            where = {"address": server.address, "model": server.model.signature.name,
+                     "pid": os.getpid(), "workers": server.worker_pids}
+            print(json.dumps(where) if args.json else
+                  f"serving {where['model']} at http://{server.address} with {args.workers} "
+                  "workers", flush=True)
 
-    def look() -> None:
-        if watch is not None and watch.changed():
-            server.try_publish()
+            def look() -> None:
+                if watch is not None and watch.changed():
+                    server.try_publish()
 
-    server.serve_until_signalled(look)
+            server.serve_until_signalled(look, signals)
     return 0
 
 

@@ -21,6 +21,7 @@ from oper.serve import metrics
 from oper.serve.batching import Batcher
 from oper.serve.connection import Limits, bounded
 from oper.serve.requests import Predictor
+from oper.serve.signals import OURS
 
 if TYPE_CHECKING:
     from oper.serve.server import ServeOptions
@@ -57,10 +58,10 @@ class WorkerJob:
 
 def run_worker(control: socket.socket, job: WorkerJob) -> None:
     """What a worker process does, until the supervisor closes its end of `control`."""
-    # Ctrl-C in a terminal is for the supervisor, which drains; so is SIGHUP.
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    for number in OURS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OURS)
     metrics.use_folder(job.folder)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,20 +12,8 @@ from oper.shmem.optimizers import STATE_PARTS
 
 _PAGE = 4096
 _ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill
-OUTBOX_ENV = "OPER_OUTBOX_BYTES"
 # RowType in csrc/include/oper/elements.h
 ROW_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
-
-
-def outbox_bytes() -> int:
-    """Size of a rank's outbox (address space; pages are taken when used).
-
-    Default: a quarter of the machine's memory, overridden by ``OPER_OUTBOX_BYTES``.
-    """
-    value = os.environ.get(OUTBOX_ENV)
-    if value:
-        return int(float(value))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -10,8 +9,7 @@ from typing import NoReturn
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
-from oper.shmem.arena import OUTBOX_ENV
-from oper.shmem.group import DEADLINE_ENV
+from oper.shmem.settings import DEADLINE_ENV, OUTBOX_ENV, deadline_s
 from oper.tables import TableSpec
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -159,7 +157,7 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     if code == 2:
         raise DeadlineError(
             fail("a peer did not arrive at the gradient exchange", "rank", detail,
-                 f"arrival within {DEADLINE_ENV}={os.environ.get(DEADLINE_ENV, '300')} s",
+                 f"arrival within {DEADLINE_ENV}={deadline_s():g} s",
                  "every rank must run the same number of training steps; look at that rank"))
     if code == 3:
         raise OperError(
@@ -170,8 +168,9 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     batch, offsets = failed.batch, failed.offsets
     if code == 5:
         raise InvalidInputError(
-            fail("bag lengths do not fit the ids", "sum(lengths)", int(offsets[-1]),
-                 f"{batch.ids.numel()} with no negative length", "correct the batch"))
+            fail("bag lengths do not fit the ids", "sum(lengths), min(lengths)",
+                 (int(offsets[-1]), int(batch.lengths.min())),
+                 f"{batch.ids.numel()} as there are ids, none negative", "correct the batch"))
     key = int(torch.searchsorted(offsets, detail, right=True)) - 1
     key //= max(1, batch.batch_size)
     bad = int(batch.ids[detail])

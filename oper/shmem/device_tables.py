@@ -6,7 +6,6 @@ does not come) is left in host memory and raised by the next call, or by `synchr
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem import library
-from oper.shmem.arena import OUTBOX_ENV, KernelMaps
+from oper.shmem.arena import KernelMaps
 from oper.shmem.batch import Lookup, rows_in_order
 from oper.shmem.by_feature import Backward
 from oper.shmem.device_arenas import DeviceArenas
@@ -27,9 +26,10 @@ from oper.shmem.device_exchange import DeviceExchange, FarRows
 from oper.shmem.device_heap import DeviceHeap
 from oper.shmem.device_requests import PushMessages
 from oper.shmem.device_traffic import DeviceCounters
-from oper.shmem.group import DEADLINE_ENV, Group
+from oper.shmem.group import Group
 from oper.shmem.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.runtime import ShardedTables
+from oper.shmem.settings import deadline_s, outbox_bytes
 from oper.tables import CODE_BITS, DTYPE_BYTES
 from oper.traffic import SENT, Traffic
 
@@ -94,7 +94,7 @@ class DeviceTables(ShardedTables):
             raise PlanError(
                 fail("cannot shard tables in device memory", "rows of", codes,
                      " or ".join(DTYPE_BYTES), "keep quantised tables in host memory"))
-        exchange = int(os.environ.get(OUTBOX_ENV, _DEFAULT_EXCHANGE_BYTES))
+        exchange = outbox_bytes(_DEFAULT_EXCHANGE_BYTES)
         if self.optimizers is None or (
                 self.group.world_size == 1 and not self._needs_exchange()):
             exchange = 0
@@ -134,7 +134,7 @@ class DeviceTables(ShardedTables):
             self._feature_rows(), as_tensor(maps.refreshes),
             as_tensor(touched), as_tensor(squares), as_tensor(outboxes), arenas.outbox_bytes,
             [as_tensor(h).to(self.device) for h in maps.heads], as_tensor(arenas.pads),
-            int(float(os.environ.get(DEADLINE_ENV, "300")) * 1000),
+            int(deadline_s() * 1000),
             self._addresses[group.rank], self._layout.outbox[group.rank]))
         self.order = torch.ops.oper.device_context_order(handle)
         self.updates_at_once = torch.ops.oper.device_context_updates_at_once(handle)

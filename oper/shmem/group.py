@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import threading
 import time
@@ -12,8 +11,8 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from oper.errors import DeadlineError, PeerLostError, fail
+from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
-DEADLINE_ENV = "OPER_DEADLINE_S"
 _SLICE = timedelta(milliseconds=200)  # waits are cut, since gloo's own limit may be half an hour
 
 
@@ -89,7 +88,7 @@ class ProcessGroup:
         parts = [data.new_empty(data.shape) for _ in range(self.world_size)]
         try:
             work = self._dist.all_gather(parts, data, group=self.process_group, async_op=True)
-            _wait(work, float(os.environ.get(DEADLINE_ENV, "300")))
+            _wait(work, deadline_s())
         except RuntimeError as error:
             text = str(error).strip().partition("\n")[0]
             raise PeerLostError(
@@ -98,7 +97,7 @@ class ProcessGroup:
         return parts
 
 
-def _wait(work: Any, deadline_s: float) -> None:
+def _wait(work: Any, seconds: float) -> None:
     """Wait for a collective of gloo, at most so long."""
     start = time.monotonic()
     while True:
@@ -107,10 +106,10 @@ def _wait(work: Any, deadline_s: float) -> None:
         if work.is_completed():
             work.wait()
             return
-        if time.monotonic() - start > deadline_s:
+        if time.monotonic() - start > seconds:
             raise DeadlineError(
                 fail("a peer did not arrive at a collective", "rank", "unknown",
-                     f"arrival within {DEADLINE_ENV}={deadline_s:g} s",
+                     f"arrival within {DEADLINE_ENV}={seconds:g} s",
                      "every rank must make the same calls; look at the other ranks"))
 
 

@@ -12,8 +12,10 @@ Every optimizer can clip, element by element (FBGEMM) or by the norm of a row's 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -147,11 +149,11 @@ class PartialRowWiseAdam(Adam):
 Optimizer = SGD | RowWiseAdagrad | Adagrad | Adam | PartialRowWiseAdam
 
 
-def _check(optimizer: Clipping, **values: float) -> None:
+def _check(optimizer: Clipping, **values: Any) -> None:
     what = f"invalid {type(optimizer).__name__}"
     for name, value in values.items():
-        if not (value >= 0 and math.isfinite(value)):
-            raise InvalidInputError(fail(what, name, value, ">= 0", "correct it"))
+        if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+            raise InvalidInputError(fail(what, name, value, "a number >= 0", "correct it"))
     for name in ("max_gradient", "max_row_norm"):
         limit = getattr(optimizer, name)
         if limit is not None and not (limit > 0 and math.isfinite(limit)):

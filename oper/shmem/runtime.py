@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
-from oper.shmem.arena import ArenaLayout, KernelMaps, outbox_bytes
+from oper.shmem.arena import ArenaLayout, KernelMaps
 from oper.shmem.batch import (
     BAD_BATCH,
     BatchChecks,
@@ -31,7 +30,7 @@ from oper.shmem.clipping import GradientClamp
 from oper.shmem.compiled import lookup_in_graph, register
 from oper.shmem.domains import DomainGroup, find_domains
 from oper.shmem.exchange import Exchange
-from oper.shmem.group import DEADLINE_ENV, Group
+from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.kernel_arguments import KernelArguments
 from oper.shmem.library import load
@@ -39,6 +38,7 @@ from oper.shmem.migration import Migration, check_room
 from oper.shmem.optimizers import Optimizer, check_supported
 from oper.shmem.pull import PullCosts, choose_pull
 from oper.shmem.rounding import rounding_key
+from oper.shmem.settings import deadline_s, outbox_bytes
 from oper.shmem.table_rows import LogicalRows
 from oper.traffic import SENT, Traffic
 
@@ -184,7 +184,7 @@ class ShardedTables(LogicalRows):
             torch.tensor(outboxes, dtype=torch.int64), self._layout.outbox_bytes,
             [as_tensor(h) for h in maps.heads]))
         if len(near) > 1:
-            deadline_ms = int(float(os.environ.get(DEADLINE_ENV, "300")) * 1000)
+            deadline_ms = int(deadline_s() * 1000)
             torch.ops.oper.context_set_barrier(handle, heap.control, near, heap.pidfds, deadline_ms)
         if self._exchange is not None:
             self._exchange.attach(handle, self.directories)

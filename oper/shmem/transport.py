@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import weakref
 from datetime import timedelta
@@ -12,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from oper.errors import DeadlineError, PeerLostError, fail
-from oper.shmem.group import DEADLINE_ENV, Group, ProcessGroup, ThreadGroup
+from oper.shmem.group import Group, ProcessGroup, ThreadGroup
+from oper.shmem.settings import DEADLINE_ENV, deadline_s
 from oper.shmem.watch import Loss, Watch
 
 _SLICE = timedelta(milliseconds=200)  # how often a waiting rank looks whether its peers still live
@@ -81,7 +81,7 @@ class CollectiveTransport:
         import torch.distributed as dist
 
         self._dist = dist
-        self._deadline_s = float(os.environ.get(DEADLINE_ENV, "300"))
+        self._deadline_s = deadline_s()
         parent = group.process_group or dist.group.WORLD
         self._device = _device_of(dist.get_backend(parent))
         self._group = dist.new_group(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import InvalidInputError, fail
+from oper.files import read_toml
 from oper.rl_rec.catalogue import Catalogue
 from oper.rl_rec.interactions import DataOptions
 
@@ -177,11 +177,7 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
     """
     values: dict[str, Any] = {}
     if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FileFormatError(fail("cannot read the training configuration", "file",
-                                       os.fspath(path), "TOML", str(error))) from None
+        values = read_toml(path, f"cannot read {os.fspath(path)!r} as a training configuration")
         for name in PATHS:
             if isinstance(values.get(name), str) and values[name]:
                 values[name] = str(Path(path).parent / values[name])

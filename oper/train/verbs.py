@@ -94,11 +94,11 @@ def _process_group() -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    from oper.shmem.group import DEADLINE_ENV
+    from oper.shmem.settings import deadline_s
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # A stalled rank must not be waited for as long as gloo would.
-        timeout = timedelta(seconds=max(60.0, float(os.environ.get(DEADLINE_ENV, "300"))))
+        timeout = timedelta(seconds=max(60.0, deadline_s()))
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         # torchrun's static rendezvous keeps one store over restarts: under the same keys a rank
         # could find the address of a peer that has ended.

@@ -105,6 +105,12 @@ def test_bad_batches(batch: Any, words: list[str]) -> None:
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+@pytest.mark.parametrize("batches", [None, 3, BATCH, FakeJagged(["a"], [1], [1])])
+def test_one_batch_is_no_loader(batches: Any) -> None:
+    with pytest.raises(InvalidInputError, match="a list of one batch"):
+        collect(batches, TABLES)
+
+
 def test_variable_batch_sizes_per_feature_are_refused() -> None:
     kjt = fake_jagged()
     kjt.variable_stride_per_key = lambda: True  # type: ignore[attr-defined]

@@ -264,7 +264,7 @@ def test_an_outbox_that_is_too_small_is_an_error(emulation: pytest.MonkeyPatch) 
 @pytest.mark.skipif(has_gpu(), reason="kernels of one process that wait for each other could "
                     "block each other on a GPU; test_on_gpu.py has processes")
 def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.MonkeyPatch) -> None:
-    emulation.setenv("OPER_DEADLINE_S", "0.3")
+    emulation.setenv("OPER_DEADLINE_S", "1")
     emulation.setattr(runtime_support, "ShardedTables", device_tables)
     case = Case((TableSpec("t", 50, 4, ("a",), "sum", "float32", "sgd"),), ("a",))
     plan = uniform_plan(case.tables, 2, "striped")

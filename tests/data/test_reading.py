@@ -259,7 +259,7 @@ def test_recipes_by_name_and_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="criteo-kaggle"):
         load_recipe("criteo")
     path.write_text("name = ")
-    with pytest.raises(InvalidInputError, match="TOML"):
+    with pytest.raises(FileFormatError, match="TOML"):
         load_recipe(str(path))
 
 

@@ -135,7 +135,7 @@ class Journal:
             entry.pop("lacking", None)  # of a record that another machine began
             entry["outcomes"].append({"commit": _commit()} | told)
         if self._path is not None:
-                        record.write(self._path, record.record(
+            record.write(self._path, record.record(
                 "faults", ["python", "-m", "tests.faults", *sys.argv[1:]],
                 list(self._pairs.values()), record.load_average())
                 | {"seed": self._seed, "interrupted": self.interrupted, "seconds": self.seconds})

@@ -362,12 +362,12 @@ def inject(injection: Injection) -> Outcome:
         note, saved = Path(folder) / "note", Path(folder) / "c"
         saves = injection.phase == "checkpoint write"
         body, args = (save_twice, (str(saved),)) if saves else (train_tables, ())
-        env = {"OPER_DEADLINE_S": "60", "OPER_OUTBOX_BYTES": str(1 << 22)}
+        env = {"OPER_DEADLINE_S": "120", "OPER_OUTBOX_BYTES": str(1 << 22)}
         undisturbed, held = {}, {}
         if injection.fault == "slow" and not saves:
             undisturbed = _undisturbed(body, injection)
         with world(injection.world_size, body, injection, str(note), injection.seed, *args,
-                   env=env, timeout_s=60) as running:
+                   env=env, timeout_s=240) as running:
             if saves:
                 held, *_ = [running.receive(r) for r in range(injection.world_size)]
             if injection.fault == "slow":

@@ -9,6 +9,7 @@ import pytest
 
 from tests.faults import files, injection, memory, network
 from tests.faults.injection import Injection, Outcome
+from tests.faults.pauses import timed
 
 
 def check(outcome: Outcome) -> None:
@@ -16,19 +17,23 @@ def check(outcome: Outcome) -> None:
     assert outcome.leftovers == []
 
 
+def check_rank(fault: str, phase: str) -> None:
+    timed(lambda: check(injection.inject(Injection.draw(fault, phase, random.Random(phase)))))
+
+
 @pytest.mark.parametrize("phase", injection.PHASES)
 def test_a_rank_is_killed(phase: str) -> None:
-    check(injection.inject(Injection.draw("kill", phase, random.Random(phase))))
+    check_rank("kill", phase)
 
 
 @pytest.mark.parametrize("phase", ["outbox", "update", "checkpoint write", "migration"])
 def test_a_rank_stalls(phase: str) -> None:
-    check(injection.inject(Injection.draw("stop", phase, random.Random(phase))))
+    check_rank("stop", phase)
 
 
 @pytest.mark.parametrize("phase", ["forward", "barrier", "replica broadcast"])
 def test_a_rank_is_slow(phase: str) -> None:
-    check(injection.inject(Injection.draw("slow", phase, random.Random(phase))))
+    check_rank("slow", phase)
 
 
 @pytest.mark.parametrize("phase", ["update", "checkpoint write"])
@@ -50,7 +55,7 @@ def test_connections_between_domains(fault: str, tmp_path: Path) -> None:
     library = network.build_redirect(tmp_path)
     if library is None:
         pytest.skip("no C compiler for the library that redirects connections")
-    check(network.inject(fault, random.Random(1), library))
+    timed(lambda: check(network.inject(fault, random.Random(1), library)))
 
 
 @pytest.mark.parametrize("what", files.WRITES)

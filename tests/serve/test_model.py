@@ -112,7 +112,7 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
         thread.join()
         assert not wrong
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=120)
         assert process.returncode == 0
         assert "the old weights go on: cannot read" in log
     finally:
@@ -125,10 +125,13 @@ def _prepare(folder: Path, seed: int) -> torch.nn.Module:
     return write_run(folder / "next", seed)
 
 
-@pytest.mark.parametrize("text", ["{}", "rubbish", '{"config": {"model": {}}, "model": {}}'])
-def test_other_folders_are_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text, words", [
+    ("{}", "train again"), ("rubbish", "config.*expected JSON"), ("[]", "train again"),
+    ('{"config": {"model": {}}, "model": {}}', "train again"),
+    ('{"config": {"model": []}, "model": {}}', "train again")])
+def test_other_folders_are_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / CONFIG).write_text(text)
-    with pytest.raises(FileFormatError, match="train again"):
+    with pytest.raises(FileFormatError, match=words):
         load_model(tmp_path)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
-import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,17 +21,24 @@ import pytest
 
 from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
-from oper.serve.client import ServerError, _Connection
-from tests.serve_support import SIGNATURE, Sums, expected, random_request, wait_for
+from oper.serve.client import ServerError
+from tests.serve_support import (
+    SIGNATURE,
+    Sums,
+    expected,
+    post,
+    random_request,
+    value_of,
+    wait_for,
+)
 from tests.support import ROOT
 
 SLOW_S = 0.03
-READ_S = 2.0
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    options = ServeOptions(port=0, workers=2, max_bytes=1 << 20, read_s=READ_S,
+    options = ServeOptions(port=0, workers=2, max_bytes=1 << 20,
                            batching=BatchOptions(max_samples=64, max_queued=5_000))
     with Server(Sums(), options) as server:
         yield server
@@ -46,19 +50,25 @@ def client(server: Server) -> Iterator[Client]:
         yield client
 
 
-def post(server: Server, body: bytes, headers: dict[str, str] | None = None,
-         path: str = "/v2/models/sums/infer", method: str = "POST") -> tuple[int, Any]:
-    host, port = server.address.split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=20)
-    connection.request(method, path, body, headers or {})
-    answer = connection.getresponse()
-    data = answer.read()
-    connection.close()
-    return answer.status, json.loads(data) if data else None
+# ---- metrics -------------------------------------------------------------------------------------
 
 
-def value_of(metrics: str, name: str) -> float:
-    return sum(float(x) for x in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", metrics, re.M))
+def test_metrics_count_every_worker(server: Server) -> None:
+    """First of all: rows are counted twice a second, so that those of a test before might count."""
+    with Client(server.address) as client:
+        before = client.metrics()
+        for _ in range(6):  # one connection per request: both workers have their share
+            with Client(server.address) as one:
+                one.score_request(random_request(np.random.default_rng(0), 5, uniform=True))
+        wait_for(lambda: value_of(client.metrics(), "oper_embedding_rows_read_total")
+                 - value_of(before, "oper_embedding_rows_read_total") == 6 * 15)
+        after = client.metrics()
+    for name, grown in (("oper_request_seconds_count", 6), ("oper_batch_samples_sum", 30)):
+        assert value_of(after, name) - value_of(before, name) == grown
+    assert value_of(after, "oper_workers") == 2
+    for name in ("oper_queued_samples", "oper_weights_epoch", "oper_request_seconds_bucket",
+                 "oper_worker_restarts_total", "oper_publications_total"):
+        assert re.search(rf"^{name}[ {{]", after, re.M)
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -101,18 +111,6 @@ def test_a_request_leaves_at_once_and_its_worker_is_remembered(
                                                          request.ids)))
     assert [c.worker for c in client._idle] in [[str(p)] for p in server.worker_pids]
     assert not client._asked
-
-
-def test_requests_go_to_the_worker_with_the_fewest() -> None:
-    client = Client("127.0.0.1:1")
-    for worker in ("x", "x", "y", "x"):
-        connection = _Connection("127.0.0.1", 1)
-        connection.worker = worker
-        client._idle.append(connection)
-    taken = [client._take().worker for _ in range(5)]
-    assert taken == ["x", "y", "x", "x", None]  # the last used first; then a new connection
-    client._has_answered("y")
-    assert client._asked == {"x": 3, None: 1}
 
 
 def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
@@ -178,136 +176,11 @@ def _message(request: Request) -> tuple[bytes, dict[str, str]]:
     return body, {wire.HEADER_LENGTH: str(length)}
 
 
-def test_a_body_without_announced_size_is_bounded_too(server: Server) -> None:
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n"
-                           b"transfer-encoding: chunked\r\n\r\n")
-        chunk = b"%x\r\n" % (1 << 16) + b"z" * (1 << 16) + b"\r\n"
-        with pytest.raises((BrokenPipeError, ConnectionResetError, AssertionError)):
-            for _ in range(200):
-                connection.sendall(chunk)
-            raise AssertionError(connection.recv(100))  # it was all read: never beyond 1 MiB
-
-
-def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -> None:
-    """Heads without an end, trailers without an end, a byte now and then: none may go on."""
-    host, port = server.address.split(":")
-    start = b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n"
-
-    def open_connection() -> socket.socket:
-        return socket.create_connection((host, int(port)), timeout=20)
-
-    def is_cut(connection: socket.socket, first: bytes, again: bytes, times: int) -> bool:
-        try:
-            connection.sendall(first)
-            for _ in range(times):
-                connection.sendall(again)
-        except ConnectionError:
-            return True
-        return False
-
-    slow, silent = open_connection(), open_connection()
-    silent.sendall(start)
-    begun = time.monotonic()
-    line = b"x-%d: " % 7 + b"y" * 8000 + b"\r\n"
-    with open_connection() as head, open_connection() as trailers, open_connection() as address:
-        assert is_cut(head, start, line, 2000)
-        assert is_cut(trailers, start + b"transfer-encoding: chunked\r\n\r\n0\r\n", line, 4000)
-        assert is_cut(address, b"GET /", b"a" * 8000, 2000)
-    good = random_request(np.random.default_rng(3), 2)
-    while time.monotonic() < begun + READ_S + 5:
-        assert np.array_equal(client.score_request(good)[0], expected(good))
-        time.sleep(0.1)
-        try:
-            slow.sendall(b"P")
-        except ConnectionError:
-            break
-    else:
-        raise AssertionError("a head that never ends was waited for")
-    silent.settimeout(READ_S + 5)
-    with silent, contextlib.suppress(ConnectionError):
-        assert silent.recv(100).startswith(b"HTTP/1.1 400")
-    slow.close()
-    assert client.counts.retries == 0
-
-
-def test_half_a_request_is_forgotten(server: Server, client: Client) -> None:
-    host, port = server.address.split(":")
-    name = r'oper_requests_total\{outcome="gone"\}'
-    before = value_of(client.metrics(), name)
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(b"POST /v2/models/sums/infer HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc")
-    time.sleep(0.2)
-    connection.close()
-    wait_for(lambda: value_of(client.metrics(), name) == before + 1)
-    assert value_of(client.metrics(), "oper_requests_in_flight") == 0
-
-
-def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) -> None:
-    """Whole requests, headers and all, with some bytes changed, cut out or doubled: an answer or a
-    closed connection, and good requests as ever."""
-    good = random_request(np.random.default_rng(3), 2)
-    body, length = wire.encode_request(good)
-    whole = (f"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n{wire.HEADER_LENGTH}: {length}\r\n"
-             f"oper-timeout-ms: 500\r\ncontent-length: {len(body)}\r\n\r\n").encode() + body
-    chunked = (b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
-               b"\r\n5\r\nabcde\r\n0\r\n\r\n")
-    restarts, pids = server.counts["worker_restarts"], server.worker_pids
-    rng = random.Random(5)
-    host, port = server.address.split(":")
-    statuses = set()
-    for k in range(200):
-        damaged = bytearray(whole if k % 4 else chunked)
-        for _ in range(rng.randint(1, 3)):
-            at = rng.randrange(len(damaged))
-            # Mostly in the head: the body has tests of its own.
-            at = at if k % 3 == 0 else at % (length + 100)
-            if rng.random() < 0.6:
-                damaged[at] = rng.choice((0, 13, 10, 255, 48 + rng.randrange(10),
-                                          rng.randrange(256)))
-            elif rng.random() < 0.5:
-                del damaged[at:at + rng.randint(1, 9)]
-            else:
-                damaged[at:at] = damaged[at:at + rng.randint(1, 40)]
-        with (socket.create_connection((host, int(port)), timeout=20) as connection,
-              contextlib.suppress(ConnectionError)):
-            connection.sendall(damaged)
-            connection.shutdown(socket.SHUT_WR)
-            statuses.add(connection.recv(4096)[9:12])
-    assert {b"400", b"404"} <= statuses, statuses
-    assert not {s for s in statuses if s.startswith(b"5")}, statuses
-    assert np.array_equal(client.score_request(good)[0], expected(good))
-    assert (server.counts["worker_restarts"], server.worker_pids) == (restarts, pids)
-
-
-def test_connections_that_the_server_closed_are_not_used() -> None:
-    options = ServeOptions(port=0, workers=1, keep_alive_s=1, max_connections=12)
-    request = random_request(np.random.default_rng(0), 2)
-    with Server(Sums(0.02), options) as server, Client(server.address) as client:
-        host, port = server.address.split(":")
-        with contextlib.ExitStack() as idle:  # more than there may be: they keep nobody out
-            for k in range(100):
-                one = idle.enter_context(socket.create_connection((host, int(port))))
-                if k % 2:
-                    one.send(b"POST /v2")
-            with ThreadPoolExecutor(8) as pool:
-                found = list(pool.map(client.score_request, [request] * 16))
-            assert len(found) == client.counts.requests == 16
-            assert client.counts.retries == 0
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(client.score_request, [request] * 16))
-        time.sleep(1.6)
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(client.score_request, [request] * 16))
-        assert client.counts.retries == 0
-
-
-# ---- health, metadata, metrics -------------------------------------------------------------------
+# ---- health, metadata ----------------------------------------------------------------------------
 
 
 def test_health_and_metadata(server: Server, client: Client) -> None:
-    assert client.is_ready()
+    wait_for(client.is_ready)
     assert client.model == "sums"
     found = client.metadata()
     assert found["parameters"] == {"features": list(SIGNATURE.features),
@@ -316,29 +189,12 @@ def test_health_and_metadata(server: Server, client: Client) -> None:
         assert post(server, b"", path=path, method="GET")[0] == 200
 
 
-def test_metrics_count_every_worker(server: Server) -> None:
-    with Client(server.address) as client:
-        before = client.metrics()
-        for _ in range(6):  # one connection per request: both workers have their share
-            with Client(server.address) as one:
-                one.score_request(random_request(np.random.default_rng(0), 5, uniform=True))
-        wait_for(lambda: value_of(client.metrics(), "oper_embedding_rows_read_total")
-                 - value_of(before, "oper_embedding_rows_read_total") == 6 * 15)
-        after = client.metrics()
-    for name, grown in (("oper_request_seconds_count", 6), ("oper_batch_samples_sum", 30)):
-        assert value_of(after, name) - value_of(before, name) == grown
-    assert value_of(after, "oper_workers") == 2
-    for name in ("oper_queued_samples", "oper_weights_epoch", "oper_request_seconds_bucket",
-                 "oper_worker_restarts_total", "oper_publications_total"):
-        assert re.search(rf"^{name}[ {{]", after, re.M)
-
-
 def test_connections_are_spread_evenly(server: Server) -> None:
     clients = [Client(server.address) for _ in range(8)]
     wait_for(lambda: not any(w.open_connections for w in server._workers))  # of earlier tests
     before = [w.handed for w in server._workers]
     for client in clients:
-        assert client.is_ready()
+        client.metadata()
     assert [w.handed - n for w, n in zip(server._workers, before, strict=True)] == [4, 4]
     for client in clients:
         client.close()
@@ -387,11 +243,11 @@ def test_a_request_that_ends_workers_is_given_up(server: Server) -> None:
     before = server.counts["worker_restarts"]
     deadly = random_request(np.random.default_rng(0), 1)
     deadly.dense[0, 0] = 666
-    with (Client(server.address, timeout_s=150) as client,  # four workers are started anew
+    with (Client(server.address, timeout_s=300) as client,  # four workers are started anew
           pytest.raises(ServerError, match="connections lost=4")):
         client.score_request(deadly)
-    wait_for(lambda: server.counts["worker_restarts"] == before + 4, 90)
-    wait_for(lambda: server.counts["workers"] == 2, 90)
+    wait_for(lambda: server.counts["worker_restarts"] == before + 4)
+    wait_for(lambda: server.counts["workers"] == 2)
     with Client(server.address) as client:
         good = random_request(np.random.default_rng(1), 2)
         assert np.array_equal(client.score_request(good)[0], expected(good))
@@ -429,7 +285,7 @@ def _outcome(client: Client, request: Request) -> str:
 
 def test_the_command_drains_on_sigterm(tmp_path: Path) -> None:
     (tmp_path / "slow_model.py").write_text(
-        "from tests.serve_support import Sums\ndef make():\n    return Sums(0.4)\n")
+        "from tests.serve_support import Sums\ndef make():\n    return Sums(1.0)\n")
     command = [sys.executable, "-m", "oper", "serve", "slow_model:make", "--port", "0",
                "--workers", "2", "--json"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
@@ -444,14 +300,15 @@ def test_the_command_drains_on_sigterm(tmp_path: Path) -> None:
         client.score_request(request)
         with ThreadPoolExecutor(4) as pool:
             flying = [pool.submit(client.score_request, request) for _ in range(4)]
-            time.sleep(0.2)
+            # All of them have arrived: the first two are scored for a second, the others wait.
+            wait_for(lambda: value_of(client.metrics(), "oper_requests_in_flight") == 4)
             process.send_signal(signal.SIGTERM)
             for future in flying:  # finished, although the server is going
                 assert np.array_equal(future.result()[0], expected(request))
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=120) == 0
         assert client.counts.retries == 0
         with pytest.raises(DeadlineError, match="ConnectionRefusedError"):
-            Client(where["address"], timeout_s=0.3).metadata()
+            Client(where["address"], timeout_s=1.0).metadata()
         for pid in where["workers"]:
             assert not Path(f"/proc/{pid}").exists()
     finally:
@@ -462,7 +319,8 @@ def test_the_command_drains_on_sigterm(tmp_path: Path) -> None:
 def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
     code = ("import json, time\nfrom oper.serve import *\nfrom tests.serve_support import Sums\n"
             "if __name__ == '__main__':\n    s = Server(Sums(), ServeOptions(port=0, workers=1))\n"
-            "    s.start()\n    print(json.dumps(s.worker_pids), flush=True)\n    time.sleep(60)\n")
+            "    s.start()\n    print(json.dumps(s.worker_pids), flush=True)\n"
+            "    time.sleep(600)\n")
     (tmp_path / "program.py").write_text(code)
     process = subprocess.Popen([sys.executable, "program.py"], stdout=subprocess.PIPE, text=True,
                                cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT),
@@ -473,7 +331,7 @@ def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_a_folder_left_behind_is_removed_by_the_next(tmp_path: Path,

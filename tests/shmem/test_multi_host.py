@@ -54,7 +54,7 @@ def hosts() -> Iterator[list[str]]:
 def _start(host: str, node: int, result: Path) -> subprocess.Popen[str]:
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
-           "OPER_DEADLINE_S": "30"}
+           "OPER_DEADLINE_S": "100"}
     command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run",
                "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2",
                f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}",
@@ -81,7 +81,7 @@ def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path) -> None:
     result = tmp_path / "seen.pt"
     running = [_start(host, node, result) for node, host in enumerate(hosts)]
     try:
-        logs = [p.communicate(timeout=90)[0] for p in running]
+        logs = [p.communicate(timeout=300)[0] for p in running]
     finally:
         for process in running:
             with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ from tests.world_support import run_world
 SPECS = tuple(TableSpec(f"t{k}", rows, 64, (f"f{k}",), "sum", optimizer="rowwise_adagrad")
               for k, rows in enumerate((300, 40_000, 60_000)))
 BATCH, POOLING = 4096, 4  # outputs of 3 MiB, outboxes of as much
-STEPS = 30
+STEPS, WINDOWS = 10, 3
 
 
 def _resident_bytes() -> int:
@@ -57,14 +57,18 @@ def _growth(rank: int, world_size: int, mixed: bool, ahead: bool) -> dict[str, i
             batch = batches[k % len(batches)]
             tables.lookup(tables.resolve(batch) if ahead else batch).backward(gradient)
 
-    def growth(measure: Callable[[], int], steps: int) -> int:
-        before = measure()
-        train(steps)
-        return measure() - before
+    def growth(measure: Callable[[], int]) -> int:
+        """The least of several windows: what steps take they take in each of them."""
+        found = []
+        for _ in range(WINDOWS):
+            before = measure()
+            train(STEPS)
+            found.append(measure() - before)
+        return min(found)
 
     train(6)
-    found = {"resident": growth(_resident_bytes, STEPS), "mappings": growth(_mappings, STEPS),
-             "faults": growth(_page_faults, STEPS)}
+    found = {"resident": growth(_resident_bytes), "mappings": growth(_mappings),
+             "faults": growth(_page_faults)}
     tables.barrier()
     tables.close()
     return found
@@ -73,8 +77,8 @@ def _growth(rank: int, world_size: int, mixed: bool, ahead: bool) -> dict[str, i
 def _check(mixed: bool, ahead: bool) -> None:
     environment = {"OPER_OUTBOX_BYTES": "64e6", "OMP_NUM_THREADS": "1"}
     for found in run_world(2, _growth, mixed, ahead, env=environment):
-        assert found["resident"] < 1 << 20, found
-        assert found["mappings"] <= 2, found
+        assert found["resident"] < 1 << 18, found
+        assert found["mappings"] <= 0, found
         # Outputs and offsets that are mapped anew take 3 to 5 faults a step even as huge pages.
         assert found["faults"] < 2 * STEPS, found
 

@@ -74,7 +74,7 @@ def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_pat
         wait_for(lambda: "oper_failed_publications_total 1" in client.metrics())
         assert client.score_request(request)[1] == first + 1
         server.send_signal(signal.SIGTERM)
-        _, log = server.communicate(timeout=30)
+        _, log = server.communicate(timeout=120)
         assert server.returncode == 0
         assert f"loading {run / CHECKPOINT}" in log
         assert f"cannot read the checkpoint {str(run / CHECKPOINT)!r}" in log

@@ -52,7 +52,7 @@ def start_ranks(arguments: list[str], world_size: int) -> list[subprocess.Popen[
         for rank in range(world_size)]
 
 
-def finish(ranks: list[subprocess.Popen[str]], timeout_s: float = 90) -> list[tuple[str, str]]:
+def finish(ranks: list[subprocess.Popen[str]], timeout_s: float = 300) -> list[tuple[str, str]]:
     try:
         return [p.communicate(timeout=timeout_s) for p in ranks]
     finally:
@@ -121,14 +121,14 @@ def test_torchrun(prepared: Prepared, tmp_path: Path) -> None:
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "oper",
          *words(prepared, tmp_path, stats=prepared.stats, max_steps=3), "--set",
          "tables_on=meta"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120)
+        cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "steps: 3" in done.stdout and done.stdout.count("written:") == 1
 
 
 def test_interrupt_keeps_the_state(prepared: Prepared, tmp_path: Path) -> None:
     ranks = start_ranks(words(prepared, tmp_path, stats=prepared.stats, epochs=10_000), 2)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline and (
             not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path)):
         time.sleep(0.1)
@@ -143,14 +143,14 @@ def test_interrupt_keeps_the_state(prepared: Prepared, tmp_path: Path) -> None:
 
 def test_a_dead_peer_is_one_message(prepared: Prepared, tmp_path: Path) -> None:
     ranks = start_ranks(words(prepared, tmp_path, stats=prepared.stats, epochs=10_000), 2)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline and (
             not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path)):
         time.sleep(0.1)
     ranks[1].kill()
     began = time.monotonic()
     (_, err), _ = finish(ranks)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 100  # not the 300 s for which a living peer is waited for
     assert ranks[0].returncode == 1
     assert "Traceback" not in err and err.count("oper: ") == 1, err
     assert "rank=1" in err.splitlines()[-1]

@@ -1,0 +1,43 @@
+"""What the signals of a server ask for."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any, Self
+
+# Meant for the supervisor alone, which passes on what they ask for; of a terminal, or of a service
+# manager that stops a whole group, the workers get them too.
+OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Signals:
+    """Notes SIGTERM and SIGINT (stop) and SIGHUP (reload) from entering on; the main thread's.
+
+    Until the server is up, a stop interrupts what its start is busy with (KeyboardInterrupt).
+
+    Attributes:
+        stop: whether the server is to stop.
+        reload: whether weights are to be read again; whoever does so clears it.
+        is_up: whether the server is up; set by who serves.
+    """
+
+    def __init__(self) -> None:
+        self.stop = self.reload = self.is_up = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._told) for number in OURS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self.reload = True
+            return
+        self.stop = True
+        if not self.is_up:
+            raise KeyboardInterrupt

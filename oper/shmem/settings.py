@@ -1,0 +1,37 @@
+"""Numbers that the environment sets (see `oper doctor`)."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from oper.errors import InvalidInputError, fail
+
+DEADLINE_ENV = "OPER_DEADLINE_S"
+OUTBOX_ENV = "OPER_OUTBOX_BYTES"
+
+
+def deadline_s() -> float:
+    """Seconds that a rank waits for its peers: ``OPER_DEADLINE_S``, by default 300."""
+    return _number(DEADLINE_ENV, 300.0)
+
+
+def outbox_bytes(default: int | None = None) -> int:
+    """Size of a rank's outbox (address space; pages are taken when used): ``OPER_OUTBOX_BYTES``, by
+    default a quarter of the machine's memory."""
+    if default is None:
+        default = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    return int(_number(OUTBOX_ENV, default))
+
+
+def _number(name: str, default: float) -> float:
+    """A number above 0; raises InvalidInputError."""
+    text = os.environ.get(name, "")
+    try:
+        value = float(text or default)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InvalidInputError(fail("cannot shard", f"environment variable {name}", text,
+                                     "a number above 0", "correct or unset it"))
+    return value

@@ -1,0 +1,176 @@
+"""Connections of the server and their limits: endless, slow, damaged, idle, too many."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from oper.serve import Client, ServeOptions, Server, wire
+from oper.serve.client import _Connection, _is_closed
+from tests.serve_support import Sums, expected, random_request, value_of, wait_for
+
+READ_S = 2.0
+KEEP_ALIVE_S = 2
+MAX_CONNECTIONS = 12
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    options = ServeOptions(port=0, workers=1, max_bytes=1 << 20, read_s=READ_S,
+                           keep_alive_s=KEEP_ALIVE_S, max_connections=MAX_CONNECTIONS)
+    with Server(Sums(0.01), options) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.address, timeout_s=30) as client:
+        yield client
+
+
+def test_requests_go_to_the_worker_with_the_fewest() -> None:
+    client = Client("127.0.0.1:1")
+    for worker in ("x", "x", "y", "x"):
+        connection = _Connection("127.0.0.1", 1)
+        connection.worker = worker
+        client._idle.append(connection)
+    taken = [client._take().worker for _ in range(5)]
+    assert taken == ["x", "y", "x", "x", None]  # the last used first; then a new connection
+    client._has_answered("y")
+    assert client._asked == {"x": 3, None: 1}
+
+
+def test_a_body_without_announced_size_is_bounded_too(server: Server) -> None:
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n"
+                           b"transfer-encoding: chunked\r\n\r\n")
+        chunk = b"%x\r\n" % (1 << 16) + b"z" * (1 << 16) + b"\r\n"
+        with pytest.raises(ConnectionError):  # 65 MB: more than lies in any buffer on the way
+            for _ in range(1000):
+                connection.sendall(chunk)
+
+
+def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -> None:
+    """Heads without an end, trailers without an end, a byte now and then: none may go on."""
+    host, port = server.address.split(":")
+    start = b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n"
+
+    def open_connection() -> socket.socket:
+        return socket.create_connection((host, int(port)), timeout=60)
+
+    def is_cut(connection: socket.socket, first: bytes, again: bytes, times: int) -> bool:
+        try:
+            connection.sendall(first)
+            for _ in range(times):
+                connection.sendall(again)
+        except ConnectionError:
+            return True
+        return False
+
+    slow, silent = open_connection(), open_connection()
+    slow.sendall(b"P")  # begun: from here on it is the head that takes long
+    silent.sendall(start)
+    begun = time.monotonic()
+    line = b"x-%d: " % 7 + b"y" * 8000 + b"\r\n"
+    with open_connection() as head, open_connection() as trailers, open_connection() as address:
+        assert is_cut(head, start, line, 2000)
+        assert is_cut(trailers, start + b"transfer-encoding: chunked\r\n\r\n0\r\n", line, 4000)
+        assert is_cut(address, b"GET /", b"a" * 8000, 2000)
+    good = random_request(np.random.default_rng(3), 2)
+    while time.monotonic() < begun + READ_S + 5:
+        assert np.array_equal(client.score_request(good)[0], expected(good))
+        time.sleep(0.1)
+        try:
+            slow.sendall(b"P")
+        except ConnectionError:
+            break
+    else:
+        raise AssertionError("a head that never ends was waited for")
+    silent.settimeout(READ_S + 5)
+    with silent, contextlib.suppress(ConnectionError):
+        assert silent.recv(100).startswith(b"HTTP/1.1 400")
+    slow.close()
+    assert client.counts.retries == 0
+
+
+def test_half_a_request_is_forgotten(server: Server, client: Client) -> None:
+    host, port = server.address.split(":")
+    name = r'oper_requests_total\{outcome="gone"\}'
+    before = value_of(client.metrics(), name)
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(b"POST /v2/models/sums/infer HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc")
+    time.sleep(0.2)  # most likely the server has seen it by then; it counts in any case
+    connection.close()
+    wait_for(lambda: value_of(client.metrics(), name) == before + 1)
+    assert value_of(client.metrics(), "oper_requests_in_flight") == 0
+
+
+def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) -> None:
+    """Whole requests, headers and all, with some bytes changed, cut out or doubled: an answer or a
+    closed connection, and good requests as ever."""
+    good = random_request(np.random.default_rng(3), 2)
+    body, length = wire.encode_request(good)
+    whole = (f"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n{wire.HEADER_LENGTH}: {length}\r\n"
+             f"oper-timeout-ms: 500\r\ncontent-length: {len(body)}\r\n\r\n").encode() + body
+    chunked = (b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+               b"\r\n5\r\nabcde\r\n0\r\n\r\n")
+    restarts, pids = server.counts["worker_restarts"], server.worker_pids
+    rng = random.Random(5)
+    host, port = server.address.split(":")
+    statuses = set()
+    for k in range(200):
+        damaged = bytearray(whole if k % 4 else chunked)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(damaged))
+            # Mostly in the head: the body has tests of its own.
+            at = at if k % 3 == 0 else at % (length + 100)
+            if rng.random() < 0.6:
+                damaged[at] = rng.choice((0, 13, 10, 255, 48 + rng.randrange(10),
+                                          rng.randrange(256)))
+            elif rng.random() < 0.5:
+                del damaged[at:at + rng.randint(1, 9)]
+            else:
+                damaged[at:at] = damaged[at:at + rng.randint(1, 40)]
+        with (socket.create_connection((host, int(port)), timeout=60) as connection,
+              contextlib.suppress(ConnectionError)):
+            connection.sendall(damaged)
+            connection.shutdown(socket.SHUT_WR)
+            statuses.add(connection.recv(4096)[9:12])
+    assert {b"400", b"404"} <= statuses, statuses
+    # The deadline may have been damaged, or the machine too slow for it.
+    assert not {s for s in statuses if s.startswith(b"5")} - {b"504"}, statuses
+    assert np.array_equal(client.score_request(good)[0], expected(good))
+    assert (server.counts["worker_restarts"], server.worker_pids) == (restarts, pids)
+
+
+def test_idle_connections_keep_nobody_out_and_closed_ones_are_not_used(
+        server: Server, client: Client) -> None:
+    request = random_request(np.random.default_rng(0), 2)
+    host, port = server.address.split(":")
+
+    def score() -> None:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(client.score_request, [request] * 16))
+        assert all(np.array_equal(scores, expected(request)) for scores, _ in found)
+
+    with contextlib.ExitStack() as idle:
+        for k in range(8 * MAX_CONNECTIONS):  # many more than there may be
+            one = idle.enter_context(socket.create_connection((host, int(port))))
+            if k % 2:
+                one.send(b"POST /v2")
+        score()
+    score()
+    held = [c.sock for c in client._idle]
+    assert held
+    wait_for(lambda: all(map(_is_closed, held)))  # the server keeps them for KEEP_ALIVE_S
+    score()
+    assert client.counts.requests == 48
+    assert client.counts.retries == 0
