@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import json
 import os
 import re
@@ -357,6 +358,72 @@ def test_a_folder_left_behind_is_removed_by_the_next(tmp_path: Path,
 
 
 # ---- starting ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
+    """As from a terminal or a service manager: workers that are being made get it, too."""
+    (tmp_path / "a_model.py").write_text(
+        "from tests.serve_support import Sums\ndef make():\n    return Sums()\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "oper", "serve", "a_model:make", "--port", "0"], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
+             "TMPDIR": str(tmp_path)})
+    try:
+        threads = Path(f"/proc/{process.pid}/task")
+        wait_for(lambda: sum(len(p.read_text().split())
+                             for p in threads.glob("*/children")) >= 2)  # a worker, at least
+        process.send_signal(signal.SIGHUP)  # noted for later
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err and "interrupted" in err, err
+    assert not list(tmp_path.glob("oper-serve-*"))
+
+
+def test_a_reader_that_has_gone_ends_the_command(tmp_path: Path) -> None:
+    """Nobody reads where it serves: it does not serve on for ever, without anyone to stop it."""
+    (tmp_path / "a_model.py").write_text(
+        "from tests.serve_support import Sums\ndef make():\n    return Sums()\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "oper", "serve", "a_model:make", "--port", "0", "--workers", "1"],
+        stdout=subprocess.PIPE, cwd=tmp_path, env={
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])})
+    assert process.stdout is not None
+    process.stdout.close()
+    try:
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_client_refuses_what_is_no_server_or_no_id(server: Server, client: Client) -> None:
+    with pytest.raises(InvalidInputError, match=r"ids of 'a'.*float64.*integers"):
+        client.score(np.zeros((1, 2)), {"a": np.array([1.5])})
+    with pytest.raises(InvalidInputError, match="lengths of 'b'"):
+        client.score(np.zeros((1, 2)), {"b": (np.array([1]), np.array([1.0]))})
+    assert client.score(np.zeros((1, 2)), {"a": ([], [0])}).tolist() == [0]
+    handler = type("Other", (http.server.BaseHTTPRequestHandler,), {
+        "do_GET": lambda self: (self.send_response(200), self.end_headers(),
+                                self.wfile.write(b"hello")),
+        "log_message": lambda *_: None})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            with Client(f"127.0.0.1:{other.server_port}") as lost:
+                with pytest.raises(ServerError, match="is no scoring server"):
+                    assert lost.model
+                with pytest.raises(ServerError, match="is no scoring server"):
+                    Client(f"127.0.0.1:{other.server_port}", model="sums").metadata()
+        finally:
+            other.shutdown()
+            thread.join()
 
 
 class Unloadable(Sums):
