@@ -100,14 +100,15 @@ def distance(old: TableStats, new: TableStats) -> float:
         share[np.searchsorted(ids, stats.head_ids)] = stats.head_counts / stats.num_accesses
         shares.append(share)
     common = np.minimum(*shares)
-    return float(1.0 - common[:-1].sum() - common[-1] * (old.num_rows - ids.size))
+    found = 1.0 - common[:-1].sum() - common[-1] * (old.num_rows - ids.size)
+    return max(0.0, float(found))  # shares of one counting need not add up to 1 exactly
 
 
 def _distance(a: TimeBucket, b: TimeBucket) -> float:
     _, at_a, at_b = np.intersect1d(a.ids, b.ids, assume_unique=True, return_indices=True)
     share_a, share_b = a.counts / a.counts.sum(), b.counts / b.counts.sum()
     # Sum of |x - y| / 2 over all rows equals one minus the sum of min(x, y).
-    return 1.0 - float(np.minimum(share_a[at_a], share_b[at_b]).sum())
+    return max(0.0, 1.0 - float(np.minimum(share_a[at_a], share_b[at_b]).sum()))
 
 
 def describe(stats: AccessStats) -> dict[str, Any]:

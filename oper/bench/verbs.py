@@ -18,7 +18,7 @@ from oper.errors import InvalidInputError, fail
 # GPU, which are in `oper.bench.device`.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.train", "training steps, beside TorchRec's plans, in two processes"),
-    "lookup": ("oper.bench.lookup", "forward passes, beside torch, fbgemm and bare gathers"),
+    "lookup": ("oper.bench.lookup", "lookups and updates, beside torch, fbgemm and bare gathers"),
     "serve": ("oper.bench.serve", "inference under MLPerf LoadGen, beside TorchRec and torch"),
     "data": ("oper.bench.data", "preprocessing, counting, merging, the collector's overhead"),
     "simulator": ("oper.bench.simulator", "policies of a simulated shop, learned from a log"),

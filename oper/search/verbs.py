@@ -26,7 +26,8 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     _add_overlap(parser)
     add_machine(parser)
     _add_tables(parser)
-    parser.add_argument("--objective", choices=("training", "inference"), default="training")
+    parser.add_argument("--objective", choices=("training", "inference"), default="training",
+                        help="what steps are made of (default training)")
     parser.add_argument("--batch-size", type=int, default=2048, metavar="N",
                         help="samples per rank and step (default 2048)")
     parser.add_argument("--constraints", metavar="FILE",
@@ -36,10 +37,12 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
                              "pull, push, columns, host, per_host, or everything, which is all but "
                              "per_host (default: what runs well on the topology, and host memory "
                              "where rows do not fit without it)")
-    parser.add_argument("--effort", choices=("fast", "thorough"), default="fast")
+    parser.add_argument("--effort", choices=("fast", "thorough"), default="fast",
+                        help="how long to search and to raise the bound (default fast)")
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds to search")
-    parser.add_argument("--target-gap", type=float, default=0.01, metavar="X")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target-gap", type=float, default=0.01, metavar="X",
+                        help="stop when the gap to the bound is at most this (default 0.01)")
+    parser.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
     parser.add_argument("--start", metavar="PLAN",
                         help="a plan of the same tables and ranks: the new one is never slower")
     parser.add_argument("--search", choices=("relaxation", "markov-chain"), default="relaxation",
