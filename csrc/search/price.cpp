@@ -12,8 +12,6 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kGroups = 5;
 constexpr int kBisections = 20;
-constexpr double kClose = 3e-4;   // of the cost: a bound is not looked at more closely
-constexpr double kNarrow = 1.02;  // most over least mass of such sets
 
 // Linear between the points of the grid: from below, because the bytes are concave in the share.
 double sums_at(const OperSums& s, int64_t table, double share) {
@@ -164,7 +162,7 @@ class Pricing {
         const auto [low, high] = intervals_.back();
         intervals_.pop_back();
         const double bound = between(j, begin, n, low, high, must);
-        if (must || bound >= best_ - close() || high <= low * kNarrow || high <= mass * 1e-6) {
+        if (must || bound >= best_ - close() || high <= low * p_.narrow || high <= mass * 1e-6) {
           least_ = std::min(least_, bound);
           continue;
         }
@@ -175,7 +173,7 @@ class Pricing {
   }
 
   double close() const {
-    return kClose * (std::abs(rest_) + (std::isfinite(best_) ? std::abs(best_) : 0.0));
+    return p_.close * (std::abs(rest_) + (std::isfinite(best_) ? std::abs(best_) : 0.0));
   }
 
   // Least cost, against staying, of pushing a mass between `low` and `high` in pieces of type j; a

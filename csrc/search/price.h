@@ -28,6 +28,8 @@ struct OperFit {
 // The cheapest set of pushed blocks of every table; see `Relaxation.cheapest`.
 struct OperPricing {
   int64_t first_table, num_tables, num_options;  // which of T tables; M pushed options
+  double close;   // share of the cost by which a bound of several options may miss it
+  double narrow;  // most over least mass of sets that are not told apart there
   OperSums sums;
   const int64_t* starts;        // [T + 1], blocks, K of them
   const double* stay;           // [K], cost when not pushed

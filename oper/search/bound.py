@@ -22,7 +22,7 @@ from oper.search.pieces import Box
 from oper.search.problem import Problem
 from oper.search.relax import Columns, Relaxation
 
-_SEVERAL = 4e-4  # tolerance where prices of several classes of owners are known no closer
+_SEVERAL = 4e-4  # tolerance where ranks differ: prices of several classes are known no closer
 _ELASTIC = 1e3  # price ceiling of memory, in units of the first configurations' step
 
 
@@ -156,7 +156,7 @@ def solve_relaxation(relaxation: Relaxation, tolerance: float = 1e-4, max_rounds
         step = relaxation.step_us(relaxation.base)
         prices = _peaks(relaxation, relaxation.base)
         return Bound(step, step, prices, relaxation, pool, over, 0, box)
-    if sum(o.kind == PUSH for o in relaxation.options) > 1:
+    if not relaxation.alike and any(o.kind == PUSH for o in relaxation.options):
         tolerance = max(tolerance, _SEVERAL)
     everything = np.arange(len(relaxation.tables))
     for prices in _starting_prices(relaxation):

@@ -34,7 +34,8 @@ class Pricing(ctypes.Structure):
     """`OperPricing` of ``csrc/search/price.h``."""
 
     _fields_: ClassVar[list[Any]] = [
-        *((n, _int) for n in ("first_table", "num_tables", "num_options")), ("sums", Sums),
+        *((n, _int) for n in ("first_table", "num_tables", "num_options")),
+        ("close", _double), ("narrow", _double), ("sums", Sums),
         *((n, _array) for n in (
             "starts", "stay", "go", "more", "ids", "total_ids", "price", "first", "streams", "mass",
             "value", "kind", "chosen"))]

@@ -124,9 +124,10 @@ class Relaxation:
         self._build_rows()
         self._build_base()
         self._build_coefficients()
-        alike = len(self.classes.ranks) == (1 if apart is None else 2)
+        #: Whether all ranks are interchangeable, but for a host apart.
+        self.alike = len(self.classes.ranks) == (1 if apart is None else 2)
         self.pieces = Pieces(model, self.tables, self.classes, self.base_tally.rows,
-                             model.training and model.machine.world_size > 1 and alike)
+                             model.training and model.machine.world_size > 1 and self.alike)
         self.phase_weight = self._phase_weights()
         self.owner_rows = add_owner_rows(self)
         self._plain_base = self.base.copy()
@@ -378,12 +379,14 @@ class Relaxation:
 
     def _price(self, arrays: dict[str, np.ndarray], num_options: int) -> None:
         """`oper_price` on all tables; with several classes of owners by two threads, because that
-        takes long. Tables are priced apart, so that nothing depends on the threads."""
+        takes long; where ranks differ, less closely. Tables are priced apart, so that nothing
+        depends on the threads."""
         def price(first: int, stop: int) -> None:
             native.call("oper_price", native.Pricing, arrays, first_table=first,
-                        num_tables=stop - first, num_options=num_options,
-                        sums=self.pieces.native_sums)
+                        num_tables=stop - first, num_options=num_options, close=close,
+                        narrow=narrow, sums=self.pieces.native_sums)
 
+        close, narrow = (5e-5, 1.005) if self.alike else (3e-4, 1.02)
         if num_options == 1:
             price(0, len(self.tables))
             return
