@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, Protocol, Self
 
@@ -305,8 +306,6 @@ class Server:
 
     def _supervise(self) -> None:
         assert self._listener is not None
-        # Processes that this thread starts are spared them until they ignore them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
         try:
             for _ in range(self.options.workers):
                 self._start_worker()
@@ -329,6 +328,10 @@ class Server:
         job = WorkerJob(opener, self.options, self._folder.path, self._counts, closed, most)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
+        # Processes that this thread starts are spared our signals until they ignore them. The
+        # tracker comes first: where it is not there, multiprocessing starts it and unblocks them.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
         # A folder for metrics in the environment is not meant for the workers.
         with theirs, for_children(without=metrics.FOLDER_VARIABLE):
             process.start()

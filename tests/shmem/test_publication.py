@@ -192,7 +192,8 @@ def test_a_killed_publisher_leaves_its_readers_alone_and_nothing_behind(
     with reader.pinned():
         assert (tables.lookup(batch) == 1).all()
     assert reader.verify() == 1
-    assert set(os.listdir("/dev/shm")) == before
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [n for n in left if "oper" in n or name in n], "others may keep theirs there"
     with pytest.raises(OperError, match="no such publication"):
         Reader(name, timeout_s=0.1)
     # The name is free again at once.
