@@ -60,14 +60,6 @@ def random_request(rng: np.random.Generator, num_samples: int, uniform: bool = F
                    np.concatenate(ids).astype(np.int64))
 
 
-def wait_for(condition: Any, seconds: float = 180) -> None:
-    """Wait until `condition` holds; fails after a while, in which any machine would be done."""
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
-
-
 def post(server: Server, body: bytes, headers: dict[str, str] | None = None,
          path: str = "/v2/models/sums/infer", method: str = "POST") -> tuple[int, Any]:
     """Status and answer, parsed, of one request to the server of `Sums`."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,3 +78,11 @@ def access_stats(draw: st.DrawFn) -> AccessStats:
     return AccessStats(draw(st.integers(0, 1 << 40)),
                        {"a": draw(table_stats(40)), "b": draw(table_stats(7))},
                        draw(st.sampled_from(["", "log", "day 1"])), draw(st.booleans()))
+
+
+def wait_for(condition: Any, seconds: float = 180) -> None:
+    """Wait until `condition` holds; fails after a while, in which any machine would be done."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)

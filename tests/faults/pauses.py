@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 _BEAT_S, _MISSED_S = 0.05, 1.0
 _TRIES = 4  # of what a stop may have spoiled
@@ -49,16 +51,19 @@ class Pauses:
             last = now
 
 
-def timed(check: Callable[[], object]) -> None:
-    """Run a check that holds processes to times; again where it fails while this one was stopped.
+def timed(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that holds processes to times, run again where it fails while this one was stopped.
 
     A machine that stands still says nothing about who is late on it.
     """
-    for left in reversed(range(_TRIES)):
-        with Pauses().watched() as pauses:
-            try:
-                check()
-                return
-            except AssertionError:
-                if not pauses.count or not left:
-                    raise
+    @functools.wraps(test)
+    def again(*args: Any, **kwargs: Any) -> None:
+        for left in reversed(range(_TRIES)):
+            with Pauses().watched() as pauses:
+                try:
+                    return test(*args, **kwargs)
+                except AssertionError:
+                    if not pauses.count or not left:
+                        raise
+
+    return again

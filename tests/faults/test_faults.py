@@ -17,8 +17,9 @@ def check(outcome: Outcome) -> None:
     assert outcome.leftovers == []
 
 
+@timed
 def check_rank(fault: str, phase: str) -> None:
-    timed(lambda: check(injection.inject(Injection.draw(fault, phase, random.Random(phase)))))
+    check(injection.inject(Injection.draw(fault, phase, random.Random(phase))))
 
 
 @pytest.mark.parametrize("phase", injection.PHASES)
@@ -51,11 +52,12 @@ def test_the_judge_sees_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["cut", "lost"])
+@timed
 def test_connections_between_domains(fault: str, tmp_path: Path) -> None:
     library = network.build_redirect(tmp_path)
     if library is None:
         pytest.skip("no C compiler for the library that redirects connections")
-    timed(lambda: check(network.inject(fault, random.Random(1), library)))
+    check(network.inject(fault, random.Random(1), library))
 
 
 @pytest.mark.parametrize("what", files.WRITES)

@@ -200,6 +200,8 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
     plain = saving.state_of(model, None)
     checkpoint_files.PIECE_BYTES = 1 << 20
     table_state.CHUNK_BYTES = 4 << 20
+    for action in (oper.save_checkpoint, oper.load_checkpoint):  # what first calls alone take
+        action(folder + "-first", model)
     found = [
         _peak(lambda: oper.save_checkpoint(folder, model, chunk_bytes=1 << 20)),
         _peak(lambda: oper.load_checkpoint(folder, model)),
@@ -230,14 +232,14 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
 def test_memory_is_a_few_chunks(tmp_path: Path) -> None:
-    table, chunk, slack = ROWS * DIM * 4, 1 << 20, 28 << 20
+    table, chunk, slack = ROWS * DIM * 4, 1 << 20, 12 << 20
     for save, load, plain, plain_load, *pieces in run_world(2, _peaks, str(tmp_path / "c")):
         assert max(save, load) <= 4 * chunk + slack, "in chunks"
         # Stored by torch, a tensor of half the table per rank.
         assert max(pieces) <= 4 * chunk + slack, "in pieces"
         # One logical row range per rank, with what gathering and writing it takes.
         assert plain <= 1.25 * table + slack, "plain save"
-        assert plain_load <= 4 * (4 << 20) + slack, "plain load"
+        assert plain_load <= 0.4 * table + slack, "plain load"
         assert plain > 0.4 * table, "the measure sees what a plain save copies"
 
 

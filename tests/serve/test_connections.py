@@ -14,7 +14,8 @@ import pytest
 
 from oper.serve import Client, ServeOptions, Server, wire
 from oper.serve.client import _Connection, _is_closed
-from tests.serve_support import Sums, expected, random_request, value_of, wait_for
+from tests.serve_support import Sums, expected, random_request, value_of
+from tests.support import wait_for
 
 READ_S = 2.0
 KEEP_ALIVE_S = 2
@@ -145,8 +146,7 @@ def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) 
             connection.shutdown(socket.SHUT_WR)
             statuses.add(connection.recv(4096)[9:12])
     assert {b"400", b"404"} <= statuses, statuses
-    # The deadline may have been damaged, or the machine too slow for it.
-    assert not {s for s in statuses if s.startswith(b"5")} - {b"504"}, statuses
+    assert not {s for s in statuses if s.startswith(b"5")}, statuses
     assert np.array_equal(client.score_request(good)[0], expected(good))
     assert (server.counts["worker_restarts"], server.worker_pids) == (restarts, pids)
 

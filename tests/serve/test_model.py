@@ -21,8 +21,7 @@ from oper.serve import Client, Request
 from oper.serve.model import CONFIG, STATE, PublishedModel, build_trained, kjt_of, load_model
 from oper.tables import TableSpec
 from oper.train.model import describe, save_state
-from tests.serve_support import wait_for
-from tests.support import ROOT
+from tests.support import ROOT, wait_for
 
 TABLES = tuple(TableSpec(f"t{k}", rows, 8, (f"f{k}",)) for k, rows in enumerate((50, 7, 300)))
 CONFIGURATION = {"dim": 8, "dense_layers": [16], "over_layers": [16]}

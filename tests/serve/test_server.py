@@ -23,16 +23,8 @@ import pytest
 from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
 from oper.serve.client import ServerError
-from tests.serve_support import (
-    SIGNATURE,
-    Sums,
-    expected,
-    post,
-    random_request,
-    value_of,
-    wait_for,
-)
-from tests.support import ROOT
+from tests.serve_support import SIGNATURE, Sums, expected, post, random_request, value_of
+from tests.support import ROOT, wait_for
 
 SLOW_S = 0.03
 

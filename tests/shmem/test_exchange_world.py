@@ -129,45 +129,39 @@ def _check(running: Any, victim: int, since: float, kind: str, within_s: float) 
 
 
 @pytest.mark.parametrize("labels, victim", [("ab", 0), ("aabb", 1), ("abbb", 2), ("abcd", 3)])
+@timed
 def test_a_peer_that_dies(labels: str, victim: int) -> None:
-    def check() -> None:
-        with world(len(labels), _until_it_breaks, labels, victim) as running:
-            since = [running.receive(rank) for rank in range(len(labels))][victim]
-            _check(running, victim, since, "PeerLostError", 4.0)
-        assert leftovers(running.pids) == []
-
-    timed(check)
+    with world(len(labels), _until_it_breaks, labels, victim) as running:
+        since = [running.receive(rank) for rank in range(len(labels))][victim]
+        _check(running, victim, since, "PeerLostError", 4.0)
+    assert leftovers(running.pids) == []
 
 
 @pytest.mark.parametrize("labels, victim", [("ab", 1), ("aabb", 2)])
+@timed
 def test_a_peer_that_is_killed_somewhere(labels: str, victim: int) -> None:
-    def check() -> None:
-        with world(len(labels), _until_it_breaks, labels, -1) as running:
-            for rank in range(len(labels)):
-                running.receive(rank)
-            time.sleep(0.15)
-            since = time.monotonic()
-            running.processes[victim].kill()
-            _check(running, victim, since, "PeerLostError", 4.0)
-        assert leftovers(running.pids) == []
-
-    timed(check)
+    with world(len(labels), _until_it_breaks, labels, -1) as running:
+        for rank in range(len(labels)):
+            running.receive(rank)
+        time.sleep(0.15)
+        since = time.monotonic()
+        running.processes[victim].kill()
+        _check(running, victim, since, "PeerLostError", 4.0)
+    assert leftovers(running.pids) == []
 
 
 @pytest.mark.parametrize("labels", ["ab", "aabb"])
+@timed
 def test_a_stalled_peer_ends_in_a_deadline_that_names_it(labels: str) -> None:
-    def check() -> None:
-        env = {"OPER_DEADLINE_S": "2"}
-        with world(len(labels), _until_it_breaks, labels, -1, env=env) as running:
-            for rank in range(len(labels)):
-                running.receive(rank)
-            since = time.monotonic()
-            os.kill(running.pids[1], signal.SIGSTOP)
-            _check(running, 1, since, "DeadlineError", 2.0 + 3.0)
-            assert time.monotonic() - since > 1.9
-            os.kill(running.pids[1], signal.SIGCONT)
-            woken = running.receive(1)
-            assert woken["kind"] in ("PeerLostError", "DeadlineError")
-        assert leftovers(running.pids) == []
-
-    timed(check)
+    env = {"OPER_DEADLINE_S": "2"}
+    with world(len(labels), _until_it_breaks, labels, -1, env=env) as running:
+        for rank in range(len(labels)):
+            running.receive(rank)
+        since = time.monotonic()
+        os.kill(running.pids[1], signal.SIGSTOP)
+        _check(running, 1, since, "DeadlineError", 2.0 + 3.0)
+        assert time.monotonic() - since > 1.9
+        os.kill(running.pids[1], signal.SIGCONT)
+        woken = running.receive(1)
+        assert woken["kind"] in ("PeerLostError", "DeadlineError")
+    assert leftovers(running.pids) == []

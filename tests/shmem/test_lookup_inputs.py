@@ -188,7 +188,7 @@ def test_a_missing_rank_ends_in_a_deadline_that_names_it(monkeypatch: pytest.Mon
         start = time.monotonic()
         with pytest.raises(DeadlineError, match=r"gradient.*rank=1.*OPER_DEADLINE_S=1"):
             out.sum().backward()
-        assert 0.9 < time.monotonic() - start < 100  # by default 300 s
+        assert 0.9 < time.monotonic() - start < 5
         with pytest.raises(DeadlineError):  # a broken exchange stays broken
             tables.barrier()
         return "seen"

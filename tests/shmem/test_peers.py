@@ -71,54 +71,48 @@ def _check_survivors(running: Any, victim: int, since: float, kind: str, within_
         assert f"rank={victim}," in found["text"], found
         assert found["time"] - since < within_s, f"rank {rank} took {found['time'] - since} s"
         assert found["mapped"] == 0, f"rank {rank} still holds segments"
-        process.join(60)
+        process.join(20)
         assert process.exitcode == 0, f"rank {rank} does not end"
 
 
 @pytest.mark.parametrize("world_size, victim, plan_seed", [(2, 0, None), (2, 1, 0), (4, 2, 1)])
+@timed
 def test_a_peer_that_dies_before_its_backward_pass(world_size: int, victim: int,
                                                    plan_seed: int | None) -> None:
-    def check() -> None:
-        with world(world_size, _train_until_it_breaks, plan_seed, victim) as running:
-            since = [running.receive(rank) for rank in range(world_size)][victim]
-            _check_survivors(running, victim, since, "PeerLostError", 2.0)
-        assert leftovers(running.pids) == []
-
-    timed(check)
+    with world(world_size, _train_until_it_breaks, plan_seed, victim) as running:
+        since = [running.receive(rank) for rank in range(world_size)][victim]
+        _check_survivors(running, victim, since, "PeerLostError", 2.0)
+    assert leftovers(running.pids) == []
 
 
 @pytest.mark.parametrize("world_size, victim, after_s", [(2, 1, 0.05), (2, 0, 0.31), (4, 3, 0.2)])
+@timed
 def test_a_peer_that_is_killed_somewhere_in_training(world_size: int, victim: int, after_s: float
                                                      ) -> None:
-    def check() -> None:
-        with world(world_size, _train_until_it_breaks, 0, -1) as running:
-            for rank in range(world_size):
-                running.receive(rank)
-            time.sleep(after_s)
-            since = time.monotonic()
-            running.processes[victim].kill()
-            _check_survivors(running, victim, since, "PeerLostError", 2.0)
-        assert leftovers(running.pids) == []
-
-    timed(check)
+    with world(world_size, _train_until_it_breaks, 0, -1) as running:
+        for rank in range(world_size):
+            running.receive(rank)
+        time.sleep(after_s)
+        since = time.monotonic()
+        running.processes[victim].kill()
+        _check_survivors(running, victim, since, "PeerLostError", 2.0)
+    assert leftovers(running.pids) == []
 
 
+@timed
 def test_a_stalled_peer_ends_in_a_deadline_and_learns_of_it_when_it_wakes() -> None:
-    def check() -> None:
-        with world(2, _train_until_it_breaks, 0, -1, env={"OPER_DEADLINE_S": "2"}) as running:
-            for rank in range(2):
-                running.receive(rank)
-            since = time.monotonic()
-            os.kill(running.pids[1], signal.SIGSTOP)
-            _check_survivors(running, 1, since, "DeadlineError", 2.0 + 2.0)
-            assert time.monotonic() - since > 1.9
-            os.kill(running.pids[1], signal.SIGCONT)
-            woken = running.receive(1)
-            assert woken["kind"] in ("PeerLostError", "DeadlineError")
-            assert "rank=0," in woken["text"]
-        assert leftovers(running.pids) == []
-
-    timed(check)
+    with world(2, _train_until_it_breaks, 0, -1, env={"OPER_DEADLINE_S": "2"}) as running:
+        for rank in range(2):
+            running.receive(rank)
+        since = time.monotonic()
+        os.kill(running.pids[1], signal.SIGSTOP)
+        _check_survivors(running, 1, since, "DeadlineError", 2.0 + 2.0)
+        assert time.monotonic() - since > 1.9
+        os.kill(running.pids[1], signal.SIGCONT)
+        woken = running.receive(1)
+        assert woken["kind"] in ("PeerLostError", "DeadlineError")
+        assert "rank=0," in woken["text"]
+    assert leftovers(running.pids) == []
 
 
 def test_all_ranks_killed_leave_nothing() -> None:
@@ -162,7 +156,7 @@ def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.Monke
         start = time.monotonic()
         with pytest.raises(OperError) as caught:
             tables.lookup(batch).sum().backward()
-        assert time.monotonic() - start < 100  # by default peers wait for 300 s
+        assert time.monotonic() - start < 5
         errors.append(f"{type(caught.value).__name__} {caught.value}")
 
     run_ranks(2, body)

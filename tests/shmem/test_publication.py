@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
 import pytest
@@ -22,8 +21,8 @@ from oper.shmem.numa import near_domain
 from oper.shmem.publication import Publisher, Rows
 from oper.shmem.published import PublishedTables, Reader, shared_pss_bytes
 from oper.tables import TableSpec
+from tests.support import ROOT, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 SPECS = [TableSpec("a", 30000, 64, ("f",), "sum", "float32", "none"),
          TableSpec("b", 900, 32, ("g",), "mean", "int8", "none")]
 FEATURES = [("f", "a"), ("g", "b")]
@@ -113,13 +112,6 @@ def processes() -> Iterator[list[Process]]:
     yield started
     for process in started:
         process.end()
-
-
-def wait_for(condition, seconds: float = 180.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("num_domains", [1, 2])

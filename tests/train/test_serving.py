@@ -22,8 +22,7 @@ from oper.train.batches import to_batch
 from oper.train.model import build_dlrm, load_state
 from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
-from tests.serve_support import wait_for
-from tests.support import ROOT
+from tests.support import ROOT, wait_for
 
 
 def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray]:

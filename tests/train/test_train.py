@@ -23,7 +23,7 @@ from oper.train.engines import unsharded
 from oper.train.loop import train
 from oper.train.model import build_dlrm, load_state
 from oper.train.tasks import click_batches, evaluate_clicks
-from tests.support import ROOT, run_oper
+from tests.support import ROOT, run_oper, wait_for
 
 FLAGS = {"batch_size": 256, "model.dim": 8, "model.dense_layers": [16], "model.over_layers": [16],
          "epochs": 2, "log_every": 5}
@@ -128,10 +128,7 @@ def test_torchrun(prepared: Prepared, tmp_path: Path) -> None:
 
 def test_interrupt_keeps_the_state(prepared: Prepared, tmp_path: Path) -> None:
     ranks = start_ranks(words(prepared, tmp_path, stats=prepared.stats, epochs=10_000), 2)
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and (
-            not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path)):
-        time.sleep(0.1)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and lines(tmp_path))
     for p in ranks:  # as a terminal does
         p.send_signal(signal.SIGINT)
     texts = finish(ranks)
@@ -143,14 +140,11 @@ def test_interrupt_keeps_the_state(prepared: Prepared, tmp_path: Path) -> None:
 
 def test_a_dead_peer_is_one_message(prepared: Prepared, tmp_path: Path) -> None:
     ranks = start_ranks(words(prepared, tmp_path, stats=prepared.stats, epochs=10_000), 2)
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and (
-            not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path)):
-        time.sleep(0.1)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and lines(tmp_path))
     ranks[1].kill()
     began = time.monotonic()
     (_, err), _ = finish(ranks)
-    assert time.monotonic() - began < 100  # not the 300 s for which a living peer is waited for
+    assert time.monotonic() - began < 15
     assert ranks[0].returncode == 1
     assert "Traceback" not in err and err.count("oper: ") == 1, err
     assert "rank=1" in err.splitlines()[-1]
