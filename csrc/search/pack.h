@@ -24,6 +24,8 @@ struct OperPacking {
   const double* stream;        // [N, C, G], an id stream at its owner
   const double* column_read;   // [N, C, C, G]
   const double* stream_read;   // [N, C, C, G]
+  const double* asked;         // [N, G], owners who ask themselves for pushed rows, all together
+  const uint8_t* whole;        // [N], everything is pushed, so that a single owner does not
   const double* sums;          // [N, K + 1], bytes of partial sums per column of a share's owner
   const uint8_t* pushes;       // [N]
   const uint8_t* may_split;    // [T], by columns

@@ -191,6 +191,10 @@ class PackState {
                    *part = p_.partial + c * G;
       double* to = load(r);
       for (int64_t g = 0; g < G; ++g) to[g] += a * col[g] + b * str[g] + d * part[g];
+      if (x.owners > 1 || !p_.whole[n]) {
+        const double* asked = p_.asked + n * G;
+        for (int64_t g = 0; g < G; ++g) to[g] += b * asked[g];
+      }
       col = p_.column_read + (n * C + c) * C * G, str = p_.stream_read + (n * C + c) * C * G;
       part = p_.partial_read + c * C * G;
       for (int64_t g = 0; g < C * G; ++g) every_[g] += a * col[g] + b * str[g] + d * part[g];

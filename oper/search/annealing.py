@@ -19,6 +19,7 @@ from oper.plan import MAX_PATTERN
 from oper.search import native
 from oper.search.bound import Bound
 from oper.search.machine import GROUPS, by_group
+from oper.search.overlap import RESOLVE
 from oper.search.owner_rows import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS, own_load
 from oper.search.problem import IDS, NUM_FEATURES
@@ -72,6 +73,7 @@ class Loads:
     Attributes:
         num_loads: G = 5 P + 1.
         class_of: int64 [W].
+        piece_us: float64 [G], what every column piece of a table costs each rank.
         own_unit: float64 [C, 20, G], a unit of each tally row at its owner.
         read_unit: float64 [C, 20, C, G], what it puts on readers by class.
     """
@@ -90,6 +92,9 @@ class Loads:
         for c, r in enumerate(ranks):
             room = machine.capacity_bytes[machine.domain[r[0]]] / machine.num_near[r[0]]
             self.own_unit[c, HELD, -1] = 1.0 / max(room, 1e-3)
+        self.piece_us = np.zeros(self.num_loads)  # of a piece, in every phase that looks at tables
+        for p, name in enumerate(self.model.phases):
+            self.piece_us[p * NUM_PIECE_GROUPS] = self.model.costs.table_us * (name != RESOLVE)
         self.read_unit = self.by_class(self.relaxation.unit)  # own load included
         for c, r in enumerate(ranks):
             self.read_unit[c, :, c] -= self.own_unit[c] / r.size
@@ -107,8 +112,9 @@ class Loads:
             out[..., c, -1] = rows[..., memory + classes.of_domain[machine.domain[ranks[0]]]]
         return out
 
-    def base(self) -> np.ndarray:
-        """What every plan puts on each rank; float64 [W, G]."""
+    def base(self, num_tables: int) -> np.ndarray:
+        """What every plan puts on each rank, without the first pieces of `num_tables` tables;
+        float64 [W, G]."""
         model, tally = self.model, self.relaxation.base_tally
         units = model.units(Tally(tally.rows, tally.partial_replicas))
         groups = by_group(units * model.machine.seconds_per_unit * 1e6)
@@ -117,6 +123,7 @@ class Loads:
         groups -= 1e6 * model.hidden[:, None]  # beyond the dense compute that hides it
         out = np.zeros((self.class_of.size, self.num_loads))
         out[:, :-1] = groups.reshape(-1, self.class_of.size).T
+        out[:, :-1] -= num_tables * self.piece_us[:-1]
         machine = model.machine
         held = machine.per_domain(tally.rows[HELD]) / np.maximum(machine.capacity_bytes, 1e-3)
         out[:, -1] = held[machine.domain]
@@ -168,25 +175,53 @@ class Annealing:
         may = np.stack([self._may(k) for k in range(len(tables))])[:, order]
         may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
         columns = dim[table][:, None, None]
+        piece, asked = self._unseen(features[:, IDS], table)
+        every = np.array([float(t.total[IDS]) for t in tables])[table]
         parts = 2 if may_split.any() else 1
         of_parts = {"first": self.first[:-1], "num_recipes": np.diff(self.first),
                     "may_split": may_split.astype(np.uint8),
                     "may_stripe": np.array(["striped" in p for p in places], np.uint8),
                     "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
         return {
-            "class_of": class_of[order], "rank_of": order, "base": loads.base()[order],
+            "class_of": class_of[order], "rank_of": order, "base": loads.base(len(tables))[order],
             "partial": loads.own_unit[:, PARTIALS], "partial_read": loads.read_unit[:, PARTIALS],
             "level": np.array([self.bound.phase_us(p) for p in range(loads.num_phases)]),
             "stay": (loads.by_class(whole - once) - (fill - fill_once) / size) / columns,
-            "stay_once": loads.by_class(once) - fill_once / size,
+            "stay_once": loads.by_class(once) - fill_once / size + piece[:, None],
             "fill": (fill - fill_once) / columns, "fill_once": fill_once,
             "column": np.einsum("ncq,cqg->ncg", rows[0], loads.own_unit),
             "stream": np.einsum("ncq,cqg->ncg", rows[1], loads.own_unit),
             "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit),
             "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit)
             + np.einsum("ncq,dqg->ncdg", rows[2], loads.own_unit),
+            "asked": asked, "whole": (features[:, IDS] >= every * (1 - 1e-9)).astype(np.uint8),
             "sums": sums, "pushes": (features[:, IDS] > 0).astype(np.uint8),
             **{n: np.concatenate([x] * parts) for n, x in of_parts.items()}}
+
+    def _unseen(self, pushed_ids: np.ndarray, table: np.ndarray
+                ) -> tuple[np.ndarray, np.ndarray]:
+        """What a column piece costs every rank whatever its rows are, and what the owner of pushed
+        rows, in proportion to its share, for asking itself unless it owns all; float64 [N, G] each.
+
+        The relaxation sees neither and is below every plan all the same. As `CostModel.whole_table`
+        and `own_requests`, but for tables of two recipes, each of which pays for its own tiers."""
+        model, tables = self.loads.model, self.relaxation.tables
+        ids = np.array([float(t.total[IDS]) for t in tables])[table]
+        bags = np.array([t.traffic.num_bags for t in tables], float)[table]
+        of = [self.book.recipes[k][r] for k, rs in enumerate(self.recipes) for r in rs]
+        several = np.array([len(r.stops) > 1 for r in of])
+        pushes = pushed_ids > 0
+        tiers = ids * several * np.where(pushes, model.tiers_ns(True), model.tiers_ns(False))
+        piece = np.tile(self.loads.piece_us, (table.size, 1))
+        asked = np.zeros_like(piece)
+        for name in model.phases:
+            at = model.phases.index(name) * NUM_PIECE_GROUPS
+            if name in ("forward", "backward"):
+                piece[:, at] += tiers * 1e-3
+                asked[:, at] = pushed_ids * model.costs.push_ns * 1e-3
+            if name == "forward":
+                piece[:, at] += bags * (several & pushes) * model.costs.push_bag_ns * 1e-3
+        return piece, asked
 
     def _once(self) -> np.ndarray:
         """What a column piece that is not pushed costs whatever its width is; [T, O, 4, R]."""
@@ -288,7 +323,7 @@ class Annealing:
             "oper_pack", native.Packing, arrays, num_ranks=world,
             num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
             num_tables=num_tables, num_parts=num_parts, num_shares=_SHARES, max_moves=max_moves,
-            seconds=seconds, goal=goal_us - self._fixed_us(splits=True), seed=seed,
+            seconds=seconds, goal=goal_us - self._fixed_us(1, int(a["may_split"].any())), seed=seed,
             capacity=capacity)
         shards = _layout(arrays, packing.count)
         parts: list[list[Part]] = [[] for _ in range(num_tables)]
@@ -302,18 +337,19 @@ class Annealing:
             parts[k].append(part)
         units = np.zeros(world, np.int64)
         units[arrays["rank_of"]] = arrays["units"]
-        splits = any(len(every) > 1 or len(every[0].shards) > 1 for every in parts)
+        pushed = sum(bool(part.shards) for every in parts for part in every)
+        split = sum(sum(max(1, len(part.shards)) for part in every) - 1
+                    for t, every in zip(relaxation.tables, parts, strict=True)
+                    if t.spec.optimizer in ROW_WISE)
         return Packed(parts, tuple(units.tolist()),
-                      packing.step + self._fixed_us(splits), packing.moves)
+                      packing.step + self._fixed_us(pushed, split), packing.moves)
 
-    def _fixed_us(self, splits: bool) -> float:
-        """Fixed costs of a plan that pushes and, where that may be, splits tables by columns."""
-        relaxation, base = self.relaxation, self.relaxation.base_tally
-        num_split = base.num_split + (splits and any(
-            may and t.spec.optimizer in ROW_WISE
-            for may, t in zip(self.arrays["may_split"], relaxation.tables, strict=False)))
-        return float(sum(relaxation.model.fixed_us(replace(base, num_pushed=1,
-                                                           num_split=num_split))))
+    def _fixed_us(self, num_pushed: int, num_split: int) -> float:
+        """Fixed costs of a plan that pushes so many tiers and splits row-wise tables so often."""
+        base = self.relaxation.base_tally
+        return float(sum(self.relaxation.model.fixed_us(replace(
+            base, num_pushed=base.num_pushed + num_pushed,
+            num_split=base.num_split + num_split))))
 
     def _first_cut(self, k: int) -> tuple[int, int]:
         """Owners per piece, and columns of each piece, as the relaxation would have them."""

@@ -25,13 +25,14 @@ def counted(num_rows: int, exponent: float, rng: np.random.Generator, num_ids: i
                                   (np.array([length]), np.array([num_ids])))
 
 
-def tables_and_stats(num_tables: int, seed: int, *, in_order: bool = True, max_rows: int = 20_000,
+def tables_and_stats(num_tables: int, seed: int, *, in_order: bool = True, min_rows: int = 3,
+                     max_rows: int = 20_000,
                      lengths: tuple[int, ...] = (1, 4, 20)) -> tuple[list[TableSpec], AccessStats]:
     """Random tables with statistics."""
     rng = np.random.default_rng(seed)
     specs, stats = [], {}
     for k in range(num_tables):
-        rows = int(np.exp(rng.uniform(np.log(3), np.log(max_rows))))
+        rows = int(np.exp(rng.uniform(np.log(min_rows), np.log(max_rows))))
         specs.append(TableSpec(f"t{k}", rows, int(rng.choice([8, 16, 64])), (f"f{k}",),
                                optimizer=str(rng.choice(["sgd", "rowwise_adagrad", "adagrad"]))))
         stats[f"t{k}"] = counted(rows, float(rng.uniform(0.5, 1.3)), rng,
