@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "host/packing.h"
 #include "host/peer_rows.h"
 #include "oper/description.h"
 #include "ops_host.h"
@@ -280,15 +281,33 @@ std::vector<int64_t> context_progress(int64_t handle) {
 
 void context_mark_changes(int64_t handle, bool on) { context_of(handle).mark_changes(on); }
 
-// Slots of a table whose rows have changed since the last call, int64 [n], ascending.
+// Slots of a table whose rows have changed since the last call, ascending: uint32 [n], as bits of
+// int32.
 Tensor context_take_changes(int64_t handle, int64_t table) {
   Context& context = context_of(handle);
   STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(context.tables.size()),
                   "internal: no such table");
-  const std::vector<int64_t> slots = context.take_changes(table);
-  Tensor out = pooled_tensor(ScalarType::Long, 8, {static_cast<int64_t>(slots.size())});
-  std::copy(slots.begin(), slots.end(), static_cast<int64_t*>(out.mutable_data_ptr()));
+  Tensor out = pooled_tensor(ScalarType::Int, 4, {context.num_changes(table)});
+  context.take_changes(table, static_cast<uint32_t*>(out.mutable_data_ptr()));
   return out;
+}
+
+// Rows of `from` [n, width] in the slots that `context_take_changes` gave, side by side in `to`,
+// which is as large as they are.
+void copy_rows(Tensor from, Tensor slots, Tensor to) {
+  const int64_t count = slots.numel();
+  STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Int && from.dim() == 2 && to.dim() == 2 &&
+                      from.scalar_type() == to.scalar_type() && to.size(0) == count &&
+                      to.size(1) == from.size(1) && slots.is_contiguous() &&
+                      from.is_contiguous() && to.is_contiguous(),
+                  "internal: rows and a place for them do not match");
+  const uint32_t* data = static_cast<const uint32_t*>(slots.data_ptr());
+  uint32_t last = 0;
+  for (int64_t i = 0; i < count; ++i) last = std::max(last, data[i]);
+  STD_TORCH_CHECK(count == 0 || last < from.size(0), "internal: no slot ", last);
+  const int64_t unit = from.size(1) * static_cast<int64_t>(from.element_size());
+  pack(static_cast<char*>(to.mutable_data_ptr()), static_cast<const char*>(from.data_ptr()), data,
+       {count, unit, RowType::kFloat32});
 }
 
 void context_close(int64_t handle) { contexts().close(handle); }
@@ -316,6 +335,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   m.def("context_progress(int handle) -> int[]");
   m.def("context_mark_changes(int handle, bool on) -> ()");
   m.def("context_take_changes(int handle, int table) -> Tensor");
+  m.def("copy_rows(Tensor rows, Tensor slots, Tensor(a!) to) -> ()");
   m.def("context_close(int handle) -> ()");
 }
 
@@ -332,5 +352,6 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("context_progress", TORCH_BOX(&oper::host::context_progress));
   m.impl("context_mark_changes", TORCH_BOX(&oper::host::context_mark_changes));
   m.impl("context_take_changes", TORCH_BOX(&oper::host::context_take_changes));
+  m.impl("copy_rows", TORCH_BOX(&oper::host::copy_rows));
   m.impl("context_close", TORCH_BOX(&oper::host::context_close));
 }

@@ -151,7 +151,9 @@ class TableDirectory:
             if not inside.any():
                 continue
             mine = np.flatnonzero(layout.pattern == rank)
-            turn, k = np.divmod(slots[inside] - first, mine.size)
+            at = slots[inside] - first
+            # Dividing takes the longest, and most patterns have a rank once.
+            turn, k = (at, 0) if mine.size == 1 else np.divmod(at, mine.size)
             positions[inside] = layout.tier.start + turn * layout.pattern.size + mine[k]
         return positions
 

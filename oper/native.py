@@ -1,4 +1,4 @@
-"""The compiled counting and parsing of text, with NumPy in their place where nothing is built.
+"""Compiled counting, sums and parsing of text, with NumPy in their place where nothing is built.
 
 ``liboper_data.so`` has a plain C interface and needs no torch, so that workers that read logs start
 quickly. Every function here gives the same numbers with and without it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def library() -> ctypes.CDLL | None:
     except OSError:
         return None
     for name in ("parse", "encode", "encoded", "runs", "sample", "merge", "lookup", "deal",
-                 "tally", "tally_move", "tally_purge", "tally_levels", "tally_list"):
+                 "tally", "tally_move", "tally_purge", "tally_levels", "tally_list", "crc32"):
         getattr(found, f"oper_data_{name}").restype = ctypes.c_int64
     return found
 
@@ -48,6 +49,25 @@ def _kind(*arrays: np.ndarray) -> int | None:
     """Number of the arrays' common type; None when they have none or it is not compiled."""
     dtypes = {a.dtype for a in arrays}
     return _KINDS.get(dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def crc32(data: np.ndarray, before: int = 0, to: np.ndarray | None = None) -> int:
+    """CRC-32, as ZIP and `zlib.crc32` have it.
+
+    Args:
+        data: uint8 [n], contiguous.
+        before: the sum of what `data` follows.
+        to: uint8 [n]; `data` is copied there as well.
+    """
+    compiled = library()
+    if compiled is not None:
+        found: int = compiled.oper_data_crc32(address(data), _size(data), ctypes.c_uint32(before),
+                                              address(to))
+        if found >= 0:
+            return found
+    if to is not None:
+        to[:] = data
+    return zlib.crc32(data.data, before)
 
 
 def count_distinct(values: np.ndarray) -> Counts:

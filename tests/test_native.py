@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -160,3 +161,20 @@ def test_distinct_values_and_samples_are_the_same_with_and_without(
     assert found == [Counter(values)] * 2
     assert places[0] == places[1]
     assert places[0] == sorted(places[0])
+
+
+@given(data=st.binary(max_size=400), before=st.integers(0, 2**32 - 1), begin=st.integers(0, 20))
+@settings(max_examples=300, deadline=None)
+def test_sums_are_those_of_zip(data: bytes, before: int, begin: int) -> None:
+    some = np.frombuffer(data, np.uint8)[begin:]
+    copied = np.zeros(some.size, np.uint8)
+    assert native.crc32(some, before, copied) == zlib.crc32(some, before)
+    assert (copied == some).all()
+
+
+def test_sums_of_many_bytes(kind: str) -> None:
+    """Of every length around those at which the compiled loops begin another turn."""
+    data = np.random.default_rng(3).integers(0, 256, 70_000, np.uint8)
+    for size in [*range(300), *(16_384 * k + j for k in (1, 2, 4) for j in range(-70, 70, 3))]:
+        assert native.crc32(data[:size], 7) == zlib.crc32(data[:size], 7), size
+    assert native.crc32(data) != native.crc32(data[::-1].copy())

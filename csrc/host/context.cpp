@@ -2,6 +2,7 @@
 #include "host/context.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -106,16 +107,21 @@ void Context::mark_changes(bool on) {
   }
 }
 
-std::vector<int64_t> Context::take_changes(int64_t table) {
-  std::vector<int64_t> slots;
-  if (changed_storage.empty()) return slots;
+int64_t Context::num_changes(int64_t table) const {
+  int64_t count = 0;
+  if (!changed_storage.empty())
+    for (uint64_t word : changed_storage[table]) count += std::popcount(word);
+  return count;
+}
+
+void Context::take_changes(int64_t table, uint32_t* slots) {
+  if (changed_storage.empty()) return;
   std::vector<uint64_t>& words = changed_storage[table];
   for (size_t k = 0; k < words.size(); ++k) {
     for (uint64_t word = words[k]; word; word &= word - 1)
-      slots.push_back(static_cast<int64_t>(64 * k) + __builtin_ctzll(word));
+      *slots++ = static_cast<uint32_t>(64 * k + std::countr_zero(word));
     words[k] = 0;
   }
-  return slots;
 }
 
 void Context::reset_moved() {

@@ -246,8 +246,10 @@ struct Context {
   }
   // Marks from now on which rows change, or no longer; nothing is marked at first.
   void mark_changes(bool on);
-  // Slots of this rank that are marked, ascending; takes the marks away.
-  std::vector<int64_t> take_changes(int64_t table);
+  // How many slots of this rank are marked.
+  int64_t num_changes(int64_t table) const;
+  // Writes them to `slots` [num_changes], ascending; takes the marks away.
+  void take_changes(int64_t table, uint32_t* slots);
   // Once tables and outboxes are known.
   void start_counting();
   Scratch* take_scratch();

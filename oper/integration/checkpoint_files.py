@@ -11,10 +11,10 @@ import io
 import os
 import pickle
 import pickletools
-import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from oper.errors import FileFormatError, fail
 from oper.files import read_arrays, write_arrays
+from oper.native import crc32
 
 METADATA = ".metadata"  # written by torch.distributed.checkpoint
 CHECKSUMS = "checksums.oper"
@@ -168,10 +169,10 @@ def _check(metadata: Any, folder: Path, what: str) -> None:
 def sum_of(path: Path) -> tuple[int, int]:
     """Bytes and CRC-32 of a file."""
     crc = size = 0
-    block = memoryview(bytearray(_BLOCK))
+    block = np.empty(_BLOCK, np.uint8)
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            crc, size = zlib.crc32(block[:count], crc), size + count
+        while count := file.readinto(block.data):
+            crc, size = crc32(block[:count], crc), size + count
     return size, crc
 
 

@@ -8,6 +8,7 @@ twice and no rank waits for another. Each file has a CRC-32 of everything in it 
 
 from __future__ import annotations
 
+import copy
 import io
 import re
 from collections.abc import Iterator
@@ -153,16 +154,33 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, value
 
 
-def pack_state(state: dict[str, Any], extra: dict[str, Any]) -> np.ndarray:
-    """Everything but rows of tables, as uint8 [n]."""
+def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Everything but rows of tables as it is now, for `pack_state`."""
+    found = list(leaves(state))
+    return {"paths": [list(p) for p, _ in found], "values": [_copied(v) for _, v in found],
+            "extra": _copied(extra)}
+
+
+def _copied(value: Any) -> Any:
+    """A copy of nested dicts and lists that owns its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _copied(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return copy.deepcopy(value)
+
+
+def pack_state(copied: dict[str, Any]) -> np.ndarray:
+    """What `copy_state` took, as uint8 [n]."""
     data = io.BytesIO()
-    torch.save({"paths": [list(p) for p, _ in leaves(state)],
-                "values": [v for _, v in leaves(state)], "extra": extra}, data)
-    return np.frombuffer(data.getvalue(), np.uint8)
+    torch.save(copied, data)
+    return np.frombuffer(data.getbuffer(), np.uint8)
 
 
 def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
-    """Put what `pack_state` took back into a state of the same shape; returns ``extra``."""
+    """Put what `copy_state` took back into a state of the same shape; returns ``extra``."""
     try:
         found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
         for path, value in zip(found["paths"], found["values"], strict=True):

@@ -13,6 +13,8 @@ import os
 import queue
 import shutil
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, fail
 from oper.integration.delta_files import (
     base_of,
+    copy_state,
     folder_of,
     pack_state,
     rows_to_numpy,
@@ -142,7 +146,7 @@ class DeltaCheckpoints:
         parts = _Parts(self, folder / f"{self._number:06d}", (step, self._since))
         for k, (changed, slots) in enumerate(zip(self._changed, taken, strict=True)):
             for piece, mine in (slots or {}).items():
-                parts.add(k, changed.tables, piece, mine)
+                parts.add(k, changed, piece, mine)
         parts.end(extra)
         self._folder, self._number, self._since = folder, self._number + 1, step
 
@@ -152,10 +156,10 @@ class DeltaCheckpoints:
         group = self._changed[0].tables.group
         return group.rank, group.world_size
 
-    def dense_state(self, extra: dict[str, Any] | None) -> np.ndarray:
-        """All but rows, as bytes."""
+    def dense_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
+        """A copy of all but rows."""
         with rows_never():
-            return pack_state(state_of(self._model, self._optimizer), dict(extra or {}))
+            return copy_state(state_of(self._model, self._optimizer), dict(extra or {}))
 
     @property
     def part_bytes(self) -> int:
@@ -166,8 +170,13 @@ class DeltaCheckpoints:
         """uint8 [part_bytes]; memory that was used before has its pages already."""
         return self._free.pop() if self._free else torch.empty(self._part_bytes, dtype=torch.uint8)
 
-    def put(self, memory: torch.Tensor, *part: Any) -> None:
-        """Have a part written whose rows are in `memory`; waits while three others wait already."""
+    def put(self, memory: torch.Tensor, part: Callable[[], tuple[Any, ...]]) -> None:
+        """Have a part written whose rows are in `memory`; waits while three others wait already.
+
+        Args:
+            memory: from `take_memory`.
+            part: makes the arguments of `write_part`, in the thread that writes.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="oper-deltas", daemon=True)
             self._thread.start()
@@ -180,7 +189,7 @@ class DeltaCheckpoints:
             memory, part = found
             try:
                 if self._problem is None:  # a chain with a gap is of no use
-                    self.written_bytes += write_part(*part)
+                    self.written_bytes += write_part(*part())
             except BaseException as error:
                 self._problem = error
             finally:
@@ -244,7 +253,11 @@ class DeltaCheckpoints:
 
 
 class _Parts:
-    """Copies of one delta's rows, in parts of bounded size."""
+    """Copies of one delta's rows, in parts of bounded size.
+
+    Only what the next step would overwrite is copied here. Ids and the state's bytes are made of
+    the copies by the thread that writes.
+    """
 
     def __init__(self, owner: DeltaCheckpoints, folder: Path, steps: tuple[int, int]) -> None:
         self._owner, self._folder = owner, folder
@@ -252,6 +265,8 @@ class _Parts:
         self._where = {"number": int(folder.name), "step": steps[0], "since": steps[1],
                        "rank": rank, "world_size": world_size, "part": 0}
         self._arrays: dict[str, np.ndarray] = {}
+        self._slots: dict[str, tuple[TableDirectory, np.ndarray]] = {}  # by array of ids
+        self._state: dict[str, Any] | None = None
         self._items: list[list[Any]] = []
         self._bytes = 0
         self._memory = owner.take_memory()
@@ -266,12 +281,12 @@ class _Parts:
         self._used = end
         return self._memory[begin:end].view(view.dtype).view(count, view.shape[1])
 
-    def add(self, collection: int, tables: ShardedTables, piece: int, slots: np.ndarray) -> None:
-        """Rows and states of a directory's slots int64 [n] on this rank."""
+    def add(self, collection: int, changed: ChangedRows, piece: int, slots: np.ndarray) -> None:
+        """Rows and states of a directory's slots uint32 [n] on this rank."""
+        tables = changed.tables
         d = tables.directories[piece]
-        rank = tables.group.rank
         names = ["rows", *(part for part, _ in STATE_PARTS[d.table.optimizer])]
-        views = [tables.view(part, piece, rank) for part in names]
+        views = [tables.view(part, piece, tables.group.rank) for part in names]
         row_bytes = 4 + sum(v.shape[1] * v.element_size() for v in views)
         done = 0
         while done < slots.size:
@@ -280,13 +295,11 @@ class _Parts:
             done += some.size
             k = len(self._items)
             self._items.append([collection, d.table.name, int(d.column), names])
-            self._arrays[f"{k}.ids"] = d.ids_at(d.positions_at(rank, some)).astype(np.uint32)
-            at = torch.from_numpy(some)
+            self._slots[f"{k}.ids"] = d, some
             for part, view in zip(names, views, strict=True):
-                # Copies row by row; indexing goes number by number and takes four times as long.
                 room = self._room(some.size, view)
-                self._arrays[f"{k}.{part}"] = rows_to_numpy(
-                    torch.index_select(view, 0, at, out=room))
+                changed.copy(part, piece, some, room)
+                self._arrays[f"{k}.{part}"] = rows_to_numpy(room)
             self._bytes += some.size * row_bytes
             if self._bytes >= self._owner.part_bytes:
                 self._put(False)
@@ -294,13 +307,27 @@ class _Parts:
     def end(self, extra: dict[str, Any] | None) -> None:
         """The last part; rank 0's holds everything else."""
         if self._where["rank"] == 0:
-            self._arrays["state"] = self._owner.dense_state(extra)
+            self._state = self._owner.dense_state(extra)
         self._put(True)
 
     def _put(self, last: bool) -> None:
-        self._owner.put(self._memory, self._folder, dict(self._where), self._arrays,
-                        {"items": self._items, "last": last})
-        self._arrays, self._items, self._bytes = {}, [], 0
+        self._owner.put(self._memory, partial(
+            _finished, self._folder, dict(self._where), self._arrays,
+            {"items": self._items, "last": last}, (self._slots, self._state)))
+        self._arrays, self._slots, self._items, self._bytes = {}, {}, [], 0
         self._where["part"] += 1
         if not last:
             self._memory, self._used = self._owner.take_memory(), 0
+
+
+def _finished(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],
+              meta: dict[str, Any], rest: tuple[dict[str, Any], dict[str, Any] | None]
+              ) -> tuple[Any, ...]:
+    """Arguments of `write_part`."""
+    slots, state = rest
+    for name, (d, some) in slots.items():
+        arrays[name] = d.ids_at(d.positions_at(where["rank"], some.astype(np.int64))
+                                ).astype(np.uint32)
+    if state is not None:
+        arrays["state"] = pack_state(state)
+    return folder, where, arrays, meta

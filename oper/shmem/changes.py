@@ -42,7 +42,7 @@ class ChangedRows:
         return self.tables._handle, self.tables.num_published
 
     def take(self) -> dict[int, np.ndarray] | None:
-        """Slots int64 [n], ascending, by directory; then they are no longer marked.
+        """Slots uint32 [n], ascending, by directory; then they are no longer marked.
 
         None when more may have changed: rows were written by other means (`publish`), or the tables
         have moved to another plan. Begin anew then.
@@ -50,8 +50,20 @@ class ChangedRows:
         if self._now() != self._of:
             return None
         handle = self.tables._handle
-        return {k: torch.ops.oper.context_take_changes(handle, k).numpy()
+        return {k: torch.ops.oper.context_take_changes(handle, k).numpy().view(np.uint32)
                 for k in range(len(self.tables.directories))}
+
+    def copy(self, part: str, piece: int, slots: np.ndarray, to: torch.Tensor) -> None:
+        """Copy rows of this rank as they are stored.
+
+        Args:
+            part: ``"rows"`` or a state's name.
+            piece: the directory.
+            slots: uint32 [n] of it, as from `take`.
+            to: [n, width], of the part's type.
+        """
+        rows = self.tables.view(part, piece, self.tables.group.rank)
+        torch.ops.oper.copy_rows(rows, torch.from_numpy(slots.view(np.int32)), to)
 
     def stop(self) -> None:
         """No longer mark anything."""
