@@ -4,6 +4,10 @@ A copy of the project is built with AddressSanitizer and UndefinedBehaviorSaniti
 ThreadSanitizer, and the tests that drive the libraries run in it. Under ThreadSanitizer these are
 the tests whose ranks are threads of one process: it knows nothing of memory that processes share.
 Before the tests, a planted defect of each kind must be found.
+
+Every file of tests has a process of its own, since the first report ends it. All of it takes about
+MINUTES minutes on two cores (AddressSanitizer ADDRESS, ThreadSanitizer THREAD): name `--kind`, a file or
+a folder for a part.
 """
 
 from __future__ import annotations
@@ -71,6 +75,11 @@ class Kind:
     without: dict[str, str]
 
 
+# Tests of planning and of data that call the libraries; the others of these rooms are Python's alone,
+# or call the same through programs of their own (resuming, the verbs, the largest plans).
+_PLANNING = ("annealing", "baselines", "bottleneck", "bound", "branching", "constraints", "copies",
+             "host_apart", "latency", "memory_tiers", "overlap", "pins", "properties")
+_DATA = ("batches", "fuzz", "generator", "plain", "preprocessing", "reading", "recipes", "synthetic")
 # Tests whose ranks or readers are threads of one process. In the others ranks are processes, of
 # which ThreadSanitizer sees one at a time, or nothing runs at once.
 _THREADED = ("accumulation", "bounds", "clipping", "exactness", "exchange", "heap", "hostile_peer",
@@ -93,8 +102,10 @@ KINDS = {
         "",
         {"overflow": "heap-buffer-overflow", "shift": "shift exponent",
          "add": "signed integer overflow"},
-        ("tests/shmem", "tests/data", "tests/search", "tests/fuzz",
-         "tests/analysis/test_counting.py"),
+        (*(f"tests/search/test_{name}.py" for name in _PLANNING),
+         *(f"tests/data/test_{name}.py" for name in _DATA),
+         "tests/analysis/test_counting.py", "tests/analysis/test_sketch.py", "tests/test_native.py",
+         "tests/integration/test_deltas.py", "tests/fuzz", "tests/shmem"),
         {"tests/shmem/test_steady_memory.py": "AddressSanitizer keeps what is freed"}),
     "thread": Kind(
         "-fsanitize=thread", ("libtsan.so",),
@@ -104,7 +115,9 @@ KINDS = {
         # glibc frees what is local to a thread that has ended under a lock that it does not see.
         "race:c10d::\nrace:at::internal::invoke_parallel\nrace:_dl_deallocate_tls\n",
         {"race": "data race"},
-        tuple(f"tests/shmem/test_{name}.py" for name in _THREADED),
+        (*(f"tests/shmem/test_{name}.py" for name in _THREADED),
+         "tests/shmem/test_determinism.py::test_slow_ranks_change_nothing",
+         "tests/shmem/test_peers.py::test_a_full_outbox_on_one_rank_releases_the_others"),
         {f"tests/shmem/test_{name}": "ranks map every segment at one place, for all to write"
          for name in ("heap.py::test_a_rank_can_write_only_its_own_arena",
                       "migration.py::test_no_room_and_a_move_given_up_leave_nothing")}),
@@ -119,23 +132,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="only this one (default: all, one after another)")
     parser.add_argument("--folder", type=Path, metavar="DIR",
                         help="build there and keep it; a second run compiles what has changed")
+    parser.add_argument("--through", default="", metavar="COMMAND",
+                        help="start builds and tests by it, e.g. 'nice -n 19'")
     parser.add_argument("--list", action="store_true", help="only print what is run and what not")
     parser.add_argument("tests", nargs="*", metavar="TEST",
                         help="tests in place of the default ones, as pytest takes them")
     args = parser.parse_args(arguments)
     if args.list:
         for name in args.kind or sorted(KINDS):
-            print(f"{name}: {' '.join(args.tests or KINDS[name].tests)}")
+            print(f"{name}: {' '.join(_files(KINDS[name], args.tests, ROOT))}")
             for test, why in KINDS[name].without.items():
                 print(f"  without {test}: {why}")
         return 0
     with tempfile.TemporaryDirectory(prefix="oper-sanitizers-") as temporary:
         folder = (args.folder or Path(temporary)).resolve()
-        statuses = [_run(name, folder / name, args.tests) for name in args.kind or sorted(KINDS)]
+        statuses = [_run(name, folder / name, args.tests, shlex.split(args.through))
+                    for name in args.kind or sorted(KINDS)]
     return max(statuses)
 
 
-def _run(name: str, folder: Path, tests: Sequence[str]) -> int:
+def _files(kind: Kind, tests: Sequence[str], root: Path) -> list[str]:
+    """The files of tests, or the tests that were named, in the order in which they run."""
+    found: list[str] = []
+    for test in tests or kind.tests:
+        inside = sorted((root / test).rglob("test_*.py")) if (root / test).is_dir() else []
+        found += [str(path.relative_to(root)) for path in inside] or [test]
+    return [test for test in found if test not in kind.without]
+
+
+def _run(name: str, folder: Path, tests: Sequence[str], through: list[str]) -> int:
     kind, began = KINDS[name], time.monotonic()
     compiler = os.environ.get("CXX", "g++")
     libraries = [_library(compiler, x) for x in kind.libraries]
@@ -145,7 +170,7 @@ def _run(name: str, folder: Path, tests: Sequence[str]) -> int:
     copy_project(folder)
     _say(name, f"building in {folder}")
     build = {"CXX": str(_wrapper(compiler, kind, folder)), "OPER_CUDA": "0"}
-    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=folder,
+    subprocess.run([*through, sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=folder,
                    env=os.environ | build, check=True)
     reports = folder / "reports"
     shutil.rmtree(reports, ignore_errors=True)
@@ -156,20 +181,28 @@ def _run(name: str, folder: Path, tests: Sequence[str]) -> int:
     if missed:
         print(f"{name}: FAILED, planted defects were not found: {missed}")
         return FAILED
-    _say(name, "planted defects found; running the tests")
+    _say(name, f"built and planted defects found after {time.monotonic() - began:.0f} s")
     without = [f"--deselect={test}" for test in kind.without]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=10",
-         "--capture=sys",  # what a library says before it ends the process is to be seen: -v tells
-                           # of which test it was the last
-         *without, *(tests or kind.tests)],
-        cwd=folder, check=False, env=environment | {"PYTHONPATH": str(folder)})
+    lines: list[str] = []
+    for test in _files(kind, tests, folder):
+        start = time.monotonic()
+        done = subprocess.run(
+            [*through, sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider",
+             "--capture=sys",  # what a library says before it ends the process is to be seen: -v
+                               # tells of which test it was the last
+             *without, test],
+            cwd=folder, check=False, env=environment | {"PYTHONPATH": str(folder)})
+        said = "passed" if done.returncode == 0 else f"FAILED, pytest ended with {done.returncode}"
+        lines.append(f"{name}: {test}: {said}, {time.monotonic() - start:.0f} s")
+        _say(name, lines[-1])
     found = sorted(reports.glob(f"{REPORT}*"))
     for report in found:
         print(report.read_text(errors="replace")[:6000])
-    print(f"{name}: pytest ended with {done.returncode}, {len(found)} reports, "
+    failed = sum("FAILED" in line for line in lines)
+    print("\n".join(lines))
+    print(f"{name}: {len(lines)} files of tests, {failed} failed, {len(found)} reports, "
           f"{time.monotonic() - began:.0f} s")
-    return FAILED if done.returncode or found else 0
+    return FAILED if failed or found else 0
 
 
 def _wrapper(compiler: str, kind: Kind, folder: Path) -> Path:

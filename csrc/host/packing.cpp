@@ -22,22 +22,43 @@ void expand(char* to, const char* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) numbers[i] = to_float(rounded[i]);
 }
 
+// Entries of `kUnit` bytes, or of `unit` where that is 0. A call for every short copy would take
+// longer than the copy.
+template <int64_t kUnit>
+void copy_entries(char* to, const char* from, const uint32_t* rows, int64_t n, int64_t unit) {
+  constexpr int64_t kAhead = 16;
+  const int64_t size = kUnit ? kUnit : unit;
+  for (int64_t i = 0; i < n; ++i, to += size) {
+    if (i + kAhead < n)
+      for (int64_t b = 0; b < size; b += 64)
+        __builtin_prefetch(from + static_cast<int64_t>(rows[i + kAhead]) * size + b);
+    std::memcpy(to, from + static_cast<int64_t>(rows[i]) * size, static_cast<size_t>(size));
+  }
+}
+
+void copy_entries(char* to, const char* from, const uint32_t* rows, int64_t n, int64_t unit) {
+  if (unit == 4) return copy_entries<4>(to, from, rows, n, unit);
+  if (unit == 64) return copy_entries<64>(to, from, rows, n, unit);
+  if (unit == 128) return copy_entries<128>(to, from, rows, n, unit);
+  if (unit == 256) return copy_entries<256>(to, from, rows, n, unit);
+  copy_entries<0>(to, from, rows, n, unit);
+}
+
 }  // namespace
 
 void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array) {
   constexpr int64_t kAhead = 16;
   const int64_t n = array.n, unit = array.unit;
-  const bool is_exact = array.wire == RowType::kFloat32;
-  if (rows == nullptr && is_exact) {
+  if (array.wire == RowType::kFloat32) {
+    if (rows != nullptr) return copy_entries(to, from, rows, n, unit);
     std::memcpy(to, from, static_cast<size_t>(n * unit));
     return;
   }
-  for (int64_t i = 0; i < n; ++i, to += is_exact ? unit : unit / 2) {
+  for (int64_t i = 0; i < n; ++i, to += unit / 2) {
     if (rows != nullptr && i + kAhead < n)
       for (int64_t b = 0; b < unit; b += 64)
         __builtin_prefetch(from + static_cast<int64_t>(rows[i + kAhead]) * unit + b);
     const char* row = from + (rows == nullptr ? i : static_cast<int64_t>(rows[i])) * unit;
-    if (is_exact) std::memcpy(to, row, static_cast<size_t>(unit));
     if (array.wire == RowType::kFloat16) round_row<Float16>(to, row, unit / 4);
     if (array.wire == RowType::kBFloat16) round_row<BFloat16>(to, row, unit / 4);
   }

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+PROC = Path("/proc/self")
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where control groups with limits of memory are made, and the files that hold a limit."""
@@ -21,7 +24,7 @@ class _Place:
 
 def _place() -> _Place | None:
     """Of version 2 or 1, beside or below this process's own group; None without either."""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in (PROC / "mounts").read_text().splitlines():
         _, name, kind, options, *_ = line.split()
         with contextlib.suppress(OSError):
             if kind == "cgroup2" and "memory" in Path(
@@ -36,7 +39,7 @@ def _place() -> _Place | None:
 
 def _own_group() -> str:
     """This process's control group of memory (version 1)."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in (PROC / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             return path

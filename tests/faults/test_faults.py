@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -42,6 +43,30 @@ def test_a_rank_is_killed_for_memory(phase: str) -> None:
     if not memory.can_limit():
         pytest.skip("no rights to make a control group that limits memory")
     check(injection.inject(Injection.draw("memory limit", phase, random.Random(phase))))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_memory_by_both_versions_of_control_groups(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit goes where the system's own mounts say, with version 2 beside version 1, too."""
+    both, old = tmp_path / "unified", tmp_path / "memory"
+    for place in (both, old / "job"):
+        place.mkdir(parents=True)
+    controllers = "cpu memory pids" if version == 2 else "cpu"
+    (both / "cgroup.subtree_control").write_text(controllers + "\n")
+    (tmp_path / "mounts").write_text(
+        f"tmpfs / tmpfs rw 0 0\ncgroup2 {both} cgroup2 rw 0 0\n"
+        + (f"cgroup {old} cgroup rw,memory 0 0\n" if version == 1 else ""))
+    (tmp_path / "cgroup").write_text("4:memory:/job\n0::/\n" if version == 1 else "0::/job\n")
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    memory.limit_this_process(64 << 20)
+    (group,) = (both if version == 2 else old / "job").glob(f"oper-test-{os.getpid()}-*")
+    said = {path.name: path.read_text() for path in group.iterdir()}
+    limit = str(64 << 20)
+    assert said == {"cgroup.procs": str(os.getpid())} | (
+        {"memory.max": limit, "memory.swap.max": "0"} if version == 2 else
+        {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit})
 
 
 def test_the_judge_sees_what_is_wrong(tmp_path: Path) -> None:
