@@ -74,11 +74,12 @@ class Kind:
     without: dict[str, str]
 
 
-# Tests of planning and of data that call the libraries; the others of these rooms are Python's alone,
-# or call the same through programs of their own (resuming, the verbs, the largest plans).
-_PLANNING = ("annealing", "baselines", "bottleneck", "bound", "branching", "constraints", "copies",
-             "host_apart", "latency", "memory_tiers", "overlap", "pins", "properties")
-_DATA = ("batches", "fuzz", "generator", "plain", "preprocessing", "reading", "recipes", "synthetic")
+# Tests of planning and of data that call the libraries; the others of these rooms are Python's
+# alone, or call the same through programs of their own (resuming, the verbs, the largest plans).
+_PLANNING = ("annealing", "baselines", "bottleneck", "bound", "branching", "constraints",
+             "copies", "host_apart", "latency", "memory_tiers", "overlap", "pins", "properties")
+_DATA = ("batches", "fuzz", "generator", "plain", "preprocessing", "reading", "recipes",
+         "synthetic")
 # Tests whose ranks or readers are threads of one process. In the others ranks are processes, of
 # which ThreadSanitizer sees one at a time, or nothing runs at once.
 _THREADED = ("accumulation", "bounds", "clipping", "exactness", "exchange", "heap", "hostile_peer",
@@ -169,8 +170,8 @@ def _run(name: str, folder: Path, tests: Sequence[str], through: list[str]) -> i
     copy_project(folder)
     _say(name, f"building in {folder}")
     build = {"CXX": str(_wrapper(compiler, kind, folder)), "OPER_CUDA": "0"}
-    subprocess.run([*through, sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=folder,
-                   env=os.environ | build, check=True)
+    subprocess.run([*through, sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+                   cwd=folder, env=os.environ | build, check=True)
     reports = folder / "reports"
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir()
