@@ -74,12 +74,14 @@ class Kind:
     without: dict[str, str]
 
 
-# Tests of planning and of data that call the libraries; the others of these rooms are Python's
-# alone, or call the same through programs of their own (resuming, the verbs, the largest plans).
-_PLANNING = ("annealing", "baselines", "bottleneck", "bound", "branching", "constraints",
-             "copies", "host_apart", "latency", "memory_tiers", "overlap", "pins", "properties")
-_DATA = ("batches", "fuzz", "generator", "plain", "preprocessing", "reading", "recipes",
-         "synthetic")
+# Tests that take every way through the native code of their room. What is left out is Python's
+# alone, or the same kernels in processes of their own.
+_PLANNING = ("annealing", "bound", "branching", "copies", "pins", "properties")
+_DATA = ("batches", "fuzz", "generator", "plain", "preprocessing", "reading", "recipes")
+_TABLES = ("accumulation", "bounds", "clipping", "determinism", "exactness", "exchange", "heap",
+           "hostile_peer", "host_memory", "interaction", "large_outputs", "lookup_inputs",
+           "migration", "one_copy", "optimizers", "publication", "pull", "push_and_columns",
+           "quantised_rows", "resolve", "row_dtypes", "traffic", "weight_gradients", "wire")
 # Tests whose ranks or readers are threads of one process. In the others ranks are processes, of
 # which ThreadSanitizer sees one at a time, or nothing runs at once.
 _THREADED = ("accumulation", "bounds", "clipping", "exactness", "exchange", "heap", "hostile_peer",
@@ -104,9 +106,9 @@ KINDS = {
          "add": "signed integer overflow"},
         (*(f"tests/search/test_{name}.py" for name in _PLANNING),
          *(f"tests/data/test_{name}.py" for name in _DATA),
+         *(f"tests/shmem/test_{name}.py" for name in _TABLES),
          "tests/analysis/test_counting.py", "tests/analysis/test_sketch.py", "tests/test_native.py",
-         "tests/integration/test_deltas.py", "tests/fuzz", "tests/shmem"),
-        {"tests/shmem/test_steady_memory.py": "AddressSanitizer keeps what is freed"}),
+         "tests/integration/test_deltas.py", "tests/fuzz/test_formats.py"), {}),
     "thread": Kind(
         "-fsanitize=thread", ("libtsan.so",),
         {"TSAN_OPTIONS": "report_signal_unsafe=0:second_deadlock_stack=1:history_size=4"},
@@ -194,7 +196,7 @@ def _run(name: str, folder: Path, tests: Sequence[str], through: list[str]) -> i
             cwd=folder, check=False, env=environment | {"PYTHONPATH": str(folder)})
         said = "passed" if done.returncode == 0 else f"FAILED, pytest ended with {done.returncode}"
         lines.append(f"{name}: {test}: {said}, {time.monotonic() - start:.0f} s")
-        _say(name, lines[-1])
+        print(lines[-1], file=sys.stderr, flush=True)
     found = sorted(reports.glob(f"{REPORT}*"))
     for report in found:
         print(report.read_text(errors="replace")[:6000])
