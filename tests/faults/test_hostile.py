@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import oper
 from oper.errors import FileFormatError, OperError
 from oper.integration.checkpoint_files import CHECKSUMS, METADATA
+from oper.plan import Plan, uniform_plan
+from oper.shmem.greeting import socket_name
 from oper.shmem.group import ThreadGroup
 from oper.shmem.heap import exchange_over_sockets
+from oper.shmem.publication import Publisher
+from oper.shmem.published import Reader
+from oper.tables import TableSpec
 from tests.faults.injection import small_model
 from tests.world_support import report, world
 
@@ -114,6 +120,65 @@ def test_another_user_cannot_attach(who: str) -> None:
         else:  # it may list the descriptors of its own user's process, but is sent none
             assert int(descriptors) <= 1
         assert [running.receive(r) for r in (0, 1)] == ["1", "1"], "the job itself goes on"
+
+
+_AS_NOBODY = textwrap.dedent("""
+    import os, socket, sys
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+    s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    s.settimeout(20)
+    if sys.argv[1] == "reads":
+        s.connect("\\0" + sys.argv[2])
+        try:
+            data, fds, _, _ = socket.recv_fds(s, 1 << 16, 64)
+        except ConnectionError:
+            data, fds = b"", []
+        print(len(data), len(fds))
+    else:
+        s.bind("\\0" + sys.argv[2])
+        s.listen()
+        print("there", flush=True)
+        sys.stdin.readline()
+""")
+
+
+def _as_nobody(what: str, name: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", _AS_NOBODY, what, socket_name(name)[1:]],
+                            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _publication() -> tuple[str, Plan]:
+    table = TableSpec("a", 100, 4, ("f",), "sum", "float32", "none")
+    return f"hostile-{os.getpid()}", uniform_plan([table], 1, "owned")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_read_what_is_published() -> None:
+    name, plan = _publication()
+    publisher = Publisher(name, plan, {})
+    try:
+        publisher.publish(lambda table: [(0, torch.ones(100, 4))], {})
+        with _as_nobody("reads", name) as stranger:
+            assert stranger.communicate(timeout=30)[0].split() == ["0", "0"]
+        assert stranger.returncode == 0 and publisher.readers() == []
+        reader = Reader(name)  # this user's own is let in
+        assert publisher.readers() == [os.getpid()]
+        reader.close()
+    finally:
+        publisher.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_what_another_user_publishes_is_not_read() -> None:
+    """Whoever takes the name of this user's publication first is not believed."""
+    name, plan = _publication()
+    with _as_nobody("publishes", name) as stranger:
+        assert stranger.stdout is not None and stranger.stdout.readline() == "there\n"
+        with pytest.raises(OperError, match="another user has taken this name"):
+            Reader(name, timeout_s=1.0)
+        with pytest.raises(OperError, match=name):
+            Publisher(name, plan, {})
+        stranger.communicate("\n", timeout=30)
 
 
 def test_a_stranger_does_not_stop_the_watch() -> None:
