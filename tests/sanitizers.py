@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,15 @@ extern "C" int race(int n) {
 
 
 @dataclass(frozen=True)
+class How:
+    """Which tests run, what they are started by, and how many files of them at once."""
+
+    tests: tuple[str, ...]
+    through: list[str]
+    jobs: int
+
+
+@dataclass(frozen=True)
 class Kind:
     """One way to build and run.
 
@@ -75,8 +85,9 @@ class Kind:
 
 
 # Tests that take every way through the native code of their room. What is left out is Python's
-# alone, or the same kernels in processes of their own.
-_PLANNING = ("annealing", "bound", "branching", "copies", "pins", "properties")
+# alone, or the same kernels in processes of their own. Of planning, bounds are compared with all
+# plans there are, by Python: what they call is called by the others.
+_PLANNING = ("annealing", "branching", "copies", "pins", "properties")
 _DATA = ("batches", "fuzz", "generator", "plain", "preprocessing", "reading", "recipes")
 _TABLES = ("accumulation", "bounds", "clipping", "determinism", "exactness", "exchange", "heap",
            "hostile_peer", "host_memory", "interaction", "large_outputs", "lookup_inputs",
@@ -136,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="build there and keep it; a second run compiles what has changed")
     parser.add_argument("--through", default="", metavar="COMMAND",
                         help="start builds and tests by it, e.g. 'nice -n 19'")
+    parser.add_argument("--jobs", type=int, default=1, help="files of tests at once")
     parser.add_argument("--list", action="store_true", help="only print what is run and what not")
     parser.add_argument("tests", nargs="*", metavar="TEST",
                         help="tests in place of the default ones, as pytest takes them")
@@ -148,8 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="oper-sanitizers-") as temporary:
         folder = (args.folder or Path(temporary)).resolve()
-        statuses = [_run(name, folder / name, args.tests, shlex.split(args.through))
-                    for name in args.kind or sorted(KINDS)]
+        how = How(tuple(args.tests), shlex.split(args.through), max(1, args.jobs))
+        statuses = [_run(name, folder / name, how) for name in args.kind or sorted(KINDS)]
     return max(statuses)
 
 
@@ -162,7 +174,7 @@ def _files(kind: Kind, tests: Sequence[str], root: Path) -> list[str]:
     return [test for test in found if test not in kind.without]
 
 
-def _run(name: str, folder: Path, tests: Sequence[str], through: list[str]) -> int:
+def _run(name: str, folder: Path, how: How) -> int:
     kind, began = KINDS[name], time.monotonic()
     compiler = os.environ.get("CXX", "g++")
     libraries = [_library(compiler, x) for x in kind.libraries]
@@ -172,7 +184,7 @@ def _run(name: str, folder: Path, tests: Sequence[str], through: list[str]) -> i
     copy_project(folder)
     _say(name, f"building in {folder}")
     build = {"CXX": str(_wrapper(compiler, kind, folder)), "OPER_CUDA": "0"}
-    subprocess.run([*through, sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+    subprocess.run([*how.through, sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
                    cwd=folder, env=os.environ | build, check=True)
     reports = folder / "reports"
     shutil.rmtree(reports, ignore_errors=True)
@@ -185,24 +197,29 @@ def _run(name: str, folder: Path, tests: Sequence[str], through: list[str]) -> i
         return FAILED
     _say(name, f"built and planted defects found after {time.monotonic() - began:.0f} s")
     without = [f"--deselect={test}" for test in kind.without]
-    lines: list[str] = []
-    for test in _files(kind, tests, folder):
+
+    def one(test: str) -> str:
         start = time.monotonic()
+        # -v tells of which test it was the last that the process said something before it ended.
         done = subprocess.run(
-            [*through, sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider",
-             "--capture=sys",  # what a library says before it ends the process is to be seen: -v
-                               # tells of which test it was the last
-             *without, test],
-            cwd=folder, check=False, env=environment | {"PYTHONPATH": str(folder)})
-        said = "passed" if done.returncode == 0 else f"FAILED, pytest ended with {done.returncode}"
-        lines.append(f"{name}: {test}: {said}, {time.monotonic() - start:.0f} s")
-        print(lines[-1], file=sys.stderr, flush=True)
+            [*how.through, sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider",
+             "--capture=sys", *without, test],
+            cwd=folder, check=False, env=environment | {"PYTHONPATH": str(folder)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        if done.returncode:
+            print(done.stdout, flush=True)
+        what = "FAILED: " if done.returncode else ""
+        last = (done.stdout.strip().splitlines() or ["nothing"])[-1].strip("= ")
+        _say(name, f"{test}: {what}{last} ({time.monotonic() - start:.0f} s)")
+        return what
+
+    with ThreadPoolExecutor(how.jobs) as pool:
+        said = list(pool.map(one, _files(kind, how.tests, folder)))
     found = sorted(reports.glob(f"{REPORT}*"))
     for report in found:
         print(report.read_text(errors="replace")[:6000])
-    failed = sum("FAILED" in line for line in lines)
-    print("\n".join(lines))
-    print(f"{name}: {len(lines)} files of tests, {failed} failed, {len(found)} reports, "
+    failed = sum(map(bool, said))
+    print(f"{name}: {len(said)} files of tests, {failed} failed, {len(found)} reports, "
           f"{time.monotonic() - began:.0f} s")
     return FAILED if failed or found else 0
 
