@@ -8,6 +8,8 @@ import io
 import json
 import os
 import random
+import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ def test_past_the_cache_the_file_is_the_same(path: Path, tmp_path: Path) -> None
     assert all(np.array_equal(mine[n], cached[n]) for n in cached)
     with np.load(other, allow_pickle=False) as loaded:
         np.testing.assert_array_equal(loaded["values"], ARRAYS["values"])
+    assert other.read_bytes() == path.read_bytes(), "and nothing in it tells when it was written"
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -120,6 +123,19 @@ def test_round_trip(path: Path) -> None:
 def test_numpy_reads_the_same_file(path: Path) -> None:
     with np.load(path, allow_pickle=False) as loaded:
         np.testing.assert_array_equal(loaded["values"], ARRAYS["values"])
+
+
+def test_it_is_an_archive_like_any_other(tmp_path: Path) -> None:
+    """Names, sizes and sums, of members whose names are not ASCII, too."""
+    path = tmp_path / "z.npz"
+    write_arrays(path, KIND, 2, {"größe": np.arange(70_000), "none": np.zeros(0)}, {})
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+    assert list(sizes) == ["header.json", "größe.npy", "none.npy"]
+    assert sizes["größe.npy"] == 8 * 70_000 + sizes["none.npy"]  # and a header of 128 bytes each
+    if shutil.which("unzip"):
+        subprocess.run(["unzip", "-tq", str(path)], check=True, capture_output=True)
 
 
 def test_truncation_anywhere_is_refused(path: Path) -> None:
