@@ -1,4 +1,4 @@
-// torch operator for the gather ceiling, which benchmarks set beside a lookup; see host/ceiling.h.
+// torch operators for the ceilings that benchmarks set beside lookups and updates; see host/ceiling.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -33,6 +33,14 @@ void gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int64
                               [&job](int64_t begin, int64_t end) { gather(job, begin, end); });
 }
 
+void rewrite_ceiling(Tensor addresses, int64_t bytes, int64_t prefetch) {
+  const RewriteJob job{checked(addresses, "addresses"), bytes, prefetch};
+  STD_TORCH_CHECK(bytes > 0 && bytes % 4 == 0 && prefetch >= 0 && addresses.numel() >= prefetch,
+                  "rewrite_ceiling: bytes and prefetch do not fit the addresses");
+  torch::stable::parallel_for(0, addresses.numel() - prefetch, kGrain,
+                              [&job](int64_t begin, int64_t end) { rewrite(job, begin, end); });
+}
+
 }  // namespace
 }  // namespace oper::host
 
@@ -40,8 +48,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   m.def(
       "gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int dim, "
       "int prefetch, bool stream, Tensor(a!) out) -> ()");
+  m.def("rewrite_ceiling(Tensor addresses, int bytes, int prefetch) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("gather_ceiling", TORCH_BOX(&oper::host::gather_ceiling));
+  m.impl("rewrite_ceiling", TORCH_BOX(&oper::host::rewrite_ceiling));
 }

@@ -376,6 +376,12 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("kernel_name", TORCH_BOX(&oper::host::kernel_name));
 }
 
+// Gradients are `ShardedTables`' business: straight to the kernels, without torch's search for them.
+STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {
+  m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
+  m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
+}
+
 STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));

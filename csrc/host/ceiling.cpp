@@ -97,7 +97,21 @@ void gather_rows(const GatherJob& job, int64_t begin, int64_t end) {
   gather_plain(job, begin, end);
 }
 
+constexpr int64_t kLine = 64;
+
 }  // namespace
+
+void rewrite(const RewriteJob& job, int64_t begin, int64_t end) {
+  const int64_t* at = job.addresses;
+  for (int64_t i = begin; i < end; ++i) {
+    for (int64_t line = 0; line < job.bytes; line += kLine)
+      __builtin_prefetch(reinterpret_cast<const char*>(at[i + job.prefetch]) + line, 1, 3);
+    for (int64_t line = 0; line < job.bytes; line += kLine) {
+      volatile int32_t* word = reinterpret_cast<volatile int32_t*>(at[i] + line);
+      *word = *word;
+    }
+  }
+}
 
 void gather(const GatherJob& job, int64_t begin, int64_t end) {
   switch (job.dim) {

@@ -1,5 +1,6 @@
-// The physical limit of a pooled lookup on this machine: rows at given addresses are prefetched,
-// summed and written, and nothing else is done. Benchmarks set real lookups beside it.
+// The physical limits of a pooled lookup and of an update on this machine: rows at given addresses are
+// prefetched and summed, or read and written in place, and nothing else is done. Benchmarks set real
+// lookups and updates beside them.
 #pragma once
 
 #include <cstdint>
@@ -20,5 +21,15 @@ struct GatherJob {
 
 // Bags [begin, end).
 void gather(const GatherJob& job, int64_t begin, int64_t end);
+
+// Places to read and write again as they are, one word of every line: no other thread may write there.
+struct RewriteJob {
+  const int64_t* addresses;  // [N + prefetch]; the surplus must be writable addresses
+  int64_t bytes;             // of each place
+  int64_t prefetch;          // places ahead
+};
+
+// Places [begin, end).
+void rewrite(const RewriteJob& job, int64_t begin, int64_t end);
 
 }  // namespace oper::host

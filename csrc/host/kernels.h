@@ -4,6 +4,7 @@
 #pragma once
 
 #include "host/context.h"
+#include "host/memory.h"
 
 namespace oper::host {
 

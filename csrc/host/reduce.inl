@@ -38,6 +38,13 @@ class Outbox {
     rows_ = reinterpret_cast<float*>(context.outbox[context.rank] + entry->rows_offset);
   }
   bool ok() const { return ok_; }
+  // Whether rows may be written past the caches: whole lines, and more of them, by the most that a
+  // batch has needed so far, than stay there until their owners read them.
+  bool streams(const Context& context) const {
+    const int64_t bytes = context.outbox_header(context.rank)->used_bytes * world_size_;
+    return bytes > last_level_cache_bytes() && dim_ % 16 == 0 &&
+           reinterpret_cast<uintptr_t>(rows_) % 64 == 0;
+  }
   // Destination of the next key, which is larger than all before.
   OPER_INLINE float* next(int64_t key) {
     while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
@@ -198,6 +205,7 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
     outbox.close();
     return true;
   }
+  const bool stream = outbox.streams(context);
   for (int64_t i = 0; i < n;) {
     const K key = sorted[i] >> payload_bits;
     Row<N> sum;
@@ -212,8 +220,13 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
         sum.add(gradient(sorted[i]), dim);
       }
     }
-    sum.store(outbox.next(static_cast<int64_t>(key)), dim);
+    if (stream) {
+      sum.stream(outbox.next(static_cast<int64_t>(key)), dim);
+    } else {
+      sum.store(outbox.next(static_cast<int64_t>(key)), dim);
+    }
   }
+  if (stream) finish_streaming();
   outbox.close();
   return true;
 }

@@ -5,14 +5,20 @@
 #if defined(OPER_KERNELS_AVX512)
 
 // By mask: a part that is copied into whole lanes is read back before it has left the store buffer.
+// Four and eight columns by moves of their size: a masked move of a whole register reaches into the next
+// cache line, which nobody has fetched.
 OPER_INLINE Lanes load_part(const float* p, int count) {
+  if (count == 4) return reinterpret_cast<Lanes>(_mm512_zextps128_ps512(_mm_loadu_ps(p)));
+  if (count == 8) return reinterpret_cast<Lanes>(_mm512_zextps256_ps512(_mm256_loadu_ps(p)));
   return reinterpret_cast<Lanes>(
       _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p));
 }
 
 OPER_INLINE void store_part(float* p, const Lanes& v, int count) {
-  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1),
-                        reinterpret_cast<const __m512&>(v));
+  const __m512 all = reinterpret_cast<__m512>(v);
+  if (count == 4) return _mm_storeu_ps(p, _mm512_castps512_ps128(all));
+  if (count == 8) return _mm256_storeu_ps(p, _mm512_castps512_ps256(all));
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), all);
 }
 
 #else

@@ -1,4 +1,4 @@
-"""The gather ceiling: the same rows of the same arena, summed by a loop that does nothing else."""
+"""Ceilings: the same rows of the same arena, summed or rewritten by loops that do nothing else."""
 
 from __future__ import annotations
 
@@ -136,3 +136,47 @@ class Ceiling:
     def _arrange(self, order: str, count: int) -> None:
         self._batches = [GatherBatch.make(a, self._pooling, self._dim, order)
                          for a in self._addresses[:count]]
+
+
+class UpdateCeiling:
+    """Bare rewrites of what a step updates at one rank: its rows that any rank looks up, and their
+    state, each read and written once as it is, in the order of their slots.
+
+    Args:
+        tables: the sharded tables; no replicas, row-wise Adagrad.
+        batches: by rank, ids of each batch, int64 [F, ids], key-major, features in output order.
+
+    Attributes:
+        batches: addresses of each batch's rows and of their states, int64 [n + PREFETCH].
+    """
+
+    PREFETCH = 16  # places ahead, as in the update itself
+
+    def __init__(self, tables: ShardedTables, batches: Sequence[Sequence[np.ndarray]]) -> None:
+        self._row_bytes = tables.directories[0].row_bytes
+        self.batches = [self._addresses(tables, together)
+                         for together in zip(*batches, strict=True)]
+
+    def _addresses(self, tables: ShardedTables, ids: Sequence[np.ndarray]
+                   ) -> tuple[torch.Tensor, torch.Tensor]:
+        rank = tables.group.rank
+        found: dict[str, list[np.ndarray]] = {"rows": [], "momentum1": []}
+        for f, (_, name) in enumerate(tables.features):
+            k = tables.pieces[name][0]
+            directory = tables.directories[k]
+            touched = np.unique(np.concatenate([x[f] for x in ids]))
+            owner, slot = directory.locate(directory.position_of(touched))
+            slot = np.sort(slot[owner == rank])
+            for part, places in found.items():
+                view = tables.view(part, k, rank)
+                places.append(view.data_ptr() + slot * (view.stride(0) * view.element_size()))
+        rows, states = (np.concatenate(x) for x in found.values())
+        surplus = np.full(self.PREFETCH, rows[-1]), np.full(self.PREFETCH, states[-1])
+        return (torch.from_numpy(np.concatenate([rows, surplus[0]])),
+                torch.from_numpy(np.concatenate([states, surplus[1]])))
+
+    def run(self, number: int) -> None:
+        """Rewrite what batch `number` (modulo the number of batches) updates."""
+        rows, states = self.batches[number % len(self.batches)]
+        torch.ops.oper.rewrite_ceiling(rows, self._row_bytes, self.PREFETCH)
+        torch.ops.oper.rewrite_ceiling(states, 4, self.PREFETCH)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from oper.bench import record
+from oper.bench.ceiling import Ceiling, UpdateCeiling
 from oper.bench.lookup_case import Case, aligner
 from oper.bench.planning import bytes_read, slowest, total, world
 from oper.bench.sides import EPS, LEARNING_RATE, make_collection
@@ -112,6 +113,12 @@ def run_scale_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
     others = clock.others(total)
     timing = record.summary(np.array(slowest(mine.tolist())))
     lines = int(total([line_bytes(work, ids)])[0])
+    limits = _ceilings(case, model.tables, ids) if case.axis == "rows" else {}
+    limit = {} if not limits else {
+        "gather_ceiling_ms": limits["gather"]["median_ms"],
+        "update_ceiling_ms": limits["update"]["median_ms"],
+        "ceiling_ns_per_line_byte": _per_byte(
+            limits["gather"]["median_ms"] + limits["update"]["median_ms"], lines)}
     page_kind, read = model.tables.page_kind, bytes_read(model.tables)
     if dist.is_initialized():
         dist.barrier()
@@ -120,14 +127,36 @@ def run_scale_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
         return {}
     return {
         "name": case.name, "axis": case.axis, "oper_step_ms": timing["median_ms"],
-        "step_ns_per_line_byte": round(timing["median_ms"] * 1e6 / lines * world_size, 5),
+        "step_ns_per_line_byte": _per_byte(timing["median_ms"], lines), **limit,
         "table_gigabytes": round(sum(work.num_rows) * work.dim * 4 / 1e9, 3),
         "verified": verdict["passed"], "verification": {"oper": verdict},
-        "bytes_moved": {"lines": lines}, "bytes_read": read, "timings": {"oper": timing},
+        "bytes_moved": {"lines": lines}, "bytes_read": read,
+        "timings": {"oper": timing, **{f"{n} ceiling": x for n, x in limits.items()}},
         "page_kind": page_kind, "workload": work.to_json(), "world_size": world_size,
         "threads_per_rank": case.num_threads // world_size, "num_batches": case.num_batches,
         "other_busy_cores": round(others, 2), "load_before": load_before,
         "load_after": record.load_average()}
+
+
+def _per_byte(ms: float, lines: int) -> float:
+    """A rank's nanoseconds for each of its bytes, of the `lines` bytes of all ranks."""
+    return round(ms * 1e6 / lines * world()[1], 5)
+
+
+def _ceilings(case: ScaleCase, tables: Any, ids: list[np.ndarray]) -> dict[str, dict[str, float]]:
+    """Timings of the bare gather and the bare rewrite of the same rows, the slower rank's.
+    Collective."""
+    rank, world_size = world()
+    align = aligner(tables)
+    gather = Ceiling(tables, ids, case.work.pooling)
+    gather.tune(align, slowest)
+    update = UpdateCeiling(tables, [
+        ids if r == rank else list(timed_ids(case.work, r, world_size, case.num_batches))
+        for r in range(world_size)])
+    runs = {"gather": gather.run, "update": update.run}
+    record.interleave(runs, align, 1, 4)
+    mine = record.interleave(runs, align, case.rounds, case.per_round)
+    return {n: record.summary(np.array(slowest(s.tolist()))) for n, s in mine.items()}
 
 
 def _verify(model: Any, work: Workload, kjt: Any, ids: np.ndarray) -> dict[str, Any]:
@@ -146,14 +175,22 @@ def _verify(model: Any, work: Workload, kjt: Any, ids: np.ndarray) -> dict[str, 
 
 
 def scale_table(entries: list[dict[str, Any]]) -> str:
-    """Step time per byte along every axis, beside the best point."""
+    """Time per byte along every axis over that of the best point, of steps and of bare ceilings."""
     rows = []
     for e in entries:
-        best = min(x["step_ns_per_line_byte"] for x in entries if x["axis"] == e["axis"])
+        axis = [x for x in entries if x["axis"] == e["axis"]]
         rows.append([e["name"], f"{e['table_gigabytes']:.2f} GB", f"{e['oper_step_ms']:.2f} ms",
                      f"{e['bytes_moved']['lines'] / 1e6:.0f} MB",
                      f"{1e3 * e['step_ns_per_line_byte']:.1f} ps",
-                     f"{e['step_ns_per_line_byte'] / best:.2f}x", "yes" if e["verified"] else "NO"])
+                     _over_best(e, axis, "step_ns_per_line_byte"),
+                     _over_best(e, axis, "ceiling_ns_per_line_byte"),
+                     "yes" if e["verified"] else "NO"])
     headers = ["step", "tables", "OPER", "lines moved", "rank's time per byte", "of the axis' best",
-               "verified"]
+               "bare ceilings", "verified"]
     return record.table(headers, rows) + "\n" if rows else ""
+
+
+def _over_best(entry: dict[str, Any], axis: list[dict[str, Any]], key: str) -> str:
+    if key not in entry:
+        return ""
+    return f"{entry[key] / min(x[key] for x in axis):.2f}x"

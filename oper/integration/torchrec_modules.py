@@ -293,6 +293,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         super().__init__()
         quantised = isinstance(collection, _QUANTISED)
         self._output_dtype = collection.output_dtype() if quantised else torch.float32
+        self._converts = self._output_dtype != torch.float32  # which lookups return
         self._configs = list(configs_of(collection))
         self.tables = tables
         self._names = dict(names)
@@ -300,6 +301,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._output_names = [
             n for group in get_embedding_names_by_table(self._configs) for n in group]
         self._key_of: dict[tuple[str, ...], torch.Tensor] = {}
+        self._last_keys: tuple[list[str], torch.Tensor] = ([], torch.empty(0, dtype=torch.int64))
         self._is_weighted = False
         self._parameters_of = {
             c.name: f"{self.kind.prefix}.{c.name}.weight" for c in self._configs}
@@ -326,10 +328,9 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         return self._output_dtype
 
     def _lookup(self, features: KeyedJaggedTensor) -> Lookup:
-        keys = tuple(features.keys())
-        key_of = self._key_of.get(keys)
-        if key_of is None:
-            key_of = self._match(keys)
+        last_keys, key_of = self._last_keys
+        if last_keys != features.keys():
+            key_of = self._match(tuple(features.keys()))
         weights = features.weights().contiguous() if self._is_weighted else None
         if weights is not None and weights.dtype != torch.float32:
             weights = weights.float()
@@ -339,6 +340,14 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
                       self.kind.pooled)
 
     def _match(self, keys: tuple[str, ...]) -> torch.Tensor:
+        key_of = self._key_of.get(keys)
+        if key_of is None:
+            key_of = self._key_of[keys] = self._find(keys)
+        # Lists compare by the strings' addresses first, without a look at each of them.
+        self._last_keys = (list(keys), key_of)
+        return key_of
+
+    def _find(self, keys: tuple[str, ...]) -> torch.Tensor:
         at = {key: k for k, key in enumerate(keys)}
         missing = [f for f in self._features if f not in at]
         if missing:
@@ -346,9 +355,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
                 fail("cannot look up", "missing features", missing[:8],
                      f"keys {self._features[:8]}...", "add them to the KeyedJaggedTensor"))
         with torch.inference_mode(False):  # kept for batches outside of it
-            key_of = torch.tensor([at[f] for f in self._features], dtype=torch.int64)
-        self._key_of[keys] = key_of
-        return key_of
+            return torch.tensor([at[f] for f in self._features], dtype=torch.int64)
 
     def _stand_ins(self) -> SimpleNamespace:
         """``<table>.weight`` of every table: shape and dtype on the meta device, no values.
@@ -446,8 +453,9 @@ class ShardedEmbeddingBags(_ShardedCollection):
         return LazyNoWait(self._keyed(output, ctx.features))
 
     def _keyed(self, values: torch.Tensor, features: KeyedJaggedTensor) -> KeyedTensor:
-        values = spread(values, self._dims, self._features, features)
-        if self._output_dtype != values.dtype:
+        if features.inverse_indices_or_none() is not None or features.variable_stride_per_key():
+            values = spread(values, self._dims, self._features, features)
+        if self._converts:
             values = values.to(self._output_dtype)
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
 
@@ -500,7 +508,7 @@ class ShardedEmbeddings(_ShardedCollection):
             inputs = dict.fromkeys(self._features, none)
         else:
             inputs = features.to_dict()
-        if self._output_dtype != values.dtype:
+        if self._converts:
             values = values.to(self._output_dtype)
         of_feature = [inputs[f] for f in self._features]
         parts = torch.split(values, [jt.values().numel() for jt in of_feature])

@@ -16,7 +16,8 @@ _INTEGERS = (torch.int64, torch.int32)
 BAD_BATCH = 10  # status of a batch that `BatchChecks` refuses
 
 
-@dataclass(frozen=True, slots=True)
+# Nobody assigns to its fields; `frozen` would make every batch set each of them by a call.
+@dataclass(slots=True)
 class Lookup:
     """One batch of lookups.
 

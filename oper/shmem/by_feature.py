@@ -17,7 +17,7 @@ from oper.tables import TableSpec
 BOUNDS_MODES = ("fatal", "warning", "ignore")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, for the reason that `Lookup` has
 class Backward:
     """One backward pass of a lookup.
 

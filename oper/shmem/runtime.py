@@ -75,6 +75,7 @@ class ShardedTables(LogicalRows):
         load()
         # The packet of all overloads would look for it in every call.
         self._forward_op = torch.ops.oper.lookup_forward.default
+        self._backward_op = torch.ops.oper.lookup_backward.default
         self.plan = plan
         self.group = group
         self.features = list(features)
@@ -209,8 +210,7 @@ class ShardedTables(LogicalRows):
             self._checks.check(batch)
             batch = self.bounds.repair(batch)
         if self.optimizers is not None and torch.is_grad_enabled():
-            out: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-                self.anchor, batch.weights, self, batch)
+            out: torch.Tensor = _Lookup.apply(self.anchor, batch.weights, self, batch)
             return out
         if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
             raise InvalidInputError(
@@ -231,7 +231,7 @@ class ShardedTables(LogicalRows):
         """
         collective |= self._exchange is not None and self.optimizers is not None
         known = self._known(batch)
-        if batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size):
+        if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
             self._checks.check(batch)
             meets = self._exchange is not None or (collective and self.has_push)
             if not batch.lengths.any() and not meets:
@@ -307,7 +307,7 @@ class ShardedTables(LogicalRows):
         batch, offsets = passed.batch, passed.offsets
         grad = rows_in_order(passed.grad, batch.pooled)
         known = self._known(batch)
-        code, detail = torch.ops.oper.lookup_backward(
+        code, detail = self._backward_op(
             self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, self._optimizer_arguments(self.num_steps + 1), self.gradient_scale,
             known and known.addresses, known and known.order)
@@ -520,12 +520,17 @@ class ShardedTables(LogicalRows):
                  "one handle on the shared rows", "save and load the model's state_dict instead"))
 
 
+# Without what torch.autograd.Function.apply does first, for functorch's transforms and for another
+# form of Function. A lookup is neither, and that code is cold whenever it is needed.
+_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
+
+
 def _release(handle: int, heap: HostHeap) -> None:
     torch.ops.oper.context_close(handle)
     heap.close()
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(_Function):  # type: ignore[misc]
     """Forward: lookup. Backward: the fused, collective update of the tables."""
 
     @staticmethod

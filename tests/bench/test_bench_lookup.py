@@ -6,12 +6,21 @@ import pytest
 
 pytest.importorskip("torchrec")
 
+import numpy as np
+import torch
+
 from oper.bench import lookup
+from oper.bench.ceiling import UpdateCeiling
 from oper.bench.launch import run_workers
 from oper.bench.lookup_case import PEERS, Case
 from oper.bench.scale_case import ScaleCase
 from oper.bench.update_case import UpdateCase
 from oper.bench.workload import Workload
+from oper.plan import uniform_plan
+from oper.shmem.group import SingleGroup
+from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -61,6 +70,40 @@ def test_growth_is_measured_and_verified() -> None:
     assert full == pytest.approx(
         ids * (2 * 256 + 8) + bags * 256 + distinct * (4 * 256 + 2 * 64), abs=2)
     assert "of the axis' best" in lookup.report(entries)
+
+
+def test_growing_tables_are_set_beside_the_bare_machine() -> None:
+    work = Workload(num_rows=(40, 12_000), dim=64, batch_size=64, pooling=3)
+    case = ScaleCase("scale-rows-small", work, 2, axis="rows", num_batches=2, rounds=2, per_round=2)
+    entry, = run_workers("oper.bench.scale_case:run_scale_case", [case.to_json()], 2)
+    assert entry["verified"] is True, entry
+    assert set(entry["timings"]) == {"oper", "gather ceiling", "update ceiling"}
+    bare_ms = entry["gather_ceiling_ms"] + entry["update_ceiling_ms"]
+    assert entry["ceiling_ns_per_line_byte"] == pytest.approx(
+        2e6 * bare_ms / entry["bytes_moved"]["lines"], rel=1e-2)
+    assert "1.00x" in lookup.report([entry])
+
+
+def test_bare_rewrites_touch_what_a_step_updates_and_change_nothing() -> None:
+    specs = [TableSpec(f"t{k}", n, 64, (f"f{k}",)) for k, n in enumerate((40, 5000))]
+    tables = ShardedTables(uniform_plan(specs, 1), [(f"f{k}", f"t{k}") for k in range(2)],
+                           SingleGroup(), RowWiseAdagrad(lr=0.1))
+    generator = np.random.default_rng(0)
+    rows = [torch.randn(n.num_rows, 64) for n in specs]
+    for spec, values in zip(specs, rows, strict=True):
+        tables.write(spec.name, values)
+    ids = np.stack([generator.integers(0, n.num_rows, 300) for n in specs])
+    bare = UpdateCeiling(tables, [[ids, ids[:, :7]]])
+    sizes = [sum(np.unique(x).size for x in batch) for batch in (ids, ids[:, :7])]
+    assert [[p.numel() - UpdateCeiling.PREFETCH for p in b] for b in bare.batches] == [
+        [n, n] for n in sizes]
+    bare.run(0)
+    bare.run(1)
+    for spec, values in zip(specs, rows, strict=True):
+        found = torch.empty_like(values)
+        tables.gather(spec.name, np.arange(spec.num_rows), "rows", slice(0, 64), found)
+        assert torch.equal(found, values)
+    tables.close()
 
 
 def test_cases_by_world_size() -> None:

@@ -1,6 +1,8 @@
-"""Outputs too large for the caches are written past them: the same bits."""
+"""Outputs and reduced gradients too large for the caches are written past them: the same bits."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group import SingleGroup
+from oper.shmem.optimizers import SGD
 from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 from tests.world_support import run_world
@@ -16,6 +19,7 @@ SPECS = [TableSpec("a", 50, 64, ("f",), "sum", optimizer="none"),
          TableSpec("b", 70, 16, ("g",), "mean", optimizer="none"),
          TableSpec("c", 30, 48, ("h",), "sum", optimizer="none")]
 BATCH = 1 << 18  # 128 MiB of output
+_SC_LEVEL3_CACHE_SIZE = 194  # of glibc; Python has no name for it
 
 
 def _differences(rank: int, world_size: int) -> int:
@@ -39,3 +43,34 @@ def _differences(rank: int, world_size: int) -> int:
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
 def test_large_outputs_are_those_of_small_batches(kernels: str) -> None:
     assert run_world(1, _differences, env={"OPER_CPU_KERNELS": kernels}) == [0]
+
+
+def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
+    """Elements that two steps of one batch get wrong; before the second one the kernels know that its
+    gradients will not stay in the cache. Small whole numbers, so that every sum is exact."""
+    cache = os.sysconf(_SC_LEVEL3_CACHE_SIZE) or 32 << 20
+    num_rows = cache * 5 // 4 // (4 * dim) + 1
+    spec = TableSpec("a", num_rows, dim, ("f",), "sum", optimizer="sgd")
+    tables = ShardedTables(uniform_plan([spec], 1), [("f", "a")], SingleGroup(), SGD(lr=1.0))
+    tables.write("a", torch.zeros(num_rows, dim))
+    tables.publish()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.randperm(num_rows, generator=generator),
+                     torch.randint(0, num_rows, (num_rows // 2,), generator=generator)])
+    gradient = torch.randint(-8, 9, (ids.numel(), dim), generator=generator).float()
+    batch = Lookup(ids, torch.ones(ids.numel(), dtype=torch.int64), torch.arange(1), ids.numel())
+    expected = torch.zeros(num_rows, dim).index_add_(0, ids, gradient)
+    wrong = []
+    for step in (1, 2):
+        tables.lookup(batch).backward(gradient)
+        found = torch.empty(num_rows, dim)
+        tables.gather("a", torch.arange(num_rows).numpy(), "rows", slice(0, dim), found)
+        wrong.append(int((found != -step * expected).sum()))
+    tables.close()
+    return wrong
+
+
+@pytest.mark.parametrize("dim", [96, 272])
+@pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
+def test_large_gradients_are_those_of_the_first_step(kernels: str, dim: int) -> None:
+    assert run_world(1, _wrong_elements, dim, env={"OPER_CPU_KERNELS": kernels}) == [[0, 0]]
