@@ -31,6 +31,42 @@ def on_device(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class FeatureKeys:
+    """Which key carries each feature, as the kernels take it.
+
+    Args:
+        num_pieces: column pieces of the table of each feature.
+        device: where they run.
+    """
+
+    def __init__(self, num_pieces: Sequence[int], device: torch.device) -> None:
+        self._num_pieces = list(num_pieces)
+        self._device = device
+        self._known: dict[tuple[int, ...], tuple[torch.Tensor, int, bool]] = {}
+
+    def of(self, key_of: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
+        """`key_of`, int64 [F], on the device as int32 [F]; the most pieces that share a key; and
+        whether every key has one feature."""
+        keys = tuple(key_of.tolist())
+        if keys not in self._known:
+            uses: dict[int, int] = {}
+            for key, count in zip(keys, self._num_pieces, strict=True):
+                uses[key] = uses.get(key, 0) + count
+            self._known[keys] = (torch.tensor(keys, dtype=torch.int32, device=self._device),
+                                 max(uses.values(), default=1),
+                                 sorted(keys) == list(range(len(keys))))
+        return self._known[keys]
+
+    def num_rows(self, batch: Lookup) -> int:
+        """Output rows of an unpooled batch; waits for the device when only it knows."""
+        _, _, is_whole = self.of(batch.key_of)
+        num_keys = batch.lengths.numel() // max(1, batch.batch_size)
+        if not num_keys or (is_whole and num_keys == len(self._num_pieces)):
+            return batch.ids.numel()
+        sums = batch.lengths.view(num_keys, -1).sum(1).cpu()
+        return int(sums[batch.key_of].sum())
+
+
 @dataclass(slots=True, eq=False)
 class Prepared:
     """A batch on the device and what its id-only work made of it.

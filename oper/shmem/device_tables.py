@@ -21,7 +21,7 @@ from oper.shmem.arena import KernelMaps
 from oper.shmem.batch import Lookup, rows_in_order
 from oper.shmem.by_feature import Backward
 from oper.shmem.device_arenas import DeviceArenas
-from oper.shmem.device_batch import Prepared, Workspaces, on_device, raise_found
+from oper.shmem.device_batch import FeatureKeys, Prepared, Workspaces, on_device, raise_found
 from oper.shmem.device_exchange import DeviceExchange, FarRows
 from oper.shmem.device_heap import DeviceHeap
 from oper.shmem.device_requests import PushMessages
@@ -63,7 +63,7 @@ class DeviceTables(ShardedTables):
 
     _of_the_plan = (*ShardedTables._of_the_plan, "arenas", "_requests", "_partials", "order",
                     "updates_at_once", "_staged_row_bytes", "num_squares", "_staged", "_are_fp32",
-                    "_key_tensors", "_counters")
+                    "_keys", "_counters")
     _exchange: DeviceExchange | None
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
@@ -73,7 +73,6 @@ class DeviceTables(ShardedTables):
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._key_tensors: dict[tuple[int, ...], tuple[torch.Tensor, int, bool]] = {}
         self._workspaces = Workspaces(self.device)
         self._recent: Prepared | None = None
         self._kept: Prepared | None = None  # planned in a forward pass, for its backward pass
@@ -136,6 +135,8 @@ class DeviceTables(ShardedTables):
             [as_tensor(h).to(self.device) for h in maps.heads], as_tensor(arenas.pads),
             int(deadline_s() * 1000),
             self._addresses[group.rank], self._layout.outbox[group.rank]))
+        self._keys = FeatureKeys([len(self.pieces[table]) for _, table in self.features],
+                                 self.device)
         self.order = torch.ops.oper.device_context_order(handle)
         self.updates_at_once = torch.ops.oper.device_context_updates_at_once(handle)
         self._staged_row_bytes = max(-(-d.row_bytes // 16) * 16 for d in self.directories)
@@ -253,7 +254,7 @@ class DeviceTables(ShardedTables):
         return self._with_workspace(batch, bounds)
 
     def _with_workspace(self, batch: Lookup, bounds: torch.Tensor) -> Prepared:
-        key_of, most, _ = self._keys(batch.key_of)
+        key_of, most, _ = self._keys.of(batch.key_of)
         max_pairs = batch.ids.numel() * most
         if batch.ids.numel() >= _MOST_IDS or max_pairs >= 2**32 - 1:
             raise OperError(fail("cannot look up", "ids", batch.ids.numel(), f"< {_MOST_IDS}",
@@ -293,31 +294,6 @@ class DeviceTables(ShardedTables):
         memory = torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
         return memory, near_bytes, far
 
-    def _keys(self, key_of: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
-        """`key_of` on the device, the most features that share a key, and whether every key has
-        one feature."""
-        known = tuple(key_of.tolist())
-        if known not in self._key_tensors:
-            pieces = [len(self.pieces[table]) for _, table in self.features]
-            uses: dict[int, int] = {}
-            for key, count in zip(known, pieces, strict=True):
-                uses[key] = uses.get(key, 0) + count
-            whole = sorted(known) == list(range(len(known)))
-            self._key_tensors[known] = (
-                torch.tensor(known, dtype=torch.int32, device=self.device),
-                max(uses.values(), default=1), whole)
-        return self._key_tensors[known]
-
-    def _num_rows(self, prepared: Prepared) -> int:
-        """Output rows of an unpooled batch; waits for the device when only it knows."""
-        batch = prepared.batch
-        _, _, whole = self._keys(batch.key_of)
-        num_keys = batch.lengths.numel() // max(1, batch.batch_size)
-        if not num_keys or (whole and num_keys == len(self.features)):
-            return batch.ids.numel()
-        sums = batch.lengths.view(num_keys, -1).sum(1).cpu()
-        return int(sums[batch.key_of].sum())
-
     # ---- steps -----------------------------------------------------------------------------------
 
     @on_device
@@ -331,7 +307,7 @@ class DeviceTables(ShardedTables):
         prepared = self._prepare(batch) if known is None else known
         prepared.use_here(self.device)
         rows, columns = ((batch.batch_size, self.output_columns) if batch.pooled
-                         else (self._num_rows(prepared), self.directories[0].table.dim))
+                         else (self._keys.num_rows(prepared.batch), self.directories[0].table.dim))
         out = torch.empty(rows, columns, dtype=torch.float32, device=self.device)
         push = collective and self.has_push and batch.pooled
         if prepared.by_pair or (

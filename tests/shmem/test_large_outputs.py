@@ -46,8 +46,8 @@ def test_large_outputs_are_those_of_small_batches(kernels: str) -> None:
 
 
 def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
-    """Elements that two steps of one batch get wrong; before the second one the kernels know that its
-    gradients will not stay in the cache. Small whole numbers, so that every sum is exact."""
+    """Elements that two steps of one batch get wrong; before the second one the kernels know that
+    its gradients will not stay in the cache. Small whole numbers, so that every sum is exact."""
     cache = os.sysconf(_SC_LEVEL3_CACHE_SIZE) or 32 << 20
     num_rows = cache * 5 // 4 // (4 * dim) + 1
     spec = TableSpec("a", num_rows, dim, ("f",), "sum", optimizer="sgd")
