@@ -16,6 +16,7 @@ from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem.arena import ArenaLayout, KernelMaps
+from oper.shmem.autograd import trained_lookup
 from oper.shmem.batch import (
     BAD_BATCH,
     BatchChecks,
@@ -211,8 +212,7 @@ class ShardedTables(LogicalRows):
             self._checks.check(batch)
             batch = self.bounds.repair(batch)
         if self.optimizers is not None and torch.is_grad_enabled():
-            out: torch.Tensor = _Lookup.apply(self.anchor, batch.weights, self, batch)
-            return out
+            return trained_lookup(self, batch)
         if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
             raise InvalidInputError(
                 fail("cannot look up in read-only tables", "per-sample weights",
@@ -521,32 +521,6 @@ class ShardedTables(LogicalRows):
                  "one handle on the shared rows", "save and load the model's state_dict instead"))
 
 
-# Without what torch.autograd.Function.apply does first, for functorch's transforms and for another
-# form of Function. A lookup is neither, and that code is cold whenever it is needed.
-_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
-
-
 def _release(handle: int, heap: HostHeap) -> None:
     torch.ops.oper.context_close(handle)
     heap.close()
-
-
-class _Lookup(_Function):  # type: ignore[misc]
-    """Forward: lookup. Backward: the fused, collective update of the tables."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
-                tables: ShardedTables, batch: Lookup) -> torch.Tensor:
-        out, offsets = tables.forward(batch, collective=True)
-        ctx.call = (tables, batch, offsets)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor
-                 ) -> tuple[None, torch.Tensor | None, None, None]:
-        tables, batch, offsets = ctx.call
-        weights = None
-        if ctx.needs_input_grad[1]:  # before the rows change
-            weights = tables.weight_gradient(grads[0], batch, offsets)
-        tables.apply_gradients(grads[0], batch, offsets)
-        return None, weights, None, None

@@ -1,0 +1,47 @@
+"""Lookups as autograd sees them: the backward pass updates the tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from oper.shmem.batch import Lookup
+
+if TYPE_CHECKING:
+    from oper.shmem.runtime import ShardedTables
+
+# Without what torch.autograd.Function.apply does first, for functorch's transforms and for another
+# form of Function. A lookup is neither, and that code is cold whenever it is needed.
+_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
+
+
+def trained_lookup(tables: ShardedTables, batch: Lookup) -> torch.Tensor:
+    """`ShardedTables.forward`, collective, whose backward pass updates the tables.
+
+    Returns:
+        Embeddings, pooled, float32 [B, columns], or unpooled, float32 [N, D].
+    """
+    out: torch.Tensor = _Lookup.apply(tables.anchor, batch.weights, tables, batch)
+    return out
+
+
+class _Lookup(_Function):  # type: ignore[misc]
+    """Forward: lookup. Backward: the fused, collective update of the tables."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
+                tables: ShardedTables, batch: Lookup) -> torch.Tensor:
+        out, offsets = tables.forward(batch, collective=True)
+        ctx.call = (tables, batch, offsets)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor
+                 ) -> tuple[None, torch.Tensor | None, None, None]:
+        tables, batch, offsets = ctx.call
+        weights = None
+        if ctx.needs_input_grad[1]:  # before the rows change
+            weights = tables.weight_gradient(grads[0], batch, offsets)
+        tables.apply_gradients(grads[0], batch, offsets)
+        return None, weights, None, None
