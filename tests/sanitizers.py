@@ -198,14 +198,17 @@ def _run(name: str, folder: Path, how: How) -> int:
     _say(name, f"built and planted defects found after {time.monotonic() - began:.0f} s")
     without = [f"--deselect={test}" for test in kind.without]
 
+    # Of Python only: what starts it may not bear another library before its own.
+    given = [f"{k}={v}" for k, v in environment.items()] + [f"PYTHONPATH={folder}"]
+
     def one(test: str) -> str:
         start = time.monotonic()
         # -v tells of which test it was the last that the process said something before it ended.
         done = subprocess.run(
-            [*how.through, sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider",
-             "--capture=sys", *without, test],
-            cwd=folder, check=False, env=environment | {"PYTHONPATH": str(folder)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            [*how.through, "env", *given, sys.executable, "-m", "pytest", "-v", "-p",
+             "no:cacheprovider", "--capture=sys", *without, test],
+            cwd=folder, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace")
         if done.returncode:
             print(done.stdout, flush=True)
         what = "FAILED: " if done.returncode else ""
@@ -266,7 +269,7 @@ def _environment(kind: Kind, libraries: Sequence[str], folder: Path) -> dict[str
         more += f":suppressions={suppressions}:print_suppressions=0"
     options = {name: value + (more if name.endswith("_OPTIONS") else "")
                for name, value in kind.options.items()}
-    return os.environ | options | {"LD_PRELOAD": " ".join(libraries), "OMP_NUM_THREADS": "1"}
+    return options | {"LD_PRELOAD": " ".join(libraries), "OMP_NUM_THREADS": "1"}
 
 
 def _finds(what: str, text: str, compiler: str, folder: Path, environment: dict[str, str]) -> bool:
@@ -276,8 +279,8 @@ def _finds(what: str, text: str, compiler: str, folder: Path, environment: dict[
     subprocess.run([*shlex.split(compiler), "-g1", "-O0", "-fPIC", "-shared", str(source), "-o",
                     str(library)], check=True)
     program = f"import ctypes; ctypes.CDLL({str(library)!r}).{what}(0)"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, check=False,
-                          capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | environment,
+                          check=False, capture_output=True, text=True)
     reports = list((folder / "reports").glob(f"{REPORT}*"))
     said = [done.stderr, *(report.read_text(errors="replace") for report in reports)]
     for report in reports:
