@@ -6,7 +6,8 @@ the tests whose ranks are threads of one process: it knows nothing of memory tha
 Before the tests, a planted defect of each kind must be found.
 
 Every file of tests has a process of its own, since the first report ends it. All of it is about an
-hour on two busy cores; name `--kind`, a file or a folder for a part, and `--jobs` where there are more.
+hour on two busy cores: name `--kind`, a file or a folder for a part, and `--jobs` where there are
+more.
 """
 
 from __future__ import annotations
