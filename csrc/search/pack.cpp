@@ -19,10 +19,10 @@ constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
 constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
 constexpr int kMaxWeight = 48;    // weights of one piece, together
 constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
-// Temperatures as shares of the energy, times the number of tables, at which short searches begin:
+// Temperatures as shares of the energy, times tables and ranks, at which short searches begin:
 // none suits all problems, and what large pieces become is settled early. Then a long one goes on from
 // the best state that they found.
-constexpr double kHot[] = {0.15, 0.05, 0.015, 0.05, 0.15, 0.05, 0.015, 0.05};
+constexpr double kHot[] = {3.2, 1.2, 3.2, 1.2};
 constexpr double kHotAgain = 0.005, kShareAgain = 0.33;
 constexpr double kOtherwise = 0.5;  // of the tables, in two of three
 constexpr double kHottest = 0.008, kCold = 2e-5;  // at first at most, and in the end
@@ -42,7 +42,7 @@ class Packing : private PackState {
     }
     if (!over_) {
       restore_best();
-      anneal(kHotAgain, again);
+      anneal(kHotAgain * double(W), again);
     }
     restore_best();
   }
@@ -74,7 +74,9 @@ class Packing : private PackState {
     remember_busiest();
     if (step_ < best_step_) keep_best();
     over_ |= best_step_ <= p_.goal;
-    const double hot = std::clamp(begin / double(std::max<int64_t>(whole_, 1)), 2 * kCold, kHottest);
+    const double hot =
+        std::clamp(begin / double(std::max<int64_t>(whole_, 1) * W), 2 * kCold, kHottest);
+    double cooled = hot;
     for (int64_t n = 0; n < most && !over_; ++n, ++moves_) {
       if (n % 1024 == 0) {
         const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin_;
@@ -82,8 +84,8 @@ class Packing : private PackState {
         for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
         energy_ = evaluate();
       }
-      const double part = double(n) / double(most);
-      step(energy_ * hot * std::pow(kCold / hot, part));
+      if (n % 64 == 0) cooled = hot * std::pow(kCold / hot, double(n) / double(most));
+      step(energy_ * cooled);
       over_ |= best_step_ <= p_.goal;
     }
   }

@@ -95,6 +95,12 @@ static OPER_CLONES float phase_busy(const float* load, int64_t stride, const flo
   return peak;
 }
 
+// to += a x + b y + d z
+static OPER_CLONES void accumulate(double* __restrict to, const double* x, const double* y,
+                                   const double* z, double a, double b, double d, int64_t n) {
+  for (int64_t g = 0; g < n; ++g) to[g] += a * x[g] + b * y[g] + d * z[g];
+}
+
 static OPER_CLONES float largest(const float* load, const float* share, float every, float fill,
                                  int64_t begin, int64_t end) {
   Lanes most{};
@@ -135,7 +141,8 @@ class PackState {
     for (int64_t r = 0; r < W; ++r) flatten(r);
     for (int64_t k = 0; k < T; ++k) add_stay(k, 1);
     pieces_.clear(), free_.clear();
-    of_table_.assign(T, {}), on_rank_.assign(W, {});
+    of_table_.assign(T, {}), on_rank_.assign(W, {}), counted_cuts_.assign(T, 0.0);
+    recut_.clear();
     owns_.assign(T * W, 0);
     busy_.resize(P * W);
   }
@@ -165,11 +172,15 @@ class PackState {
   }
 
   // The rows that are not pushed are cut into the same columns as those that are: what a cut costs
-  // whatever its width is.
-  void add_once(int64_t k, double sign) {
+  // whatever its width is. Most moves take as many pieces out as they put in, so that this waits for
+  // the end of a move, or of a recipe.
+  void settle_cuts(int64_t k) {
+    const double cuts = double(std::max<size_t>(of_table_[k].size(), 1) - 1) - counted_cuts_[k];
+    if (cuts == 0) return;
     const int64_t at = (p_.first[k] + recipe_[k]) * C * G;
-    for (int64_t i = 0; i < C * G; ++i) every_[i] += sign * p_.stay_once[at + i];
-    for (int64_t i = 0; i < C * G; ++i) fill_[i] += sign * p_.fill_once[at + i];
+    for (int64_t i = 0; i < C * G; ++i) every_[i] += cuts * p_.stay_once[at + i];
+    for (int64_t i = 0; i < C * G; ++i) fill_[i] += cuts * p_.fill_once[at + i];
+    counted_cuts_[k] += cuts;
   }
 
   double sums(int64_t n, double share) const {
@@ -189,15 +200,14 @@ class PackState {
                    d = sign * x.width * sums(n, share);
       const double *col = p_.column + (n * C + c) * G, *str = p_.stream + (n * C + c) * G,
                    *part = p_.partial + c * G;
-      double* to = load(r);
-      for (int64_t g = 0; g < G; ++g) to[g] += a * col[g] + b * str[g] + d * part[g];
+      accumulate(load(r), col, str, part, a, b, d, G);
       if (x.owners > 1 || !p_.whole[n]) {
         const double* asked = p_.asked + n * G;
-        for (int64_t g = 0; g < G; ++g) to[g] += b * asked[g];
+        for (int64_t g = 0; g < G; ++g) load(r)[g] += b * asked[g];
       }
       col = p_.column_read + (n * C + c) * C * G, str = p_.stream_read + (n * C + c) * C * G;
       part = p_.partial_read + c * C * G;
-      for (int64_t g = 0; g < C * G; ++g) every_[g] += a * col[g] + b * str[g] + d * part[g];
+      accumulate(every_.data(), col, str, part, a, b, d, C * G);
     }
   }
 
@@ -263,7 +273,7 @@ class PackState {
   void link(int id) {
     const Piece& x = pieces_[id];
     of_table_[x.table].push_back(id);
-    if (of_table_[x.table].size() > 1) add_once(x.table, 1);
+    recut_.push_back(x.table);
     for (int i = 0; i < x.owners; ++i) {
       on_rank_[x.rank[i]].push_back(id);
       ++owns_[x.table * W + x.rank[i]];
@@ -272,14 +282,14 @@ class PackState {
   void unlink(int id) {
     const Piece& x = pieces_[id];
     drop(of_table_[x.table], id);
-    if (!of_table_[x.table].empty()) add_once(x.table, -1);
+    recut_.push_back(x.table);
     for (int i = 0; i < x.owners; ++i) {
       drop(on_rank_[x.rank[i]], id);
       --owns_[x.table * W + x.rank[i]];
     }
   }
   static void drop(std::vector<int>& list, int id) {
-    auto at = std::find(list.begin(), list.end(), id);
+    const auto at = std::find(list.rbegin(), list.rend(), id);  // often the last one
     *at = list.back();
     list.pop_back();
   }
@@ -292,6 +302,8 @@ class PackState {
     refilled_ = {-1, -1};
   }
   void finish_move() {
+    for (const int k : recut_) settle_cuts(k);
+    recut_.clear();
     for (const int64_t r : saved_rank_) flatten(r);
   }
   void undo() {
@@ -313,6 +325,8 @@ class PackState {
       flatten(saved_rank_[i]);
     }
     every_ = saved_every_, fill_ = saved_fill_;
+    for (const int k : recut_) counted_cuts_[k] = double(std::max<size_t>(of_table_[k].size(), 1) - 1);
+    recut_.clear();
     if (refilled_.first >= 0) {
       set_units(refilled_.first, units_[refilled_.first] + 1);
       set_units(refilled_.second, units_[refilled_.second] - 1);
@@ -325,6 +339,7 @@ class PackState {
   }
 
   void set_recipe(int64_t k, int64_t recipe) {  // its pieces are out
+    settle_cuts(k);
     recipes_log_.push_back({k, recipe_[k]});
     add_stay(k, -1);
     recipe_[k] = recipe;
@@ -381,7 +396,8 @@ class PackState {
   std::vector<float> flat_, busy_, scale_, share_;
   std::pair<int64_t, int64_t> refilled_{-1, -1};
   std::vector<Piece> pieces_, best_pieces_;
-  std::vector<int> free_;
+  std::vector<int> free_, recut_;
+  std::vector<double> counted_cuts_;
   std::vector<std::vector<int>> of_table_, on_rank_;
   std::vector<uint8_t> owns_;
   std::vector<std::pair<int64_t, int64_t>> block_, recipes_log_, widths_log_;

@@ -23,6 +23,7 @@ from oper.search.problem import Problem
 from oper.search.relax import Columns, Relaxation
 
 _SEVERAL = 4e-4  # tolerance where ranks differ: prices of several classes are known no closer
+_KEPT = 4  # configurations of a table that a part of a box begins with, beside the solution's
 _ELASTIC = 1e3  # price ceiling of memory, in units of the first configurations' step
 
 
@@ -37,6 +38,9 @@ class Pool:
         amount: float64 [N, O, 4], features by option.
         resources: float64 [N, R].
         weight: float64 [N], share of each column in the relaxed solution.
+        basis: where the simplex ended: HiGHS' statuses of the columns that are no configuration,
+            and of the rows; None before.
+        in_basis: whether each column was basic then; later ones were not.
     """
 
     table: list[int] = field(default_factory=list)
@@ -46,6 +50,8 @@ class Pool:
     resources: list[np.ndarray] = field(default_factory=list)
     weight: np.ndarray = field(default_factory=lambda: np.zeros(0))
     known: set[tuple[int, int, bytes]] = field(default_factory=set)
+    basis: tuple[list[Any], list[Any]] | None = None
+    in_basis: list[bool] = field(default_factory=list)
 
     def add(self, columns: Columns, starts: np.ndarray, wanted: np.ndarray) -> list[int]:
         """Add the configurations of the tables `wanted` that are new; returns their indices."""
@@ -63,21 +69,32 @@ class Pool:
                 self.resources.append(columns.resources[t])
         return new
 
-    def under(self, relaxation: Relaxation) -> Pool:
-        """The configurations that fit the relaxation's present limit, with what they then ask."""
+    def under(self, relaxation: Relaxation, prices: np.ndarray) -> Pool:
+        """The configurations that fit the relaxation's present limit, with what they then ask: the
+        cheapest few of each table at `prices` (float64 [R]), and those in the relaxed solution."""
         out = Pool()
         if not self.table:
             return out
         tables, kinds = np.array(self.table), np.array(self.kind)
         amount = np.stack(self.amount)
         rows = relaxation.resources_at(amount, tables, kinds)
-        for n in np.flatnonzero(relaxation.fitting(amount, tables, kinds)).tolist():
+        fits = relaxation.fitting(amount, tables, kinds)
+        order = np.lexsort((np.where(fits, rows @ prices, np.inf), tables))
+        first = np.searchsorted(tables[order], tables[order])  # where the table's begin
+        keep = np.zeros(tables.size, bool)
+        keep[order] = np.arange(tables.size) - first < _KEPT
+        if self.weight.size == tables.size:
+            keep |= self.weight > 0
+        for n in np.flatnonzero(keep & fits).tolist():
             out.known.add((self.table[n], self.kind[n], self.choice[n].tobytes()))
             out.table.append(self.table[n])
             out.choice.append(self.choice[n])
             out.kind.append(self.kind[n])
             out.amount.append(self.amount[n])
             out.resources.append(rows[n])
+            if self.basis is not None:
+                out.in_basis.append(self.in_basis[n] if n < len(self.in_basis) else False)
+        out.basis = self.basis
         return out
 
 
@@ -159,8 +176,9 @@ def solve_relaxation(relaxation: Relaxation, tolerance: float = 1e-4, max_rounds
     if not relaxation.alike and any(o.kind == PUSH for o in relaxation.options):
         tolerance = max(tolerance, _SEVERAL)
     everything = np.arange(len(relaxation.tables))
-    for prices in _starting_prices(relaxation):
-        pool.add(relaxation.cheapest(prices), relaxation.starts, everything)
+    missing = np.setdiff1d(everything, pool.table)
+    for prices in _starting_prices(relaxation) if missing.size else ():
+        pool.add(relaxation.cheapest(prices), relaxation.starts, missing)
     master = _Master(relaxation, pool)
     best, best_prices, relaxed, over = 0.0, np.zeros(relaxation.num_rows), np.inf, 0.0
     rounds = 0
@@ -223,7 +241,7 @@ class _Master:
         self.relaxation, self.pool = relaxation, pool
         self.highs = highspy.Highs()
         for name, value in (("output_flag", False), ("solver", "simplex"), ("threads", 1),
-                            ("random_seed", 0)):
+                            ("random_seed", 0), ("simplex_strategy", 4)):
             if self.highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
                 raise OperError(fail("the LP solver refuses an option", name, value, "accepted",
                                      "install the release of highspy that this package names"))
@@ -247,21 +265,36 @@ class _Master:
                           -np.ones(memory.size))
         self.columns: list[int] = []
         self.add(list(range(len(pool.table))))
+        if pool.basis is not None:
+            self._begin_at(*pool.basis)
+
+    def _begin_at(self, fixed: list[Any], rows: list[Any]) -> None:
+        """Begin the simplex where it ended for the plans that these are a part of."""
+        highspy = _highspy()
+        status = highspy.HighsBasisStatus
+        basis = highspy.HighsBasis()
+        known = self.pool.in_basis + [False] * (len(self.pool.table) - len(self.pool.in_basis))
+        basis.col_status = fixed + [status.kBasic if x else status.kLower for x in known]
+        basis.row_status = rows
+        # Columns of it may be gone: HiGHS completes the basis by itself.
+        basis.valid = basis.alien = True
+        self.highs.setBasis(basis)
 
     def add(self, indices: list[int]) -> None:
         """Add pool columns to the LP."""
         if not indices:
             return
         # The resources, and a 1 in the convexity row of the column's table.
-        dense = np.zeros((len(indices), self.relaxation.num_rows + len(self.relaxation.tables)))
-        dense[:, :self.relaxation.num_rows] = [self.pool.resources[k] for k in indices]
-        dense[range(len(indices)),
-              [self.relaxation.num_rows + self.pool.table[k] for k in indices]] = 1.0
+        num_rows = self.relaxation.num_rows
+        dense = np.ones((len(indices), num_rows + 1))
+        dense[:, :num_rows] = [self.pool.resources[k] for k in indices]
         column, row = np.nonzero(dense)
+        value = dense[column, row]
+        row = np.where(row == num_rows, num_rows + np.array(self.pool.table)[indices][column], row)
         starts = np.searchsorted(column, np.arange(len(indices))).astype(np.int32)
         zero = np.zeros(len(indices))
         self.highs.addCols(len(indices), zero, zero, np.full(len(indices), _highspy().kHighsInf),
-                           row.size, starts, row.astype(np.int32), dense[column, row])
+                           row.size, starts, row.astype(np.int32), value)
         self.columns += indices
 
     def solve(self) -> tuple[float, float, np.ndarray] | None:
@@ -284,6 +317,12 @@ class _Master:
         values = np.array(self.highs.getSolution().col_value)[self.num_fixed:]
         self.pool.weight = np.zeros(len(self.pool.table))
         self.pool.weight[self.columns[:values.size]] = np.maximum(values, 0.0)
+        basis = self.highs.getBasis()
+        status, basic = list(basis.col_status), _highspy().HighsBasisStatus.kBasic
+        self.pool.basis = status[:self.num_fixed], list(basis.row_status)
+        self.pool.in_basis = [False] * len(self.pool.table)
+        for n, x in zip(self.columns, status[self.num_fixed:], strict=False):
+            self.pool.in_basis[n] = x == basic
 
 
 def _highspy() -> Any:

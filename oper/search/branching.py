@@ -25,7 +25,7 @@ from oper.search.pieces import NUM_PIECE_GROUPS, Box
 from oper.search.problem import IDS
 
 _NARROW = 0.002  # what pieces may exceed their phase by, as a share of the step
-_SLIM = 1.04  # largest over least load of a box that is cut at another load next
+_SLIM = 1.04  # largest over least load, from which a box is cut at the same load again
 _FAR = 8.0  # a box that begins at 0 is cut as if it began at a part of its end
 _STAY = 0.5  # a load is cut again if it is overlooked by this share of the worst one
 _CANDIDATES = 3  # loads that are tried, where more than a few boxes may be solved
@@ -73,7 +73,7 @@ class Branching:
             if not cuts:
                 break
             tried = list(cuts)[:num_tried]
-            if (load is not None and load in cuts and _ratio(node.box, load) >= _SLIM
+            if (load is not None and load in cuts and cuts[load][2] >= _SLIM
                     and cuts[load][0] >= _STAY * cuts[tried[0]][0]):
                 tried = [load]
             found = {x: [self._solve(node, box, limit, deadline) for box in cuts[x][1]]
@@ -91,7 +91,8 @@ class Branching:
         self.solved += 1
         relaxation = node.relaxation
         relaxation.set_box(replace(box, step=limit))
-        found = solve_relaxation(relaxation, deadline=deadline, pool=node.pool.under(relaxation))
+        found = solve_relaxation(relaxation, deadline=deadline,
+                                 pool=node.pool.under(relaxation, node.prices))
         return replace(found, lower_bound_us=max(found.lower_bound_us, node.lower_bound_us))
 
     def lowest(self, number: int) -> list[Bound]:
@@ -105,13 +106,10 @@ def _merit(node: Bound, parts: list[Bound]) -> float:
     return float(np.prod([max(x.lower_bound_us - node.lower_bound_us, least) for x in parts]))
 
 
-def _ratio(box: Box, load: _Load) -> float:
-    return float(box.most[load] / box.least[load]) if box.least[load] > 0 else np.inf
-
-
-def _cuts(node: Bound) -> dict[_Load, tuple[float, list[Box]]]:
+def _cuts(node: Bound) -> dict[_Load, tuple[float, list[Box], float]]:
     """The two halves of a box at each load that the relaxed solution overlooks, by how much of the
-    step it overlooks, largest first; loads whose resource has no price count little."""
+    step it overlooks, largest first; loads whose resource has no price count little. And the ratio
+    of the largest piece of the solution to the least of the box."""
     relaxation = node.relaxation
     relaxation.set_box(node.box)
     largest = _largest(node)
@@ -130,18 +128,21 @@ def _cuts(node: Bound) -> dict[_Load, tuple[float, list[Box]]]:
             weight[phase, GROUPS.index(name)] += node.prices[n]
     for row, phase, group in relaxation.owner_rows:
         weight[phase, group] += node.prices[row]
-    out: dict[_Load, tuple[float, list[Box]]] = {}
+    out: dict[_Load, tuple[float, list[Box], float]] = {}
     for flat in np.argsort(-excess * weight, axis=None, kind="stable").tolist():
         at = divmod(flat, excess.shape[1])
         if excess[at] <= _NARROW:
             continue
         low, high = float(node.box.least[at]), float(largest[at])
         begin = max(low, float(rooms[at]), high / _FAR)
-        cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low), high * 0.98))
+        # Both halves are smaller than the box, however narrow it is.
+        cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low),
+                            max(high * 0.98, (low + high) / 2)))
         most, least = node.box.most.copy(), node.box.least.copy()
         most[at] = least[at] = cut
         out[at] = (float(excess[at] * weight[at]),
-                   [replace(node.box, most=most), replace(node.box, least=least)])
+                   [replace(node.box, most=most), replace(node.box, least=least)],
+                   high / low if low > 0 else np.inf)
     return out
 
 

@@ -56,10 +56,10 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(2, 2, 4000, 300, 3, 16),
+EFFORTS = {"fast": Effort(2, 2, 4000, 300, 3, 40),
            "thorough": Effort(8, 10, 60000, 20000, 40, 300)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
-_MOVES = 50_000_000  # of one annealing, over the number of ranks and a little; more for more tables
+_MOVES = 100_000_000  # of one annealing, over the ranks and a little; more for more tables
 _RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
 

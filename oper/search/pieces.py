@@ -60,6 +60,9 @@ class PieceTypes:
     mass: np.ndarray
 
 
+_WHOLE = PieceTypes(np.ones(1), np.ones(1))
+
+
 def column_widths(t: TableProblem, split: bool) -> list[tuple[int, int]]:
     """Intervals (narrowest, widest) that cover all widths a piece may have, the whole row first."""
     dim = t.spec.dim
@@ -152,6 +155,7 @@ class Pieces:
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)
         self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
                                  for w in x], float)
+        self._known_ids: dict[tuple[int, int], np.ndarray] = {}
         self._own = self._own_loads()
         shape = self.floor.shape[1:]
         self.set_box(Box(np.zeros(shape), np.full(shape, np.inf)))
@@ -181,7 +185,7 @@ class Pieces:
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
                         num_loads=self._own.shape[-1], sums=self.native_sums, step=box.step)
         self.mass, self.whole = mass, whole.astype(bool)
-        self.types = [[PieceTypes(np.ones(1), np.ones(1)) if self.whole[k, c] else
+        self.types = [[_WHOLE if self.whole[k, c] else
                        PieceTypes(self.streams[a:b], mass[a:b, c]) for c in range(shape[1])]
                       for k, (a, b) in enumerate(pairwise(self.first.tolist()))]
 
@@ -215,6 +219,11 @@ class Pieces:
 
     def _ids(self, k: int, width: int) -> np.ndarray:
         """What all ids of `width` columns cost their owner at least; float64 [C, num_phases, 5]."""
+        if (k, width) not in self._known_ids:
+            self._known_ids[k, width] = self._make_ids(k, width)
+        return self._known_ids[k, width]
+
+    def _make_ids(self, k: int, width: int) -> np.ndarray:
         t, classes = self.tables[k], np.arange(len(self._first))
         world, first = self.model.machine.world_size, np.array(self._first)
         owner = np.zeros((classes.size, 4, world))

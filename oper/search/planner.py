@@ -31,7 +31,9 @@ from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
 
+_FEW = 20  # tables, up to which a search begins from large boxes
 _MANY = 200  # tables, above which less is tried
+_LEAST_BOXES = 16  # then
 _SHALLOW = 16  # times fewer boxes before the first search
 _NEGLIGIBLE = 2e-3  # of a step
 _MANY_HOSTS = 4  # above which what one of them owns counts for less than more boxes
@@ -203,8 +205,11 @@ def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int) -> 
 
 def _bounds(problem: Problem, deadline: float | None) -> list[_Branch]:
     """The branches that fit, by bound; raises PlanInfeasibleError where there is none."""
-    branches = sorted((_Branch(p, deadline) for p in _branches(problem)),
-                      key=lambda x: x.lower_bound_us)
+    branches: list[_Branch] = []
+    for part in reversed(_branches(problem)):  # those that may do most first
+        if not any(x.covers(part) for x in branches):
+            branches.append(_Branch(part, deadline))
+    branches.sort(key=lambda x: x.lower_bound_us)
     fitting = [x for x in branches if x.bound.overflow <= 1e-6]
     if not fitting:
         raise explain_bound(problem, branches[0].bound)
@@ -256,6 +261,18 @@ class _Branch:
         spared = other.extra_us - self.extra_us
         return "push" in mine and mine < theirs and spared <= _NEGLIGIBLE * self.lower_bound_us
 
+    def covers(self, part: Problem) -> bool:
+        """Whether this branch stands for `part` of the space, too: where tables are many and its
+        barriers hardly count, which it then leaves out of its bound."""
+        relaxation = self.bound.relaxation
+        if (len(relaxation.tables) <= _MANY or not part.allow < relaxation.problem.allow
+                or self.bound.overflow > 1e-6
+                or self.extra_us > _NEGLIGIBLE * self.lower_bound_us):
+            return False
+        self.root_us -= self.extra_us
+        self.extra_us = 0.0
+        return True
+
     def tighten(self, max_boxes: int, step_us: float, goal_us: float,
                 deadline: float | None) -> None:
         """Raise the bound; only plans faster than `step_us` count."""
@@ -282,7 +299,8 @@ class _Branch:
         relaxation, out = self.bound.relaxation, []
         for found in self.hosts.lowest(number):
             relaxation.set_box(found.box)
-            out.append(solve_relaxation(relaxation, pool=self.bound.pool.under(relaxation)))
+            pool = self.bound.pool.under(relaxation, self.bound.prices)
+            out.append(solve_relaxation(relaxation, pool=pool))
         return out
 
 
@@ -311,25 +329,28 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     # pieces are many: begin from one of the former and, when a step is known, from the latter.
     turns, shallow = [1, budget.num_starts, budget.num_starts], max(2, boxes // _SHALLOW)
     raise_ = _Branch.prove if boxes >= _WORTH_PROVING else _Branch.tighten
+    if num_tables > _FEW:
+        turns, shallow = turns[1:], boxes
     if num_tables > _MANY:
+        boxes = shallow = max(boxes, _LEAST_BOXES)
         moves = budget.max_moves * _MANY // num_tables
-        budget, turns, shallow = replace(budget, max_moves=moves), turns[:1], boxes
+        budget, turns = replace(budget, max_moves=moves), [1]
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
     _tighten(branches, shallow, np.inf, np.inf, first)
     seen: dict[int, float] = {}  # steps found in branches
     for turn, num_starts in enumerate(turns):
+        if best is not None:
+            known = best[1].step_us
+            _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline, raise_)
         for branch in sorted(branches, key=lambda x: x.lower_bound_us):
             known = np.inf if best is None else best[1].step_us
             lower_us = min(x.lower_bound_us for x in branches)
             # A branch whose own bound is above what is already found cannot hold a better plan.
-            enough = max(target_gap, _ENOUGH) if turn > 1 else target_gap
+            enough = max(target_gap, _ENOUGH) if turn == len(turns) - 1 else target_gap
             if best is not None and (budget.over() or known <= max(
                     branch.lower_bound_us, lower_us * (1 + enough))):
                 continue
-            if best is not None and turn < 2:
-                raise_(branch, boxes + (boxes - shallow if turn else 0), known, known,
-                       budget.deadline)
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
             if seen.get(id(branch), 0.0) > _BEHIND * known:
@@ -343,11 +364,12 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                 best = branch, found
     assert best is not None
     branch, found = best
-    if found.is_annealed:
+    if found.is_annealed and (num_tables <= _FEW or not found.state.evaluation.fits):
         lower_us = min(x.lower_bound_us for x in branches)
         found = improved(found, budget, lower_us * (1 + target_gap), seed)
     known = found.step_us
-    _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline, raise_)
+    left = boxes if num_tables <= _MANY else boxes // 2
+    _tighten(branches, left, known, known / (1 + target_gap), budget.deadline, raise_)
     return branch, found.state
 
 
