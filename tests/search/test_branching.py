@@ -12,7 +12,7 @@ from search_cases import gpus, host, random_tier, tables_and_stats
 from oper.bench import plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound import solve_relaxation
-from oper.search.branching import Branching
+from oper.search.branching import Branching, _cuts, _largest
 from oper.search.cost import CostModel, evaluate
 from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, Box, column_widths
 from oper.search.planner import plan_problem, proved
@@ -147,6 +147,22 @@ def test_more_boxes_never_lower_the_bound_and_few_do_most():
         assert lowest == sorted(lowest) and lowest[0] == found[-1]
     assert (np.diff(found) >= 0).all()
     assert found[2] - found[0] > 0.5 * (found[-1] - found[0]) > 0
+
+
+def test_every_cut_leaves_two_smaller_boxes():
+    """Else a box is cut for ever: in this one, narrow boxes of the forward phase's ids were."""
+    work = plan_workloads.few_tables(0)
+    problem = make_problem(work.tables, work.stats, plan_workloads.machine(64), batch_size=4096,
+                           allow=EVERYTHING)
+    boxes = Branching(solve_relaxation(Relaxation(CostModel(problem))))
+    boxes.run(120)
+    nodes = boxes.lowest(200)
+    assert len(nodes) > 20
+    for node in nodes:
+        for at, (_, (low, high), ratio) in _cuts(node).items():
+            assert low.most[at] == high.least[at] and ratio > 1
+            assert node.box.least[at] < low.most[at] < min(node.box.most[at],
+                                                           _largest(node)[at])
 
 
 def test_a_plan_is_proved_closer_than_planning_had_time_for():
