@@ -39,11 +39,13 @@ class World:
         self._pipes: list[Connection] = []
         self.processes = []
         store = str(Path(self._folder.name) / "store")
+        # The server that forks ranks keeps the environment of the test that needed it first.
+        whole = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         for rank in range(world_size):
             mine, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
                 target=_main, daemon=True,
-                args=(rank, world_size, store, theirs, dict(env or {}), body, args))
+                args=(rank, world_size, store, theirs, whole, body, args))
             process.start()
             theirs.close()
             self._pipes.append(mine)
@@ -110,7 +112,9 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
           body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _report
     # The kernels read this one once, through C's getenv: os.environ reaches it.
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **env})
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    os.environ.update(env)
     import torch
     import torch.distributed as dist
 

@@ -16,9 +16,12 @@ import numpy as np
 from oper.search.bound import Bound
 from oper.search.owner_rows import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.problem import IDS, NUM_FEATURES, ROWS, TableProblem
+from oper.search.tally import row_bytes
 
 MAX_TIERS = 8  # a table's directory stays small, and no relaxed solution needs more
 _POOL = 24  # recipes kept per table
+_ROUNDING = 1e-5  # of a memory at most is left free for stripes that are not quite even
+_HIDDEN = 2e-6  # of a memory, by a score that is near enough to the bound
 _OVERFLOW = 1e3  # a plan that misses memory by x is charged as 1 + 1e3 x of its step
 
 
@@ -85,10 +88,21 @@ class RecipeBook:
         self._phases = [(rows, weight[rows, p]) for p in range(weight.shape[1])
                         for rows in [np.flatnonzero((weight[:, p] > 0) & ~several)]]
         self._several = np.flatnonzero(several)
+        self._full = 1.0 - self._rounding()
         self._from_pool(bound)
         self.total = self.relaxation.base + sum(
             (r[p] for r, p in zip(self.resources, self.pick, strict=True)),
             np.zeros(self.relaxation.num_rows))
+
+    def _rounding(self) -> float:
+        """The share of a rank's memory that stripes may take beyond their part of the rows, one of
+        each table, and what a score that is near enough may hide. Relaxed solutions fill memories
+        to the last byte."""
+        machine = self.relaxation.model.machine
+        room = (machine.capacity_bytes[machine.domain] / machine.num_near).min()
+        rows = sum(row + state for t in self.relaxation.tables
+                   for row, _, state in [row_bytes(t, t.spec.dim)])
+        return float(min(_ROUNDING, rows / max(room, 1.0))) + _HIDDEN
 
     def _from_pool(self, bound: Bound) -> None:
         pool = bound.pool
@@ -215,7 +229,7 @@ class RecipeBook:
             weight = self.relaxation.phase_weight[self._several]
             lack = (totals[:, self._several] - times @ weight.T) / weight.max(axis=1)
             step += np.maximum(lack.max(axis=1), 0.0)
-        over = np.maximum(totals[:, self.relaxation.phase_of == -1] - 1.0, 0.0).sum(axis=1)
+        over = np.maximum(totals[:, self.relaxation.phase_of == -1] - self._full, 0.0).sum(axis=1)
         # The mean of the rows breaks ties among plans of equal peaks.
         return step * (1.0 + _OVERFLOW * over) + 1e-7 * totals.mean(axis=1)
 
