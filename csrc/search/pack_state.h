@@ -175,12 +175,15 @@ class PackState {
   // whatever its width is. Most moves take as many pieces out as they put in, so that this waits for
   // the end of a move, or of a recipe.
   void settle_cuts(int64_t k) {
-    const double cuts = double(std::max<size_t>(of_table_[k].size(), 1) - 1) - counted_cuts_[k];
+    const double cuts = cuts_of(k) - counted_cuts_[k];
     if (cuts == 0) return;
     const int64_t at = (p_.first[k] + recipe_[k]) * C * G;
     for (int64_t i = 0; i < C * G; ++i) every_[i] += cuts * p_.stay_once[at + i];
     for (int64_t i = 0; i < C * G; ++i) fill_[i] += cuts * p_.fill_once[at + i];
     counted_cuts_[k] += cuts;
+  }
+  double cuts_of(int64_t k) const {
+    return double(std::max<size_t>(of_table_[k].size(), 1) - 1);
   }
 
   double sums(int64_t n, double share) const {
@@ -325,7 +328,7 @@ class PackState {
       flatten(saved_rank_[i]);
     }
     every_ = saved_every_, fill_ = saved_fill_;
-    for (const int k : recut_) counted_cuts_[k] = double(std::max<size_t>(of_table_[k].size(), 1) - 1);
+    for (const int k : recut_) counted_cuts_[k] = cuts_of(k);
     recut_.clear();
     if (refilled_.first >= 0) {
       set_units(refilled_.first, units_[refilled_.first] + 1);

@@ -176,7 +176,7 @@ class Annealing:
         may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
         columns = dim[table][:, None, None]
         piece, asked = self._unseen(features[:, IDS], table)
-        every = np.array([float(t.total[IDS]) for t in tables])[table]
+        every = relaxation.total_ids[table]
         parts = 2 if may_split.any() else 1
         of_parts = {"first": self.first[:-1], "num_recipes": np.diff(self.first),
                     "may_split": may_split.astype(np.uint8),
@@ -206,7 +206,7 @@ class Annealing:
         The relaxation sees neither and is below every plan all the same. As `CostModel.whole_table`
         and `own_requests`, but for tables of two recipes, each of which pays for its own tiers."""
         model, tables = self.loads.model, self.relaxation.tables
-        ids = np.array([float(t.total[IDS]) for t in tables])[table]
+        ids = self.relaxation.total_ids[table]
         bags = np.array([t.traffic.num_bags for t in tables], float)[table]
         of = [self.book.recipes[k][r] for k, rs in enumerate(self.recipes) for r in rs]
         several = np.array([len(r.stops) > 1 for r in of])
@@ -214,8 +214,8 @@ class Annealing:
         tiers = ids * several * np.where(pushes, model.tiers_ns(True), model.tiers_ns(False))
         piece = np.tile(self.loads.piece_us, (table.size, 1))
         asked = np.zeros_like(piece)
-        for name in model.phases:
-            at = model.phases.index(name) * NUM_PIECE_GROUPS
+        for p, name in enumerate(model.phases):
+            at = p * NUM_PIECE_GROUPS
             if name in ("forward", "backward"):
                 piece[:, at] += tiers * 1e-3
                 asked[:, at] = pushed_ids * model.costs.push_ns * 1e-3

@@ -70,8 +70,9 @@ class Pool:
         return new
 
     def under(self, relaxation: Relaxation, prices: np.ndarray) -> Pool:
-        """The configurations that fit the relaxation's present limit, with what they then ask: the
-        cheapest few of each table at `prices` (float64 [R]), and those in the relaxed solution."""
+        """Of a solved pool, the configurations that fit the relaxation's present limit, with what
+        they then ask: the cheapest few of each table at `prices` (float64 [R]), and those in the
+        relaxed solution."""
         out = Pool()
         if not self.table:
             return out
@@ -83,8 +84,7 @@ class Pool:
         first = np.searchsorted(tables[order], tables[order])  # where the table's begin
         keep = np.zeros(tables.size, bool)
         keep[order] = np.arange(tables.size) - first < _KEPT
-        if self.weight.size == tables.size:
-            keep |= self.weight > 0
+        keep |= self.weight > 0
         for n in np.flatnonzero(keep & fits).tolist():
             out.known.add((self.table[n], self.kind[n], self.choice[n].tobytes()))
             out.table.append(self.table[n])
@@ -92,8 +92,7 @@ class Pool:
             out.kind.append(self.kind[n])
             out.amount.append(self.amount[n])
             out.resources.append(rows[n])
-            if self.basis is not None:
-                out.in_basis.append(self.in_basis[n] if n < len(self.in_basis) else False)
+            out.in_basis.append(self.in_basis[n])
         out.basis = self.basis
         return out
 

@@ -39,7 +39,6 @@ _NEGLIGIBLE = 2e-3  # of a step
 _MANY_HOSTS = 4  # above which what one of them owns counts for less than more boxes
 _MANY_CLASSES = 2  # of ranks, above which prices with a host apart take too long
 _HOST_BOXES = 3  # what a box with a host apart costs, in others
-_WORTH_PROVING = 10  # boxes, with less of which a search does without the dearer ones
 _BEHIND = 1.01  # a branch in which a first search stays so far behind is searched no more
 _ENOUGH = 0.03  # gap above which a search has a third turn
 _TURN = 16  # boxes of one branch before another may have its turn
@@ -207,7 +206,7 @@ def _bounds(problem: Problem, deadline: float | None) -> list[_Branch]:
     """The branches that fit, by bound; raises PlanInfeasibleError where there is none."""
     branches: list[_Branch] = []
     for part in reversed(_branches(problem)):  # those that may do most first
-        if not any(x.covers(part) for x in branches):
+        if not any(x.takes_in(part) for x in branches):
             branches.append(_Branch(part, deadline))
     branches.sort(key=lambda x: x.lower_bound_us)
     fitting = [x for x in branches if x.bound.overflow <= 1e-6]
@@ -261,9 +260,9 @@ class _Branch:
         spared = other.extra_us - self.extra_us
         return "push" in mine and mine < theirs and spared <= _NEGLIGIBLE * self.lower_bound_us
 
-    def covers(self, part: Problem) -> bool:
-        """Whether this branch stands for `part` of the space, too: where tables are many and its
-        barriers hardly count, which it then leaves out of its bound."""
+    def takes_in(self, part: Problem) -> bool:
+        """Stand for `part` of the space, too, where tables are many and this branch's barriers
+        hardly count, which its bound then leaves out; whether it does."""
         relaxation = self.bound.relaxation
         if (len(relaxation.tables) <= _MANY or not part.allow < relaxation.problem.allow
                 or self.bound.overflow > 1e-6
@@ -328,7 +327,6 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     # Boxes from which it begins. Large ones are good starts where tables are few, small ones where
     # pieces are many: begin from one of the former and, when a step is known, from the latter.
     turns, shallow = [1, budget.num_starts, budget.num_starts], max(2, boxes // _SHALLOW)
-    raise_ = _Branch.prove if boxes >= _WORTH_PROVING else _Branch.tighten
     if num_tables > _FEW:
         turns, shallow = turns[1:], boxes
     if num_tables > _MANY:
@@ -342,7 +340,8 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     for turn, num_starts in enumerate(turns):
         if best is not None:
             known = best[1].step_us
-            _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline, raise_)
+            _tighten(branches, boxes, known, known / (1 + target_gap), budget.deadline,
+                     _Branch.prove)
         for branch in sorted(branches, key=lambda x: x.lower_bound_us):
             known = np.inf if best is None else best[1].step_us
             lower_us = min(x.lower_bound_us for x in branches)
@@ -369,7 +368,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
         found = improved(found, budget, lower_us * (1 + target_gap), seed)
     known = found.step_us
     left = boxes if num_tables <= _MANY else boxes // 2
-    _tighten(branches, left, known, known / (1 + target_gap), budget.deadline, raise_)
+    _tighten(branches, left, known, known / (1 + target_gap), budget.deadline, _Branch.prove)
     return branch, found.state
 
 

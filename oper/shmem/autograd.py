@@ -11,10 +11,6 @@ from oper.shmem.batch import Lookup
 if TYPE_CHECKING:
     from oper.shmem.runtime import ShardedTables
 
-# Without what torch.autograd.Function.apply does first, for functorch's transforms and for another
-# form of Function. A lookup is neither, and that code is cold whenever it is needed.
-_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
-
 
 def trained_lookup(tables: ShardedTables, batch: Lookup) -> torch.Tensor:
     """`ShardedTables.forward`, collective, whose backward pass updates the tables.
@@ -22,11 +18,12 @@ def trained_lookup(tables: ShardedTables, batch: Lookup) -> torch.Tensor:
     Returns:
         Embeddings, pooled, float32 [B, columns], or unpooled, float32 [N, D].
     """
-    out: torch.Tensor = _Lookup.apply(tables.anchor, batch.weights, tables, batch)
+    out: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+        tables.anchor, batch.weights, tables, batch)
     return out
 
 
-class _Lookup(_Function):  # type: ignore[misc]
+class _Lookup(torch.autograd.Function):
     """Forward: lookup. Backward: the fused, collective update of the tables."""
 
     @staticmethod

@@ -74,10 +74,9 @@ class ShardedTables(LogicalRows):
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
                  gradient_scale: float = 1.0, seed: int | None = None) -> None:
         load()
-        # The packet of all overloads would look for it in every call, and an overload is one more
-        # Python function on the way.
-        self._forward_op = torch.ops.oper.lookup_forward.default._op
-        self._backward_op = torch.ops.oper.lookup_backward.default._op
+        # The packet of all overloads would look for it in every call.
+        self._forward_op = torch.ops.oper.lookup_forward.default
+        self._backward_op = torch.ops.oper.lookup_backward.default
         self.plan = plan
         self.group = group
         self.features = list(features)
