@@ -226,8 +226,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     batch.resolved = &resolved;
   }
   Tensor out = pooled_tensor(ScalarType::Float, 4, {rows, batch.out_stride});
-  // Outputs of all ranks together that would not stay in the cache until they are used.
-  batch.stream = rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 2;
+  // Outputs of all ranks together that would not stay in the cache until they are used, beside the rows
+  // on their way. Measured with a pass over the output on two cores: past the cache took 10 % less time
+  // from a fifth of it on, 5 % more at a tenth.
+  batch.stream = rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 4;
   const Status status =
       forward(context, batch, static_cast<float*>(out.data_ptr()), collective, parallel_over_tasks);
   context.phase_ns[kForward] =  // with the offsets
@@ -348,6 +350,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def("collapse_segment(int address, int bytes) -> int");
   m.def("segment_view(int address, int rows, int columns, int type=0) -> Tensor");
   m.def("kernel_name() -> str");
+  m.def("last_level_cache_bytes() -> int");
   m.def(
       "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
       "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses) -> "
@@ -373,6 +376,7 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("unmap_segment", TORCH_BOX(&oper::host::unmap_segment));
   m.impl("collapse_segment", TORCH_BOX(&oper::host::collapse_segment));
   m.impl("segment_view", TORCH_BOX(&oper::host::segment_view));
+  m.impl("last_level_cache_bytes", TORCH_BOX(&oper::host::last_level_cache_bytes));
   m.impl("kernel_name", TORCH_BOX(&oper::host::kernel_name));
 }
 

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <new>
@@ -145,11 +146,13 @@ void want_huge(void* data, size_t bytes) { madvise(data, bytes, MADV_HUGEPAGE); 
 
 int64_t last_level_cache_bytes() {
   static const int64_t bytes = [] {
+    constexpr int64_t kUnknown = int64_t{32} << 20, kOfCore = int64_t{4} << 20;
+    int64_t found = 0;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
-    const int64_t found = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    if (found > 0) return found;
+    found = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-    return int64_t{32} << 20;
+    const int64_t cores = std::max<int64_t>(1, sysconf(_SC_NPROCESSORS_ONLN));
+    return std::min(found > 0 ? found : kUnknown, kOfCore * cores);
   }();
   return bytes;
 }

@@ -22,7 +22,9 @@ size_t collapse_huge(void* data, size_t bytes);
 // Ask for huge pages behind private memory, whole ones, as it is touched.
 void want_huge(void* data, size_t bytes);
 
-// Size of the machine's last cache; 32 MiB where the system does not say.
+// What this machine's processes together may count on of its last cache: all of it, but no more than
+// what a processor has for each core that is online. A virtual machine of few cores is told of the whole
+// processor's, which others fill.
 int64_t last_level_cache_bytes();
 
 // Large buffers that are reused instead of returned to the kernel: a fresh 13 MB output costs

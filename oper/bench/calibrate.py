@@ -48,7 +48,6 @@ _FASTEST_CACHE = 50.0  # times memory; where reads from cache show no bytes at a
 _LARGE = 0.1  # relative errors beyond this count linearly
 _IDLE_US = 5.0  # phases below this have done nothing
 _QUALITY = ("interval", "num_steps", "num_undisturbed", "delayed")
-_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +200,13 @@ def measure(world_size: int, works: Sequence[tuple[Workload, Sequence[str]]], ro
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache of the first core; 32 MiB where the kernel does not say."""
-    sizes = []
-    for path in _CACHE.glob("index*/size"):
-        text = path.read_text(encoding="ascii").strip()
-        unit = {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
-        digits = text.rstrip("KMG")
-        if digits.isdecimal():
-            sizes.append(int(digits) << unit)
-    return max(sizes, default=32 << 20)
+    """What this machine's processes together may count on of its last cache, as lookups take it."""
+    import torch
+
+    from oper.shmem.library import load
+
+    load()
+    return int(torch.ops.oper.last_level_cache_bytes())
 
 
 def _stated(samples: Sequence[Sample], topology: Topology) -> list[tuple[Plan, Problem]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,7 +12,13 @@ import numpy as np
 import pytest
 
 from oper.bench import calibrate
-from oper.bench.calibrate import Sample, fit, nonnegative_least_squares, spearman
+from oper.bench.calibrate import (
+    Sample,
+    fit,
+    last_level_cache_bytes,
+    nonnegative_least_squares,
+    spearman,
+)
 from oper.bench.calibrate_network import across_hosts, measure_network
 from oper.bench.calibrate_worker import KINDS, plan_of
 from oper.bench.workload import Workload, collect_stats
@@ -21,6 +28,7 @@ from oper.topology import Costs, Topology
 TRUE = Costs(phase_us=40.0, id_ns=3.0, sort_ns=4.0, reduce_ns=4.0, update_ns=20.0, run_ns=2.0,
              refresh_ns=6.0, tier_ns=1.5, push_tier_ns=5.0, push_ns=10.0, push_bag_ns=30.0,
              odd_ns=1.0, table_us=2.0, sort_table_us=5.0, warm_share=0.5)
+_SC_LEVEL3_CACHE_SIZE = 194  # of glibc; Python has no name for it
 BANDWIDTH = {"read_gbps": 50.0, "cache_gbps": 150.0}
 
 
@@ -174,3 +182,10 @@ def test_hosts_pay_for_what_they_exchange(tmp_path: Path) -> None:
     assert [d.ranks for d in again.domains] == [(0,), (1,)] and again.num_hosts == 2
     assert again.costs == hosts.costs
     assert again.costs.wire_ns == pytest.approx(network["ns_per_byte"], abs=1e-3)
+
+
+def test_no_more_cache_is_counted_on_than_the_cores_have_and_the_machine_reports() -> None:
+    cores = os.sysconf("SC_NPROCESSORS_ONLN")
+    found = last_level_cache_bytes()
+    assert 0 < found <= cores * (4 << 20)
+    assert found <= (os.sysconf(_SC_LEVEL3_CACHE_SIZE) or 32 << 20)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group import SingleGroup
+from oper.shmem.library import load
 from oper.shmem.optimizers import SGD
 from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
@@ -18,8 +17,7 @@ from tests.world_support import run_world
 SPECS = [TableSpec("a", 50, 64, ("f",), "sum", optimizer="none"),
          TableSpec("b", 70, 16, ("g",), "mean", optimizer="none"),
          TableSpec("c", 30, 48, ("h",), "sum", optimizer="none")]
-BATCH = 1 << 18  # 128 MiB of output
-_SC_LEVEL3_CACHE_SIZE = 194  # of glibc; Python has no name for it
+BATCH, PART = 1 << 18, 1 << 10  # 128 MiB and 512 KiB of output
 
 
 def _differences(rank: int, world_size: int) -> int:
@@ -32,11 +30,13 @@ def _differences(rank: int, world_size: int) -> int:
     ids = torch.randint(0, 30, (3, BATCH, 2), generator=generator)
     lengths = torch.full((3 * BATCH,), 2)
     large = tables.lookup(Lookup(ids.reshape(-1), lengths, key_of, BATCH))
+    row_bytes, cache = large[0].nbytes, torch.ops.oper.last_level_cache_bytes()
+    assert PART * row_bytes < cache / 4 < BATCH * row_bytes  # what is written past the caches
     differ = 0
-    for at in range(0, BATCH, 1 << 14):
-        part = ids[:, at:at + (1 << 14)].reshape(-1)
-        small = tables.lookup(Lookup(part, lengths[:3 << 14], key_of, 1 << 14))
-        differ += int((small.view(torch.int32) != large[at:at + (1 << 14)].view(torch.int32)).sum())
+    for at in range(0, BATCH, PART):
+        part = ids[:, at:at + PART].reshape(-1)
+        small = tables.lookup(Lookup(part, lengths[:3 * PART], key_of, PART))
+        differ += int((small.view(torch.int32) != large[at:at + PART].view(torch.int32)).sum())
     return differ
 
 
@@ -48,7 +48,8 @@ def test_large_outputs_are_those_of_small_batches(kernels: str) -> None:
 def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
     """Elements that two steps of one batch get wrong; before the second one the kernels know that
     its gradients will not stay in the cache. Small whole numbers, so that every sum is exact."""
-    cache = os.sysconf(_SC_LEVEL3_CACHE_SIZE) or 32 << 20
+    load()
+    cache = torch.ops.oper.last_level_cache_bytes()
     num_rows = cache * 5 // 4 // (4 * dim) + 1
     spec = TableSpec("a", num_rows, dim, ("f",), "sum", optimizer="sgd")
     tables = ShardedTables(uniform_plan([spec], 1), [("f", "a")], SingleGroup(), SGD(lr=1.0))
