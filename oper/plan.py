@@ -351,7 +351,10 @@ def _text(value: Any) -> str:
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
         raise TypeError(f"{value!r} is not a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("an integer that no float holds") from None
 
 
 def _mapping(value: Any) -> dict[str, Any]:

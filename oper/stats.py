@@ -425,6 +425,12 @@ class AccessStats:
             raise FileFormatError(
                 fail(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "missing", str(error),
                      "a complete header", "write it again")) from None
+        except InvalidInputError:
+            raise
+        except (ValueError, OverflowError) as error:
+            raise FileFormatError(
+                fail(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "header", str(error),
+                     "numbers", "write it again")) from None
 
 
 _SKETCH = ("heavy_ids", "heavy_counts", "sample_ids", "sample_counts")

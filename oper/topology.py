@@ -37,6 +37,7 @@ from oper.files import read_toml
 
 _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+MAX_RANKS = 1 << 16  # in a topology file, which may say `copies` and `ranks` in a few bytes
 
 
 def parse_bytes(value: int | float | str) -> int:
@@ -271,6 +272,9 @@ def _domains_of(what: str, entry: Any, first_rank: int) -> list[Domain]:
         if type(value) is not int or value < low:
             raise InvalidInputError(
                 fail(what, name, value, f"an integer >= {low}", "correct the file"))
+    if first_rank + copies * ranks > MAX_RANKS:
+        raise InvalidInputError(fail(what, "ranks of all domains", first_rank + copies * ranks,
+                                     f"at most {MAX_RANKS}", "correct the file"))
     read = entry["read_gbps"]
     link = entry.get("link_gbps", read)
     return [
@@ -285,7 +289,10 @@ def _check_number(what: str, name: str, value: Any, *, above: float = -math.inf,
                   at_least: float = -math.inf) -> None:
     """Raise InvalidInputError unless `value` is a finite number within its limit."""
     is_number = isinstance(value, Real | int) and value is not True and value is not False
-    number = float(value) if is_number else math.nan
+    try:
+        number = float(value) if is_number else math.nan
+    except OverflowError:  # an integer that no float holds
+        number = math.nan
     if math.isfinite(number) and number > above and number >= at_least:
         return
     limit = f">= {at_least}" if above == -math.inf else f"> {above}"

@@ -84,7 +84,7 @@ class Folder:
                 tuple(int(tables[name]["num_rows"]) for name in columns["sparse"]),
                 {split: int(manifest["rows"][split]) for split in SPLITS},
                 tuple(columns["multi_hot"]), str(columns["time"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")
             ) from None

@@ -165,6 +165,7 @@ def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Worklo
 
 _TABLE_KEYS = {"rows", "exponent", "shift", "heavy", "length", "lengths", "weights", "drift",
                "fixed_bags", "count"}
+_MAX_TABLES = 1 << 16  # of one entry
 
 
 def workload_from_dict(value: Mapping[str, Any], seed: int = 1) -> Workload:
@@ -210,11 +211,13 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
         raise InvalidInputError(fail(what, "table", entry["name"], "numbers", str(error))
                                 ) from None
     if (values.shape != weights.shape or values.min(initial=0) < 0 or weights.min(initial=0) < 0
-            or not weights.any() or not 0 <= drift <= 1 or count < 1):
+            or values.ndim != 1 or not weights.any() or not np.isfinite(weights).all()
+            or not 0 <= drift <= 1 or not 1 <= count <= _MAX_TABLES):
         raise InvalidInputError(
             fail(what, "lengths, weights, drift, count",
                  (values.tolist(), weights.tolist(), drift, count),
-                 "none negative, as many weights as lengths, drift 0..1", "correct the file"))
+                 "none negative, as many weights as lengths, drift 0..1, "
+                 f"count 1..{_MAX_TABLES}", "correct the file"))
     names = [str(entry["name"])] if count == 1 else [f"{entry['name']}{k}" for k in range(count)]
     return [TableModel(n, popularity, (values, weights), drift,
                        fixed_bags=bool(entry.get("fixed_bags", False))) for n in names]

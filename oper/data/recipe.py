@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -153,10 +155,15 @@ class Recipe:
                  f"one of {[x.name for x in self.layouts]}", "correct the name"))
 
 
+_SHARE = re.compile(r"[0-9.]{1,40}(e[+-]?[0-9]{1,3})?|[0-9]{1,20}/[0-9]{1,20}")
+
+
 def parse_share(value: object, what: str, name: str) -> Fraction:
     """A share in [0, 1) from text such as ``"1/7"`` or ``"0.1"``; raises InvalidInputError."""
+    text = str(value)
     try:
-        share = Fraction(str(value))
+        # An exponent of many digits would be a number of as many bytes as it says.
+        share = Fraction(text if _SHARE.fullmatch(text) else -1)
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
     if not 0 <= share < 1:
@@ -226,11 +233,14 @@ def _layout(what: str, entry: Any) -> Layout:
                                                   if k in _LAYOUT_KEYS})
 
 
+_MAX_COLUMNS = 10_000  # of one entry with numbered names
+
+
 def _columns(what: str, entry: Any) -> list[Column]:
     fields = {f.name for f in dataclasses.fields(Column)}
     _check_keys(what, entry, {"name", "kind"}, {"first", "last"} | fields)
     kind = entry["kind"]
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise InvalidInputError(fail(what, "kind", kind, f"one of {tuple(KINDS)}", "correct it"))
     parse, transform = entry.get("parse", KINDS[kind][0]), entry.get("transform", "none")
     if parse not in KINDS[kind]:
@@ -239,22 +249,42 @@ def _columns(what: str, entry: Any) -> list[Column]:
         raise InvalidInputError(
             fail(what, "transform", transform, f"one of {TRANSFORMS}, of a dense column",
                  "correct it"))
-    if entry.get("multi") and kind != "sparse":
-        raise InvalidInputError(fail(what, "multi", entry["multi"], "of a sparse column only",
+    multi = entry.get("multi", "")
+    if not isinstance(multi, str) or len(multi) > 1 or (multi and kind != "sparse"):
+        raise InvalidInputError(fail(what, "multi", multi, "a character, of a sparse column only",
                                      "correct it"))
-    options: dict[str, Any] = {
-        k: tuple(map(str, entry[k])) if k != "threshold" else float(entry[k])
-        for k in ("source", "missing", "positive", "threshold") if k in entry}
+    options: dict[str, Any] = {k: _texts(what, k, entry[k])
+                               for k in ("source", "missing", "positive") if k in entry}
+    if "threshold" in entry:
+        options["threshold"] = _number(what, "threshold", entry["threshold"])
     names = [str(entry["name"])]
     if "first" in entry or "last" in entry:
         first, last = entry.get("first"), entry.get("last")
-        if not isinstance(first, int) or not isinstance(last, int) or "{}" not in names[0]:
+        if (type(first) is not int or type(last) is not int or "{}" not in names[0]
+                or not 0 <= last - first < _MAX_COLUMNS):
             raise InvalidInputError(
-                fail(what, "first, last", (first, last), "two integers and a name with {}",
-                     "correct it"))
-        names = [names[0].format(k) for k in range(first, last + 1)]
-    return [Column(name, kind, parse, transform, multi=str(entry.get("multi", "")), **options)
+                fail(what, "first, last", (first, last), "two integers, at most "
+                     f"{_MAX_COLUMNS} columns, and a name with {{}}", "correct it"))
+        names = [names[0].replace("{}", str(k)) for k in range(first, last + 1)]
+    return [Column(name, kind, parse, transform, multi=multi, **options)
             for name in names]
+
+
+def _texts(what: str, name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(x, str | int | float)
+                                                      for x in value):
+        raise InvalidInputError(fail(what, name, value, "a list of texts", "correct it"))
+    return tuple(map(str, value))
+
+
+def _number(what: str, name: str, value: Any) -> float:
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidInputError(fail(what, name, value, "a finite number", "correct it"))
+    return number
 
 
 def check_recipe(what: str, recipe: Recipe) -> None:
@@ -291,6 +321,8 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
         return isinstance(text, str) and (not text or (len(text) == 1 and 32 < ord(text) < 127))
 
     return [
+        ("header, ask", (layout.header, layout.ask),
+         type(layout.header) is bool and type(layout.ask) is bool, "true or false"),
         ("format", layout.format, layout.format in FORMATS, f"one of {FORMATS}"),
         ("separator", separator,
          isinstance(separator, str) and separator.isascii() and 1 <= len(separator) <= 4

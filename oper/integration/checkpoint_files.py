@@ -182,6 +182,12 @@ def write_checksums(folder: Path, sums: dict[str, tuple[int, int]]) -> None:
                  {"files": {name: list(pair) for name, pair in sorted(sums.items())}})
 
 
+def _is_file_name(name: str) -> bool:
+    """Whether a checkpoint's file could be called so: one of its folder's own."""
+    return (name not in ("", ".", "..") and "/" not in name and len(name) < 256
+            and name.isascii() and name.isprintable())
+
+
 def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
     """Compare every `turns`-th file of a checkpoint with its checksum, from the `turn`-th on.
 
@@ -196,13 +202,13 @@ def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
     _, meta = read_arrays(folder / CHECKSUMS, KIND, VERSION)
     wanted = meta.get("files")
     if not isinstance(wanted, dict) or not all(
-            os.path.basename(n) == n and isinstance(v, list) for n, v in wanted.items()):
+            _is_file_name(n) and isinstance(v, list) for n, v in wanted.items()):
         raise FileFormatError(fail(what, CHECKSUMS, meta, "sizes and sums by file",
                                    "load another checkpoint"))
     for name in sorted(wanted)[turn::turns]:
         try:
             found = list(sum_of(folder / name))
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             found = []
         if found != wanted[name]:
             raise FileFormatError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import types
@@ -203,7 +204,7 @@ def _with_model(values: dict[str, Any]) -> dict[str, Any]:
     if name != "dlrm":
         from oper.rl_rec.registry import WORKLOADS
 
-        if name not in WORKLOADS:
+        if not isinstance(name, str) or name not in WORKLOADS:
             raise _bad("model.name", name, f"one of {['dlrm', *WORKLOADS]}")
         kind = WORKLOADS[name].config
     try:
@@ -256,8 +257,9 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise _bad(name, value, "a list of integers")
         return tuple(_convert(name, x, int) for x in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if hint is float and type(value) is int:
+        with contextlib.suppress(OverflowError):
+            return float(value)
     if type(value) is hint:
         return value
     if hint is bool and value in ("true", "false"):

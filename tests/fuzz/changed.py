@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import os
 import random
 import resource
 import subprocess
@@ -87,17 +88,36 @@ def run(name: str, runs: int, case: dict[str, Any], pauses: Pauses) -> None:
 
 
 def _watch(process: Any, at: Any, pauses: Pauses) -> str:
-    """Wait for the end; what is wrong when there is no progress, and this program was running."""
-    seen, since, stops = at.value, time.monotonic(), pauses.count
-    while process.is_alive():
+    """Wait for the end; what is wrong when there is no progress.
+
+    Time in which this program was stopped does not count, nor time in which the process was ready
+    and got no processor: on a busy machine one of low priority may wait for a minute to start.
+    """
+    seen, idle = (at.value, pauses.count), 0.0
+    then, used = time.monotonic(), 0.0
+    while True:
         process.join(0.5)
-        if at.value != seen or pauses.count != stops:
-            seen, since, stops = at.value, time.monotonic(), pauses.count
-        elif time.monotonic() - since > _HANG_S:
+        if not process.is_alive():
+            return ""
+        now = time.monotonic()
+        ready, total = _processor(process.pid)
+        idle += total - used if ready else now - then
+        then, used = now, total
+        if (at.value, pauses.count) != seen:
+            seen, idle = (at.value, pauses.count), 0.0
+        elif idle > _HANG_S:
             process.kill()
             process.join()
             return f"no end within {_HANG_S:.0f} s"
-    return ""
+
+
+def _processor(pid: int) -> tuple[bool, float]:
+    """Whether a process's first thread runs or could, and the processor time of all of them, s."""
+    try:
+        said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended meanwhile
+        return True, 0.0
+    return said[0] == "R", (int(said[11]) + int(said[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_native(runs: int, case: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 from oper.train.config import load_config
 from oper.train.model import load_state
+from tests.fuzz import values
 from tests.fuzz.exchange import peer
 from tests.serve_support import SIGNATURE, random_request
 
@@ -243,9 +244,13 @@ def one(name: str, data: bytes) -> bool:
 
 
 def change(good: bytes, rng: random.Random) -> bytes:
-    """Some bytes of a file changed, cut out or doubled; half of the archives with new checksums."""
-    if good.startswith(b"PK") and rng.random() < 0.5:
-        return _change_member(good, rng)
+    """Some bytes of a file changed, cut out or doubled; half of the archives with new checksums,
+    half of the texts of JSON and TOML with other values instead."""
+    if rng.random() < 0.5:
+        if good.startswith(b"PK"):
+            return _change_member(good, rng)
+        if (text := values.exchange(good, rng)) is not None:
+            return text
     data = bytearray(good)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(data) + 1)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
+import json
+import multiprocessing
+import os
 import pickle
 import random
+import re
 import resource
 import struct
 import subprocess
+import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +64,50 @@ def test_a_crash_is_a_defect_and_leaves_no_files(monkeypatch: pytest.MonkeyPatch
     assert set(Path(MEMORY or tempfile.gettempdir()).glob("fuzz-*")) == before
 
 
+# Without end: one sleeps, one is busy, on a processor if one is named. The last one wants little of
+# the same processor and gets it only when nobody else does.
+_SLEEPS = "import time; time.sleep(600)"
+_BUSY = "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1:]))\nwhile True: pass"
+_QUEUES = """
+import os, sys, time
+os.sched_setaffinity(0, map(int, sys.argv[1:]))
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+began = time.monotonic()
+while time.monotonic() < began + 4:
+    pass
+"""
+
+
+class _Process:
+    """What `_watch` asks of a process."""
+
+    def __init__(self, program: str, *arguments: str) -> None:
+        self._running = subprocess.Popen([sys.executable, "-SE", "-c", program, *arguments])
+        self.pid, self.kill = self._running.pid, self._running.kill
+
+    def join(self, timeout: float | None = None) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._running.wait(timeout)
+
+    def is_alive(self) -> bool:
+        return self._running.poll() is None
+
+
+def test_no_progress_is_a_hang_but_no_processor_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changed, "_HANG_S", 1.0)
+    at, where = multiprocessing.Value("q", 0), str(min(os.sched_getaffinity(0)))
+    for program in (_SLEEPS, _BUSY):
+        hung = _Process(program, where)
+        assert changed._watch(hung, at, Pauses()) == "no end within 1 s" and not hung.is_alive()
+    busy, queued = _Process(_BUSY, where), _Process(_QUEUES, where)
+    try:
+        assert changed._watch(queued, at, Pauses()) == "" and not queued.is_alive()
+    finally:
+        for process in (busy, queued):
+            process.kill()
+            process.join()
+
+
 def test_changed_lines_of_text(tmp_path: Path) -> None:
     """The compiled parser, with the sanitizers of addresses and of undefined behaviour."""
     program = build(tmp_path)
@@ -94,6 +146,58 @@ CASES += [(name, NESTED[kind](n)) for n in (300, 900, 980, 100_000) for kind, na
     ("json", ("plan", "manifest", "constraints", "request")),
     ("toml", ("topology", "recipe", "configuration", "workload"))) for name in names]
 CASES += [("workload", b"table = [1]"), ("workload", b"[[table]]\nname = 'a'\nrows = inf\n")]
+# A few bytes that stood for very many columns, ranks or tables, or for a number as long.
+_COLUMN = "name = 'r'\n[[column]]\nname = '{}'\nkind = 'sparse'\n"
+_DOMAIN = "name = 't'\n[[domain]]\nmemory_bytes = 5\nread_gbps = "
+_TABLE = "[[table]]\nname = 'a'\nrows = "
+CASES += [(name, text.encode()) for name, text in (
+    ("recipe", _COLUMN + "first = 0\nlast = 1000000000\n"),
+    ("recipe", _COLUMN + "[split]\nvalid = '1e-9999999'\n"),
+    ("topology", _DOMAIN + "1.0\ncopies = 1000000000\n"),
+    ("topology", _DOMAIN + "1.0\nranks = 1000000000\n"),
+    ("workload", _TABLE + "9\ncount = 1000000000\n"))]
+# Values of another type, or past what a reader counts with.
+CASES += [(name, text.encode()) for name, text in (
+    *(("recipe", _COLUMN + line) for line in (
+        "source = 3", "threshold = 'x'", "threshold = [1]", f"threshold = 1{'0' * 400}")),
+    ("recipe", "name = 'r'\n[[column]]\nname = 'a'\nkind = []\n"),
+    ("topology", _DOMAIN + "1" + "0" * 400),
+    ("workload", _TABLE + "1" + "0" * 30),
+    ("configuration", "data = 'd'\n[model]\nname = []\n"),
+    ("configuration", f"data = 'd'\ndense_lr = 1{'0' * 400}\n"))]
+
+
+def _with_value(name: str, key: str, value: str) -> bytes:
+    """A good JSON file with a key's number replaced."""
+    return re.sub(rf'("{key}": ?)[-0-9.e]+'.encode(), rb"\g<1>" + value.encode(), seeds(name)[0])
+
+
+def _with_header(name: str, change: dict[str, Any]) -> bytes:
+    """A good array file with something else in its header."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(seeds(name)[0])) as before, zipfile.ZipFile(out, "w") as after:
+        for member in before.namelist():
+            data = before.read(member)
+            if member == "header.json":
+                header = json.loads(data)
+                data = json.dumps(header | {"meta": header["meta"] | change}).encode()
+            after.writestr(member, data)
+    return out.getvalue()
+
+
+CHANGED: list[tuple[str, Callable[[], bytes]]] = [
+    ("manifest", lambda: _with_value("manifest", "num_rows", "Infinity")),
+    ("plan", lambda: _with_value("plan", "step_us", "1" + "0" * 400)),
+    ("stats", lambda: _with_header("stats", {"num_samples": "many"})),
+    *(("checksums", functools.partial(_with_header, "checksums", {"files": {name: [0, 0]}}))
+      for name in ("\0", "x" * 300, "..", ""))]
+
+
+@pytest.mark.parametrize("name, make", CHANGED)
+def test_what_changed_values_found(name: str, make: Callable[[], bytes]) -> None:
+    """All of these were errors of Python's own."""
+    assert make() != seeds(name)[0]
+    assert not one(name, make())
 
 
 @pytest.mark.parametrize("name, data", CASES)
