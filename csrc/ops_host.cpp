@@ -155,6 +155,19 @@ bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
              : offsets_from(int64_data(lengths), n, num_ids, data);
 }
 
+// Whether each key has the bags of exactly one feature, so that whoever pools these may make their bounds.
+bool has_own_keys(const Context& context, const Tensor& key_of, int64_t num_keys) {
+  const size_t n = context.features.size();
+  if (static_cast<int64_t>(n) != num_keys || key_of.numel() != num_keys) return false;
+  std::vector<bool> seen(n);
+  for (const Feature& feature : context.features) {
+    const size_t key = static_cast<size_t>(int64_data(key_of)[feature.logical]);
+    if (seen[key]) return false;
+    seen[key] = true;
+  }
+  return true;
+}
+
 // Where each feature's addresses begin; returns how many there are.
 int64_t number_addresses(const Batch& batch, Resolved* resolved) {
   int64_t n = 0;
@@ -213,8 +226,20 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     offsets = pooled_tensor(ScalarType::Long, 8, {0});
     return {offsets, offsets, kBadBatch, -1};
   }
+  const int64_t n = lengths.numel();
+  // Nothing else than pooling reads the bounds before it is over.
+  const bool on_the_way = !known_offsets.has_value() && pooled && n > 0 && !context.exchange &&
+                          !context.peer_rows && !(collective && context.has_push) &&
+                          has_own_keys(context, key_of, n / batch_size);
+  const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;
   if (known_offsets.has_value()) {
     offsets = *known_offsets;
+  } else if (on_the_way) {
+    offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
+    int64_t* data = static_cast<int64_t*>(offsets.data_ptr());
+    if (kernels().start_bounds(lengths.data_ptr(), are_32_bit, n / batch_size, batch_size, data) !=
+        ids.numel())
+      return {offsets, offsets, kBadLengths, data[n]};
   } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
     return {offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
   }
@@ -224,6 +249,11 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   if (addresses.has_value()) {
     resolved = resolved_batch(batch, *addresses, std::nullopt);
     batch.resolved = &resolved;
+  }
+  if (on_the_way) {
+    batch.lengths = lengths.data_ptr();
+    batch.lengths_are_32_bit = are_32_bit;
+    batch.offsets = static_cast<int64_t*>(offsets.data_ptr());
   }
   Tensor out = pooled_tensor(ScalarType::Float, 4, {rows, batch.out_stride});
   // Outputs of all ranks together that would not stay in the cache until they are used, beside the rows

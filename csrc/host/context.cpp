@@ -226,19 +226,18 @@ bool is_small(const Batch& batch) {
 template <class Task>
 void run_bag_tasks(Context& context, const Batch& batch, bool small, ParallelFor parallel,
                    const Task& task) {
-  constexpr int64_t kBags = 1024;
   std::vector<int64_t> first;  // first task of each feature
   int64_t count = 0;
   for (const FeatureBags& bags : batch.features) {
     first.push_back(count);
-    count += (bags.num_bags + kBags - 1) / kBags;
+    count += (bags.num_bags + kTaskBags - 1) / kTaskBags;
   }
   run_tasks(context, count, small || is_small(batch), parallel, [&](int64_t index, Scratch& scratch) {
     const size_t f = static_cast<size_t>(
         std::upper_bound(first.begin(), first.end(), index) - first.begin() - 1);
     const FeatureBags& bags = batch.features[f];
-    const int64_t begin = (index - first[f]) * kBags;
-    task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kBags), f}, scratch);
+    const int64_t begin = (index - first[f]) * kTaskBags;
+    task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kTaskBags), f}, scratch);
   });
 }
 

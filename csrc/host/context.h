@@ -372,7 +372,14 @@ struct Batch {
   int64_t out_stride;                 // floats between pooled rows
   bool stream = false;                 // write the output past the caches
   const Resolved* resolved = nullptr;  // or null: ids are resolved on the way
+  // Where not null: the features' bounds lie in `offsets`, one feature's beside the other's, and only
+  // those that every kTaskBags bags of a feature begin with are there; pooling makes the others.
+  const void* lengths = nullptr;
+  bool lengths_are_32_bit = false;
+  int64_t* offsets = nullptr;
 };
+
+constexpr int64_t kTaskBags = 1024;  // of a feature, that a thread takes at a time
 
 // Rows of one table in a batch that this rank cannot address.
 struct FarRows {

@@ -20,6 +20,11 @@ constexpr int64_t kReduceOk = -1, kReduceFull = -2;
 
 struct Kernels {
   const char* name;
+  // Adds lengths up, int32 or int64 [num_keys * batch_size], and leaves the first bound of every
+  // kTaskBags bags of a key, and the last one of all, where `offsets`, [num_keys * batch_size + 1], has
+  // them. Returns the sum, or -1 when a length is negative.
+  int64_t (*start_bounds)(const void* lengths, bool are_32_bit, int64_t num_keys, int64_t batch_size,
+                          int64_t* offsets);
   // Pools the bags into `out`. Returns the first bad id's index in the batch, or -1.
   int64_t (*pool)(const Table& table, const BagRange& range, float* out, Scratch& scratch);
   // Per sample of rows [num_samples, num_rows, dim]: its first row, then the dot products of all pairs of

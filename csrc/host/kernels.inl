@@ -22,6 +22,7 @@ static_assert(kPrefetch <= kAddressesAhead);
 #include "host/quantised.inl"
 #include "host/rows.inl"
 #include "host/resolve.inl"
+#include "host/bounds.inl"
 #include "host/lookup.inl"
 #include "host/interaction.inl"
 #include "host/order.inl"
@@ -33,8 +34,8 @@ static_assert(kPrefetch <= kAddressesAhead);
 
 }  // namespace OPER_KERNELS
 
-const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::pool,
-                                    OPER_KERNELS::interact, OPER_KERNELS::weight_gradient,
+const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bounds,
+                                    OPER_KERNELS::pool, OPER_KERNELS::interact, OPER_KERNELS::weight_gradient,
                                     OPER_KERNELS::locate_rows,
                                     OPER_KERNELS::arrange, OPER_KERNELS::reduce,
                                     OPER_KERNELS::squares, OPER_KERNELS::update,

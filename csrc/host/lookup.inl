@@ -205,9 +205,20 @@ int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch&
   return bad;
 }
 
-int64_t pool(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
+int64_t pool_range(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
   return range.batch.ids_are_32_bit ? pool_ids<int32_t>(table, range, out, scratch)
                                     : pool_ids<int64_t>(table, range, out, scratch);
+}
+
+int64_t pool(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
+  if (range.batch.lengths == nullptr) return pool_range(table, range, out, scratch);
+  NewBounds made(range);
+  const int64_t n = range.end - range.begin;
+  made.bags.out_begin += range.begin * range.batch.out_stride;
+  const int64_t bad =
+      pool_range(table, BagRange{range.batch, made.bags, 0, n, range.feature}, out, scratch);
+  finish_streaming();
+  return bad;
 }
 
 template <class Id>
