@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 #include <iterator>
+#include <limits>
+#include <utility>
 #include <vector>
 
 #include "search/pack_state.h"
@@ -19,11 +21,15 @@ constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
 constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
 constexpr int kMaxWeight = 48;    // weights of one piece, together
 constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
-// Temperatures as shares of the energy, times tables and ranks, at which short searches begin:
-// none suits all problems, and what large pieces become is settled early. Then a long one goes on from
-// the best state that they found.
+// Temperatures as shares of the energy, times tables and ranks, at which short searches begin: none
+// suits all problems. What large pieces become is settled early and never changed again, so that many
+// short searches find more than a long one: the best of them go on, and the best of those again
+// (successive halving, Jamieson and Talwalkar 2016).
 constexpr double kHot[] = {3.2, 1.2, 3.2, 1.2};
-constexpr double kHotAgain = 0.005, kShareAgain = 0.33;
+constexpr double kHotAgain = 0.005;
+constexpr double kShareFirst = 0.5, kShareAgain = 0.25;  // of all moves; the rest is for the best
+constexpr double kMovesEach = 350;  // of a short search, by table, at least
+constexpr int64_t kLeastStarts = 4, kMostStarts = 32, kStartsToKeep = 8;  // of so many, one goes on
 constexpr double kOtherwise = 0.5;  // of the tables, in two of three
 constexpr double kHottest = 0.008, kCold = 2e-5;  // at first at most, and in the end
 constexpr double kWorthKeeping = 3e-5;      // of the best step, for which a state is copied
@@ -34,22 +40,27 @@ class Packing : private PackState {
 
   void run() {
     begin_ = std::chrono::steady_clock::now();
-    const int64_t again = int64_t(kShareAgain * double(p_.max_moves));
-    for (size_t i = 0; i < std::size(kHot) && !over_; ++i) {
+    const double moves = double(p_.max_moves), tables = double(std::max<int64_t>(whole_, 1));
+    // Where ranks own many pieces each, little is settled early, and much afterwards.
+    const double each = kMovesEach * tables * std::max(1.0, tables / double(W));
+    const int64_t starts =
+        std::clamp(int64_t(kShareFirst * moves / each), kLeastStarts, kMostStarts);
+    const int64_t kept = std::max<int64_t>(starts / kStartsToKeep, 1);
+    std::vector<State> found;
+    for (int64_t i = 0; i < starts && !over_; ++i) {
       if (i > 0) reset(p_.recipe, p_.part_width, p_.units);
       pour_all(i % 3 == 0 ? 0.0 : kOtherwise);
-      anneal(kHot[i], (p_.max_moves - again) / int64_t(std::size(kHot)));
+      found.push_back(annealed(kHot[i % int64_t(std::size(kHot))],
+                               int64_t(kShareFirst * moves) / starts));
     }
-    if (!over_) {
-      restore_best();
-      anneal(kHotAgain * double(W), again);
-    }
-    restore_best();
+    if (kept > 1) go_on(found, kept, int64_t(kShareAgain * moves) / kept);
+    go_on(found, 1, p_.max_moves - moves_);
+    restore(found[0]);
   }
 
   void write() {
     p_.moves = moves_;
-    p_.step = best_step_;
+    p_.step = best_.step;
     std::copy(units_.begin(), units_.end(), p_.units);
     int64_t n = 0, number = 0;
     for (int64_t k = 0; k < T; ++k) {
@@ -67,13 +78,34 @@ class Packing : private PackState {
   }
 
  private:
+  // The best state of one annealing.
+  State annealed(double begin, int64_t most) {
+    best_.step = std::numeric_limits<double>::infinity();
+    anneal(begin, most);
+    return best_;
+  }
+
+  // Anneal the best `kept` of some states further, and put the best first.
+  void go_on(std::vector<State>& found, int64_t kept, int64_t moves) {
+    const auto faster = [](const State& a, const State& b) { return a.step < b.step; };
+    std::stable_sort(found.begin(), found.end(), faster);
+    if (int64_t(found.size()) > kept) found.resize(kept);
+    for (State& x : found) {
+      if (over_) break;
+      restore(x);
+      State next = annealed(kHotAgain * double(W), moves);
+      if (faster(next, x)) x = std::move(next);
+    }
+    std::stable_sort(found.begin(), found.end(), faster);
+  }
+
   void anneal(double begin, int64_t most) {
     evaluate();
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
     energy_ = evaluate();
     remember_busiest();
-    if (step_ < best_step_) keep_best();
-    over_ |= best_step_ <= p_.goal;
+    if (step_ < best_.step) keep_best();
+    over_ |= best_.step <= p_.goal;
     const double hot =
         std::clamp(begin / double(std::max<int64_t>(whole_, 1) * W), 2 * kCold, kHottest);
     double cooled = hot;
@@ -86,7 +118,7 @@ class Packing : private PackState {
       }
       if (n % 64 == 0) cooled = hot * std::pow(kCold / hot, double(n) / double(most));
       step(energy_ * cooled);
-      over_ |= best_step_ <= p_.goal;
+      over_ |= best_.step <= p_.goal;
     }
   }
 
@@ -198,7 +230,7 @@ class Packing : private PackState {
     if (found <= energy_ || random_.unit() < std::exp((energy_ - found) / temperature)) {
       energy_ = found;
       remember_busiest();
-      if (step_ < best_step_ * (1 - kWorthKeeping)) keep_best();
+      if (step_ < best_.step * (1 - kWorthKeeping)) keep_best();
     } else {
       undo();
     }
@@ -312,7 +344,7 @@ class Packing : private PackState {
     const int most = max_owners(x.table);
     if (most == 1) return false;
     const int i = int(random_.below(x.owners));
-    switch (random_.below(4)) {
+    switch (random_.below(5)) {
       case 0: {  // one owner more
         const int64_t r = pick_rank(x.table, 4);
         if (r < 0 || x.owners == most) return false;
@@ -330,6 +362,13 @@ class Packing : private PackState {
         const int j = int(random_.below(x.owners));
         if (i == j || x.weight[i] == 1) return false;
         --x.weight[i], ++x.weight[j];
+        break;
+      }
+      case 3: {  // another gets the hottest rows
+        if (x.owners == 1) return false;
+        const int j = int(random_.below(x.owners));
+        if (i == j) return false;
+        std::swap(x.rank[i], x.rank[j]), std::swap(x.weight[i], x.weight[j]);
         break;
       }
       default: {  // finer weights

@@ -4,10 +4,10 @@
 #include <cstdint>
 
 // Arrays are row-major. W ranks in the order of their classes, C classes, G loads (5 per phase, then
-// the share of memory), N recipes of all tables, K+1 shares 0, 1/K, ..., 1. T parts of tables: the
+// the share of memory), N recipes of all tables, K+1 shares 0, 1/K, ..., 1, H hot rows. T parts of tables: the
 // first part of every table, and then, where tables may have several recipes, the second of each.
 struct OperPacking {
-  int64_t num_ranks, num_classes, num_loads, num_tables, num_parts, num_shares;
+  int64_t num_ranks, num_classes, num_loads, num_tables, num_parts, num_shares, num_heads;
   const int64_t* class_of;     // [W], ascending
   const int64_t* rank_of;      // [W], number by which the caller knows the rank
   const double* base;          // [W, G], what a rank carries anyway
@@ -24,6 +24,9 @@ struct OperPacking {
   const double* stream;        // [N, C, G], an id stream at its owner
   const double* column_read;   // [N, C, C, G]
   const double* stream_read;   // [N, C, C, G]
+  const double* column_ids;    // [N, C, G], of `column`, what goes with lookups rather than rows
+  const int64_t* head_at;      // [N, H], the hottest pushed rows: places in the tier
+  const double* head;          // [N, H], and shares of its lookups
   const double* asked;         // [N, G], owners who ask themselves for pushed rows, all together
   const uint8_t* whole;        // [N], everything is pushed, so that a single owner does not
   const double* sums;          // [N, K + 1], bytes of partial sums per column of a share's owner

@@ -9,6 +9,7 @@
 // them.
 #pragma once
 
+#include "search/clones.h"
 #include "search/pack.h"
 
 #include <algorithm>
@@ -18,12 +19,6 @@
 #include <limits>
 #include <utility>
 #include <vector>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define OPER_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define OPER_CLONES
-#endif
 
 namespace oper::search {
 
@@ -193,17 +188,43 @@ class PackState {
     return y[i] + (at - double(i)) * (y[i + 1] - y[i]);
   }
 
+  // Shares of lookups by owner: rows are dealt in turn, and the hottest ones weigh more than theirs.
+  void deal(const Piece& x, int64_t n, double* mass) const {
+    const double* head = p_.head + n * p_.num_heads;
+    const int64_t* at = p_.head_at + n * p_.num_heads;
+    double rest = 1;
+    for (int64_t h = 0; h < p_.num_heads; ++h) rest -= head[h];
+    for (int i = 0; i < x.owners; ++i) mass[i] = rest * double(x.weight[i]) / x.total;
+    if (x.owners == 1) {
+      mass[0] = 1;
+      return;
+    }
+    for (int64_t h = 0; h < p_.num_heads && head[h] > 0; ++h) {
+      int64_t place = at[h] % x.total;
+      int i = 0;
+      while (place >= x.weight[i]) place -= x.weight[i++];
+      mass[i] += head[h];
+    }
+  }
+
   void add_piece(const Piece& x, double sign) {
     const int64_t n = p_.first[x.table] + recipe_[x.table];
+    double mass[kMaxOwners];
+    deal(x, n, mass);
     for (int i = 0; i < x.owners; ++i) {
       const int64_t r = x.rank[i], c = p_.class_of[r];
       touch(r);
       const double share = double(x.weight[i]) / x.total;
-      const double a = sign * share * x.width, b = sign * share,
-                   d = sign * x.width * sums(n, share);
+      const double a = sign * share * x.width, b = sign * mass[i],
+                   d = sign * x.width * sums(n, std::min(mass[i], 1.0));
       const double *col = p_.column + (n * C + c) * G, *str = p_.stream + (n * C + c) * G,
                    *part = p_.partial + c * G;
       accumulate(load(r), col, str, part, a, b, d, G);
+      if (x.owners > 1) {
+        const double* ids = p_.column_ids + (n * C + c) * G;
+        const double more = sign * (mass[i] - share) * x.width;
+        for (int64_t g = 0; g < G; ++g) load(r)[g] += more * ids[g];
+      }
       if (x.owners > 1 || !p_.whole[n]) {
         const double* asked = p_.asked + n * G;
         for (int64_t g = 0; g < G; ++g) load(r)[g] += b * asked[g];
@@ -370,17 +391,24 @@ class PackState {
 
   // -- the best -----------------------------------------------------------------------------------
 
+  // A state to come back to.
+  struct State {
+    double step = std::numeric_limits<double>::infinity();
+    std::vector<int64_t> recipe, width, units;
+    std::vector<Piece> pieces;
+  };
+
   void keep_best() {
-    best_step_ = step_, best_recipe_ = recipe_, best_width_ = width_, best_units_ = units_;
-    best_pieces_.clear();
+    best_.step = step_, best_.recipe = recipe_, best_.width = width_, best_.units = units_;
+    best_.pieces.clear();
     for (int64_t k = 0; k < T; ++k)
-      for (const int id : of_table_[k]) best_pieces_.push_back(pieces_[id]);
+      for (const int id : of_table_[k]) best_.pieces.push_back(pieces_[id]);
   }
-  void restore_best() {
-    const std::vector<int64_t> recipe = best_recipe_, width = best_width_, units = best_units_;
-    reset(recipe.data(), width.data(), units.data());
+  void restore(const State& state) {
+    best_ = state;
+    reset(best_.recipe.data(), best_.width.data(), best_.units.data());
     begin_move();
-    for (const Piece& x : best_pieces_) insert(x);
+    for (const Piece& x : best_.pieces) insert(x);
     finish_move();
   }
 
@@ -393,12 +421,11 @@ class PackState {
   OperPacking& p_;
   Random random_;
   int64_t W, C, G, P, T, whole_, moves_ = 0;
-  std::vector<int64_t> recipe_, best_recipe_, width_, best_width_, busiest_;
-  std::vector<int64_t> units_, best_units_, class_units_;
+  std::vector<int64_t> recipe_, width_, busiest_, units_, class_units_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
   std::vector<float> flat_, busy_, scale_, share_;
   std::pair<int64_t, int64_t> refilled_{-1, -1};
-  std::vector<Piece> pieces_, best_pieces_;
+  std::vector<Piece> pieces_;
   std::vector<int> free_, recut_;
   std::vector<double> counted_cuts_;
   std::vector<std::vector<int>> of_table_, on_rank_;
@@ -407,7 +434,8 @@ class PackState {
   std::vector<int64_t> saved_rank_, saved_mark_;
   std::vector<Logged> log_;
   int64_t stamp_ = 0;
-  double energy_ = 0, step_ = 0, best_step_ = std::numeric_limits<double>::max();
+  double energy_ = 0, step_ = 0;
+  State best_;
 };
 
 }  // namespace oper::search

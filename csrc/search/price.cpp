@@ -1,3 +1,4 @@
+#include "search/clones.h"
 #include "search/price.h"
 
 #include <algorithm>
@@ -79,6 +80,32 @@ class Fit {
   OperFit& f_;
 };
 
+// least[b] = min(least[b], cost[b] + weight ids[b])
+OPER_CLONES void lower(double* __restrict least, const double* cost, const double* ids,
+                       double weight, int64_t n) {
+  for (int64_t b = 0; b < n; ++b) {
+    const double x = cost[b] + weight * ids[b];
+    least[b] = x < least[b] ? x : least[b];
+  }
+}
+
+// gain[b] -= fixed[b], at most 1e30; returns the sum of what is at most `limit`, and `limit` of others.
+OPER_CLONES double spare(double* __restrict gain, const double* fixed, int64_t n, double limit) {
+  constexpr int64_t kSums = 8;  // in this order whatever the processor
+  double sums[kSums] = {};
+  for (int64_t b = 0; b < n; ++b) {
+    const double x = gain[b] - fixed[b];
+    gain[b] = x < 1e30 ? x : 1e30;
+  }
+  int64_t b = 0;
+  for (; b + kSums <= n; b += kSums)
+    for (int64_t i = 0; i < kSums; ++i) sums[i] += gain[b + i] < limit ? gain[b + i] : limit;
+  for (int64_t i = 0; b < n; ++b, ++i) sums[i] += gain[b] < limit ? gain[b] : limit;
+  double sum = 0;
+  for (const double x : sums) sum += x;
+  return sum;
+}
+
 class Pricing {
  public:
   explicit Pricing(OperPricing& p) : p_(p) {}
@@ -147,16 +174,20 @@ class Pricing {
       fixed_[b] = std::isfinite(stay) ? stay : 0.0;
       rest_ += fixed_[b];
     }
-    class_.assign(n, 0), found_.assign(n, 0), least_of_.resize(n);
+    class_.assign(n, 0), found_.assign(n, 0);
     types_.clear();
     for (int64_t j = 0; j < num_types; ++j)
-      if (admitted(j)) types_.push_back({gains(j, begin, n, mass, must), j});
+      if (admitted(j)) {
+        set_type(j, begin, n);
+        types_.push_back({gains(j, begin, n, mass, must), j});
+      }
     std::sort(types_.begin(), types_.end());  // the most promising first
     for (const auto& [below, j] : types_) {
       if (below >= best_ - close()) {
         least_ = std::min(least_, below);
         continue;
       }
+      set_type(j, begin, n);
       intervals_.assign(1, {must ? mass : 0.0, mass});
       while (!intervals_.empty()) {
         const auto [low, high] = intervals_.back();
@@ -182,6 +213,7 @@ class Pricing {
     const double* ids = p_.ids + begin;
     const double all = gains(j, begin, n, high, must);
     if (!must && all >= best_ - close()) return all;
+    classes(begin, n);
     double gained = 0;  // mass of the blocks that would rather be pushed
     for (int64_t b = 0; b < n; ++b) gained += gain_[b] < 0 ? ids[b] : 0.0;
     if (!must && low <= gained && gained <= high) {
@@ -219,26 +251,44 @@ class Pricing {
     for (int64_t m = 0; m <= p_.num_options; ++m) keep(j, begin, n, m);
   }
 
-  // What every block costs at least when a mass of at most `high` is pushed, against staying, and to
-  // which class; returns the sum over the blocks that are pushed.
-  double gains(int64_t j, int64_t begin, int64_t n, double high, bool must) {
+  // What pushing each block to each class costs in pieces of type j, partial sums apart.
+  void set_type(int64_t j, int64_t begin, int64_t n) {
     const int64_t M = p_.num_options;
-    std::fill(least_of_.begin(), least_of_.begin() + n, kInfinity);
+    of_class_.clear();
+    pushed_.resize(M * n);
     for (int64_t m = 0; m < M; ++m) {
-      if (mass_of(j, m) <= 0 || high <= 0) continue;
-      const double weight = sums_cost(j, m, high) / high, more = p_.streams[type_of(j, m)] - 1.0;
+      if (mass_of(j, m) <= 0) continue;
+      const double more = p_.streams[type_of(j, m)] - 1.0;
+      double* to = &pushed_[m * n];
       for (int64_t b = 0; b < n; ++b) {
         const int64_t at = (begin + b) * M + m;
-        const double x = p_.go[at] + more * p_.more[at] + p_.ids[begin + b] * weight;
-        if (x < least_of_[b]) least_of_[b] = x, class_[b] = m + 1;
+        to[b] = p_.go[at] + more * p_.more[at];
+      }
+      of_class_.push_back(m);
+    }
+  }
+
+  // What every block costs at least when a mass of at most `high` is pushed, against staying; returns
+  // the sum over the blocks that are pushed.
+  double gains(int64_t j, int64_t begin, int64_t n, double high, bool must) {
+    weight_.clear();
+    std::fill(gain_.begin(), gain_.begin() + n, kInfinity);
+    for (const int64_t m : of_class_) {
+      weight_.push_back(high > 0 ? sums_cost(j, m, high) / high : kInfinity);
+      if (high > 0) lower(&gain_[0], &pushed_[m * n], p_.ids + begin, weight_.back(), n);
+    }
+    return spare(&gain_[0], &fixed_[0], n, must ? kInfinity : 0.0);
+  }
+
+  // The classes by which blocks cost what `gains` found.
+  void classes(int64_t begin, int64_t n) {
+    for (int64_t b = 0; b < n; ++b) {
+      double least = kInfinity;
+      for (size_t i = 0; i < of_class_.size(); ++i) {
+        const double x = pushed_[of_class_[i] * n + b] + p_.ids[begin + b] * weight_[i];
+        if (x < least) least = x, class_[b] = of_class_[i] + 1;
       }
     }
-    double all = 0;
-    for (int64_t b = 0; b < n; ++b) {
-      gain_[b] = std::isfinite(least_of_[b]) ? least_of_[b] - fixed_[b] : 1e30;
-      all += must ? gain_[b] : std::min(0.0, gain_[b]);
-    }
-    return all;
   }
 
   // Keep the blocks of `found_` if pushing them (all to one class: `only` > 0) is the cheapest yet.
@@ -324,11 +374,11 @@ class Pricing {
   OperPricing& p_;
   int64_t k_ = 0;
   double best_ = 0, least_ = 0, rest_ = 0;
-  std::vector<double> gain_, slope_, kinks_, fixed_, least_of_, owned_;
+  std::vector<double> gain_, slope_, kinks_, fixed_, owned_, pushed_, weight_;
   std::vector<std::pair<double, double>> intervals_;
   std::vector<std::pair<double, int64_t>> types_;
   std::vector<int> order_;
-  std::vector<int64_t> chosen_, class_, found_;
+  std::vector<int64_t> chosen_, class_, found_, of_class_;
 };
 
 }  // namespace

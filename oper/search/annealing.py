@@ -29,6 +29,7 @@ from oper.traffic import ROW_WISE
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
 _OWNERS = 16  # of one piece at most
+_HEADS = 16  # hottest pushed rows of a table that are told apart
 _UNITS = 256  # parts of pulled rows in all, about
 
 #: A column piece: its columns, its owners, and how many rows each of them takes in turn.
@@ -162,7 +163,10 @@ class Annealing:
         whole = relaxation.resources_of(stay, table, one, one)
         once = np.einsum("nof,nofr->nr", stay, self._once()[table])
         tables, class_of = relaxation.tables, loads.class_of
-        rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in self._per_table()]
+        per_table = self._per_table()
+        rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in per_table]
+        of_ids = features[:, IDS, None, None] * per_table[0][table][:, :, IDS]
+        head_at, head = self._heads()
         fill, fill_once = self._fill(amount, table)
         size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
         shares = np.linspace(0.0, 1.0, _SHARES + 1)
@@ -194,7 +198,9 @@ class Annealing:
             "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit),
             "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit)
             + np.einsum("ncq,dqg->ncdg", rows[2], loads.own_unit),
-            "asked": asked, "whole": (features[:, IDS] >= every * (1 - 1e-9)).astype(np.uint8),
+            "column_ids": np.einsum("ncq,cqg->ncg", of_ids, loads.own_unit),
+            "head_at": head_at, "head": head, "asked": asked,
+            "whole": (features[:, IDS] >= every * (1 - 1e-9)).astype(np.uint8),
             "sums": sums, "pushes": (features[:, IDS] > 0).astype(np.uint8),
             **{n: np.concatenate([x] * parts) for n, x in of_parts.items()}}
 
@@ -222,6 +228,31 @@ class Annealing:
             if name == "forward":
                 piece[:, at] += bags * (several & pushes) * model.costs.push_bag_ns * 1e-3
         return piece, asked
+
+    def _heads(self) -> tuple[np.ndarray, np.ndarray]:
+        """The hottest rows that each recipe pushes: their places in its first pushed tier (int64
+        [N, H]) and their shares of the lookups of all that it pushes (float64 [N, H], 0 = none)."""
+        at, head = [], []
+        pushes = [o.kind == PUSH for o in self.relaxation.options]
+        for k, t in enumerate(self.relaxation.tables):
+            recipes = [self.book.recipes[k][r] for r in self.recipes[k]]
+            ends = [(0, *r.stops) for r in recipes]
+            which = [next((n for n, o in enumerate(r.options) if pushes[o]), -1) for r in recipes]
+            start, stop = np.array([e[n:n + 2] if n >= 0 else (0, 0)
+                                    for e, n in zip(ends, which, strict=True)]).T
+            places = np.tile(np.arange(_HEADS), (len(recipes), 1))
+            edges = np.minimum(start[:, None] + np.arange(_HEADS + 1), stop[:, None])
+            mass = np.diff(t.prefix(edges)[IDS], axis=1)
+            if not t.ids_are_positions:  # tables of one tier are dealt by id
+                by_id = np.array([len(r.stops) == 1 for r in recipes]) & (stop > start)
+                hot = np.argsort(-t.explicit[IDS], kind="stable")[:_HEADS]
+                places[by_id, :hot.size] = t.explicit_ids[hot]
+                mass[by_id] = 0.0
+                mass[by_id, :hot.size] = t.explicit[IDS, hot]
+            pushed = self.book.amounts[k][self.recipes[k]][:, pushes, IDS].sum(axis=1)
+            at.append(places)
+            head.append(mass / np.maximum(pushed, 1e-300)[:, None] * (pushed > 0)[:, None])
+        return np.concatenate(at).astype(np.int64), np.concatenate(head)
 
     def _once(self) -> np.ndarray:
         """What a column piece that is not pushed costs whatever its width is; [T, O, 4, R]."""
@@ -322,9 +353,9 @@ class Annealing:
         packing: Any = native.call(
             "oper_pack", native.Packing, arrays, num_ranks=world,
             num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
-            num_tables=num_tables, num_parts=num_parts, num_shares=_SHARES, max_moves=max_moves,
-            seconds=seconds, goal=goal_us - self._fixed_us(1, int(a["may_split"].any())), seed=seed,
-            capacity=capacity)
+            num_tables=num_tables, num_parts=num_parts, num_shares=_SHARES, num_heads=_HEADS,
+            max_moves=max_moves, seconds=seconds, seed=seed, capacity=capacity,
+            goal=goal_us - self._fixed_us(1, int(a["may_split"].any())))
         shards = _layout(arrays, packing.count)
         parts: list[list[Part]] = [[] for _ in range(num_tables)]
         for n in np.flatnonzero(arrays["part_width"]).tolist():

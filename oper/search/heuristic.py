@@ -60,6 +60,7 @@ EFFORTS = {"fast": Effort(2, 2, 4000, 300, 3, 40),
            "thorough": Effort(8, 10, 60000, 20000, 40, 300)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
 _MOVES = 100_000_000  # of one annealing, over the ranks and a little; more for more tables
+_FEW_TABLES = 50  # below which there is time for more of them, twice as many at most
 _RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
 
@@ -155,7 +156,8 @@ def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed:
     book.add_thresholds(_RECIPES)
     annealing = Annealing(book, bound)
     tables, world = len(book.recipes), book.relaxation.model.machine.world_size
-    moves = max(_MOVES // (world + 32), 1000 * tables)
+    share = min(2.0, max(1.0, _FEW_TABLES / max(1, tables)))
+    moves = max(int(share * _MOVES) // (world + 32), 1000 * tables)
     best: Packed | None = None
     with ThreadPoolExecutor(_CHAINS) as pool:
         for first in range(0, effort.max_anneals, _CHAINS):

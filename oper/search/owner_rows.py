@@ -32,7 +32,7 @@ from oper.search.machine import (
     LINK_OUT,
     Machine,
 )
-from oper.search.pieces import LOCAL, group_us, unit_load
+from oper.search.pieces import LOCAL, group_us, read_pairs, unit_load
 from oper.search.problem import NUM_FEATURES, TableProblem
 from oper.search.tally import GRADS, NUM_ROWS, PARTIALS
 
@@ -71,8 +71,8 @@ def first_neighbourhood(machine: Machine) -> list[int]:
 def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
     """Insert the rows behind the timed ones; row, phase and group of each.
 
-    Links must be alike for all ranks; where their memories are not, only rows about links are made.
-    Rows that bound several phases together get the phase -2.
+    Links must be alike for all ranks; where their own speeds are not, the owner reads as fast as
+    the fastest. Rows that bound several phases together get the phase -2.
     """
     model, pieces = relaxation.model, relaxation.pieces
     pushes = any(o.kind == PUSH for o in relaxation.options)
@@ -100,7 +100,7 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
     relaxation.phase_weight = np.insert(relaxation.phase_weight, where, weights, axis=0)
     units = _reader_units(relaxation)
     plain_unit = relaxation.unit
-    least = np.minimum(units.other, units.own)[:, at[0], at[1]]
+    least = np.minimum(units.other, units.own).min(axis=0)[:, at[0], at[1]]
     relaxation.unit = np.insert(relaxation.unit, where, scale * least[None], axis=2)
     read = np.zeros(plain_unit.shape[:2])
     if apart is not None:
@@ -116,10 +116,10 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
         for k, t in enumerate(relaxation.tables):
             dim = t.spec.dim
             load = _reader(relaxation, t, option.kind, dim, units)
-            once[k, o] = scale * load.min(axis=0)[:, at[0], at[1]]
+            once[k, o] = scale * load.min(axis=(0, 1))[:, at[0], at[1]]
             if option.kind == PUSH:
                 twice = _reader(relaxation, t, PUSH, 2 * dim, units)
-                more[k, o] = scale * (2 * load - twice).min(axis=0)[:, at[0], at[1]]
+                more[k, o] = scale * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
         if apart is not None:
             _host_coefficients(relaxation, o, read, once, more)
     relaxation.coefficients = _inserted(relaxation.coefficients, start, once)
@@ -199,7 +199,7 @@ def _limits(relaxation: Relaxation, phase: int, group: str) -> list[_Limit]:
 
 
 class _Units(NamedTuple):
-    """What a unit of each tally row costs a rank; float64 [20, P, 5].
+    """What a unit of each tally row costs a rank, by its class; float64 [C, 20, P, 5].
 
     Attributes:
         other: when one other rank has it (over links: the mean over all ranks).
@@ -213,27 +213,41 @@ class _Units(NamedTuple):
 
 
 def _reader_units(relaxation: Relaxation) -> _Units:
-    model = relaxation.model
-    world = model.machine.world_size
-    alone = unit_load(model, 0)  # [20, P, 5, W]
-    other = alone[..., 1:].sum(axis=-1) / world
+    model, classes = relaxation.model, relaxation.classes
+    world, first = model.machine.world_size, [int(r[0]) for r in classes.ranks]
+    alone = {o: unit_load(model, o) for o in {0, 1, *first}}  # [20, P, 5, W] each
+    other = np.stack([alone[0][..., 1:].sum(axis=-1) / world] * len(first))
     own = other.copy()
-    other[..., LOCAL] = alone[:, :, LOCAL, 1:].min(axis=-1)
-    own[..., LOCAL] = alone[:, :, LOCAL, 0]
+    for c, (owner, readers) in enumerate(read_pairs(classes)):
+        other[c, ..., LOCAL] = alone[owner][:, :, LOCAL, readers].min(axis=-1)
+        own[c, ..., LOCAL] = alone[first[c]][:, :, LOCAL, first[c]]
     every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world))
-    return _Units(other, own, group_us(model, every)[..., 0])
+    return _Units(other, own, np.moveaxis(group_us(model, every)[..., first], -1, 0))
 
 
 def _reader(relaxation: Relaxation, t: TableProblem, kind: str, width: int,
             units: _Units) -> np.ndarray:
     """Load of a unit of each feature on a rank that owns nothing, and on one that owns the unit,
-    which differs in its own time alone; float64 [2, 4, P, 5]."""
-    model = relaxation.model
+    which differs in its own time alone, by class of the rank; float64 [2, C, 4, P, 5]."""
+    model, classes = relaxation.model, relaxation.classes
+    shape = (2, len(classes.ranks), NUM_FEATURES, *units.other.shape[2:])
     if kind == COPIES:  # a rank with a copy reads no less than one that owns nothing
-        return np.zeros((2, NUM_FEATURES, *units.other.shape[1:]))
+        return np.zeros(shape)
+    out = np.empty(shape)
+    for c, (owner, readers) in enumerate(read_pairs(classes)):
+        mine = int(classes.ranks[c][0])
+        rows = {rank: row_makers(model)[kind](t, width, _owned_by(model, rank))
+                for rank in {owner, mine}}
+        read = rows[owner][..., readers[0]]
+        both = np.einsum("fq,qpg->fpg", read, units.every[c])
+        more = rows[mine][..., mine] - read
+        out[:, c] = [both + np.einsum("fq,qpg->fpg", more, unit[c])
+                     for unit in (units.other, units.own)]
+    return out
+
+
+def _owned_by(model: CostModel, rank: int) -> np.ndarray:
+    """A unit of each feature, one at a time, on a rank; float64 [4, 4, W]."""
     owner = np.zeros((NUM_FEATURES, NUM_FEATURES, model.machine.world_size))
-    owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), 0] = 1.0
-    rows = row_makers(model)[kind](t, width, owner)
-    both = np.einsum("fq,qpg->fpg", rows[..., 1], units.every)
-    return np.stack([both + np.einsum("fq,qpg->fpg", rows[..., 0] - rows[..., 1], unit)
-                     for unit in (units.other, units.own)])
+    owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), rank] = 1.0
+    return owner

@@ -106,6 +106,12 @@ def own_load(model: CostModel, ranks: list[int]) -> np.ndarray:
     return np.stack([unit_load(model, rank)[..., rank] for rank in ranks])
 
 
+def read_pairs(classes: RankClasses) -> list[tuple[int, list[int]]]:
+    """An owner, and ranks of each class that read what it owns; two ranks at least."""
+    return [(int(r[0]), r[1:].tolist()) if r.size > 1 else (0 if r[0] else 1, r.tolist())
+            for r in classes.ranks]
+
+
 class Pieces:
     """Which pushed pieces fit, for every table and class of ranks.
 
@@ -118,7 +124,7 @@ class Pieces:
         tables: the tables that are free to choose.
         classes: classes of ranks.
         base_rows: float64 [20, W], what every plan asks.
-        beside_reader: whether own time counts beside a reader's (ranks are alike then).
+        beside_reader: whether own time counts beside a reader's.
 
     Attributes:
         box: the plans whose pieces these are.
@@ -133,8 +139,9 @@ class Pieces:
         self.unit = own_load(model, first)  # [C, 20, P, 5]
         #: As `unit`, of a large piece.
         self.large = self.unit.copy()
-        if beside_reader:
-            self.large[..., LOCAL] -= unit_load(model, 0)[:, :, LOCAL, 1:].min(axis=-1)
+        self._pairs = read_pairs(classes) if beside_reader else []
+        for c, (owner, readers) in enumerate(self._pairs):
+            self.large[c, ..., LOCAL] -= unit_load(model, owner)[:, :, LOCAL, readers].min(axis=-1)
         base = group_us(model, base_rows)
         # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
@@ -232,7 +239,10 @@ class Pieces:
         own = rows[classes, :, first]
         out = np.einsum("cq,cqpg->cpg", own, self.unit)
         if self.beside_reader:
-            more = own - rows[classes, :, (first + 1) % world]
+            other = np.zeros_like(owner)
+            other[classes, IDS, [o for o, _ in self._pairs]] = t.total[IDS]
+            read = self.model.push_rows(t, width, other)
+            more = own - read[classes, :, [r[0] for _, r in self._pairs]]
             out[..., LOCAL] = np.einsum("cq,cqp->cp", more, self.large[..., LOCAL])
         return np.asarray(out)
 

@@ -35,11 +35,12 @@ _FEW = 20  # tables, up to which a search begins from large boxes
 _MANY = 200  # tables, above which less is tried
 _LEAST_BOXES = 16  # then
 _SHALLOW = 16  # times fewer boxes before the first search
-_NEGLIGIBLE = 2e-3  # of a step
+_NEGLIGIBLE = 1e-2  # of a step
 _MANY_HOSTS = 4  # above which what one of them owns counts for less than more boxes
 _MANY_CLASSES = 2  # of ranks, above which prices with a host apart take too long
 _HOST_BOXES = 3  # what a box with a host apart costs, in others
-_BEHIND = 1.01  # a branch in which a first search stays so far behind is searched no more
+_BEHIND = 1.01  # a branch in which a search stays so far behind is searched no more
+_RISEN = 1.05  # unless its bound has risen so far since, and with it where a search begins
 _ENOUGH = 0.03  # gap above which a search has a third turn
 _TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
@@ -336,7 +337,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
     _tighten(branches, shallow, np.inf, np.inf, first)
-    seen: dict[int, float] = {}  # steps found in branches
+    seen: dict[int, tuple[float, float]] = {}  # steps found in branches, and their bounds then
     for turn, num_starts in enumerate(turns):
         if best is not None:
             known = best[1].step_us
@@ -352,13 +353,14 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                 continue
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
-            if seen.get(id(branch), 0.0) > _BEHIND * known:
+            step, bound = seen.get(id(branch), (0.0, 0.0))
+            if step > _BEHIND * known and branch.lower_bound_us < _RISEN * bound:
                 continue
             starts = branch.lowest(num_starts)
             anneals = budget.max_anneals * (2 if len(turns) == 1 else 1)
             found = search(starts, replace(budget, max_anneals=anneals), lower_us, target_gap,
                            seed + turn)
-            seen[id(branch)] = found.step_us
+            seen[id(branch)] = found.step_us, branch.lower_bound_us
             if best is None or found.score < best[1].score:
                 best = branch, found
     assert best is not None

@@ -127,7 +127,7 @@ class Relaxation:
         #: Whether all ranks are interchangeable, but for a host apart.
         self.alike = len(self.classes.ranks) == (1 if apart is None else 2)
         self.pieces = Pieces(model, self.tables, self.classes, self.base_tally.rows,
-                             model.training and model.machine.world_size > 1 and self.alike)
+                             model.training and model.machine.world_size > 1)
         self.phase_weight = self._phase_weights()
         self.owner_rows = add_owner_rows(self)
         self._plain_base = self.base.copy()

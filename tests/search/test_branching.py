@@ -14,7 +14,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound import solve_relaxation
 from oper.search.branching import Branching, _cuts, _largest
 from oper.search.cost import CostModel, evaluate
-from oper.search.pieces import COLUMN_STEP, MIN_COLUMNS, Box, column_widths
+from oper.search.pieces import COLUMN_STEP, LOCAL, MIN_COLUMNS, Box, column_widths
 from oper.search.planner import plan_problem, proved
 from oper.search.problem import IDS, Problem, make_problem
 from oper.search.relax import Relaxation
@@ -32,7 +32,8 @@ def alternating(num_ranks: int, per_host: int) -> Topology:
 
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
-              "many": gpus(12, per_host=4), "mixed": alternating(8, 4)}
+              "many": gpus(12, per_host=4), "mixed": alternating(8, 4),
+              "unequal": gpus(4, slow=2)}
 
 
 def stated(seed: int, name: str, num_tables: int = 4, costs: dict[str, float] | None = None,
@@ -98,12 +99,14 @@ def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
             for tier in piece.tiers:
                 if tier.mode == "push":
                     ids += owned_features(t, tier, world, True)[IDS]
-            for share in (ids[ids > 0] / t.total[IDS]).tolist():
-                out = np.maximum(out, pieces.load(k, 0, piece.stop - piece.start, share))
+            for rank in np.flatnonzero(ids).tolist():
+                number = int(relaxation.classes.of_rank[rank])
+                out = np.maximum(out, pieces.load(k, number, piece.stop - piece.start,
+                                                  ids[rank] / t.total[IDS]))
     return out
 
 
-@pytest.mark.parametrize("name", ["gpus", "hosts", "host"])
+@pytest.mark.parametrize("name", ["gpus", "hosts", "host", "unequal", "mixed"])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("costly", [False, True])
 def test_no_plan_is_below_the_bound_of_its_own_box(seed, name, costly):
@@ -121,6 +124,15 @@ def test_no_plan_is_below_the_bound_of_its_own_box(seed, name, costly):
             relaxation.set_box(Box(largest * least, largest * (1 + 1e-9)))
             found = solve_relaxation(relaxation)
             assert found.lower_bound_us <= step_us * (1 + 1e-9)
+
+
+def test_unequal_ranks_of_one_host_have_rows_about_the_owner_of_a_large_piece():
+    problem = stated(1, "unequal")
+    relaxation = Relaxation(CostModel(problem))
+    assert len(relaxation.classes.ranks) == 2
+    assert any(group == LOCAL for _, _, group in relaxation.owner_rows)
+    first = solve_relaxation(relaxation)
+    assert branched(problem).bound.lower_bound_us > first.lower_bound_us * 1.001
 
 
 def test_branching_raises_the_bound_and_certifies_itself():
