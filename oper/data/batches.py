@@ -189,6 +189,11 @@ class Batches:
         def stack(names: Sequence[str], dtype: type[np.generic]) -> np.ndarray:
             if not names:
                 return np.zeros((0, table.num_rows), dtype)
+            for name in names:
+                kind = table.schema.field(name).type
+                if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+                    raise FileFormatError(fail(f"cannot read {str(part)!r}", name, str(kind),
+                                               "one number per row", "preprocess again"))
             return np.stack([table.column(n).to_numpy() for n in names]).astype(dtype, copy=False)
 
         single = [n for n in folder.sparse if n not in folder.multi_hot]

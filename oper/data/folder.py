@@ -22,6 +22,25 @@ MANIFEST = "manifest.json"
 SPLITS = ("train", "valid", "test")
 
 
+_MAX_BUCKETS = 1 << 15  # buckets are int16
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Different names of columns in a manifest."""
+    if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+        raise TypeError(f"{value!r} is not a list of names")
+    if len(set(value)) < len(value):
+        raise ValueError(f"{value!r} are not different names")
+    return tuple(value)
+
+
+def _whole(name: str, value: Any, least: int, most: int = (1 << 63) - 1) -> int:
+    """A number of a manifest."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name}={value!r} is not an integer in {least}..{most}")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
     """A folder that preprocessing wrote.
@@ -78,13 +97,20 @@ class Folder:
                      "preprocess again with this release"))
         try:
             columns, tables = manifest["columns"], manifest["tables"]
+            sparse, multi_hot = _names(columns["sparse"]), _names(columns["multi_hot"])
+            if not set(multi_hot) <= set(sparse):
+                raise ValueError(f"multi_hot={list(multi_hot)} are not all sparse columns")
+            _whole("buckets", manifest["split"]["buckets"], 1, _MAX_BUCKETS)
+            for name in ("recipe", "dense_transforms"):
+                if not isinstance(manifest.get(name, {}), dict):
+                    raise TypeError(f"{name} is not an object")
             return Folder(
-                folder, manifest, str(columns["label"]), tuple(columns["dense"]),
-                tuple(columns["sparse"]), str(columns["bucket"]),
-                tuple(int(tables[name]["num_rows"]) for name in columns["sparse"]),
-                {split: int(manifest["rows"][split]) for split in SPLITS},
-                tuple(columns["multi_hot"]), str(columns["time"]))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+                folder, manifest, str(columns["label"]), _names(columns["dense"]), sparse,
+                str(columns["bucket"]),
+                tuple(_whole(f"num_rows of {n!r}", tables[n]["num_rows"], 1) for n in sparse),
+                {split: _whole(split, manifest["rows"][split], 0) for split in SPLITS},
+                multi_hot, str(columns["time"]))
+        except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")
             ) from None
@@ -97,7 +123,7 @@ class Folder:
     @property
     def bucket_labels(self) -> list[str]:
         """Labels of the time buckets, by number."""
-        return [f"{self.bucket} {k}" for k in range(int(self.manifest["split"]["buckets"]))]
+        return [f"{self.bucket} {k}" for k in range(self.manifest["split"]["buckets"])]
 
     def tables(self, dim: int, **fields: Any) -> tuple[TableSpec, ...]:
         """The tables as specifications of `dim` columns; `fields` are other fields of TableSpec."""

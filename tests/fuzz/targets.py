@@ -125,8 +125,10 @@ def weights(data: bytes) -> None:
 
 
 def manifest(data: bytes) -> None:
-    """Manifests of preprocessed folders."""
-    Folder.open(_file("manifest.json", data).parent)
+    """Manifests of preprocessed folders, and what is asked of them next."""
+    folder = Folder.open(_file("manifest.json", data).parent)
+    assert len(folder.tables(4)) == len(folder.num_rows)
+    assert len(folder.bucket_labels) <= 1 << 15 and folder.ids_in_hotness_order in (True, False)
 
 
 def value_counts(data: bytes) -> None:

@@ -25,10 +25,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 
+from oper.data import Batches, BatchOptions
+from oper.errors import FileFormatError
 from tests.faults.pauses import Pauses
 from tests.fuzz import changed, crash
 from tests.fuzz.native import build
-from tests.fuzz.targets import MEMORY, TARGETS, change, one, remove_files, seeds
+from tests.fuzz.targets import MEMORY, TARGETS, change, one, place, remove_files, seeds
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -186,7 +188,11 @@ def _with_header(name: str, change: dict[str, Any]) -> bytes:
 
 
 CHANGED: list[tuple[str, Callable[[], bytes]]] = [
-    ("manifest", lambda: _with_value("manifest", "num_rows", "Infinity")),
+    *(("manifest", functools.partial(_with_value, "manifest", key, value))
+      for key, value in (("num_rows", "Infinity"), ("num_rows", "-5"), ("num_rows", "3.7"),
+                         ("buckets", "1000000000000"), ("train", '"40"'))),
+    ("manifest", lambda: seeds("manifest")[0].replace(b'"tags"\n  ],\n  "bucket"',
+                                                      b'"nobody"\n  ],\n  "bucket"')),
     ("plan", lambda: _with_value("plan", "step_us", "1" + "0" * 400)),
     ("stats", lambda: _with_header("stats", {"num_samples": "many"})),
     *(("checksums", functools.partial(_with_header, "checksums", {"files": {name: [0, 0]}}))
@@ -205,6 +211,20 @@ def test_what_fuzzing_found(name: str, data: bytes) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     one(name, data)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
+
+
+def test_a_manifest_that_calls_bags_single_ids() -> None:
+    """It was an error of numpy's."""
+    seeds("parquet")
+    path = place() / "parquet" / "manifest.json"
+    good = path.read_bytes()
+    path.write_bytes(json.dumps(json.loads(good) | {"columns": json.loads(good)["columns"]
+                                                    | {"multi_hot": []}}).encode())
+    try:
+        with pytest.raises(FileFormatError, match="one number per row"):
+            list(Batches(path.parent, "train", BatchOptions(8)))
+    finally:
+        path.write_bytes(good)
 
 
 @pytest.mark.parametrize("value", [0x7fffffff, 0xfffffffe, 3])
