@@ -50,7 +50,7 @@ def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
         "hugectr-split-and-place": _split_and_place,
         "neuroshard-beam": _beam,
         "recshard-coverage-milp": coverage_milp,
-        "ugache-replicate-or-partition": _by_density,
+        "ugache-replicate-or-partition": lambda p, _: replicate_or_partition(p),
         "ugache-lp": extraction_lp,
         "flexshard-top-mass": _top_mass,
         "flexflow-markov-chain": _chain,
@@ -216,7 +216,7 @@ def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
 # -- rows by hotness, pulled -----------------------------------------------------------------------
 
 
-def _by_density(problem: Problem, seed: int) -> Plan | None:
+def replicate_or_partition(problem: Problem) -> Plan | None:
     """UGache's closed form on a symmetric machine: replicate the hottest rows of all tables, down
     to one frequency per byte, until memory is full; partition the rest."""
     return _threshold(problem, None)
