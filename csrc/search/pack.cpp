@@ -28,7 +28,8 @@ constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
 constexpr double kHot[] = {3.2, 1.2, 3.2, 1.2};
 constexpr double kHotAgain = 0.005;
 constexpr double kShareFirst = 0.5, kShareAgain = 0.25;  // of all moves; the rest is for the best
-constexpr double kMovesEach = 350;  // of a short search, by table, at least
+constexpr double kShareOfFew = 0.67;                     // first, where only one goes on
+constexpr double kMovesEach = 1500;  // of a short search, by table, at least
 constexpr int64_t kLeastStarts = 4, kMostStarts = 32, kStartsToKeep = 8;  // of so many, one goes on
 constexpr double kOtherwise = 0.5;  // of the tables, in two of three
 constexpr double kHottest = 0.008, kCold = 2e-5;  // at first at most, and in the end
@@ -46,12 +47,13 @@ class Packing : private PackState {
     const int64_t starts =
         std::clamp(int64_t(kShareFirst * moves / each), kLeastStarts, kMostStarts);
     const int64_t kept = std::max<int64_t>(starts / kStartsToKeep, 1);
+    const double share = kept > 1 ? kShareFirst : kShareOfFew;
     std::vector<State> found;
     for (int64_t i = 0; i < starts && !over_; ++i) {
       if (i > 0) reset(p_.recipe, p_.part_width, p_.units);
       pour_all(i % 3 == 0 ? 0.0 : kOtherwise);
       found.push_back(annealed(kHot[i % int64_t(std::size(kHot))],
-                               int64_t(kShareFirst * moves) / starts));
+                               int64_t(share * moves) / starts));
     }
     if (kept > 1) go_on(found, kept, int64_t(kShareAgain * moves) / kept);
     go_on(found, 1, p_.max_moves - moves_);

@@ -60,7 +60,7 @@ EFFORTS = {"fast": Effort(2, 2, 4000, 300, 3, 40),
            "thorough": Effort(8, 10, 60000, 20000, 40, 300)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
 _MOVES = 100_000_000  # of one annealing, over the ranks and a little; more for more tables
-_FEW_TABLES = 50  # below which there is time for more of them, twice as many at most
+_FEW_TABLES = 30  # of which the exact step of every annealing is looked at
 _RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
 
@@ -110,8 +110,9 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
         relaxation = bound.relaxation
         pushes = any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options)
         if pushes:
-            placements = _annealed(book, bound, effort, goal, seed + 97 * n)
-            every.append(Found(_state(book, placements), book, True))
+            found = [Found(_state(book, x), book, True)
+                     for x in _annealed(book, bound, effort, goal, seed + 97 * n)]
+            every.append(min(found, key=lambda x: x.score))
         if not pushes or not every[-1].state.evaluation.fits:
             placements = Placer(relaxation, book.total).place(book.chosen())
             every.append(Found(_state(book, placements), book, False))
@@ -151,14 +152,14 @@ def _book(bound: Bound, target_gap: float, rng: np.random.Generator) -> RecipeBo
 
 
 def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed: int
-              ) -> list[Placement]:
-    """The best of several annealings."""
+              ) -> list[list[Placement]]:
+    """The best of several annealings; of few tables, where stripes of few rows are far from even
+    and a look at the exact loads costs little, what each of them found."""
     book.add_thresholds(_RECIPES)
     annealing = Annealing(book, bound)
     tables, world = len(book.recipes), book.relaxation.model.machine.world_size
-    share = min(2.0, max(1.0, _FEW_TABLES / max(1, tables)))
-    moves = max(int(share * _MOVES) // (world + 32), 1000 * tables)
-    best: Packed | None = None
+    moves = max(_MOVES // (world + 32), 1000 * tables)
+    found: list[Packed] = []
     with ThreadPoolExecutor(_CHAINS) as pool:
         for first in range(0, effort.max_anneals, _CHAINS):
             left = (0.0 if effort.deadline is None
@@ -166,12 +167,12 @@ def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed:
             seeds = range(first, min(first + _CHAINS, effort.max_anneals))
             chains = [pool.submit(annealing.run, moves, goal, 1000 * seed + n, left)
                       for n in seeds]
-            every = [c.result() for c in chains] + ([] if best is None else [best])
-            best = min(every, key=lambda x: x.step_us)
-            if best.step_us <= goal or effort.over():
+            found += [c.result() for c in chains]
+            if min(x.step_us for x in found) <= goal or effort.over():
                 break
-    assert best is not None
-    return Placer(book.relaxation, book.total).lay(best.parts, best.units)
+    if tables > _FEW_TABLES:
+        found = [min(found, key=lambda x: x.step_us)]
+    return [Placer(book.relaxation, book.total).lay(x.parts, x.units) for x in found]
 
 
 class _Improver:

@@ -126,8 +126,11 @@ class Relaxation:
         self._build_coefficients()
         #: Whether all ranks are interchangeable, but for a host apart.
         self.alike = len(self.classes.ranks) == (1 if apart is None else 2)
+        # Across hosts links bind, and boxes cut at the own time of unequal ranks gain little.
+        several = len(set(model.machine.host.tolist())) > 1
         self.pieces = Pieces(model, self.tables, self.classes, self.base_tally.rows,
-                             model.training and model.machine.world_size > 1)
+                             model.training and model.machine.world_size > 1
+                             and (self.alike or not several))
         self.phase_weight = self._phase_weights()
         self.owner_rows = add_owner_rows(self)
         self._plain_base = self.base.copy()
