@@ -4,8 +4,9 @@
 #include <cstdint>
 
 // Arrays are row-major. W ranks in the order of their classes, C classes, G loads (5 per phase, then
-// the share of memory), N recipes of all tables, K+1 shares 0, 1/K, ..., 1, H hot rows. T parts of tables: the
-// first part of every table, and then, where tables may have several recipes, the second of each.
+// the share of memory), N recipes of all tables, K+1 shares 0, 1/K, ..., 1, H hottest rows. T parts of
+// tables: the first part of every table, and then, where tables may have several recipes, the second
+// of each.
 struct OperPacking {
   int64_t num_ranks, num_classes, num_loads, num_tables, num_parts, num_shares, num_heads;
   const int64_t* class_of;     // [W], ascending

@@ -190,15 +190,15 @@ class PackState {
 
   // Shares of lookups by owner: rows are dealt in turn, and the hottest ones weigh more than theirs.
   void deal(const Piece& x, int64_t n, double* mass) const {
+    if (x.owners == 1) {
+      mass[0] = 1;
+      return;
+    }
     const double* head = p_.head + n * p_.num_heads;
     const int64_t* at = p_.head_at + n * p_.num_heads;
     double rest = 1;
     for (int64_t h = 0; h < p_.num_heads; ++h) rest -= head[h];
     for (int i = 0; i < x.owners; ++i) mass[i] = rest * double(x.weight[i]) / x.total;
-    if (x.owners == 1) {
-      mass[0] = 1;
-      return;
-    }
     for (int64_t h = 0; h < p_.num_heads && head[h] > 0; ++h) {
       int64_t place = at[h] % x.total;
       int i = 0;
