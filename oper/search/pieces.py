@@ -239,9 +239,11 @@ class Pieces:
         own = rows[classes, :, first]
         out = np.einsum("cq,cqpg->cpg", own, self.unit)
         if self.beside_reader:
-            other = np.zeros_like(owner)
-            other[classes, IDS, [o for o, _ in self._pairs]] = t.total[IDS]
-            read = self.model.push_rows(t, width, other)
+            owners, read = [o for o, _ in self._pairs], rows
+            if owners != self._first:  # a class of one rank reads what another one owns
+                other = np.zeros_like(owner)
+                other[classes, IDS, owners] = t.total[IDS]
+                read = self.model.push_rows(t, width, other)
             more = own - read[classes, :, [r[0] for _, r in self._pairs]]
             out[..., LOCAL] = np.einsum("cq,cqp->cp", more, self.large[..., LOCAL])
         return np.asarray(out)
