@@ -90,16 +90,17 @@ class Kind:
 # plans there are, by Python: what they call is called by the others.
 _PLANNING = ("annealing", "branching", "copies", "pins", "properties")
 _DATA = ("batches", "fuzz", "generator", "plain", "preprocessing", "reading", "recipes")
-_TABLES = ("accumulation", "bounds", "clipping", "determinism", "exactness", "exchange", "heap",
-           "hostile_peer", "host_memory", "interaction", "large_outputs", "lookup_inputs",
-           "migration", "one_copy", "optimizers", "publication", "pull", "push_and_columns",
-           "quantised_rows", "resolve", "row_dtypes", "traffic", "weight_gradients", "wire")
+_TABLES = ("accumulation", "bag_bounds", "bounds", "clipping", "determinism", "exactness",
+           "exchange", "heap", "hostile_peer", "host_memory", "interaction", "large_outputs",
+           "lookup_inputs", "migration", "one_copy", "optimizers", "publication", "pull",
+           "push_and_columns", "quantised_rows", "resolve", "row_dtypes", "traffic",
+           "weight_gradients", "wire")
 # Tests whose ranks or readers are threads of one process. In the others ranks are processes, of
 # which ThreadSanitizer sees one at a time, or nothing runs at once.
-_THREADED = ("accumulation", "bounds", "clipping", "exactness", "exchange", "heap", "hostile_peer",
-             "interaction", "lookup_inputs", "migration", "one_copy", "optimizers", "publication",
-             "pull", "push_and_columns", "resolve", "row_dtypes", "traffic", "weight_gradients",
-             "wire")
+_THREADED = ("accumulation", "bag_bounds", "bounds", "clipping", "exactness", "exchange", "heap",
+             "hostile_peer", "interaction", "lookup_inputs", "migration", "one_copy", "optimizers",
+             "publication", "pull", "push_and_columns", "resolve", "row_dtypes", "traffic",
+             "weight_gradients", "wire")
 # Beside AddressSanitizer, UndefinedBehaviorSanitizer reports to stderr whatever it is told, so that
 # its reports end the process. Leaks are not looked for: Python and torch keep memory until the
 # process ends. Python's own allocator would hide overflows of small blocks, so it is told to leave
