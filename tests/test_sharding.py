@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -255,6 +256,28 @@ def test_arguments_of_other_kinds_are_named(arguments: dict[str, Any], word: str
     module = arguments.pop("module", None) or bag()
     with pytest.raises((InvalidInputError, PlanError), match=word):
         oper.shard(module, **{"optimizer": SGD, **arguments})
+
+
+def test_a_forked_child_reads_and_changes_nothing() -> None:
+    """Its arenas are its parent's: what it wrote there would be the parent's rows."""
+    sharded = oper.shard(bag(), plan=plan(("weight", 20, 4)), optimizer=SGD)
+    before = sharded.state_dict()["weight"].clone()
+    passed = sharded(torch.tensor([[1]]))
+    child = os.fork()
+    if not child:
+        told = 0
+        for change in (lambda: sharded(torch.tensor([[1]])), passed.sum().backward,
+                       lambda: sharded.load_state_dict({"weight": torch.zeros(20, 4)})):
+            try:
+                change()
+            except oper.OperError as error:
+                told += "forked" in str(error)
+        with torch.no_grad():
+            same = torch.equal(sharded(torch.tensor([[1]]))[0], before[1])
+        os._exit(0 if told == 3 and same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(sharded.state_dict()["weight"], before)
+    passed.sum().backward()
 
 
 def test_a_topology_by_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,6 +125,7 @@ class ShardedTables(LogicalRows):
         # Makes autograd call our backward although the tables are no parameters.
         self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
         self.number = register(self)
+        self._process = os.getpid()
 
     def _keep(self) -> None:
         """Tables that nobody refers to any more are released without close() as well."""
@@ -211,6 +213,7 @@ class ShardedTables(LogicalRows):
             self._checks.check(batch)
             batch = self.bounds.repair(batch)
         if self.optimizers is not None and torch.is_grad_enabled():
+            self._check_process()
             return trained_lookup(self, batch)
         if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
             raise InvalidInputError(
@@ -288,6 +291,7 @@ class ShardedTables(LogicalRows):
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
+        self._check_process()
         passed = Backward(self._clamp.apply(grad, batch, offsets), batch, offsets)
         if self._holds_gradients:
             self._pending.append(passed)
@@ -356,6 +360,7 @@ class ShardedTables(LogicalRows):
 
     def barrier(self) -> None:
         """Wait for all ranks; raises PeerLostError or DeadlineError."""
+        self._check_process()
         code, detail = torch.ops.oper.context_barrier(self._handle)
         if code and self._exchange is not None:
             code, detail = self._exchange.check(code, detail)
@@ -363,6 +368,14 @@ class ShardedTables(LogicalRows):
             raise_status(code, detail, self._layout.outbox_bytes, None)
         if self._exchange is not None:
             self._exchange.barrier()
+
+    def _check_process(self) -> None:
+        """A forked child writes to its parent's rows and would take its place in barriers."""
+        if os.getpid() != self._process:
+            raise OperError(
+                fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
+                     f"process {self._process}, which made them",
+                     "look up under torch.no_grad(), or shard a model in the child"))
 
     def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
         """Bytes that this rank has sent to other memory domains, by kind and receiver.
