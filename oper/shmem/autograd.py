@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oper.errors import InvalidInputError, fail
 from oper.shmem.batch import Lookup
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class _Lookup(torch.autograd.Function):
                 tables: ShardedTables, batch: Lookup) -> torch.Tensor:
         out, offsets = tables.forward(batch, collective=True)
         ctx.call = (tables, batch, offsets)
+        ctx.step = tables.num_steps
         return out
 
     @staticmethod
@@ -39,6 +41,11 @@ class _Lookup(torch.autograd.Function):
         tables, batch, offsets = ctx.call
         weights = None
         if ctx.needs_input_grad[1]:  # before the rows change
+            if tables.num_steps != ctx.step:
+                raise InvalidInputError(
+                    fail("cannot take the gradient of per-sample weights", "updates since the "
+                         "lookup", tables.num_steps - ctx.step, "0, since it is made of the rows",
+                         "look up all that a step needs of these tables in one batch"))
             weights = tables.weight_gradient(grads[0], batch, offsets)
         tables.apply_gradients(grads[0], batch, offsets)
         return None, weights, None, None

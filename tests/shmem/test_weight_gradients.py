@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -132,6 +134,20 @@ def test_weights_from_a_module_in_front() -> None:
         rank_loss(out, batch.target).backward()
         gradients.append(scale.grad)
     close(*gradients)
+
+
+def test_rows_that_have_changed_since_the_lookup_are_refused() -> None:
+    """The backward pass of one lookup updates the rows that the other's gradient is made of."""
+    case, optimizers = ready(dlrm_case(weighted=True), SGD(lr=0.5))
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    first, second = (replace(make_batch(case, 0, k).lookup(case)) for k in range(2))
+    for batch in (first, second):
+        batch.weights = batch.weights.clone().requires_grad_()
+    both = tables.lookup(first).sum() + tables.lookup(second).sum()
+    with pytest.raises(InvalidInputError, match="updates since the lookup=1"):
+        both.backward()
+    with tables.no_sync():  # which changes no row
+        (tables.lookup(first).sum() + tables.lookup(second).sum()).backward()
 
 
 def test_weights_that_no_one_trains_are_refused() -> None:
