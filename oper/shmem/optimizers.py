@@ -11,7 +11,6 @@ Every optimizer can clip, element by element (FBGEMM) or by the norm of a row's 
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from oper.errors import InvalidInputError, PlanError, fail
 from oper.tables import TableSpec
 
 MAX_DIM = 1024
+_LARGEST = float(np.finfo(np.float32).max)
 # Names of the state of each optimizer and whether it is one number per row (else one per column).
 STATE_PARTS: dict[str, tuple[tuple[str, bool], ...]] = {
     "none": (),
@@ -125,10 +125,15 @@ class Adam(Clipping):
 
     def __post_init__(self) -> None:
         _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        what = f"invalid {type(self).__name__}"
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise InvalidInputError(fail(what, "betas", self.betas, "two numbers", "correct it"))
         for k, beta in enumerate(self.betas):
-            if not 0 <= beta < 1:
-                raise InvalidInputError(fail(f"invalid {type(self).__name__}", f"betas[{k}]", beta,
-                                             "0 <= beta < 1", "correct it"))
+            # As fp32, which the kernel's are: 1 there would divide by 1 - 1^t.
+            if not _is_fp32(beta) or not 0 <= np.float32(beta) < 1:
+                raise InvalidInputError(fail(what, f"betas[{k}]", beta, "0 <= beta < 1 in fp32",
+                                             "correct it"))
+        object.__setattr__(self, "betas", tuple(self.betas))  # a list could not be hashed
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
@@ -149,14 +154,20 @@ class PartialRowWiseAdam(Adam):
 Optimizer = SGD | RowWiseAdagrad | Adagrad | Adam | PartialRowWiseAdam
 
 
+def _is_fp32(value: Any) -> bool:
+    """Whether it is a number that fp32 holds, which the kernels compute in."""
+    return isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST
+
+
 def _check(optimizer: Clipping, **values: Any) -> None:
     what = f"invalid {type(optimizer).__name__}"
     for name, value in values.items():
-        if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
-            raise InvalidInputError(fail(what, name, value, "a number >= 0", "correct it"))
+        if not _is_fp32(value) or value < 0:
+            raise InvalidInputError(fail(what, name, value, "a number >= 0 that fp32 holds",
+                                         "correct it"))
     for name in ("max_gradient", "max_row_norm"):
         limit = getattr(optimizer, name)
-        if limit is not None and not (limit > 0 and math.isfinite(limit)):
+        if limit is not None and not (_is_fp32(limit) and limit > 0):
             raise InvalidInputError(fail(what, name, limit, "> 0, or None", "correct it"))
 
 

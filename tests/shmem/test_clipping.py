@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -181,8 +182,8 @@ def test_equals_fbgemm(mean: bool) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_gradient": 0.0}, {"max_row_norm": -1.0},
-                                    {"max_gradient": math.nan}])
-def test_limits_that_are_none(limits: dict[str, float]) -> None:
+                                    {"max_gradient": math.nan}, {"max_row_norm": "1"}])
+def test_limits_that_are_none(limits: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(limits))):
         SGD(**limits)
 

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from oper.errors import InvalidInputError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.group import SingleGroup
 from oper.shmem.optimizers import (
@@ -352,3 +353,19 @@ def test_decay_of_adam_is_added_to_the_step() -> None:
     assert (tables.read("t") - adam).abs().max() > 1e-2
     # AdamW decays before the step, so it differs by the product of the two.
     assert (tables.read("t") - adamw).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("make, word", [
+    (lambda: SGD(lr=1e39), "lr=1e"), (lambda: RowWiseAdagrad(eps="0"), "eps='0'"),
+    (lambda: Adam(betas=0.9), "betas=0.9"), (lambda: Adam(betas=(0.9,)), "two numbers"),
+    (lambda: Adam(betas=(0.9, "0.99")), r"betas\[1\]='0.99'"),
+    (lambda: PartialRowWiseAdam(betas=(0.9, 1 - 1e-10)), r"betas\[1\]"),  # 1 in fp32
+])
+def test_settings_that_give_no_numbers(make: object, word: str) -> None:
+    with pytest.raises(InvalidInputError, match=word):
+        make()
+
+
+def test_betas_may_be_a_list() -> None:
+    assert Adam(betas=[0.8, 0.9]) == Adam(betas=(0.8, 0.9))
+    assert hash(Adam(betas=[0.8, 0.9])) == hash(Adam(betas=(0.8, 0.9)))
