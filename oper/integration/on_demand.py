@@ -106,6 +106,11 @@ class TableRows:
         if not isinstance(value, torch.Tensor | TableRows) or found != self.shape:
             raise InvalidInputError(fail(what, "shape", found, f"{tuple(self.shape)}",
                                          "load a state_dict of this model"))
+        if isinstance(value, torch.Tensor) and (
+                value.is_meta or value.layout != torch.strided or value.is_complex()):
+            raise InvalidInputError(fail(what, "device, layout, dtype",
+                                         (value.device.type, value.layout, value.dtype),
+                                         "a dense tensor of real numbers", "convert it"))
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce_ex__(4)

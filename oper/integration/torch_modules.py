@@ -116,6 +116,11 @@ class ShardedEmbeddingBag(_ShardedModule):
         if per_sample_weights is not None and self.mode != "sum":
             raise InvalidInputError(fail("cannot look up", "mode", self.mode,
                                          "sum with per_sample_weights", "leave the weights out"))
+        if per_sample_weights is not None and per_sample_weights.shape != input.shape:
+            raise InvalidInputError(
+                fail("cannot look up", "shape of per_sample_weights",
+                     tuple(per_sample_weights.shape), f"{tuple(input.shape)} as the ids have",
+                     "correct the batch"))
         if input.dim() == 2:
             if offsets is not None:
                 raise InvalidInputError(fail("cannot look up", "offsets", tuple(offsets.shape),
@@ -127,6 +132,10 @@ class ShardedEmbeddingBag(_ShardedModule):
             if offsets is None:
                 raise InvalidInputError(fail("cannot look up", "offsets", None,
                                              "offsets with flat ids", "pass them"))
+            if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32):
+                raise InvalidInputError(
+                    fail("cannot look up", "offsets", (offsets.dtype, tuple(offsets.shape)),
+                         "int64 or int32, one dimension", "convert the batch"))
             ends = offsets[1:] if self.include_last_offset else torch.cat(
                 [offsets[1:], offsets.new_tensor([input.numel()])])
             lengths = ends - (offsets[:-1] if self.include_last_offset else offsets)

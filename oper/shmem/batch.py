@@ -168,9 +168,10 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     assert failed is not None
     batch, offsets = failed.batch, failed.offsets
     if code == 5:
+        least = int(batch.lengths.min()) if batch.lengths.numel() else None
         raise InvalidInputError(
             fail("bag lengths do not fit the ids", "sum(lengths), min(lengths)",
-                 (int(offsets[-1]), int(batch.lengths.min())),
+                 (int(offsets[-1]), least),
                  f"{batch.ids.numel()} as there are ids, none negative", "correct the batch"))
     key = int(torch.searchsorted(offsets, detail, right=True)) - 1
     key //= max(1, batch.batch_size)

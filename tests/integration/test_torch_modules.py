@@ -102,9 +102,11 @@ def test_weights_that_torch_would_refuse() -> None:
     with pytest.raises(InvalidInputError, match="per_sample_weights"):
         mean(ids(30).view(6, 5), None, torch.ones(6, 5))
     sums = shard(nn.EmbeddingBag(40, 12, mode="sum"))
-    for wrong in (torch.ones(6, 5, dtype=torch.float64), torch.ones(6, 4)):
-        with pytest.raises(InvalidInputError, match="weights"):
-            sums(ids(30).view(6, 5), None, wrong)
+    padded = shard(nn.EmbeddingBag(40, 12, mode="sum", padding_idx=0))
+    for wrong in (torch.ones(6, 5, dtype=torch.float64), torch.ones(6, 4), torch.ones(30)):
+        for bag in (sums, padded):
+            with pytest.raises(InvalidInputError, match="weights"):
+                bag(ids(30).view(6, 5), None, wrong)
 
 
 def test_calls_that_torch_would_refuse() -> None:
@@ -114,8 +116,13 @@ def test_calls_that_torch_would_refuse() -> None:
     for offsets in ([1, 4], [0, 9, 4], [0, 40]):
         with pytest.raises(InvalidInputError, match="lengths"):
             sharded(ids(30), torch.tensor(offsets))
+    with pytest.raises(InvalidInputError, match="lengths"):
+        sharded(ids(30), torch.tensor([], dtype=torch.int64))
     with pytest.raises(InvalidInputError, match="offsets"):
         sharded(ids(30).view(6, 5), torch.tensor([0, 5]))
+    for wrong in (torch.tensor(0), torch.tensor([[0, 4]]), torch.tensor([0.0, 4.0])):
+        with pytest.raises(InvalidInputError, match="offsets"):
+            sharded(ids(30), wrong)
     with pytest.raises(InvalidInputError, match="id=40,"):
         sharded(torch.tensor([[1, 40]]))
     padded = shard(nn.EmbeddingBag(40, 12, mode="sum", padding_idx=0))
@@ -174,6 +181,14 @@ def test_names_shapes_and_round_trip() -> None:
         sharded.load_state_dict({k: v for k, v in want.items() if k != "bag.weight"})
     with pytest.raises(RuntimeError, match=r"Unexpected.*bag\.more"):
         sharded.load_state_dict({**want, "bag.more": torch.zeros(1)})
+
+
+def test_values_that_are_no_rows_are_refused() -> None:
+    sharded = shard(nn.EmbeddingBag(40, 12, mode="sum"))
+    for wrong in (torch.zeros(40, 12, device="meta"), torch.zeros(40, 12).to_sparse(),
+                  torch.zeros(40, 12, dtype=torch.complex64)):
+        with pytest.raises(RuntimeError, match="'weight': device, layout, dtype="):
+            sharded.load_state_dict({"weight": wrong})
 
 
 def test_attributes_of_the_bag_are_there() -> None:
