@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +115,16 @@ def shard(
         from oper.shmem.domains import find_domains
 
         made = one_copy_per_domain(made, find_domains(group))
-    for target in targets:
-        new = _build(target, made, objective, group, bounds_check, held)
+    # All of them or none: a model that is half sharded could be neither used nor sharded again.
+    built: list[nn.Module] = []
+    try:
+        for target in targets:
+            built.append(_build(target, made, objective, group, bounds_check, held))
+    except BaseException:
+        for new in built:
+            new.tables.close()  # type: ignore[union-attr, operator]
+        raise
+    for target, new in zip(targets, built, strict=True):
         if target.path == "":
             return new
         parent, _, child = target.path.rpartition(".")
@@ -139,9 +148,12 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
              "oper.Adagrad, oper.Adam, oper.PartialRowWiseAdam, or None")):
         if not isinstance(given[name], kinds):
             raise InvalidInputError(fail("cannot shard", name, given[name], expected, "correct it"))
-    if isinstance(given["modules"], str):
-        raise InvalidInputError(fail("cannot shard", "modules", given["modules"],
-                                     "a list of paths", f"pass [{given['modules']!r}]"))
+    paths = given["modules"]
+    if paths is not None and (isinstance(paths, str) or not isinstance(paths, Iterable)
+                              or not all(isinstance(p, str) for p in paths)):
+        raise InvalidInputError(fail("cannot shard", "modules", paths, "a list of paths",
+                                     f"pass [{paths!r}]" if isinstance(paths, str)
+                                     else "name modules as named_modules() does"))
     if given["objective"] not in ("training", "inference"):
         raise InvalidInputError(fail("cannot shard", "objective", given["objective"],
                                      "'training' or 'inference'", "correct it"))
@@ -204,10 +216,13 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
         OperError: there is no memory for both plans' arenas; likewise.
     """
     if not isinstance(plan, Plan):
+        if not isinstance(plan, str | os.PathLike):
+            raise InvalidInputError(fail("cannot move tables to another plan", "plan", plan,
+                                         "a Plan or a plan file", "correct it"))
         plan = Plan.load(plan)
     found = _tables_of(model, "nothing to move to another plan")
     budget = bytes_per_step
-    if budget is not None and budget > 0:  # the tables themselves refuse others
+    if isinstance(budget, int) and budget > 0:  # the tables themselves refuse others
         budget = max(1, budget // len(found))
     started: list[ShardedTables] = []
     try:
@@ -257,8 +272,13 @@ def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
     if not isinstance(topology, Topology):
         name = os.fspath(topology)
         topology = topology_preset(name, world_size if name == THIS_HOST else None)
-    return make_plan(tables, stats, topology, objective=objective,
-                     batch_size=_DEFAULT_BATCH if batch_size is None else batch_size)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plan = make_plan(tables, stats, topology, objective=objective,
+                         batch_size=_DEFAULT_BATCH if batch_size is None else batch_size)
+    for warning in found:  # of the line that calls `shard`, which can do something about it
+        warnings.warn(warning.message, stacklevel=4)
+    return plan
 
 
 def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_check: Any,

@@ -213,6 +213,7 @@ def test_without_statistics_one_warning_and_a_plan_by_size() -> None:
         oper.shard(model, optimizer=SGD)
     about = [str(w.message) for w in caught if "stat" in str(w.message)]
     assert len(about) == 1, about
+    assert caught[0].filename == __file__  # the line that could pass statistics
     model.users(torch.tensor([[1, 2]])).sum().backward()
 
 
@@ -236,6 +237,25 @@ def test_statistics_for_other_tables() -> None:
         oper.shard(bag(400, 8), stats, optimizer=SGD)
 
 
+def test_a_model_is_sharded_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    build, built = oper.sharding._build, []
+
+    def fails_at_the_second(*args: Any) -> nn.Module:
+        if built:
+            raise oper.OperError("no memory")
+        built.append(build(*args))
+        return built[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("oper.sharding._build", fails_at_the_second)
+        with pytest.raises(oper.OperError, match="no memory"):
+            oper.shard(model, plan=plan(*MODEL_PLAN), optimizer=SGD)
+    assert type(model.users) is type(model.items[0]) is nn.EmbeddingBag
+    assert built[0].tables.page_kind == "closed"
+    oper.shard(model, plan=plan(*MODEL_PLAN), optimizer=SGD)
+
+
 def test_a_second_time_is_refused_by_name() -> None:
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum"))
     oper.shard(model, optimizer=oper.SGD(lr=0.1))
@@ -248,7 +268,9 @@ def test_a_second_time_is_refused_by_name() -> None:
     ({"stats": {"weight": 1}}, "stats="), ({"plan": 3}, "plan="), ({"topology": 8}, "topology="),
     ({"topology": "nowhere-8"}, "nowhere-8.*h100-8"), ({"optimizer": "sgd"}, "RowWiseAdagrad"),
     ({"optimizer": torch.optim.SGD}, "optimizer="), ({"objective": "train"}, "'inference'"),
-    ({"modules": ""}, r"pass \[''\]"), ({"batch_size": 0}, "batch_size=0"),
+    ({"modules": ""}, r"pass \[''\]"), ({"modules": 5}, "modules=5"),
+    ({"modules": [1, None]}, "modules="), ({"batch_size": 0}, "batch_size=0"),
+    ({"objective": "inference", "row_dtype": 3}, "row_dtype=3"),
     ({"batch_size": 1.5}, "batch_size=1.5"), ({"module": [1]}, "torch.nn.Module"),
     ({"topology": "h100-8"}, "world_size=8"),
     ({"plan": plan(("weight", 20, 4)), "objective": "test"}, "objective='test'")])

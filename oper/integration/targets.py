@@ -176,6 +176,9 @@ def typed(specs: Sequence[TableSpec], row_dtype: str | Mapping[str, str] | None
         return list(specs)
     if isinstance(row_dtype, str):
         return [replace(s, dtype=row_dtype) for s in specs]
+    if not isinstance(row_dtype, Mapping):
+        raise InvalidInputError(fail("cannot choose types of rows", "row_dtype", row_dtype,
+                                     "the name of a type, or names by table", "correct it"))
     unknown = set(row_dtype) - {s.name for s in specs}
     if unknown:
         raise InvalidInputError(fail("cannot choose types of rows", "tables", sorted(unknown),

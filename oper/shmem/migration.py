@@ -79,9 +79,11 @@ class Migration:
     """
 
     def __init__(self, tables: ShardedTables, plan: Plan, bytes_per_step: int | None) -> None:
-        if bytes_per_step is not None and bytes_per_step < 1:
+        if bytes_per_step is not None and (not isinstance(bytes_per_step, int)
+                                           or bytes_per_step < 1):
             raise InvalidInputError(fail("cannot move tables to another plan", "bytes_per_step",
-                                         bytes_per_step, ">= 1 or None", "e.g. 64 << 20"))
+                                         bytes_per_step, "an integer >= 1 or None",
+                                         "e.g. 64 << 20"))
         self._source = tables
         self._rank = tables.group.rank
         self._target = tables.prepare(self._own_part(plan))

@@ -252,8 +252,9 @@ def test_read_only_tables_move_at_once() -> None:
         batch = steps[group.rank].lookup(case)
         before = tables.forward(batch)[0].clone()
         plan = prepared(case, uniform_plan(case.tables, 2, "replicated"), OPTIMIZERS["sgd"])
-        with pytest.raises(InvalidInputError, match="bytes_per_step"):
-            tables.start_migration(plan, 0)
+        for wrong in (0, 1.5, "64"):
+            with pytest.raises(InvalidInputError, match="bytes_per_step"):
+                tables.start_migration(plan, wrong)
         tables.start_migration(plan, BUDGET)
         tables.finish_migration()
         assert tables.plan.tables[0].tiers[0].placement == "replicated"
