@@ -63,7 +63,10 @@ def run_simulate(args: argparse.Namespace) -> int:
                                      "pass --trace DIR or --stats FILE"))
     if args.steps < 1:
         raise InvalidInputError(fail("cannot replay", "steps", args.steps, ">= 1", "correct it"))
+    if args.seed < 0:
+        raise InvalidInputError(fail("cannot replay", "seed", args.seed, ">= 0", "correct it"))
     plan, problem = verbs.stated(args, _statistics(args))
+    plan.check_for([t.table for t in plan.tables], problem.topology.world_size)
     schedule = Schedule(problem.training, False, args.dense_us, args.in_flight)
     clipped = _clipped(args.clipped, plan)
     wire = WireReplay(plan, problem.topology.domain_of(), problem.training,
@@ -184,10 +187,14 @@ def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: i
         raise InvalidInputError(fail(f"cannot replay {path!r}", "features that it lacks",
                                      missing[:8], f"some of {list(column)[:8]}",
                                      "pass the folder that the plan was made for"))
-    ones = np.ones(batch_size, np.int64)
+    shape = len(column), world_size, batch_size
     for batch in source:
-        shares = np.split(batch.ids, world_size, axis=1)
-        yield [{f: Bags(share[column[f]], ones) for f in features} for share in shares]
+        lengths = (np.ones(shape, np.int64) if batch.lengths is None
+                   else batch.lengths.astype(np.int64).reshape(shape))
+        ids, ends = batch.ids.reshape(-1), lengths.cumsum().reshape(shape)
+        begins = ends - lengths
+        yield [{f: Bags(ids[begins[k, rank, 0]:ends[k, rank, -1]], lengths[k, rank])
+                for f, k in ((f, column[f]) for f in features)} for rank in range(world_size)]
 
 
 def drawn_batches(stats: AccessStats, tables: list[TableSpec], batch_size: int, world_size: int,

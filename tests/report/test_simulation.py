@@ -10,8 +10,9 @@ import pytest
 
 from oper import cli
 from oper.data import Folder, SyntheticLog, write_synthetic_log
-from oper.report.simulation import drawn_batches
+from oper.report.simulation import drawn_batches, folder_batches
 from oper.stats import AccessStats
+from oper.tables import TableSpec
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,27 @@ def test_a_trace_of_real_batches(made: Path, capsys) -> None:
     events = json.loads(trace.read_text())["traceEvents"]
     assert {e["name"] for e in events if e["ph"] == "X"} >= {
         "forward", "backward", "update", "dense", "ids ahead"}
+
+
+def test_a_trace_of_bags(tmp_path: Path, capsys) -> None:
+    """Every rank gets the bags of its samples, of columns with one id and with several."""
+    lines = [f"{k % 2},{k % 7},{'|'.join(str(x) for x in range(k % 4))}" for k in range(400)]
+    (tmp_path / "log.csv").write_text("\n".join(["label,one,many", *lines]) + "\n")
+    log, data, stats, plan = (str(tmp_path / n) for n in ("log.csv", "data", "s.npz", "p.json"))
+    assert cli.main(["preprocess", "csv", log, "-o", data, "--label", "label", "--sparse",
+                     "one,many:|", "--min-count", "1"]) == 0
+    assert cli.main(["analyze", data, "-o", stats]) == 0
+    assert cli.main(["plan", stats, "--topology", "this-host", "--dim", "16", "-o", plan]) == 0
+    tables = [TableSpec(n, t.num_rows, 16, (n,)) for n, t in AccessStats.load(stats).tables.items()]
+    (first, *_), (whole, *_) = (list(folder_batches(data, "train", tables, size, ranks))
+                                for size, ranks in ((20, 2), (40, 1)))
+    for name in ("one", "many"):
+        for field in ("ids", "lengths"):
+            parts = [getattr(rank[name], field) for rank in first]
+            assert np.array_equal(np.concatenate(parts), getattr(whole[0][name], field))
+    assert whole[0]["many"].lengths.tolist() == [k % 4 for k in range(40)]
+    value = simulated(capsys, plan, "--trace", data, "--batch-size", 20, "--steps", 3)
+    assert sum(value["bytes_read"]["rows"].values()) == 120 * (1 + 1.5) * 64
 
 
 def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
@@ -96,6 +118,8 @@ def test_what_cannot_be_replayed_is_said(made: Path, tmp_path: Path, capsys) -> 
             ([plan, "--trace", str(made / "data"), "--batch-size", "100000"], "full batches"),
             ([plan, "--trace", str(made / "data"), "--in-flight", "0"], "in_flight"),
             ([plan, "--trace", str(tmp_path)], "preprocessed folder"),
+            ([plan, "--stats", str(made / "stats.npz"), "--seed", "-1"], "seed=-1"),
+            ([plan, "--stats", str(made / "stats.npz"), "--topology", "h100-8"], "world_size=2"),
             ([str(tmp_path / "other.json"), "--trace", str(made / "data")], "lacks")):
         capsys.readouterr()
         assert cli.main(["simulate", *words]) == 1, words
