@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import FileFormatError, fail
+from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.files import read_arrays, write_arrays
 from oper.integration.checkpoint_files import CHECKSUMS, METADATA, sum_of
 from oper.integration.on_demand import TableRows
@@ -29,6 +29,7 @@ KIND, VERSION = "oper-delta", 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
 _AS_STORED = {torch.bfloat16: torch.int16}  # NumPy has no such numbers
 _STATE = "state"
+_PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +153,31 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             yield from leaves(item, (*path, key))
     elif not isinstance(value, TableRows):
         yield path, value
+
+
+def check_readable(what: str, state: dict[str, Any]) -> None:
+    """Raise InvalidInputError for a value that could be saved but not loaded again.
+
+    Nothing but tensors and plain values is unpickled: NumPy's numbers, paths and objects of classes
+    would make a checkpoint that nobody can read, in the place of one that everybody could.
+    """
+    for path, value in leaves(state):
+        if isinstance(value, torch.Tensor) or _is_plain(value):
+            continue
+        data = io.BytesIO()
+        try:
+            torch.save(value, data)
+            data.seek(0)
+            torch.load(data, weights_only=True)
+        except Exception:  # torch and pickle raise many kinds
+            raise InvalidInputError(
+                fail(what, ".".join(map(str, path)), value, f"a tensor or a plain value, and not "
+                     f"{type(value).__module__}.{type(value).__qualname__}, which a load refuses",
+                     "convert it, for instance by float()")) from None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN_TYPES or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

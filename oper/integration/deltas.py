@@ -26,6 +26,7 @@ from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, fail
 from oper.integration.delta_files import (
     base_of,
+    check_readable,
     copy_state,
     folder_of,
     pack_state,
@@ -159,7 +160,9 @@ class DeltaCheckpoints:
     def dense_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         """A copy of all but rows."""
         with rows_never():
-            return copy_state(state_of(self._model, self._optimizer), dict(extra or {}))
+            state, values = state_of(self._model, self._optimizer), dict(extra or {})
+            check_readable("cannot save a delta", state | {"extra": values})
+            return copy_state(state, values)
 
     @property
     def part_bytes(self) -> int:

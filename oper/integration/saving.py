@@ -34,7 +34,15 @@ from oper.integration.checkpoint_files import (
     sum_of,
     write_checksums,
 )
-from oper.integration.delta_files import Delta, check, find, put_rows, put_state, read_part
+from oper.integration.delta_files import (
+    Delta,
+    check,
+    check_readable,
+    find,
+    put_rows,
+    put_state,
+    read_part,
+)
 from oper.integration.on_demand import CHUNK_BYTES, rows_on_demand
 from oper.shmem.group import default_group
 from oper.shmem.table_rows import LogicalRows
@@ -64,7 +72,9 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         chunk_bytes: rows are copied and written in chunks of at most this size.
 
     Raises:
-        OperError: a rank could not write; the previous checkpoint is untouched.
+        InvalidInputError: a value is neither a tensor nor plain; the previous checkpoint is
+            untouched.
+        OperError: a rank could not write; likewise.
         PeerLostError, DeadlineError: a rank has ended or did not come in time; likewise.
     """
     path = Path(folder).absolute()
@@ -81,6 +91,7 @@ def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any]
     ranks.step(lambda: _make_room(path, aside, before) if ranks.first else None)
     with rows_on_demand(chunk_bytes):
         state = state_of(model, optimizer) | ({"extra": dict(extra)} if extra else {})
+        ranks.step(lambda: check_readable("cannot save a checkpoint", state))
         _write(state, aside, ranks)
     ranks.step(lambda: _put_in_place(path, aside, before) if ranks.first else None)
 

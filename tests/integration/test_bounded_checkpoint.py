@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -343,3 +344,25 @@ def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(OperError, match=r"Missing key.*dense"):
         oper.load_checkpoint(tmp_path / "other", sharded(1, 0))
     assert_bitwise(small.state_dict()["0.weight"], before, "unchanged")
+
+
+@pytest.mark.filterwarnings("ignore:no access statistics")
+@pytest.mark.parametrize("value", [np.float32(0.5), np.arange(3), Path("x"), (1, np.int64(2)),
+                                   lambda: 1], ids=lambda value: type(value).__name__)
+def test_what_no_load_would_take_is_not_saved(value: Any, tmp_path: Path) -> None:
+    """It would replace a good checkpoint by one that cannot be read."""
+    model = oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+    dense = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    good = {"step": 1, "seen": (1, 2.5), "at": torch.Size([3]), "names": {"a"}}
+    oper.save_checkpoint(tmp_path / "saved", model, dense, good)
+    with pytest.raises(InvalidInputError, match=r"extra\.run\.loss=.*convert it"):
+        oper.save_checkpoint(tmp_path / "saved", model, dense, {"run": {"loss": value}})
+    with oper.DeltaCheckpoints(tmp_path / "saved", model, dense) as saver:
+        saver.load()
+        with pytest.raises(InvalidInputError, match=r"cannot save a delta: extra\.loss="):
+            saver.save(2, {"loss": value})
+    dense.param_groups[0]["lr"] = value
+    with pytest.raises(InvalidInputError, match=r"optimizer\.param_groups\.0\.lr="):
+        oper.save_checkpoint(tmp_path / "saved", model, dense)
+    dense.param_groups[0]["lr"] = 0.1
+    assert oper.load_checkpoint(tmp_path / "saved", model, dense) == good
