@@ -144,6 +144,8 @@ class TrainConfig:
                             ("log_every", 1), ("eval_every", 0), ("eval_users", 0),
                             ("checkpoint_every", 0), ("delta_every", 0)):
             _at_least(name, getattr(self, name), least)
+        if self.seed >= 2**63:
+            raise _bad("seed", self.seed, "< 2^63, which torch takes")
         for name in ("stats", "plan", "topology"):
             if getattr(self, name) and self.sharding != "oper":
                 raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")

@@ -44,6 +44,7 @@ def test_file_over_defaults_and_flags_over_file(tmp_path: Path) -> None:
     ({"batch_size": 0}, ">= 1"),
     ({"batch_size": True}, "an integer"),
     ({"batch_size": 2.5}, "an integer"),
+    ({"seed": 2**63}, "2\\^63"),
     ({"shuffle": "maybe"}, "true or false"),
     ({"model": 3}, "a section"),
     ({"data.x": 3}, "a key inside a section"),
