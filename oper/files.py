@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, ClassVar, cast
 import numpy as np
 
 from oper import native
-from oper.errors import FileFormatError, fail
+from oper.errors import FileFormatError, InvalidInputError, fail
 
 _HEADER = "header.json"
 _NPY_VERSION = (2, 0)
@@ -192,6 +192,16 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raise InvalidInputError unless a file can be written there; before long work for it."""
+    target = Path(path).absolute()
+    folder = next(p for p in target.parents if p.exists())
+    if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidInputError(fail("cannot write the result", "file", os.fspath(path),
+                                     "a name for a file in a folder that may be written",
+                                     "choose another"))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

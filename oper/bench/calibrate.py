@@ -22,7 +22,8 @@ from oper.bench.calibrate_network import across_hosts, measure_network
 from oper.bench.calibrate_worker import INTERVAL, KINDS, plan_of
 from oper.bench.launch import run_workers
 from oper.bench.workload import Workload
-from oper.files import write_text
+from oper.errors import InvalidInputError, fail
+from oper.files import check_target, write_text
 from oper.plan import Plan
 from oper.search.cost import Evaluation, evaluate
 from oper.search.machine import COMPUTE, MEMORY, make_machine
@@ -114,6 +115,11 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure, fit, write the topology, print constants and residuals."""
+    if not 1 <= args.world_size <= 1024:
+        raise InvalidInputError(fail("cannot calibrate", "world_size", args.world_size,
+                                     "1..1024 processes of this machine", "correct it"))
+    for path in filter(None, (args.output, args.check)):
+        check_target(path)
     load_before = record.load_average()
     with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
         fitting = workloads(args.quick, args.world_size)

@@ -11,6 +11,7 @@ from typing import Any
 
 from oper.bench import record
 from oper.errors import InvalidInputError, fail
+from oper.files import check_target
 
 # A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
 # record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments,
@@ -84,6 +85,8 @@ def run_bench(args: argparse.Namespace) -> int:
                                      "correct it"))
     if hasattr(module, "ordered"):
         chosen = module.ordered(args, chosen)
+    if args.json:
+        check_target(args.json)
     load_before = record.load_average()
     entries: list[dict[str, Any]] = []
     for case, entry in zip(chosen, run(args, chosen), strict=True):

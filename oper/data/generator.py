@@ -105,6 +105,11 @@ class Workload:
     num_days: int = 1
     seed: int = 1
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise InvalidInputError(fail("invalid workload", "seed", self.seed, "0 <= seed < 2^32",
+                                         "correct it"))
+
     def batches(self, num_samples: int, batch_size: int
                 ) -> Iterator[tuple[int, dict[str, Lookups]]]:
         """Day and lookups of batch after batch; the same arguments give the same ids.

@@ -75,6 +75,10 @@ def _model(args: argparse.Namespace) -> Any:
 
     module, colon, function = args.model.partition(":")
     if not colon or os.path.exists(args.model):
+        if not os.path.isdir(args.model):
+            raise InvalidInputError(fail("cannot serve", "model", args.model,
+                                         "a folder that oper train wrote, or MODULE:FUNCTION",
+                                         "correct it"))
         from oper.serve.model import find_weights, load_model
 
         with contextlib.suppress(FileFormatError):  # told by load_model, after other mistakes

@@ -130,3 +130,12 @@ def test_peak_memory_is_that_of_the_process_itself() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, after = map(float, out.stdout.split())
     assert 5 < before < 200 and 45 < after - before < 80
+
+
+def test_a_record_that_cannot_be_kept_is_told_before_the_run(tmp_path, monkeypatch) -> None:
+    from oper.bench import train
+
+    monkeypatch.setattr(train, "run", lambda *_: pytest.fail("measured"))
+    with pytest.raises(InvalidInputError, match="cannot write the result"):
+        verbs.run_bench(argparse.Namespace(benchmark="train", quick=True, cases="*",
+                                           json=str(tmp_path)))

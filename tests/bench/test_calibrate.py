@@ -22,6 +22,7 @@ from oper.bench.calibrate import (
 from oper.bench.calibrate_network import across_hosts, measure_network
 from oper.bench.calibrate_worker import KINDS, plan_of
 from oper.bench.workload import Workload, collect_stats
+from oper.errors import InvalidInputError
 from oper.search import topology_preset
 from oper.topology import Costs, Topology
 
@@ -168,6 +169,19 @@ def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None
                for p in case["plans"])
     out = capsys.readouterr().out
     assert "residual" in out and "update_ns" in out and "median error" in out
+
+
+@pytest.mark.parametrize("words", [["--world-size", "0"], ["--world-size", "100000"],
+                                   ["--check", "{}"], ["-o", "{}"], ["-o", "{}/a.json/b"]])
+def test_what_cannot_be_measured_or_kept_is_told_before(words: list[str], tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "measure", lambda *_: pytest.fail("measured"))
+    (tmp_path / "a.json").touch()
+    parser = argparse.ArgumentParser()
+    calibrate.configure_calibrate(parser)
+    words = ["-o", str(tmp_path / "out.toml"), *(w.format(tmp_path) for w in words)]
+    with pytest.raises(InvalidInputError, match=r"world_size=|cannot write the result"):
+        calibrate.run_calibrate(parser.parse_args(words))
 
 
 def test_hosts_pay_for_what_they_exchange(tmp_path: Path) -> None:

@@ -173,6 +173,9 @@ def test_bad_specifications(change: dict[str, object]) -> None:
             workload_from_dict(value)
     with pytest.raises(InvalidInputError, match="meta-2021"):
         load_workload("meta-2022")
+    for seed in (-1, 2**32):
+        with pytest.raises(InvalidInputError, match=f"seed={seed}"):
+            workload_from_dict({"table": [{"name": "t", "rows": 1}]}, seed)
 
 
 def test_presets_can_be_drawn() -> None:

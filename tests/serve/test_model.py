@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from oper import cli
 from oper.errors import FileFormatError, InvalidInputError
 from oper.serve import Client, Request
 from oper.serve.model import CONFIG, STATE, PublishedModel, build_trained, kjt_of, load_model
@@ -132,6 +133,14 @@ def test_other_folders_are_refused(tmp_path: Path, text: str, words: str) -> Non
     (tmp_path / CONFIG).write_text(text)
     with pytest.raises(FileFormatError, match=words):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a.file"])
+def test_what_is_no_folder_is_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                   ) -> None:
+    (tmp_path / "a.file").touch()
+    assert cli.main(["serve", str(tmp_path / name)]) == 1
+    assert "a folder that oper train wrote" in capsys.readouterr().err
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
