@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -76,8 +76,8 @@ class ShardedTables(LogicalRows):
                  gradient_scale: float = 1.0, seed: int | None = None) -> None:
         load()
         # The packet of all overloads would look for it in every call.
-        self._forward_op = torch.ops.oper.lookup_forward.default
-        self._backward_op = torch.ops.oper.lookup_backward.default
+        self._forward_op: Any = torch.ops.oper.lookup_forward.default
+        self._backward_op: Any = torch.ops.oper.lookup_backward.default
         self.plan = plan
         self.group = group
         self.features = list(features)
@@ -371,6 +371,8 @@ class ShardedTables(LogicalRows):
 
     def _check_process(self) -> None:
         """A forked child writes to its parent's rows and would take its place in barriers."""
+        if self._heap is None:
+            self._refuse()
         if os.getpid() != self._process:
             raise OperError(
                 fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
@@ -403,8 +405,7 @@ class ShardedTables(LogicalRows):
             reset: start again from zero.
         """
         if self._heap is None:
-            raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
-                                 "open tables", "ask for their traffic before close()"))
+            self._refuse()
         pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
         empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
         forward, backward, *counts = torch.ops.oper.context_traffic(self._handle, reset)
@@ -505,7 +506,8 @@ class ShardedTables(LogicalRows):
 
     def use_huge_pages(self) -> str:
         """Ask for huge pages behind the written rows; returns the page kind. Collective."""
-        assert self._heap is not None
+        if self._heap is None:
+            self._refuse()
         near = [r for r, address in enumerate(self._addresses) if address]
         self._heap.collapse([self._layout.used_bytes[r] for r in near], self.barrier)
         return self._heap.page_kind
@@ -526,6 +528,12 @@ class ShardedTables(LogicalRows):
         with self._resolving:
             self._release()
         self._heap = None
+        self._forward_op = self._backward_op = self._refuse
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        """What all calls of closed tables come to."""
+        raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
+                             "open tables", "use them before close()"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OperError(

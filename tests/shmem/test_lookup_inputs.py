@@ -230,11 +230,14 @@ def test_another_world_and_unknown_tables() -> None:
 
 
 def test_use_after_close(tables: ShardedTables) -> None:
+    passed = tables.lookup(lookup([1], [1, 0, 0, 0]))
     tables.close()
     tables.close()
     for use in (lambda: tables.lookup(lookup([1], [1, 0, 0, 0])), lambda: tables.read("users"),
-                lambda: tables.write("users", torch.zeros(100, 8)), lambda: tables.barrier()):
-        with pytest.raises((OperError, RuntimeError), match="closed"):
+                lambda: tables.forward(lookup([1], [1, 0, 0, 0])), passed.sum().backward,
+                lambda: tables.write("users", torch.zeros(100, 8)), tables.barrier,
+                tables.use_huge_pages, tables.traffic):
+        with pytest.raises(OperError, match="closed"):
             use()
 
 
