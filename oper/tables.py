@@ -133,6 +133,10 @@ class TableSpec:
 def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
     """`tables` as a tuple; raises InvalidInputError when two share a name or there is none."""
     result = tuple(tables)
+    for table in result:
+        if not isinstance(table, TableSpec):
+            raise InvalidInputError(fail("invalid tables", "table", table, "an oper.TableSpec",
+                                         "describe it by name, num_rows and dim"))
     names = [t.name for t in result]
     if not names:
         raise InvalidInputError(fail("no tables", "tables", [], "at least one table", "add one"))

@@ -306,3 +306,8 @@ def test_a_topology_by_name() -> None:
     stats = oper.collect([{"": (torch.tensor([1, 2]), torch.tensor([2]))}], bag())
     sharded = oper.shard(bag(), stats, topology="this-host", optimizer=SGD)
     sharded(torch.tensor([[1, 2]])).sum().backward()
+
+
+def test_names_are_no_tables() -> None:
+    with pytest.raises(InvalidInputError, match=r"table='users'.*an oper.TableSpec"):
+        oper.make_plan(["users"], None, oper.Topology.of_domains([0]), batch_size=8)

@@ -44,6 +44,9 @@ class Weights:
                 self._values = dict(source.state_dict())
         elif isinstance(source, Mapping):
             self._values = dict(_flat(source))
+        elif not isinstance(source, str | os.PathLike):
+            raise InvalidInputError(fail("cannot read weights", "source", source,
+                                         "a model, a state_dict, a folder or a file", "correct it"))
         else:
             self._values = self._open(Path(source))
         self._prefix = _common_prefix(self._values, list(keys))

@@ -213,6 +213,7 @@ def test_what_is_refused(served, name: str, batch, tmp_path: Path) -> None:
     wrong[next(k for k in wrong if "t1" in k)] = torch.zeros(5, 16)
     (tmp_path / "no.pt").write_bytes(b"nothing")
     for bad, error in ((nn.Linear(2, 2), InvalidInputError), ({"a": 1}, InvalidInputError),
+                       (None, InvalidInputError),
                        (wrong, InvalidInputError), (model("meta"), InvalidInputError),
                        (tmp_path / "missing", FileFormatError),
                        (tmp_path / "no.pt", FileFormatError), (tmp_path, FileFormatError)):
