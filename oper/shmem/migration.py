@@ -88,7 +88,8 @@ class Migration:
         self._rank = tables.group.rank
         self._target = tables.prepare(self._own_part(plan))
         self._limit = bytes_per_step
-        self._pages = tables.page_kind not in ("4KiB", "device")
+        # Of all or of none: hosts may have got other pages, and asking for them is collective.
+        self._pages = all(tables.group.all_gather(tables.page_kind not in ("4KiB", "device")))
         self._regions = self._list_regions()
         self._frontier = self._regions[0].view.data_ptr() if self._regions else 0
         self._touched: dict[str, list[np.ndarray]] = {}

@@ -297,3 +297,18 @@ def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> Non
         assert copied[0] == 0 and max(b - a for a, b in itertools.pairwise(copied)) < budget * 1.5
         for part in ("outputs", "weights", "states", "replicas"):
             assert_bitwise(getattr(got, part), getattr(want, part), part)
+
+
+def test_between_hosts_that_got_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for huge pages is collective: all ranks do or none."""
+    monkeypatch.setenv("OPER_DEADLINE_S", "10")
+    monkeypatch.setattr(ShardedTables, "page_kind",
+                        property(lambda t: "2MiB" if t.group.rank else "4KiB"))
+    case = dlrm_case("sgd")
+    steps, plans = make_steps(case, 2, STEPS), plans_for(case.tables, 2)
+    switched: dict[int, int] = {}
+    got = train_virtual(case, plans["owned"], steps, OPTIMIZERS["sgd"], domains=(0, 1),
+                        between=moving(plans["striped"], None, switched))
+    want = train_virtual(case, plans["owned"], steps, OPTIMIZERS["sgd"], domains=(0, 1))
+    assert len(set(switched.values())) == 1
+    assert_bitwise(got.outputs, want.outputs, "outputs")
