@@ -283,6 +283,8 @@ def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
 
 def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_check: Any,
            held: Mapping[str, TableSpec]) -> nn.Module:
+    import torch
+
     from oper.integration.table_state import load_weights
     from oper.integration.targets import replacement
     from oper.shmem.by_feature import BoundsCheck
@@ -310,6 +312,11 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
         _load_codes(tables, target, held)
     else:
         load_weights(tables, _weights(target))
+        padding = getattr(target.module, "padding_idx", None)
+        if padding is not None and target.module.weight.is_meta:  # which torch starts at zero
+            spec = target.specs[0]
+            tables.write(spec.name, torch.zeros(1, spec.dim), padding)
+            tables.publish()
     tables.use_huge_pages()
     if type(tables) is ShardedTables:  # in device memory every batch chooses
         choose_automatically(tables)

@@ -183,6 +183,12 @@ def test_names_shapes_and_round_trip() -> None:
         sharded.load_state_dict({**want, "bag.more": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_the_padding_row_of_a_table_on_meta_is_zero(kind: type) -> None:
+    rows = shard(kind(40, 12, padding_idx=3, device="meta")).state_dict()["weight"]
+    assert not rows[3].any() and (rows.abs().sum(1) > 0).sum() == 39
+
+
 def test_values_that_are_no_rows_are_refused() -> None:
     sharded = shard(nn.EmbeddingBag(40, 12, mode="sum"))
     for wrong in (torch.zeros(40, 12, device="meta"), torch.zeros(40, 12).to_sparse(),
