@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
 constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
-constexpr int kMaxWeight = 48;    // weights of one piece, together
+constexpr int kMaxWeight = 144;   // weights of one piece, together
 constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
 // Temperatures as shares of the energy, times tables and ranks, at which short searches begin: none
 // suits all problems. What large pieces become is settled early and never changed again, so that many
@@ -256,6 +256,7 @@ class Packing : private PackState {
     if (u < 0.75) return shift(id);
     if (u < 0.83) return split(id);
     if (u < 0.88) return merge(id);
+    if (u < 0.92) return redeal_all(id);
     return redeal(id);
   }
 
@@ -389,6 +390,32 @@ class Packing : private PackState {
     return true;
   }
 
+  // All pieces of a table get one owner more, or lose one: what keeps a phase long is often their
+  // largest share, and as long as one of them is as it was nothing is gained.
+  bool redeal_all(int id) {
+    const int k = pieces_[id].table, most = max_owners(k);
+    if (most == 1) return false;
+    const bool more = random_.unit() < 0.5;
+    const std::vector<int> family = of_table_[k];
+    for (const int one : family) {
+      Piece x = pieces_[one];
+      if (more) {
+        const int64_t r = pick_rank(k, 4);
+        const int weight = (x.total + x.owners / 2) / x.owners;
+        if (r < 0 || x.owners == most || x.total + weight > kMaxWeight) return false;
+        x.rank[x.owners] = int16_t(r), x.weight[x.owners++] = uint8_t(weight), x.total += weight;
+      } else {
+        if (x.owners == 1) return false;
+        const int i = int(random_.below(x.owners));
+        x.total -= x.weight[i], --x.owners;
+        x.rank[i] = x.rank[x.owners], x.weight[i] = x.weight[x.owners];
+      }
+      erase(one);
+      insert(x);
+    }
+    return true;
+  }
+
   bool refill() {
     const int64_t from = random_.unit() < 0.5 ? busiest_[random_.below(P)] : random_.below(W);
     const auto [a, b] = block_[p_.class_of[from]];
@@ -474,11 +501,16 @@ class Packing : private PackState {
   }
 
   bool recut() {
-    const int64_t k = pick_part();
+    const int id = random_.unit() < 0.5 ? pick_piece() : -1;
+    const int64_t k = id < 0 ? pick_part() : pieces_[id].table;
     if (of_table_[k].empty()) return false;
     const Piece first = pieces_[of_table_[k].front()];
-    const double now = double(width_[k]) / double(of_table_[k].size());
-    const int width = int(std::clamp(now * std::exp(1.2 * (random_.unit() - 0.5)), 8.0, 1e6));
+    double count = double(of_table_[k].size());
+    if (random_.unit() < 0.5)  // one piece more, or one less
+      count = std::max(1.0, random_.unit() < 0.5 ? count + 1 : count - 1);
+    else
+      count *= std::exp(1.2 * (random_.unit() - 0.5));
+    const int width = int(std::clamp(std::ceil(double(width_[k]) / count), 8.0, 1e6));
     const int owners = std::clamp(first.owners + int(random_.below(3)) - 1, 1, max_owners(k));
     while (!of_table_[k].empty()) erase(of_table_[k].back());
     return pour(k, width, owners);

@@ -23,8 +23,9 @@
 namespace oper::search {
 
 constexpr int kGroups = 5;        // terms of a phase that run beside each other
-constexpr int kMaxOwners = 16;    // of one piece
+constexpr int kMaxOwners = 48;    // of one piece
 constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
+constexpr int kSquarings = 5;     // of what keeps a rank busy, for a power mean
 constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
 
 struct Random {  // xorshift64*, Vigna 2016
@@ -41,7 +42,8 @@ struct Random {  // xorshift64*, Vigna 2016
 
 struct Piece {
   int table = 0, width = 0, owners = 0, total = 0;
-  int rank[kMaxOwners], weight[kMaxOwners];
+  int16_t rank[kMaxOwners];
+  uint8_t weight[kMaxOwners];
 };
 
 // Eight ranks at a time. GCC and clang lower vectors that the processor does not have; sums are added
@@ -71,7 +73,7 @@ static OPER_CLONES float phase_busy(const float* load, int64_t stride, const flo
     most = larger(most, b);
     Lanes x = b * scale;
     x = x < 8.0f ? x : Lanes{} + 8.0f;
-    x *= x, x *= x, x *= x, x *= x, x *= x;
+    for (int i = 0; i < kSquarings; ++i) x *= x;
     sum += x;
   }
   float peak = 0, total = 0;
@@ -83,7 +85,7 @@ static OPER_CLONES float phase_busy(const float* load, int64_t stride, const flo
     busy[r] = b;
     peak = std::max(peak, b);
     float x = std::min(b * scale, 8.0f);
-    x *= x, x *= x, x *= x, x *= x, x *= x;
+    for (int i = 0; i < kSquarings; ++i) x *= x;
     total += x;
   }
   *power += total;
@@ -94,6 +96,13 @@ static OPER_CLONES float phase_busy(const float* load, int64_t stride, const flo
 static OPER_CLONES void accumulate(double* __restrict to, const double* x, const double* y,
                                    const double* z, double a, double b, double d, int64_t n) {
   for (int64_t g = 0; g < n; ++g) to[g] += a * x[g] + b * y[g] + d * z[g];
+}
+// The same, and e u + f v.
+static OPER_CLONES void accumulate(double* __restrict to, const double* x, const double* y,
+                                   const double* z, const double* u, const double* v, double a,
+                                   double b, double d, double e, double f, int64_t n) {
+  for (int64_t g = 0; g < n; ++g)
+    to[g] += a * x[g] + b * y[g] + d * z[g] + (e * u[g] + f * v[g]);
 }
 
 static OPER_CLONES float largest(const float* load, const float* share, float every, float fill,
@@ -209,29 +218,27 @@ class PackState {
 
   void add_piece(const Piece& x, double sign) {
     const int64_t n = p_.first[x.table] + recipe_[x.table];
+    const double* asked = p_.asked + n * G;
     double mass[kMaxOwners];
     deal(x, n, mass);
+    double a = 0, b = 0, d = 0;  // of the owners of one class, for what they put on readers
     for (int i = 0; i < x.owners; ++i) {
       const int64_t r = x.rank[i], c = p_.class_of[r];
       touch(r);
-      const double share = double(x.weight[i]) / x.total;
-      const double a = sign * share * x.width, b = sign * mass[i],
-                   d = sign * x.width * sums(n, std::min(mass[i], 1.0));
-      const double *col = p_.column + (n * C + c) * G, *str = p_.stream + (n * C + c) * G,
-                   *part = p_.partial + c * G;
-      accumulate(load(r), col, str, part, a, b, d, G);
-      if (x.owners > 1) {
-        const double* ids = p_.column_ids + (n * C + c) * G;
-        const double more = sign * (mass[i] - share) * x.width;
-        for (int64_t g = 0; g < G; ++g) load(r)[g] += more * ids[g];
-      }
-      if (x.owners > 1 || !p_.whole[n]) {
-        const double* asked = p_.asked + n * G;
-        for (int64_t g = 0; g < G; ++g) load(r)[g] += b * asked[g];
-      }
-      col = p_.column_read + (n * C + c) * C * G, str = p_.stream_read + (n * C + c) * C * G;
-      part = p_.partial_read + c * C * G;
-      accumulate(every_.data(), col, str, part, a, b, d, C * G);
+      const double share = double(x.weight[i]) / x.total, columns = sign * share * x.width,
+                   ids = sign * mass[i], sent = sign * x.width * sums(n, std::min(mass[i], 1.0));
+      const int64_t at = (n * C + c) * G;
+      const double *column = p_.column + at, *stream = p_.stream + at, *partial = p_.partial + c * G;
+      if (x.owners == 1 && p_.whole[n])
+        accumulate(load(r), column, stream, partial, columns, ids, sent, G);
+      else  // lookups are not dealt as evenly as rows, and an owner asks itself, too
+        accumulate(load(r), column, stream, partial, p_.column_ids + at, asked, columns, ids, sent,
+                   sign * (mass[i] - share) * x.width, ids, G);
+      a += columns, b += ids, d += sent;
+      if (i + 1 < x.owners && p_.class_of[x.rank[i + 1]] == c) continue;
+      accumulate(every_.data(), p_.column_read + at * C, p_.stream_read + at * C,
+                 p_.partial_read + c * C * G, a, b, d, C * G);
+      a = b = d = 0;
     }
   }
 
@@ -253,7 +260,9 @@ class PackState {
         peak_[ph] = std::max(peak_[ph], most);
       }
       step += peak_[ph];
-      power_mean += std::pow(double(power) / double(W), 1.0 / 32) / scale_[ph];
+      double mean = double(power) / double(W);
+      for (int i = 0; i < kSquarings; ++i) mean = std::sqrt(mean);
+      power_mean += mean / scale_[ph];
     }
     double over = 0;
     for (int64_t c = 0; c < C; ++c) {

@@ -80,6 +80,12 @@ class Fit {
   OperFit& f_;
 };
 
+// to[b] = once[b] + times more[b]
+OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
+                       int64_t n) {
+  for (int64_t b = 0; b < n; ++b) to[b] = once[b] + times * more[b];
+}
+
 // least[b] = min(least[b], cost[b] + weight ids[b])
 OPER_CLONES void lower(double* __restrict least, const double* cost, const double* ids,
                        double weight, int64_t n) {
@@ -104,6 +110,34 @@ OPER_CLONES double spare(double* __restrict gain, const double* fixed, int64_t n
   double sum = 0;
   for (const double x : sums) sum += x;
   return sum;
+}
+
+// Where cost[b] + weight ids[b] is below least[b], it becomes that, and `which` the block's class.
+OPER_CLONES void choose(double* __restrict least, int64_t* __restrict classes, const double* cost,
+                        const double* ids, double weight, int64_t which, int64_t n) {
+  for (int64_t b = 0; b < n; ++b) {
+    const double x = cost[b] + weight * ids[b];
+    classes[b] = x < least[b] ? which : classes[b];
+    least[b] = x < least[b] ? x : least[b];
+  }
+}
+
+// Of the blocks found in class `which` (0: in any): sum of cost - fixed, and of ids.
+OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost, const double* fixed,
+                        const double* ids, int64_t n, double* total, double* mass) {
+  constexpr int64_t kSums = 8;  // in this order whatever the processor
+  double totals[kSums] = {}, masses[kSums] = {};
+  const auto add = [&](int64_t b, int64_t i) {
+    const bool in = which > 0 ? found[b] == which : found[b] > 0;
+    totals[i] += in ? cost[b] - fixed[b] : 0.0;
+    masses[i] += in ? ids[b] : 0.0;
+  };
+  int64_t b = 0;
+  for (; b + kSums <= n; b += kSums)
+    for (int64_t i = 0; i < kSums; ++i) add(b + i, i);
+  for (int64_t i = 0; b < n; ++b, ++i) add(b, i);
+  *total = *mass = 0;
+  for (int64_t i = 0; i < kSums; ++i) *total += totals[i], *mass += masses[i];
 }
 
 class Pricing {
@@ -132,11 +166,12 @@ class Pricing {
     for (int64_t m = 0; m < M; ++m)
       num_types = std::max(num_types, p_.first[k * M + m + 1] - p_.first[k * M + m]);
     best_ = must ? kInfinity : 0.0;
+    of_type_.assign(num_types, kInfinity);
     chosen_.assign(n, 0);
     gain_.resize(n), order_.resize(n), slope_.resize(n);
     if (M > 1) {
       several(begin, n, num_types, mass, must);
-      p_.value[k] = rest_ + std::min(best_, least_);
+      p_.value[k] = rest_ + whole_widths(std::min(best_, least_), must);
       std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
       return;
     }
@@ -145,6 +180,7 @@ class Pricing {
       for (int64_t b = 0; b < n; ++b) gain_[b] = go(j, begin + b);
       if (must) {  // nothing but push is allowed
         const double total = std::accumulate(gain_.begin(), gain_.end(), 0.0) + cost(j, mass);
+        of_type_[j] = total;
         if (total < best_) best_ = total, p_.kind[k] = j, chosen_.assign(n, 1);
         continue;
       }
@@ -155,8 +191,9 @@ class Pricing {
         gain_[b] = std::isfinite(gain_[b]) ? gain_[b] - stay[b] : 1e30;
         below += std::min(0.0, gain_[b] + least * ids[b]);
       }
-      if (below < best_) prefixes(j, ids, n);
+      of_type_[j] = below < best_ || is_cut() ? prefixes(j, ids, n) : below;
     }
+    best_ = whole_widths(best_, must);
     p_.value[k] = must ? best_ : rest + best_;
     std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
   }
@@ -185,6 +222,7 @@ class Pricing {
     for (const auto& [below, j] : types_) {
       if (below >= best_ - close()) {
         least_ = std::min(least_, below);
+        of_type_[j] = std::min(of_type_[j], below);
         continue;
       }
       set_type(j, begin, n);
@@ -195,6 +233,7 @@ class Pricing {
         const double bound = between(j, begin, n, low, high, must);
         if (must || bound >= best_ - close() || high <= low * p_.narrow || high <= mass * 1e-6) {
           least_ = std::min(least_, bound);
+          of_type_[j] = std::min(of_type_[j], bound);
           continue;
         }
         const double middle = low > 0 ? std::sqrt(low * high) : high / 2;
@@ -259,11 +298,8 @@ class Pricing {
     for (int64_t m = 0; m < M; ++m) {
       if (mass_of(j, m) <= 0) continue;
       const double more = p_.streams[type_of(j, m)] - 1.0;
-      double* to = &pushed_[m * n];
-      for (int64_t b = 0; b < n; ++b) {
-        const int64_t at = (begin + b) * M + m;
-        to[b] = p_.go[at] + more * p_.more[at];
-      }
+      const int64_t at = m * p_.num_blocks + begin;
+      blend(&pushed_[m * n], p_.go + at, p_.more + at, more, n);
       of_class_.push_back(m);
     }
   }
@@ -282,35 +318,29 @@ class Pricing {
 
   // The classes by which blocks cost what `gains` found.
   void classes(int64_t begin, int64_t n) {
-    for (int64_t b = 0; b < n; ++b) {
-      double least = kInfinity;
-      for (size_t i = 0; i < of_class_.size(); ++i) {
-        const double x = pushed_[of_class_[i] * n + b] + p_.ids[begin + b] * weight_[i];
-        if (x < least) least = x, class_[b] = of_class_[i] + 1;
-      }
-    }
+    lowest_.assign(n, kInfinity);
+    for (size_t i = 0; i < of_class_.size(); ++i)
+      choose(&lowest_[0], &class_[0], &pushed_[of_class_[i] * n], p_.ids + begin, weight_[i],
+             of_class_[i] + 1, n);
   }
 
-  // Keep the blocks of `found_` if pushing them (all to one class: `only` > 0) is the cheapest yet.
+  // Keep the blocks of `found_` if pushing them (all to one class: `only` > 0) is the cheapest yet; what
+  // each costs is what `set_type` found.
   void keep(int64_t j, int64_t begin, int64_t n, int64_t only) {
+    if (only > 0 && mass_of(j, only - 1) <= 0) return;
     double total = 0;
-    owned_.assign(p_.num_options, 0.0);
-    for (int64_t b = 0; b < n; ++b) {
-      if (!found_[b]) continue;
-      const int64_t m = (only ? only : found_[b]) - 1;
-      if (mass_of(j, m) <= 0) return;
-      total += go_of(j, m, begin + b) - fixed_[b];
-      owned_[m] += p_.ids[begin + b];
+    for (int64_t m = only ? only - 1 : 0; m < (only ? only : p_.num_options); ++m) {
+      double cost, ids;
+      picked(&found_[0], only ? 0 : m + 1, &pushed_[m * n], &fixed_[0], p_.ids + begin, n, &cost, &ids);
+      total += cost + (ids > 0 ? sums_cost(j, m, ids) : 0.0);
     }
-    for (int64_t m = 0; m < p_.num_options; ++m)
-      if (owned_[m] > 0) total += sums_cost(j, m, owned_[m]);
     if (!(total < best_)) return;
     best_ = total, p_.kind[k_] = j;
     for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? (only ? only : found_[b]) : 0;
   }
 
   double go_of(int64_t j, int64_t m, int64_t block) const {
-    const int64_t at = block * p_.num_options + m;
+    const int64_t at = m * p_.num_blocks + block;
     return p_.go[at] + (p_.streams[type_of(j, m)] - 1.0) * p_.more[at];
   }
   // Cost of the partial sums of so many ids pushed to class m, from below.
@@ -320,7 +350,7 @@ class Pricing {
   }
 
   // Blocks by what pushing costs per id: the best set is a prefix, or ends where an owner is full.
-  void prefixes(int64_t j, const double* ids, int64_t n) {
+  double prefixes(int64_t j, const double* ids, int64_t n) {
     for (int64_t b = 0; b < n; ++b) {
       order_[b] = int(b);
       slope_[b] = ids[b] > 0 ? gain_[b] / ids[b] : gain_[b] < 0 ? -kInfinity : kInfinity;
@@ -332,9 +362,10 @@ class Pricing {
       const double full = mass_of(j, m);
       if (full > 0 && full < 1) kinks_.push_back(full * p_.total_ids[k_]);
     }
-    double mass = 0, total = 0;
+    double mass = 0, total = 0, least = 0;
     for (int64_t count = 0; count <= n; ++count) {
       const double found = total + cost(j, mass);
+      least = std::min(least, found);
       if (found < best_) {
         best_ = found, p_.kind[k_] = j;
         std::fill(chosen_.begin(), chosen_.end(), int64_t{0});
@@ -345,11 +376,42 @@ class Pricing {
       for (const double at : kinks_) {
         if (at > mass && at < mass + ids[b]) {
           const double inside = total + gain_[b] * (at - mass) / ids[b] + cost(j, at);
+          least = std::min(least, inside);
           if (inside < best_) best_ = inside;  // no column; the prefix next to it is one
         }
       }
       mass += ids[b], total += gain_[b];
     }
+    return least;
+  }
+
+  bool is_cut() const { return p_.columns[k_] > 0; }
+
+  // The cheapest way to make up a table's columns of pieces, each of a width and at the cost by column
+  // that some type has, where `least` is the cheapest type's: pieces are whole, and what is left of a
+  // table beside the widest ones has to be narrower, and pay for an id stream as well. A path through
+  // the columns.
+  double whole_widths(double least, bool must) {
+    if (!is_cut() || !std::isfinite(least) || (!must && least >= 0)) return least;
+    const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
+    const int64_t num_types = int64_t(of_type_.size());
+    by_width_.assign(count + 1, kInfinity);  // cost by column of a piece so wide
+    if (!must) std::fill(by_width_.begin() + 1, by_width_.end(), 0.0);  // of which nothing is pushed
+    for (int64_t m = 0; m < p_.num_options; ++m)
+      for (int64_t j = 0; j < num_types; ++j) {
+        const int64_t at = type_of(j, m);
+        // What fits a class as a whole has no narrower types there, and a part in those of others.
+        if (at < 0 || p_.mass[at] <= 0 || (j > 0 && at == type_of(0, m))) continue;
+        const int64_t low = std::llround(p_.narrowest[at]) / step,
+                      high = std::llround(double(columns) / p_.streams[at]) / step;
+        for (int64_t w = low; w <= high; ++w) by_width_[w] = std::min(by_width_[w], of_type_[j]);
+      }
+    path_.assign(count + 1, kInfinity);
+    path_[0] = 0;
+    for (int64_t to = 1; to <= count; ++to)
+      for (int64_t w = 1; w <= to; ++w)
+        path_[to] = std::min(path_[to], path_[to - w] + by_width_[w] * double(w) / double(count));
+    return std::max(least, path_[count]);
   }
 
   int64_t type_of(int64_t j, int64_t m) const {  // -1: option m has no such type
@@ -374,7 +436,8 @@ class Pricing {
   OperPricing& p_;
   int64_t k_ = 0;
   double best_ = 0, least_ = 0, rest_ = 0;
-  std::vector<double> gain_, slope_, kinks_, fixed_, owned_, pushed_, weight_;
+  std::vector<double> gain_, slope_, kinks_, fixed_, pushed_, weight_, lowest_;
+  std::vector<double> of_type_, by_width_, path_;  // least costs: see `whole_widths`
   std::vector<std::pair<double, double>> intervals_;
   std::vector<std::pair<double, int64_t>> types_;
   std::vector<int> order_;

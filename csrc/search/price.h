@@ -28,18 +28,22 @@ struct OperFit {
 // The cheapest set of pushed blocks of every table; see `Relaxation.cheapest`.
 struct OperPricing {
   int64_t first_table, num_tables, num_options;  // which of T tables; M pushed options
+  int64_t num_blocks;                            // K
   double close;   // share of the cost by which a bound of several options may miss it
   double narrow;  // most over least mass of sets that are not told apart there
   OperSums sums;
-  const int64_t* starts;        // [T + 1], blocks, K of them
+  const int64_t* starts;        // [T + 1], blocks
   const double* stay;           // [K], cost when not pushed
-  const double* go;             // [K, M], cost when pushed as one id stream
-  const double* more;           // [K, M], cost of every further stream
+  const double* go;             // [M, K], cost when pushed as one id stream
+  const double* more;           // [M, K], cost of every further stream
   const double* ids;            // [K]
   const double* total_ids;      // [T]
   const double* price;          // [M], of a byte of partial sums
   const int64_t* first;         // [T * M + 1], types of a table in an option
   const double *streams, *mass; // by type
+  const double* narrowest;      // by type, least width of its pieces; the widest is columns / streams
+  const int64_t* columns;       // [T], width of the tables that are cut by columns, 0 for others
+  int64_t step;                 // widths of pieces are multiples of this
   double* value;                // [T], out
   int64_t* kind;                // [T], out: type of the pieces
   int64_t* chosen;              // [K], out: 0, or 1 + the pushed option

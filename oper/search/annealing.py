@@ -28,7 +28,7 @@ from oper.search.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.traffic import ROW_WISE
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
-_OWNERS = 16  # of one piece at most
+_OWNERS = 48  # of one piece at most
 _HEADS = 16  # hottest pushed rows of a table that are told apart
 _UNITS = 256  # parts of pulled rows in all, about
 

@@ -24,7 +24,7 @@ from oper.search.owner_rows import PUSH
 from oper.search.pieces import NUM_PIECE_GROUPS, Box
 from oper.search.problem import IDS
 
-_NARROW = 0.002  # what pieces may exceed their phase by, as a share of the step
+_NARROW = 0.0005  # what pieces may exceed their phase by, as a share of the step
 _SLIM = 1.04  # largest over least load, from which a box is cut at the same load again
 _FAR = 8.0  # a box that begins at 0 is cut as if it began at a part of its end
 _STAY = 0.5  # a load is cut again if it is overlooked by this share of the worst one

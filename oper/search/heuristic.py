@@ -72,11 +72,13 @@ class Found:
         state: the placement.
         book: the recipes.
         is_annealed: whether its pushed rows were annealed, which leaves local search little.
+        spread: how far the annealings' steps lay apart, as a share.
     """
 
     state: State
     book: RecipeBook
     is_annealed: bool
+    spread: float = np.inf
 
     @property
     def step_us(self) -> float:
@@ -110,8 +112,9 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
         relaxation = bound.relaxation
         pushes = any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options)
         if pushes:
-            found = [Found(_state(book, x), book, True)
-                     for x in _annealed(book, bound, effort, goal, seed + 97 * n)]
+            found = [Found(_state(book, x), book, True, spread)
+                     for spread, places in [_annealed(book, bound, effort, goal, seed + 97 * n)]
+                     for x in places]
             every.append(min(found, key=lambda x: x.score))
         if not pushes or not every[-1].state.evaluation.fits:
             placements = Placer(relaxation, book.total).place(book.chosen())
@@ -152,9 +155,10 @@ def _book(bound: Bound, target_gap: float, rng: np.random.Generator) -> RecipeBo
 
 
 def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed: int
-              ) -> list[list[Placement]]:
-    """The best of several annealings; of few tables, where stripes of few rows are far from even
-    and a look at the exact loads costs little, what each of them found."""
+              ) -> tuple[float, list[list[Placement]]]:
+    """How far several annealings' steps lie apart, as a share, and the best of them; of few tables,
+    where stripes of few rows are far from even and a look at the exact loads costs little, what
+    each of them found."""
     book.add_thresholds(_RECIPES)
     annealing = Annealing(book, bound)
     tables, world = len(book.recipes), book.relaxation.model.machine.world_size
@@ -170,9 +174,13 @@ def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed:
             found += [c.result() for c in chains]
             if min(x.step_us for x in found) <= goal or effort.over():
                 break
+    placer = Placer(book.relaxation, book.total)
+    steps = [x.step_us for x in found]
+    spread = max(steps) / min(steps) - 1.0 if len(steps) > 1 else np.inf
     if tables > _FEW_TABLES:
-        found = [min(found, key=lambda x: x.step_us)]
-    return [Placer(book.relaxation, book.total).lay(x.parts, x.units) for x in found]
+        best = min(found, key=lambda x: x.step_us)
+        return spread, [placer.lay(best.parts, best.units)]
+    return spread, [placer.lay(x.parts, x.units) for x in found]
 
 
 class _Improver:

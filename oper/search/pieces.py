@@ -28,7 +28,8 @@ MIN_COLUMNS = 8  # pieces of the space are at least so wide: one memory sector o
 COLUMN_STEP = 4  # and their edges are multiples of this: one vector load
 NUM_PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
 LOCAL = GROUPS.index("local")  # a rank's own memory and cores
-_RATIO = 1.15  # of the widths that a bound does not tell apart
+_RATIO = 1.15  # of the widths that a bound does not tell apart where tables are many
+_FEW = 30  # tables, up to which every width is told apart
 _GRID = 600  # shares at which partial sums are tabulated
 _FIRST = 1e-6
 
@@ -54,17 +55,17 @@ class PieceTypes:
     Attributes:
         streams: float64 [J], least id streams per column.
         mass: float64 [J], largest mass of one owner, of the table's whole mass 1 (0: none fits).
+        narrow: float64 [J], columns of the narrowest.
     """
 
     streams: np.ndarray
     mass: np.ndarray
+    narrow: np.ndarray
 
 
-_WHOLE = PieceTypes(np.ones(1), np.ones(1))
-
-
-def column_widths(t: TableProblem, split: bool) -> list[tuple[int, int]]:
-    """Intervals (narrowest, widest) that cover all widths a piece may have, the whole row first."""
+def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int, int]]:
+    """Intervals (narrowest, widest) that cover all widths a piece may have, the whole row first;
+    widths of one interval differ by `ratio` at most."""
     dim = t.spec.dim
     if not split:
         return [(dim, dim)]
@@ -73,7 +74,7 @@ def column_widths(t: TableProblem, split: bool) -> list[tuple[int, int]]:
     if not widths.size:
         return [(dim, dim)]
     # Intervals that grow with the width, the narrow ones of a single width.
-    level = np.floor(np.log(widths / widths[-1]) / np.log(_RATIO))
+    level = np.floor(np.log(widths / widths[-1]) / max(np.log(ratio), 1e-9))
     parts = np.split(widths, np.flatnonzero(np.diff(level)) + 1)
     return [(dim, dim), *((int(p[-1]), int(p[0])) for p in parts)]
 
@@ -148,7 +149,8 @@ class Pieces:
         self.floor = np.stack([base[..., r].min(axis=-1) for r in classes.ranks])
         self.hidden = hidden[:, :, None]  # [C, P, 1]
         split = "columns" in model.problem.allow
-        self.widths = [column_widths(t, split) for t in tables]
+        ratio = _RATIO if len(tables) > _FEW else 1.0
+        self.widths = [column_widths(t, split, ratio) for t in tables]
         self._first = first
         self.grid = np.geomspace(_FIRST, 1.0, _GRID)
         #: float64 [T, N], bytes of partial sums by share of a table's mass.
@@ -159,6 +161,10 @@ class Pieces:
         #: int64 [T + 1], where each table's types begin; float64 [N], their widths and id streams.
         sizes = [len(w) for w in self.widths]
         self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        #: int64 [T], columns of the tables whose pieces are told to be whole, 0 for others.
+        self.columns = np.array([t.spec.dim * (len(w) > 1 and t.spec.dim % COLUMN_STEP == 0
+                                               and len(tables) <= _FEW)
+                                 for t, w in zip(tables, self.widths, strict=True)], np.int64)
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)
         self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
                                  for w in x], float)
@@ -191,9 +197,10 @@ class Pieces:
             arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
                         num_loads=self._own.shape[-1], sums=self.native_sums, step=box.step)
-        self.mass, self.whole = mass, whole.astype(bool)
-        self.types = [[_WHOLE if self.whole[k, c] else
-                       PieceTypes(self.streams[a:b], mass[a:b, c]) for c in range(shape[1])]
+        self.mass, self.whole, one = mass, whole.astype(bool), np.ones(1)
+        self.types = [[PieceTypes(one, one, self.narrow[a:a + 1]) if self.whole[k, c] else
+                       PieceTypes(self.streams[a:b], mass[a:b, c], self.narrow[a:b])
+                       for c in range(shape[1])]
                       for k, (a, b) in enumerate(pairwise(self.first.tolist()))]
 
     def is_whole(self, k: int) -> bool:

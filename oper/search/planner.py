@@ -43,6 +43,7 @@ _MANY_CLASSES = 2  # of ranks, above which prices with a host apart take too lon
 _HOST_BOXES = 3  # what a box with a host apart costs, in others
 _BEHIND = 1.01  # a branch in which a search stays so far behind is searched no more
 _RISEN = 1.05  # unless its bound has risen so far since, and with it where a search begins
+_SETTLED = 3e-3  # what steps of searches that find no more differ by
 _ENOUGH = 0.03  # gap above which a search has a third turn
 _TURN = 16  # boxes of one branch before another may have its turn
 SEARCHES = ("relaxation", "markov-chain")
@@ -330,11 +331,15 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     best: tuple[_Branch, Found] | None = None
     num_tables = len(branches[0].bound.relaxation.tables)
     boxes = round(budget.max_boxes * 100 / max(50, num_tables))  # each time; more tables, fewer
+    relaxation = branches[0].bound.relaxation
+    # Prices of several classes across hosts take longer.
+    slow = len(relaxation.classes.ranks) > 1 and len(set(relaxation.model.machine.host)) > 1
     # Boxes from which it begins. Large ones are good starts where tables are few, small ones where
     # pieces are many: begin from one of the former and, when a step is known, from the latter.
     turns, shallow = [1, budget.num_starts, budget.num_starts], max(2, boxes // _SHALLOW)
     if num_tables > _FEW:
-        turns, shallow = turns[1:], boxes
+        turns = [1, budget.num_starts, 1][:2 if slow else 3]
+        shallow = boxes // 2 if slow else boxes
     if num_tables > _MANY:
         boxes = shallow = max(boxes, _LEAST_BOXES)
         moves = budget.max_moves * _MANY // num_tables
@@ -342,7 +347,8 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
     _tighten(branches, shallow, np.inf, np.inf, first)
-    seen: dict[int, tuple[float, float]] = {}  # steps found in branches, and their bounds then
+    # Steps found in branches, their bounds then, and whether it was much the same step again.
+    seen: dict[int, tuple[float, float, bool]] = {}
     for turn, num_starts in enumerate(turns):
         if best is not None:
             known = best[1].step_us
@@ -358,14 +364,17 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                 continue
             if known <= branch.lower_bound_us or any(branch.is_part_of(x) for x in branches):
                 continue
-            step, bound = seen.get(id(branch), (0.0, 0.0))
-            if step > _BEHIND * known and branch.lower_bound_us < _RISEN * bound:
+            step, bound, settled = seen.get(id(branch), (0.0, 0.0, False))
+            behind = step > _BEHIND * known and branch.lower_bound_us < _RISEN * bound
+            if behind or settled:
                 continue
             starts = branch.lowest(num_starts)
-            anneals = budget.max_anneals * (2 if len(turns) == 1 else 1)
+            anneals = budget.max_anneals * (2 if num_starts == 1 and turn == len(turns) - 1 else 1)
             found = search(starts, replace(budget, max_anneals=anneals), lower_us, target_gap,
                            seed + turn)
-            seen[id(branch)] = found.step_us, branch.lower_bound_us
+            again = num_tables <= _FEW and found.spread < _SETTLED and (
+                abs(found.step_us / max(step, 1e-9) - 1) < _SETTLED)
+            seen[id(branch)] = min(found.step_us, step or np.inf), branch.lower_bound_us, again
             if best is None or found.score < best[1].score:
                 best = branch, found
     assert best is not None
@@ -374,7 +383,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
         lower_us = min(x.lower_bound_us for x in branches)
         found = improved(found, budget, lower_us * (1 + target_gap), seed)
     known = found.step_us
-    left = boxes if num_tables <= _MANY else boxes // 2
+    left = boxes if num_tables <= _FEW else boxes // 4 if num_tables <= _MANY else boxes // 2
     _tighten(branches, left, known, known / (1 + target_gap), budget.deadline, _Branch.prove)
     return branch, found.state
 

@@ -38,7 +38,7 @@ from oper.search.owner_rows import (
     first_neighbourhood,
     row_makers,
 )
-from oper.search.pieces import Box, Pieces
+from oper.search.pieces import COLUMN_STEP, Box, Pieces
 from oper.search.problem import IDS, NUM_FEATURES, TableProblem
 from oper.search.tally import HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
 
@@ -366,13 +366,15 @@ class Relaxation:
         chosen = np.zeros(len(choice), np.int64)
         value = np.zeros(len(self.tables))
         arrays = {
-            "starts": self.starts, "stay": other.min(axis=1), "go": cost[:, options],
-            "more": np.einsum("bf,bmf->bm", self.features, stream[self.table_of]),
+            "starts": self.starts, "stay": other.min(axis=1), "go": cost[:, options].T,
+            "more": np.einsum("bf,bmf->mb", self.features, stream[self.table_of]),
             "ids": self.features[:, IDS], "total_ids": self.total_ids,
             "price": self.unit[classes, PARTIALS] @ prices,
             "first": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
             "streams": np.concatenate([x.streams for x in types]),
-            "mass": np.concatenate([x.mass for x in types])}
+            "mass": np.concatenate([x.mass for x in types]),
+            "narrowest": np.concatenate([x.narrow for x in types]),
+            "columns": self.pieces.columns}
         arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
         arrays |= {"value": value, "kind": kind, "chosen": chosen}
         self._price(arrays, options.size)
@@ -386,8 +388,9 @@ class Relaxation:
         depends on the threads."""
         def price(first: int, stop: int) -> None:
             native.call("oper_price", native.Pricing, arrays, first_table=first,
-                        num_tables=stop - first, num_options=num_options, close=close,
-                        narrow=narrow, sums=self.pieces.native_sums)
+                        num_tables=stop - first, num_options=num_options,
+                        num_blocks=len(self.table_of), close=close,
+                        narrow=narrow, step=COLUMN_STEP, sums=self.pieces.native_sums)
 
         close, narrow = (5e-5, 1.005) if self.alike else (3e-4, 1.02)
         if num_options == 1:

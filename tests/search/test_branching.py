@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -242,12 +242,52 @@ def test_pieces_admitted_are_those_that_fit():
     assert seen > 5
 
 
+def test_pieces_are_whole():
+    """The least cost of a table is that of the cheapest pieces which make up its columns: what is
+    left beside the widest ones is narrower, and pays for an id stream as well."""
+    work = plan_workloads.few_tables(0)
+    boxes = branched(make_problem(work.tables, work.stats, plan_workloads.machine(8, False),
+                                  batch_size=work.batch_size, allow=EVERYTHING), 60)
+    relaxation, more = boxes.bound.relaxation, 0
+    pieces = relaxation.pieces
+    columns = pieces.columns
+    for bound in boxes.lowest(3):
+        relaxation.set_box(bound.box)
+        pieces.columns = columns
+        found, types = relaxation.cheapest(bound.prices).value, pieces.types
+        pieces.columns = np.zeros_like(columns)  # as if there were parts of pieces
+        every = relaxation.cheapest(bound.prices).value
+        assert (found >= every * (1 - 1e-12)).all()
+        for k in (0, 1):
+            dim, number = int(columns[k]), types[k][0].mass.size
+
+            def least(*kinds, k=k, types=types, number=number, prices=bound.prices):
+                """Table `k` in pieces of some types."""
+                mine = [[replace(x, mass=x.mass * np.isin(np.arange(number), kinds))
+                         for x in types[k]]]
+                pieces.types = [*types[:k], *mine, *types[k + 1:]]
+                return relaxation.cheapest(prices).value[k]
+
+            by_width = dict.fromkeys(range(COLUMN_STEP, dim + 1, COLUMN_STEP), least())
+            for kind, (low, high) in enumerate(pieces.widths[k][:number]):
+                for width in range(low, high + 1, COLUMN_STEP):
+                    by_width[width] = min(by_width[width], least(kind))
+            whole = [0.0]
+            for end in by_width:
+                whole.append(min(whole[(end - w) // COLUMN_STEP] + cost * w / dim
+                                 for w, cost in by_width.items() if w <= end))
+            assert found[k] == pytest.approx(whole[-1], rel=1e-9)
+            more += found[k] > every[k] * (1 + 1e-4)
+        pieces.types = types
+    assert more >= 3
+
+
 def test_widths_cover_the_space():
     problem = stated(0, "gpus", 6)
-    for t in problem.tables:
+    for t, ratio in product(problem.tables, (1.0, 1.15)):
         dim = t.spec.dim
-        intervals = column_widths(t, True)
+        intervals = column_widths(t, True, ratio)
         for width in range(MIN_COLUMNS, dim, COLUMN_STEP):
             assert any(a <= width <= b for a, b in intervals)
         assert intervals[0] == (dim, dim)
-        assert column_widths(t, False) == [(dim, dim)]
+        assert column_widths(t, False, ratio) == [(dim, dim)]
