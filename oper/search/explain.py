@@ -80,9 +80,12 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation) -> str:
     topology = problem.topology
     modelled = "measured constants" if topology.source == "measured" else (
         f"modelled with {topology.source} constants")
-    lines = [f"{problem.objective} on {topology.name}: {problem.machine.world_size} ranks, "
-             f"{len(topology.domains)} memory domains, {topology.num_hosts} hosts ({modelled})",
-             f"batch size per rank {problem.batch_size}, {len(problem.tables)} tables, "
+    size = ", ".join(f"{n} {noun}{'s' * (n != 1)}" for n, noun in (
+        (problem.machine.world_size, "rank"), (len(topology.domains), "memory domain"),
+        (topology.num_hosts, "host")))
+    tables = len(problem.tables)
+    lines = [f"{problem.objective} on {topology.name}: {size} ({modelled})",
+             f"batch size per rank {problem.batch_size}, {tables} table{'s' * (tables != 1)}, "
              f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}",
              f"step        {found.step_us:12.1f} us"]
     if plan.lower_bound_us > 0:

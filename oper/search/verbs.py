@@ -194,9 +194,9 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
     if args.topology == "this-host" and args.world_size is None:
         args.world_size = plan.world_size
+    batch_size = plan.batch_size or 2048 if args.batch_size is None else args.batch_size
     problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
-                           objective=plan.objective,
-                           batch_size=args.batch_size or plan.batch_size or 2048,
+                           objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))
     # The space that the plan was made in, and what was written into it by hand.
     allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(plan)
@@ -242,6 +242,10 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
     """The tables of the file, or one per table of the statistics with the given dim."""
     if args.tables is None:
         coded = args.dtype in CODE_BITS
+        if coded and args.objective == "training":
+            raise InvalidInputError(fail("cannot plan training", "--dtype", args.dtype,
+                                         "rows that an optimizer can change",
+                                         "add --objective inference, or choose another type"))
         optimizer = args.optimizer or ("none" if coded else "rowwise_adagrad")
         return [TableSpec(name, t.num_rows, 64 if args.dim is None else args.dim, (name,),
                           optimizer=optimizer, dtype=args.dtype or "float32")

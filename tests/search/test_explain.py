@@ -101,6 +101,10 @@ def test_verb_explain_bounds_a_plan_anew_for_another_machine(stats_file, tmp_pat
     run_explain(arguments(configure_explain, out, "--stats", stats_file, "--topology", "a100-8",
                           "--json"))
     slower = json.loads(capsys.readouterr().out)
+    run_explain(arguments(configure_explain, out, "--stats", stats_file))
+    assert " 8 ranks, 8 memory domains, 1 host (" in capsys.readouterr().out
+    with pytest.raises(InvalidInputError, match="batch_size"):
+        run_explain(arguments(configure_explain, out, "--stats", stats_file, "--batch-size", 0))
     assert slower["lower_bound_us"] > first["lower_bound_us"]
     assert slower["step_us"] >= slower["lower_bound_us"] * (1 - 1e-9)
 
@@ -129,6 +133,7 @@ def test_verb_plan_speaks_json_and_takes_presets_and_files(stats_file, tmp_path,
     (["--topology", "this-host", "--world-size", "100000"], InvalidInputError, "1..1024"),
     (["--topology", "this-host", "--dim", "0"], InvalidInputError, "dim"),
     (["--topology", "this-host", "--batch-size", "0"], InvalidInputError, "batch_size"),
+    (["--topology", "this-host", "--dtype", "int8"], InvalidInputError, "--objective inference"),
     (["--topology", "this-host", "--dim", "10000000000"], PlanInfeasibleError, "largest table"),
 ])
 def test_verb_plan_names_what_is_wrong(stats_file, tmp_path, words, error, match):
