@@ -29,7 +29,7 @@ _SLIM = 1.04  # largest over least load, from which a box is cut at the same loa
 _FAR = 8.0  # a box that begins at 0 is cut as if it began at a part of its end
 _STAY = 0.5  # a load is cut again if it is overlooked by this share of the worst one
 _CANDIDATES = 3  # loads that are tried, where more than a few boxes may be solved
-_FEW = 10
+_FEW = 5
 _IDLE = 0.05  # weight of a load whose resource has no price
 
 _Load = tuple[int, int]  # phase and group of terms

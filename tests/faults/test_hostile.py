@@ -41,7 +41,7 @@ class _Trap:
 
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
-def test_a_hostile_pickle_is_refused(tmp_path: Path) -> None:
+def test_a_hostile_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder, mark = small_model(1, 0), tmp_path / "c", tmp_path / "ran"
     oper.save_checkpoint(folder, model, extra={"step": 1})
     (folder / CHECKSUMS).unlink()  # whoever writes the files writes the sums, too
@@ -49,6 +49,9 @@ def test_a_hostile_pickle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="mkdir"):
         oper.load_checkpoint(folder, model)
     assert not mark.exists()
+    with pytest.raises(OperError, match="_Trap"):
+        oper.save_checkpoint(tmp_path / "d", model, extra={"step": _Trap(mark)})
+    monkeypatch.setattr("oper.integration.saving.check_readable", lambda what, state: None)
     oper.save_checkpoint(tmp_path / "d", model, extra={"step": _Trap(mark)})
     with pytest.raises(OperError, match=r"[Ww]eights"):
         oper.load_checkpoint(tmp_path / "d", model)
