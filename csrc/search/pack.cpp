@@ -320,8 +320,7 @@ class Packing : private PackState {
     for (int i = 0; i < wanted; ++i) {
       const int64_t r = pick_rank(x.table, 4);
       if (r < 0 || std::find(y.rank, y.rank + y.owners, int(r)) != y.rank + y.owners) return false;
-      y.rank[y.owners] = int(r), y.weight[y.owners] = wanted == x.owners ? x.weight[i] : 1;
-      y.total += y.weight[y.owners++];
+      y.add_owner(r, wanted == x.owners ? x.weight[i] : 1);
     }
     erase(id);
     x.width -= d, y.width = d;
@@ -351,14 +350,12 @@ class Packing : private PackState {
       case 0: {  // one owner more
         const int64_t r = pick_rank(x.table, 4);
         if (r < 0 || x.owners == most) return false;
-        x.rank[x.owners] = int(r), x.weight[x.owners] = 1 + int(random_.below(x.weight[i]));
-        x.total += x.weight[x.owners++];
+        x.add_owner(r, 1 + int(random_.below(x.weight[i])));
         break;
       }
       case 1:  // one less
         if (x.owners == 1) return false;
-        x.total -= x.weight[i], --x.owners;
-        x.rank[i] = x.rank[x.owners], x.weight[i] = x.weight[x.owners];
+        x.drop_owner(i);
         break;
       case 2: {  // other weights
         if (x.owners == 1) return false;
@@ -403,12 +400,10 @@ class Packing : private PackState {
         const int64_t r = pick_rank(k, 4);
         const int weight = (x.total + x.owners / 2) / x.owners;
         if (r < 0 || x.owners == most || x.total + weight > kMaxWeight) return false;
-        x.rank[x.owners] = int16_t(r), x.weight[x.owners++] = uint8_t(weight), x.total += weight;
+        x.add_owner(r, weight);
       } else {
         if (x.owners == 1) return false;
-        const int i = int(random_.below(x.owners));
-        x.total -= x.weight[i], --x.owners;
-        x.rank[i] = x.rank[x.owners], x.weight[i] = x.weight[x.owners];
+        x.drop_owner(int(random_.below(x.owners)));
       }
       erase(one);
       insert(x);
@@ -493,7 +488,7 @@ class Packing : private PackState {
     for (int i = 0; i < wanted; ++i) {
       const int64_t r = pick_rank(to, 4);
       if (r < 0 || std::find(y.rank, y.rank + y.owners, int(r)) != y.rank + y.owners) break;
-      y.rank[y.owners] = int(r), y.weight[y.owners++] = 1, ++y.total;
+      y.add_owner(r, 1);
     }
     if (y.owners == 0) return false;
     insert(y);

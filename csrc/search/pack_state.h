@@ -42,8 +42,16 @@ struct Random {  // xorshift64*, Vigna 2016
 
 struct Piece {
   int table = 0, width = 0, owners = 0, total = 0;
-  int16_t rank[kMaxOwners];
+  uint16_t rank[kMaxOwners];
   uint8_t weight[kMaxOwners];
+
+  void add_owner(int64_t r, int w) {
+    rank[owners] = uint16_t(r), weight[owners++] = uint8_t(w), total += w;
+  }
+  void drop_owner(int i) {
+    total -= weight[i], --owners;
+    rank[i] = rank[owners], weight[i] = weight[owners];
+  }
 };
 
 // Eight ranks at a time. GCC and clang lower vectors that the processor does not have; sums are added
