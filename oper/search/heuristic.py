@@ -60,7 +60,7 @@ EFFORTS = {"fast": Effort(2, 2, 4000, 300, 3, 40),
            "thorough": Effort(8, 10, 60000, 20000, 40, 300)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
 _MOVES = 100_000_000  # of one annealing, over the ranks and a little; more for more tables
-_SETTLED = 0.83  # of the moves, where tables are few
+_MOVES_OF_FEW = 0.83  # of the moves, where tables are few
 _FEW_TABLES = 30  # of which the exact step of every annealing is looked at
 _RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
@@ -165,7 +165,7 @@ def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed:
     tables, world = len(book.recipes), book.relaxation.model.machine.world_size
     moves = max(_MOVES // (world + 32), 900 * tables)
     if tables <= _FEW_TABLES:  # which settle early, and are searched from more boxes
-        moves = round(_SETTLED * moves)
+        moves = round(_MOVES_OF_FEW * moves)
     found: list[Packed] = []
     with ThreadPoolExecutor(_CHAINS) as pool:
         for first in range(0, effort.max_anneals, _CHAINS):
