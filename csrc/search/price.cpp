@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -13,6 +15,8 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kGroups = 5;
 constexpr int kBisections = 20;
+constexpr int kMostTurns = 8;        // of their lines
+constexpr int64_t kMostParts = 200;  // that the masses of several classes are divided into
 
 // Linear between the points of the grid: from below, because the bytes are concave in the share.
 double sums_at(const OperSums& s, int64_t table, double share) {
@@ -144,8 +148,8 @@ class Pricing {
  public:
   explicit Pricing(OperPricing& p) : p_(p) {}
 
-  void run() {
-    for (int64_t n = 0; n < p_.num_tables; ++n) table(p_.first_table + n);
+  void run(int64_t first, int64_t stop) {
+    for (int64_t k = first; k < stop; ++k) table(k);
   }
 
  private:
@@ -166,6 +170,7 @@ class Pricing {
     for (int64_t m = 0; m < M; ++m)
       num_types = std::max(num_types, p_.first[k * M + m + 1] - p_.first[k * M + m]);
     best_ = must ? kInfinity : 0.0;
+    p_.cheaper[k] = 1;
     of_type_.assign(num_types, kInfinity);
     chosen_.assign(n, 0);
     gain_.resize(n), order_.resize(n), slope_.resize(n);
@@ -175,6 +180,7 @@ class Pricing {
       std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
       return;
     }
+    if (!must) know(p_.known[k] - rest);
     for (int64_t j = 0; j < num_types; ++j) {
       if (!admitted(j)) continue;
       for (int64_t b = 0; b < n; ++b) gain_[b] = go(j, begin + b);
@@ -198,11 +204,16 @@ class Pricing {
     std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
   }
 
-  // Rows of a table may be pushed to several classes of owners. Partial sums f are concave in an
-  // owner's mass and f(0) = 0, so that f(q) >= q f(Q) / Q for each class's share q of the pushed
-  // mass Q: with this chord blocks choose their class for themselves. It falls with Q, so for all
-  // sets with a mass of at most Q its value at Q is a bound; sets are divided by their mass until
-  // the bound is close to the cost of a real set.
+  // Only what is cheaper than what is known is looked for: most prices of most tables find nothing.
+  void know(double gain) {
+    if (gain < best_) best_ = gain, p_.cheaper[k_] = 0;
+  }
+
+  // Rows of a table may be pushed to several classes of owners. Partial sums f are concave in the mass
+  // q of a class's owner: for q between two masses they cost no less than the chord, so that blocks
+  // choose their class for themselves. Where the set that they choose costs more than the bound, the
+  // masses of the class that is most to blame are divided at its own, for which both chords are exact
+  // (Falk and Soland 1969).
   void several(int64_t begin, int64_t n, int64_t num_types, double mass, bool must) {
     rest_ = 0.0, least_ = kInfinity;
     fixed_.resize(n);
@@ -211,34 +222,29 @@ class Pricing {
       fixed_[b] = std::isfinite(stay) ? stay : 0.0;
       rest_ += fixed_[b];
     }
+    know(p_.known[k_] - rest_);
     class_.assign(n, 0), found_.assign(n, 0);
     types_.clear();
     for (int64_t j = 0; j < num_types; ++j)
       if (admitted(j)) {
         set_type(j, begin, n);
-        types_.push_back({gains(j, begin, n, mass, must), j});
+        sides_.clear();
+        for (const int64_t m : of_class_) sides_.push_back(side(j, m, 0.0, mass));
+        types_.push_back({gains(sides_.data(), begin, n, must), j});
       }
     std::sort(types_.begin(), types_.end());  // the most promising first
     for (const auto& [below, j] : types_) {
-      if (below >= best_ - close()) {
-        least_ = std::min(least_, below);
-        of_type_[j] = std::min(of_type_[j], below);
-        continue;
+      double least = below;
+      if (below < best_ - close()) {
+        set_type(j, begin, n);
+        sides_.clear();
+        for (const int64_t m : of_class_) sides_.push_back(side(j, m, 0.0, mass));
+        least = kInfinity;
+        for (int64_t count = 0; !sides_.empty(); ++count)
+          least = std::min(least, divided(j, begin, n, must || count >= kMostParts, must));
       }
-      set_type(j, begin, n);
-      intervals_.assign(1, {must ? mass : 0.0, mass});
-      while (!intervals_.empty()) {
-        const auto [low, high] = intervals_.back();
-        intervals_.pop_back();
-        const double bound = between(j, begin, n, low, high, must);
-        if (must || bound >= best_ - close() || high <= low * p_.narrow || high <= mass * 1e-6) {
-          least_ = std::min(least_, bound);
-          of_type_[j] = std::min(of_type_[j], bound);
-          continue;
-        }
-        const double middle = low > 0 ? std::sqrt(low * high) : high / 2;
-        intervals_.push_back({low, middle}), intervals_.push_back({middle, high});
-      }
+      least_ = std::min(least_, least);
+      of_type_[j] = std::min(of_type_[j], least);
     }
   }
 
@@ -246,48 +252,76 @@ class Pricing {
     return p_.close * (std::abs(rest_) + (std::isfinite(best_) ? std::abs(best_) : 0.0));
   }
 
-  // Least cost, against staying, of pushing a mass between `low` and `high` in pieces of type j; a
-  // real set that is cheaper than all before is kept.
-  double between(int64_t j, int64_t begin, int64_t n, double low, double high, bool must) {
-    const double* ids = p_.ids + begin;
-    const double all = gains(j, begin, n, high, must);
-    if (!must && all >= best_ - close()) return all;
-    classes(begin, n);
-    double gained = 0;  // mass of the blocks that would rather be pushed
-    for (int64_t b = 0; b < n; ++b) gained += gain_[b] < 0 ? ids[b] : 0.0;
-    if (!must && low <= gained && gained <= high) {
-      for (int64_t b = 0; b < n; ++b) found_[b] = gain_[b] < 0 ? class_[b] : 0;
-      keep_found(j, begin, n, all);
-      return all;
-    }
-    for (int64_t b = 0; b < n; ++b) {
-      order_[b] = int(b);
-      slope_[b] = ids[b] > 0 ? gain_[b] / ids[b] : gain_[b] < 0 ? -kInfinity : kInfinity;
-    }
-    std::stable_sort(order_.begin(), order_.end(),
-                     [&](int a, int b) { return slope_[a] < slope_[b]; });
-    double mass = 0, total = 0;
-    std::fill(found_.begin(), found_.end(), int64_t{0});
-    for (int64_t i = 0; i < n; ++i) {
-      const int b = order_[i];
-      if (!must && mass >= low && gain_[b] >= 0) break;
-      double part = 1.0;  // of the block, as much as the mass allows or asks for
-      if (!must && ids[b] > 0) {
-        part = std::min(1.0, (high - mass) / ids[b]);
-        if (gain_[b] >= 0) part = std::min(part, (low - mass) / ids[b]);
-      }
-      if (part <= 0) break;
-      total += part * gain_[b], mass += part * ids[b];
-      found_[b] = class_[b];
-    }
-    keep_found(j, begin, n, total);
-    return total;
+  // Masses of a class of owners, and the chord of its partial sums.
+  struct Side {
+    double low, high, slope, fixed;
+  };
+
+  Side side(int64_t j, int64_t m, double low, double high) const {
+    if (!(high > low)) return {low, high, 0.0, sums_cost(j, m, low)};
+    const double full = mass_of(j, m) * p_.total_ids[k_];
+    if (high > full)  // from where an owner is full on, as many ids cost as much; below it, more
+      return {low, high, sums_cost(j, m, high) / high, 0.0};
+    const double at = low > 0 ? sums_cost(j, m, low) : 0.0;
+    const double slope = (sums_cost(j, m, high) - at) / (high - low);
+    return {low, high, slope, at - slope * low};
   }
 
-  // Keep the blocks of `found_`, or them in one class, where their bound `total` leaves hope.
-  void keep_found(int64_t j, int64_t begin, int64_t n, double total) {
-    if (total >= best_) return;
-    for (int64_t m = 0; m <= p_.num_options; ++m) keep(j, begin, n, m);
+  // Least cost of the last of `sides_`, which is taken away: a bound, or infinity where it is divided in
+  // two. Real sets that are cheaper than all before are kept.
+  double divided(int64_t j, int64_t begin, int64_t n, bool is_last, bool must) {
+    const size_t count = of_class_.size();
+    part_.assign(sides_.end() - int64_t(count), sides_.end());
+    sides_.resize(sides_.size() - count);
+    double bound = -kInfinity;
+    for (int turn = 0;; ++turn) {
+      bound = std::max(bound, gains(part_.data(), begin, n, must));
+      if (bound >= best_ - close()) return bound;
+      classes(begin, n);
+      for (int64_t b = 0; b < n; ++b) found_[b] = must || gain_[b] < 0 ? class_[b] : 0;
+      keep(j, begin, n, 0);
+      for (const int64_t m : of_class_) keep(j, begin, n, m + 1);
+      if (bound >= best_ - close()) return bound;
+      if (turn == kMostTurns || !turned(j)) break;
+    }
+    size_t worst = count;
+    double most = 0, at = 0;
+    for (size_t i = 0; i < count && !is_last; ++i) {
+      const int64_t m = of_class_[i];
+      const Side& x = part_[i];
+      const double mass = mass_[m], full = mass_of(j, m) * p_.total_ids[k_];
+      if (mass <= x.low || mass >= x.high) continue;
+      const double gap = sums_cost(j, m, mass) - (x.fixed + x.slope * mass);
+      if (gap > most) worst = i, most = gap, at = x.low < full && full < x.high ? full : mass;
+    }
+    if (worst == count) return bound;
+    const Side x = part_[worst];
+    // Lines that were turned for this part serve no other one.
+    for (size_t i = 0; i < count; ++i) part_[i] = side(j, of_class_[i], part_[i].low, part_[i].high);
+    for (const auto& [low, high] : {std::pair{x.low, at}, std::pair{at, x.high}}) {
+      part_[worst] = side(j, of_class_[worst], low, high);
+      sides_.insert(sides_.end(), part_.begin(), part_.end());
+    }
+    return kInfinity;
+  }
+
+  // A class whose mass lies beyond its side, where the line is below its partial sums: the line is
+  // turned about the end of the side, up to them. On the side it was below them before, and then all the
+  // more. Whether there was one.
+  bool turned(int64_t j) {
+    bool any = false;
+    for (size_t i = 0; i < part_.size(); ++i) {
+      Side& x = part_[i];
+      const double mass = mass_[of_class_[i]];
+      if (mass >= x.low && mass <= x.high) continue;
+      const double sums = mass > 0 ? sums_cost(j, of_class_[i], mass) : 0.0;
+      if (sums <= (x.fixed + x.slope * mass) + 1e-9 * std::abs(sums)) continue;
+      const double end = mass < x.low ? x.low : x.high, there = x.fixed + x.slope * end;
+      x.slope = (there - sums) / (end - mass);
+      x.fixed = there - x.slope * end;
+      any = true;
+    }
+    return any;
   }
 
   // What pushing each block to each class costs in pieces of type j, partial sums apart.
@@ -304,16 +338,17 @@ class Pricing {
     }
   }
 
-  // What every block costs at least when a mass of at most `high` is pushed, against staying; returns
-  // the sum over the blocks that are pushed.
-  double gains(int64_t j, int64_t begin, int64_t n, double high, bool must) {
+  // What every block costs at least, against staying, when partial sums cost what `sides` (by class of
+  // the type) say; returns that of the blocks that are then pushed, and of the sides.
+  double gains(const Side* sides, int64_t begin, int64_t n, bool must) {
     weight_.clear();
     std::fill(gain_.begin(), gain_.begin() + n, kInfinity);
-    for (const int64_t m : of_class_) {
-      weight_.push_back(high > 0 ? sums_cost(j, m, high) / high : kInfinity);
-      if (high > 0) lower(&gain_[0], &pushed_[m * n], p_.ids + begin, weight_.back(), n);
+    double fixed = 0;
+    for (size_t i = 0; i < of_class_.size(); ++i) {
+      weight_.push_back(sides[i].slope), fixed += sides[i].fixed;
+      lower(&gain_[0], &pushed_[of_class_[i] * n], p_.ids + begin, weight_.back(), n);
     }
-    return spare(&gain_[0], &fixed_[0], n, must ? kInfinity : 0.0);
+    return fixed + spare(&gain_[0], &fixed_[0], n, must ? kInfinity : 0.0);
   }
 
   // The classes by which blocks cost what `gains` found.
@@ -325,17 +360,19 @@ class Pricing {
   }
 
   // Keep the blocks of `found_` if pushing them (all to one class: `only` > 0) is the cheapest yet; what
-  // each costs is what `set_type` found.
+  // each costs is what `set_type` found. Without `only`, their `mass_` by class is looked up, too.
   void keep(int64_t j, int64_t begin, int64_t n, int64_t only) {
-    if (only > 0 && mass_of(j, only - 1) <= 0) return;
     double total = 0;
-    for (int64_t m = only ? only - 1 : 0; m < (only ? only : p_.num_options); ++m) {
+    if (only == 0) mass_.assign(p_.num_options, 0.0);
+    for (const int64_t m : of_class_) {
+      if (only > 0 && m != only - 1) continue;
       double cost, ids;
       picked(&found_[0], only ? 0 : m + 1, &pushed_[m * n], &fixed_[0], p_.ids + begin, n, &cost, &ids);
       total += cost + (ids > 0 ? sums_cost(j, m, ids) : 0.0);
+      if (only == 0) mass_[m] = ids;
     }
     if (!(total < best_)) return;
-    best_ = total, p_.kind[k_] = j;
+    best_ = total, p_.kind[k_] = j, p_.cheaper[k_] = 1;
     for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? (only ? only : found_[b]) : 0;
   }
 
@@ -367,7 +404,7 @@ class Pricing {
       const double found = total + cost(j, mass);
       least = std::min(least, found);
       if (found < best_) {
-        best_ = found, p_.kind[k_] = j;
+        best_ = found, p_.kind[k_] = j, p_.cheaper[k_] = 1;
         std::fill(chosen_.begin(), chosen_.end(), int64_t{0});
         for (int64_t i = 0; i < count; ++i) chosen_[order_[i]] = 1;
       }
@@ -436,9 +473,9 @@ class Pricing {
   OperPricing& p_;
   int64_t k_ = 0;
   double best_ = 0, least_ = 0, rest_ = 0;
-  std::vector<double> gain_, slope_, kinks_, fixed_, pushed_, weight_, lowest_;
+  std::vector<double> gain_, slope_, kinks_, fixed_, pushed_, weight_, lowest_, mass_;
   std::vector<double> of_type_, by_width_, path_;  // least costs: see `whole_widths`
-  std::vector<std::pair<double, double>> intervals_;
+  std::vector<Side> sides_, part_;
   std::vector<std::pair<double, int64_t>> types_;
   std::vector<int> order_;
   std::vector<int64_t> chosen_, class_, found_, of_class_;
@@ -449,5 +486,18 @@ class Pricing {
 extern "C" __attribute__((visibility("default"))) void oper_fit(OperFit* fit) { Fit(*fit).run(); }
 
 extern "C" __attribute__((visibility("default"))) void oper_price(OperPricing* pricing) {
-  Pricing(*pricing).run();
+  OperPricing& p = *pricing;
+  int64_t middle = p.num_tables;
+  std::thread other;
+  if (p.num_options > 1) {
+    const int64_t half = p.starts[p.num_tables] / 2;
+    middle = std::lower_bound(p.starts, p.starts + p.num_tables, half) - p.starts;
+    try {
+      other = std::thread([&] { Pricing(p).run(middle, p.num_tables); });
+    } catch (const std::system_error&) {  // no thread to be had
+      middle = p.num_tables;
+    }
+  }
+  Pricing(p).run(0, middle);
+  if (other.joinable()) other.join();
 }

@@ -25,12 +25,11 @@ struct OperFit {
   uint8_t* whole;         // [T, C], out: whether the table fits as one piece
 };
 
-// The cheapest set of pushed blocks of every table; see `Relaxation.cheapest`.
+// The cheapest set of pushed blocks of every table; see `Relaxation.cheapest`. With several options, by
+// two threads, because that takes long; tables are priced apart, so that nothing depends on them.
 struct OperPricing {
-  int64_t first_table, num_tables, num_options;  // which of T tables; M pushed options
-  int64_t num_blocks;                            // K
+  int64_t num_tables, num_options, num_blocks;   // T; M pushed options; K
   double close;   // share of the cost by which a bound of several options may miss it
-  double narrow;  // most over least mass of sets that are not told apart there
   OperSums sums;
   const int64_t* starts;        // [T + 1], blocks
   const double* stay;           // [K], cost when not pushed
@@ -44,9 +43,11 @@ struct OperPricing {
   const double* narrowest;      // by type, least width of its pieces; the widest is columns / streams
   const int64_t* columns;       // [T], width of the tables that are cut by columns, 0 for others
   int64_t step;                 // widths of pieces are multiples of this
+  const double* known;          // [T], cost of the cheapest set that is known, infinity for none
   double* value;                // [T], out
   int64_t* kind;                // [T], out: type of the pieces
   int64_t* chosen;              // [K], out: 0, or 1 + the pushed option
+  uint8_t* cheaper;             // [T], out: whether that is cheaper than what is known
 };
 
 extern "C" void oper_fit(OperFit* fit);

@@ -69,6 +69,12 @@ class Pool:
                 self.resources.append(columns.resources[t])
         return new
 
+    def cheapest(self, prices: np.ndarray, num_tables: int) -> np.ndarray:
+        """What each table's cheapest configuration costs at `prices`; float64 [T]."""
+        out = np.full(num_tables, np.inf)
+        np.minimum.at(out, self.table, np.array(self.resources) @ prices)
+        return out
+
     def under(self, relaxation: Relaxation, prices: np.ndarray) -> Pool:
         """Of a solved pool, the configurations that fit the relaxation's present limit, with what
         they then ask: the cheapest few of each table at `prices` (float64 [R]), and those in the
@@ -188,13 +194,13 @@ def solve_relaxation(relaxation: Relaxation, tolerance: float = 1e-4, max_rounds
             break
         relaxed, over, raw = solved
         prices = relaxation.normalised(raw)
-        columns = relaxation.cheapest(prices)
+        columns = relaxation.cheapest(prices, pool.cheapest(prices, everything.size))
         found = relaxation.bound_at(prices, columns.value)
         if found > best:
             best, best_prices = found, prices
         if relaxed - best <= tolerance * abs(relaxed):
             break
-        new = pool.add(columns, relaxation.starts, everything)
+        new = pool.add(columns, relaxation.starts, np.flatnonzero(columns.cheaper))
         if not new or (deadline is not None and time.monotonic() > deadline):
             break
         master.add(new)

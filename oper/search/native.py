@@ -34,12 +34,13 @@ class Pricing(ctypes.Structure):
     """`OperPricing` of ``csrc/search/price.h``."""
 
     _fields_: ClassVar[list[Any]] = [
-        *((n, _int) for n in ("first_table", "num_tables", "num_options", "num_blocks")),
-        ("close", _double), ("narrow", _double), ("sums", Sums),
+        *((n, _int) for n in ("num_tables", "num_options", "num_blocks")),
+        ("close", _double), ("sums", Sums),
         *((n, _array) for n in (
             "starts", "stay", "go", "more", "ids", "total_ids", "price", "first", "streams", "mass",
             "narrowest", "columns")),
-        ("step", _int), *((n, _array) for n in ("value", "kind", "chosen"))]
+        ("step", _int), *((n, _array) for n in ("known", "value", "kind", "chosen",
+                                                              "cheaper"))]
 
 
 class Packing(ctypes.Structure):

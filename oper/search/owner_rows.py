@@ -112,15 +112,17 @@ def add_owner_rows(relaxation: Relaxation) -> list[tuple[int, int, int]]:
     relaxation.base = np.insert(relaxation.base, where, base)
     once = np.zeros((len(relaxation.tables), len(relaxation.options), NUM_FEATURES, len(names)))
     more = np.zeros_like(once)
-    for o, option in enumerate(relaxation.options):
+    for kind in {o.kind for o in relaxation.options}:
+        alike = [o for o, option in enumerate(relaxation.options) if option.kind == kind]
         for k, t in enumerate(relaxation.tables):
             dim = t.spec.dim
-            load = _reader(relaxation, t, option.kind, dim, units)
-            once[k, o] = scale * load.min(axis=(0, 1))[:, at[0], at[1]]
-            if option.kind == PUSH:
+            load = _reader(relaxation, t, kind, dim, units)
+            once[k, alike] = scale * load.min(axis=(0, 1))[:, at[0], at[1]]
+            if kind == PUSH:
                 twice = _reader(relaxation, t, PUSH, 2 * dim, units)
-                more[k, o] = scale * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
-        if apart is not None:
+                more[k, alike] = scale * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
+    if apart is not None:
+        for o in range(len(relaxation.options)):
             _host_coefficients(relaxation, o, read, once, more)
     relaxation.coefficients = _inserted(relaxation.coefficients, start, once)
     relaxation.per_stream = _inserted(relaxation.per_stream, start, more)

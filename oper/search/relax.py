@@ -17,7 +17,6 @@ from partial sums of pushed rows, costs are linear in the features of a block, s
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +64,8 @@ class Columns:
         resources: float64 [T, R], what each table then asks of the resource rows.
         value: float64 [T], a lower bound of each table's cost over all configurations at the prices
             that produced these.
+        cheaper: bool [T], whether the configuration is cheaper than those that were known; where it
+            is not, it is none that serves, and `resources` are 0.
     """
 
     choice: np.ndarray
@@ -72,6 +73,7 @@ class Columns:
     amount: np.ndarray
     resources: np.ndarray
     value: np.ndarray
+    cheaper: np.ndarray
 
 
 def _equally_hidden(hidden: np.ndarray) -> list[list[int]]:
@@ -328,8 +330,11 @@ class Relaxation:
         """Number of resource rows R."""
         return self.phase_of.size
 
-    def cheapest(self, prices: np.ndarray) -> Columns:
+    def cheapest(self, prices: np.ndarray, known: np.ndarray | None = None) -> Columns:
         """Each table's cheapest configuration at `prices` (float64 [R], per row, >= 0).
+
+        Where `known` (float64 [T]) says what the cheapest known one costs, only cheaper ones are
+        looked for.
 
         Blocks choose for themselves, except that the partial sums of a table's pushed blocks are
         concave in their mass as long as one owner may hold them, and linear above. With one class
@@ -345,17 +350,22 @@ class Relaxation:
         push = np.array([o.kind == PUSH for o in self.options], bool)
         choice = cost.argmin(axis=1)
         kind = np.zeros(len(self.tables), np.int64)
+        cheaper = np.ones(len(self.tables), np.uint8)
         if push.any():
-            best = self._choose_pushed(cost, push, prices, choice, kind)
+            known = np.full(kind.size, np.inf) if known is None else known
+            best = self._choose_pushed(cost, push, prices, choice,
+                                       {"kind": kind, "cheaper": cheaper, "known": known})
         else:
             best = np.add.reduceat(cost.min(axis=1), self.starts[:-1])
         amount = self.amounts(choice)
-        rows = self.resources_at(amount, np.arange(len(self.tables)), kind)
-        return Columns(choice, kind, amount, rows, best)
+        rows, at = np.zeros((kind.size, self.num_rows)), np.flatnonzero(cheaper)
+        rows[at] = self.resources_at(amount[at], at, kind[at])
+        return Columns(choice, kind, amount, rows, best, cheaper.astype(bool))
 
     def _choose_pushed(self, cost: np.ndarray, push: np.ndarray, prices: np.ndarray,
-                       choice: np.ndarray, kind: np.ndarray) -> np.ndarray:
-        """Fill in `choice` and `kind`; returns each table's least cost, float64 [T]."""
+                       choice: np.ndarray, found: dict[str, np.ndarray]) -> np.ndarray:
+        """Fill in `choice` and the arrays of `found`, see `OperPricing`; returns each table's least
+        cost, float64 [T]."""
         options = np.flatnonzero(push)
         classes = [self.options[o].rank_class for o in options.tolist()]
         other = np.where(push, np.inf, cost)
@@ -376,29 +386,14 @@ class Relaxation:
             "narrowest": np.concatenate([x.narrow for x in types]),
             "columns": self.pieces.columns}
         arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
-        arrays |= {"value": value, "kind": kind, "chosen": chosen}
-        self._price(arrays, options.size)
+        arrays |= {"value": value, "chosen": chosen, **found}
+        native.call("oper_price", native.Pricing, arrays, num_tables=len(self.tables),
+                    num_options=options.size, num_blocks=len(self.table_of), step=COLUMN_STEP,
+                    close=5e-5 if self.alike else 3e-4,  # where ranks differ, less closely
+                    sums=self.pieces.native_sums)
         pushed = chosen > 0
         choice[pushed] = options[chosen[pushed] - 1]
         return value
-
-    def _price(self, arrays: dict[str, np.ndarray], num_options: int) -> None:
-        """`oper_price` on all tables; with several classes of owners by two threads, because that
-        takes long; where ranks differ, less closely. Tables are priced apart, so that nothing
-        depends on the threads."""
-        def price(first: int, stop: int) -> None:
-            native.call("oper_price", native.Pricing, arrays, first_table=first,
-                        num_tables=stop - first, num_options=num_options,
-                        num_blocks=len(self.table_of), close=close,
-                        narrow=narrow, step=COLUMN_STEP, sums=self.pieces.native_sums)
-
-        close, narrow = (5e-5, 1.005) if self.alike else (3e-4, 1.02)
-        if num_options == 1:
-            price(0, len(self.tables))
-            return
-        middle = int(np.searchsorted(self.starts, self.starts[-1] / 2))
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(price, (0, middle), (middle, len(self.tables))))
 
     def partial_bytes(self, t: TableProblem, ids: np.ndarray, owner: np.ndarray) -> np.ndarray:
         """Bytes of partial sums that each reader gets of pushed `ids`, at most `owner` ids on one

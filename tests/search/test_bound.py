@@ -104,6 +104,25 @@ def test_configurations_claim_the_resources_they_take():
         assert columns.resources @ prices == pytest.approx(columns.value, rel=1e-9)
 
 
+@pytest.mark.parametrize("topology", [gpus(4), gpus(4, slow=2)])
+def test_only_what_is_cheaper_than_the_known_is_looked_for(topology):
+    """And the least cost is as low whether it is known or found."""
+    relaxation = Relaxation(CostModel(problem(12, 5, topology, allow=EVERYTHING)))
+    rng = np.random.default_rng(3)
+    for _ in range(10):
+        prices = relaxation.normalised(rng.uniform(0, 1, relaxation.num_rows))
+        columns = relaxation.cheapest(prices)
+        least = columns.resources @ prices
+        assert columns.cheaper.all()
+        known = relaxation.cheapest(prices, least * (1 - 1e-6))
+        assert not known.cheaper.any() and not known.resources.any()
+        assert (known.value <= least * (1 + 1e-9)).all()
+        assert known.value == pytest.approx(columns.value, rel=1e-3)
+        dear = relaxation.cheapest(prices, least * 1.01)
+        assert dear.cheaper.all()
+        assert dear.resources @ prices == pytest.approx(least, rel=1e-3)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("placements", [("owned",), ("owned", "replicated")])
 def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
