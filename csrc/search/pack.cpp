@@ -19,7 +19,6 @@ namespace {
 
 constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
 constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
-constexpr int kMaxWeight = 144;   // weights of one piece, together
 constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
 // Temperatures as shares of the energy, times tables and ranks, at which short searches begin: none
 // suits all problems. What large pieces become is settled early and never changed again, so that many
@@ -33,11 +32,20 @@ constexpr double kMovesEach = 1500;  // of a short search, by table, at least
 constexpr int64_t kLeastStarts = 4, kMostStarts = 32, kStartsToKeep = 8;  // of so many, one goes on
 constexpr double kOtherwise = 0.5;  // of the tables, in two of three
 constexpr double kHottest = 0.008, kCold = 2e-5;  // at first at most, and in the end
+constexpr double kSide = 0.5;               // of what a table pushes, that first searches leave it
 constexpr double kWorthKeeping = 3e-5;      // of the best step, for which a state is copied
 
 class Packing : private PackState {
  public:
-  explicit Packing(OperPacking& p) : PackState(p) {}
+  explicit Packing(OperPacking& p) : PackState(p) {
+    for (int64_t k = 0; k < whole_; ++k)
+      for (int64_t i = 0; i < p.num_recipes[k]; ++i) {
+        const int64_t n = p.first[k] + i;
+        const double* x = p.column + n * C * G;
+        pushed_.resize(std::max<size_t>(pushed_.size(), size_t(n + 1)));
+        pushed_[n] = p.pushes[n] ? *std::max_element(x, x + C * G) : 0.0;
+      }
+  }
 
   void run() {
     begin_ = std::chrono::steady_clock::now();
@@ -49,12 +57,14 @@ class Packing : private PackState {
     const int64_t kept = std::max<int64_t>(starts / kStartsToKeep, 1);
     const double share = kept > 1 ? kShareFirst : kShareOfFew;
     std::vector<State> found;
+    is_held_ = whole_ > kFew;
     for (int64_t i = 0; i < starts && !over_; ++i) {
       if (i > 0) reset(p_.recipe, p_.part_width, p_.units);
       pour_all(i % 3 == 0 ? 0.0 : kOtherwise);
       found.push_back(annealed(kHot[i % int64_t(std::size(kHot))],
                                int64_t(share * moves) / starts));
     }
+    is_held_ = false;
     if (kept > 1) go_on(found, kept, int64_t(kShareAgain * moves) / kept);
     go_on(found, 1, p_.max_moves - moves_);
     restore(found[0]);
@@ -157,7 +167,11 @@ class Packing : private PackState {
     if (pieces_.size() == free_.size()) return -1;
     const int64_t r = random_.unit() < 0.5 ? busiest_[random_.below(P)] : random_.below(W);
     const auto& list = on_rank_[r];
-    return list.empty() ? -1 : list[random_.below(int64_t(list.size()))];
+    if (list.empty()) return -1;
+    const auto any = [&] { return list[random_.below(int64_t(list.size()))]; };
+    const auto place = [&](int id) { return place_[pieces_[id].table % whole_]; };
+    const int id = any(), other = random_.unit() < large_ ? any() : id;
+    return place(other) < place(id) ? other : id;
   }
 
   // Pieces of `width` columns dealt among `owners` each, where they harm least.
@@ -421,10 +435,19 @@ class Packing : private PackState {
     return true;
   }
 
-  // Another recipe of a table; often one beside `now`.
+  // Another recipe of a table, or `now`; often one beside it.
   int64_t other_recipe(int64_t k, int64_t now) {
-    if (random_.unit() >= 0.5) return random_.below(p_.num_recipes[k]);
-    return std::clamp<int64_t>(now + (random_.unit() < 0.5 ? -1 : 1), 0, p_.num_recipes[k] - 1);
+    int64_t next = random_.below(p_.num_recipes[k]);
+    if (random_.unit() < 0.5)
+      next = std::clamp<int64_t>(now + (random_.unit() < 0.5 ? -1 : 1), 0, p_.num_recipes[k] - 1);
+    return is_held_ && !is_on_its_side(k, next) ? now : next;
+  }
+
+  // Whether a recipe pushes as the relaxation does, or does not as it does not. What large tables do is
+  // settled while it is hot, and the relaxation knows better than a hot search which of them to push.
+  bool is_on_its_side(int64_t k, int64_t recipe) const {
+    const double its = pushed_[p_.first[k] + p_.recipe[k]], now = pushed_[p_.first[k] + recipe];
+    return its > 0 ? now >= kSide * its : now == 0;
   }
 
   bool retier() {
@@ -511,7 +534,8 @@ class Packing : private PackState {
     return pour(k, width, owners);
   }
 
-  std::vector<double> harms_;
+  std::vector<double> harms_, pushed_;  // of ranks; by recipe, what a column loads its owner with
+  bool is_held_ = false;
   std::chrono::steady_clock::time_point begin_;
   bool over_ = false;  // the goal is reached, or the time is up
 };

@@ -24,9 +24,13 @@ namespace oper::search {
 
 constexpr int kGroups = 5;        // terms of a phase that run beside each other
 constexpr int kMaxOwners = 48;    // of one piece
+constexpr int kMaxWeight = 144;   // weights of one piece, together
 constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
 constexpr int kSquarings = 5;     // of what keeps a rank busy, for a power mean
 constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
+
+constexpr int64_t kFew = 20;      // tables, of which all are large
+constexpr double kLarge = 0.7;    // of the moves, that are about large tables, where there are more
 
 struct Random {  // xorshift64*, Vigna 2016
   uint64_t s;
@@ -130,7 +134,9 @@ class PackState {
   explicit PackState(OperPacking& p) : p_(p), random_{p.seed * 2 + 0x9E3779B97F4A7C15ULL} {
     W = p.num_ranks, C = p.num_classes, G = p.num_loads, P = (G - 1) / kGroups, T = p.num_parts,
     whole_ = p.num_tables;
-    saved_mark_.assign(W, 0);
+    large_ = whole_ > kFew ? kLarge : 0.0;
+    saved_mark_.assign(W, 0), place_.assign(whole_, 0);
+    for (int64_t i = 0; i < whole_; ++i) place_[p.order[i]] = i;
     scale_.assign(P, 1.0f), busiest_.assign(P, 0);
     for (int64_t c = 0, r = 0; c < C; ++c) {
       const int64_t begin = r;
@@ -216,11 +222,28 @@ class PackState {
     double rest = 1;
     for (int64_t h = 0; h < p_.num_heads; ++h) rest -= head[h];
     for (int i = 0; i < x.owners; ++i) mass[i] = rest * double(x.weight[i]) / x.total;
-    for (int64_t h = 0; h < p_.num_heads && head[h] > 0; ++h) {
-      int64_t place = at[h] % x.total;
-      int i = 0;
-      while (place >= x.weight[i]) place -= x.weight[i++];
-      mass[i] += head[h];
+    int64_t num_heads = 0, last = 0;
+    while (num_heads < p_.num_heads && head[num_heads] > 0)
+      last = std::max(last, at[num_heads++] % x.total);
+    uint8_t turn[kMaxWeight];
+    spread(x, last, turn);
+    for (int64_t h = 0; h < num_heads; ++h) mass[turn[at[h] % x.total]] += head[h];
+  }
+
+  // The owners of the places 0, ..., `last` of a period: `Tier.pattern` of oper/plan.py.
+  static void spread(const Piece& x, int64_t last, uint8_t* turn) {
+    if (x.total == x.owners) {
+      for (int64_t n = 0; n <= last; ++n) turn[n] = uint8_t(n);
+      return;
+    }
+    int lack[kMaxOwners] = {};
+    for (int64_t n = 0; n <= last; ++n) {
+      int most = 0;
+      for (int i = 0; i < x.owners; ++i) {
+        lack[i] += x.weight[i];
+        if (lack[i] > lack[most]) most = i;
+      }
+      lack[most] -= x.total, turn[n] = uint8_t(most);
     }
   }
 
@@ -394,9 +417,10 @@ class PackState {
     add_stay(k, 1);
   }
 
-  // A part that has columns.
+  // A part that has columns, of a large table rather than of a small one: more hangs on it.
   int64_t pick_part() {
-    const int64_t k = random_.below(whole_);
+    const double u = random_.unit();
+    const int64_t k = p_.order[int64_t(double(whole_) * (random_.unit() < large_ ? u * u * u : u))];
     if (T == whole_ || width_[k + whole_] == 0) return k;
     return width_[k] == 0 || random_.unit() < 0.5 ? k + whole_ : k;
   }
@@ -438,6 +462,7 @@ class PackState {
   OperPacking& p_;
   Random random_;
   int64_t W, C, G, P, T, whole_, moves_ = 0;
+  std::vector<int64_t> place_;  // of a table in `order`
   std::vector<int64_t> recipe_, width_, busiest_, units_, class_units_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
   std::vector<float> flat_, busy_, scale_, share_;
@@ -451,7 +476,7 @@ class PackState {
   std::vector<int64_t> saved_rank_, saved_mark_;
   std::vector<Logged> log_;
   int64_t stamp_ = 0;
-  double energy_ = 0, step_ = 0;
+  double energy_ = 0, step_ = 0, large_ = 0;
   State best_;
 };
 

@@ -75,8 +75,9 @@ class Loads:
         num_loads: G = 5 P + 1.
         class_of: int64 [W].
         piece_us: float64 [G], what every column piece of a table costs each rank.
-        own_unit: float64 [C, 20, G], a unit of each tally row at its owner.
-        read_unit: float64 [C, 20, C, G], what it puts on readers by class.
+        read_unit: float64 [C, 20, C, G], what a unit of each tally row puts on ranks that do not
+            own it, by class of the owner and of theirs.
+        own_unit: float64 [C, 20, G], what its owner does more than others of its class.
     """
 
     def __init__(self, book: RecipeBook) -> None:
@@ -96,9 +97,11 @@ class Loads:
         self.piece_us = np.zeros(self.num_loads)  # of a piece, in every phase that looks at tables
         for p, name in enumerate(self.model.phases):
             self.piece_us[p * NUM_PIECE_GROUPS] = self.model.costs.table_us * (name != RESOLVE)
-        self.read_unit = self.by_class(self.relaxation.unit)  # own load included
+        self.read_unit = self.by_class(self.relaxation.unit)  # the mean, its owner's load included
         for c, r in enumerate(ranks):
-            self.read_unit[c, :, c] -= self.own_unit[c] / r.size
+            others = r.size * self.read_unit[c, :, c] - self.own_unit[c]
+            self.read_unit[c, :, c] = others / max(r.size - 1, 1)
+            self.own_unit[c] -= self.read_unit[c, :, c]
 
     def by_class(self, rows: np.ndarray) -> np.ndarray:
         """Resource rows (float64 [..., R]) as loads by class; float64 [..., C, G]."""

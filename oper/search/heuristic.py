@@ -59,8 +59,7 @@ class Effort:
 EFFORTS = {"fast": Effort(2, 2, 4000, 300, 3, 40),
            "thorough": Effort(8, 10, 60000, 20000, 40, 300)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
-_MOVES = 100_000_000  # of one annealing, over the ranks and a little; more for more tables
-_MOVES_OF_FEW = 0.83  # of the moves, where tables are few
+_MOVES = 65_000_000  # of one annealing, over the ranks and a little; more for more tables
 _FEW_TABLES = 30  # of which the exact step of every annealing is looked at
 _RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
@@ -119,7 +118,7 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
             every.append(min(found, key=lambda x: x.score))
         if not pushes or not every[-1].state.evaluation.fits:
             placements = Placer(relaxation, book.total).place(book.chosen())
-            every.append(Found(_state(book, placements), book, False))
+            every.append(Found(_state(book, placements), book, False, 0.0))
         if not pushes:
             break  # pieces are what boxes differ in
     best = min(every, key=lambda x: x.score)
@@ -164,8 +163,6 @@ def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed:
     annealing = Annealing(book, bound)
     tables, world = len(book.recipes), book.relaxation.model.machine.world_size
     moves = max(_MOVES // (world + 32), 900 * tables)
-    if tables <= _FEW_TABLES:  # which settle early, and are searched from more boxes
-        moves = round(_MOVES_OF_FEW * moves)
     found: list[Packed] = []
     with ThreadPoolExecutor(_CHAINS) as pool:
         for first in range(0, effort.max_anneals, _CHAINS):
