@@ -41,10 +41,11 @@ class Branching:
     Attributes:
         bound: of all plans, from the box that holds the bound down.
         solved: relaxations solved so far.
+        is_uncut: whether there was nothing to cut, because no load of a piece was overlooked.
     """
 
     def __init__(self, bound: Bound) -> None:
-        self.bound, self.solved = bound, 0
+        self.bound, self.solved, self.is_uncut = bound, 0, False
         self._order = count()
         self._heap: list[tuple[float, int, Bound, _Load | None]] = []
         relaxation = bound.relaxation
@@ -71,6 +72,7 @@ class Branching:
             _, _, node, load = self._heap[0]
             cuts = _cuts(node)
             if not cuts:
+                self.is_uncut = self.solved == 0
                 break
             tried = list(cuts)[:num_tried]
             if (load is not None and load in cuts and cuts[load][2] >= _SLIM

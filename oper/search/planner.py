@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,9 @@ _LEAST_BOXES = 16  # then
 _SHALLOW = 16  # times fewer boxes before the first search
 _CLOSE = 1e-6  # a gap up to which no simpler plan is looked at
 _NEGLIGIBLE = 1e-2  # of a step
-_MANY_HOSTS = 4  # above which what one of them owns counts for less than more boxes
+_MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ, and less
 _MANY_CLASSES = 2  # of ranks, above which prices with a host apart take too long
-_HOST_BOXES = 3  # what a box with a host apart costs, in others
+_HOST_BOXES = 2  # what a box with one of many hosts apart costs, in others
 _BEHIND = 1.01  # a branch in which a search stays so far behind is searched no more
 _RISEN = 1.05  # unless its bound has risen so far since, and with it where a search begins
 _SETTLED = 3e-3  # what steps of searches that find no more differ by
@@ -191,7 +192,7 @@ def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: in
     step_us = evaluate(plan, problem).step_us
     branches = _bounds(problem, deadline)
     boxes = _tighten(branches, max_boxes, step_us, step_us / (1 + goal_gap), deadline,
-                     _Branch.prove)
+                     partial(_Branch.prove, patiently=True))
     lower_us = min(step_us, max(plan.lower_bound_us, min(x.lower_bound_us for x in branches)))
     notes = {**plan.notes, "gap_kind": "branching" if boxes else plan.notes.get("gap_kind"),
              "bound_boxes": boxes}
@@ -238,6 +239,9 @@ class _Branch:
         self.boxes = Branching(bound)
         self.hosts: Branching | None = None
         self._apart = _load_apart(bound.relaxation)
+        is_cheap = (len(set(problem.machine.host)) <= _MANY_HOSTS
+                    or len(bound.relaxation.tables) <= _FEW)
+        self._host_boxes = 1 if is_cheap else _HOST_BOXES
         base = bound.relaxation.base_tally
         barriers = ("push" in problem.allow and not base.num_pushed) + (
             {"push", "columns"} <= problem.allow and not base.num_split and _splits_pay(problem))
@@ -259,6 +263,12 @@ class _Branch:
     def solved(self) -> int:
         """Relaxations solved while branching."""
         return self.boxes.solved + (0 if self.hosts is None else self.hosts.solved)
+
+    @property
+    def effort(self) -> int:
+        """What they cost, in relaxations without a host apart."""
+        return self.boxes.solved + (0 if self.hosts is None
+                                    else self._host_boxes * self.hosts.solved)
 
     def is_part_of(self, other: _Branch) -> bool:
         """Whether `other` has all plans of this branch and its barriers hardly count, so that a
@@ -285,17 +295,19 @@ class _Branch:
         self.boxes.run(max_boxes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                        deadline=deadline)
 
-    def prove(self, max_boxes: int, step_us: float, goal_us: float,
-              deadline: float | None) -> None:
-        """As `tighten`, for the bound alone."""
-        if self._apart is None:
+    def prove(self, max_boxes: int, step_us: float, goal_us: float, deadline: float | None,
+              patiently: bool = False) -> None:
+        """As `tighten`, for the bound alone, with the host of the largest piece apart where that
+        may gain something; where it takes long as well, if `patiently`."""
+        if (self._apart is None or self.boxes.is_uncut
+                or not (patiently or self.hosts or _is_short(self.bound.relaxation))):
             self.tighten(max_boxes, step_us, goal_us, deadline)
             return
         if self.hosts is None:
             model = CostModel(self.bound.relaxation.problem)
             self.hosts = Branching(solve_relaxation(Relaxation(model, self._apart),
                                                     deadline=deadline))
-        self.hosts.run(-(-max_boxes // _HOST_BOXES), step_us=step_us - self.extra_us,
+        self.hosts.run(-(-max_boxes // self._host_boxes), step_us=step_us - self.extra_us,
                        goal_us=goal_us - self.extra_us, deadline=deadline)
 
     def lowest(self, number: int) -> list[Bound]:
@@ -310,15 +322,23 @@ class _Branch:
         return out
 
 
+def _is_short(relaxation: Relaxation) -> bool:
+    """Whether planning has the time for a relaxation with a host apart; on one host it gains less
+    than other boxes at first."""
+    num_hosts = len(set(relaxation.model.machine.host))
+    return len(relaxation.tables) <= _MANY and (
+        1 < num_hosts <= _MANY_HOSTS or (num_hosts > 1 and relaxation.alike))
+
+
 def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
-    """The load by which the host of the largest piece is looked at apart: what a rank receives from
-    others in the forward phase; None where hosts are one, many, or differ, or ranks differ much. On
-    one host the bound was found to gain nothing from a rank apart."""
+    """The load by which the host of the largest piece (on a single host: its memory domain) is
+    looked at apart: what a rank receives from others in the forward phase; None where hosts
+    differ, or ranks differ much."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
     number = int(of_rank.max()) + 1
     members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
-    if not (relaxation.owner_rows and group == "cross_in" and number <= _MANY_HOSTS
+    if not (relaxation.owner_rows and number > 1
             and len(relaxation.classes.ranks) <= _MANY_CLASSES
             and all((n == n[0]).all() for n in members)):
         return None
@@ -392,15 +412,15 @@ def _tighten(branches: list[_Branch], max_boxes: int, step_us: float, goal_us: f
              deadline: float | None, raise_: Callable[..., None] = _Branch.tighten) -> int:
     """Raise the bound of whichever branch holds it down, by `_Branch.tighten` or `_Branch.prove`;
     returns the boxes solved."""
-    solved = 0
-    while solved < max_boxes:
+    before = sum(x.solved for x in branches)
+    end = max_boxes + sum(x.effort for x in branches)
+    while sum(x.effort for x in branches) < end:
         lowest = min(branches, key=lambda x: x.lower_bound_us)
-        before, known = lowest.solved, lowest.lower_bound_us
+        solved, known = lowest.solved, lowest.lower_bound_us
         raise_(lowest, min(max_boxes, _TURN), step_us, goal_us, deadline)
-        if lowest.solved == before and lowest.lower_bound_us <= known:
+        if lowest.solved == solved and lowest.lower_bound_us <= known:
             break
-        solved += lowest.solved - before
-    return solved
+    return sum(x.solved for x in branches) - before
 
 
 def _splits_pay(problem: Problem) -> bool:
