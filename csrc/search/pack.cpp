@@ -115,7 +115,7 @@ class Packing : private PackState {
     evaluate();
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
     energy_ = evaluate();
-    remember_busiest();
+    keep_busy();
     if (step_ < best_.step) keep_best();
     over_ |= best_.step <= p_.goal;
     const double hot =
@@ -150,6 +150,16 @@ class Packing : private PackState {
     return sum;
   }
 
+  // All ranks' in `harms_`.
+  void look_at_harms() {
+    harms_.assign(W, 0.0f), looked_at_.resize(W);
+    for (int64_t ph = 0; ph < P; ++ph) {
+      look_at_phase(ph, looked_at_.data());
+      add_fourth_powers(looked_at_.data(), scale_[ph], W, harms_.data());
+    }
+    for (const int64_t r : saved_rank_) harms_[r] = float(harm(r));  // whose loads this move changes
+  }
+
   // A rank that may own table `k` and does not yet; the least harmful of a few, or -1.
   int64_t pick_rank(int64_t k, int tries) {
     int64_t best = -1;
@@ -165,7 +175,7 @@ class Packing : private PackState {
 
   int pick_piece() {
     if (pieces_.size() == free_.size()) return -1;
-    const int64_t r = random_.unit() < 0.5 ? busiest_[random_.below(P)] : random_.below(W);
+    const int64_t r = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
     const auto& list = on_rank_[r];
     if (list.empty()) return -1;
     const auto any = [&] { return list[random_.below(int64_t(list.size()))]; };
@@ -179,23 +189,24 @@ class Packing : private PackState {
     int left = int(width_[k]);
     if (!p_.may_split[k]) width = left;
     width = std::clamp((width + kColumnStep - 1) / kColumnStep * kColumnStep, kMinColumns, 1 << 20);
-    std::vector<std::pair<double, int64_t>> order;
-    harms_.resize(W);
-    for (int64_t r = 0; r < W; ++r) harms_[r] = harm(r);
+    const auto unsure = [&] { return float(1 + 0.02 * random_.unit()); };
+    look_at_harms();
+    for (float& x : harms_) x *= unsure();
+    auto& order = order_;
     while (left > 0) {
       Piece x;
       x.table = int(k);
       x.width = left - width < kMinColumns ? left : width;
       order.clear();
       for (int64_t r = 0; r < W; ++r)
-        if (free_for(k, r)) order.push_back({harms_[r] * (1 + 0.02 * random_.unit()), r});
+        if (free_for(k, r)) order.push_back({harms_[r], int32_t(r)});
       if (order.empty()) return false;
       x.owners = int(std::min<size_t>(size_t(owners), order.size()));
       std::partial_sort(order.begin(), order.begin() + x.owners, order.end());
-      for (int i = 0; i < x.owners; ++i) x.rank[i] = int(order[i].second), x.weight[i] = 1;
+      for (int i = 0; i < x.owners; ++i) x.rank[i] = uint16_t(order[i].second), x.weight[i] = 1;
       x.total = x.owners;
       insert(x);
-      for (int i = 0; i < x.owners; ++i) harms_[x.rank[i]] = harm(x.rank[i]);
+      for (int i = 0; i < x.owners; ++i) harms_[x.rank[i]] = float(harm(x.rank[i])) * unsure();
       left -= x.width;
     }
     return true;
@@ -245,16 +256,24 @@ class Packing : private PackState {
     const double found = evaluate();
     if (found <= energy_ || random_.unit() < std::exp((energy_ - found) / temperature)) {
       energy_ = found;
-      remember_busiest();
+      keep_busy();
       if (step_ < best_.step * (1 - kWorthKeeping)) keep_best();
     } else {
       undo();
     }
   }
 
-  void remember_busiest() {
-    for (int64_t ph = 0; ph < P; ++ph)
-      busiest_[ph] = std::max_element(&busy_[ph * W], &busy_[ph * W] + W) - &busy_[ph * W];
+  // The ranks that are busiest in a phase are those of the state as it was before a move.
+  void keep_busy() {
+    std::swap(busy_, kept_busy_);
+    std::fill(busiest_.begin(), busiest_.end(), -1);
+  }
+  int64_t busiest(int64_t ph) {
+    if (busiest_[ph] < 0) {
+      const float* busy = &kept_busy_[ph * W];
+      busiest_[ph] = std::max_element(busy, busy + W) - busy;
+    }
+    return busiest_[ph];
   }
 
   bool propose() {
@@ -279,9 +298,8 @@ class Packing : private PackState {
     const int i = int(random_.below(x.owners));
     const int64_t r = pick_rank(x.table, 4);
     if (r < 0) return false;
-    erase(id);
-    x.rank[i] = int(r);
-    insert(x);
+    x.rank[i] = uint16_t(r);
+    replace(id, x);
     return true;
   }
 
@@ -295,10 +313,15 @@ class Packing : private PackState {
     Piece y = pieces_[other];
     if (y.table == x.table || !free_for(y.table, x.rank[i])) return false;
     const int j = int(std::find(y.rank, y.rank + y.owners, int(r)) - y.rank);
-    erase(id), erase(other);
     std::swap(x.rank[i], y.rank[j]);
-    insert(x), insert(y);
+    replace(id, x), replace(other, y);
     return true;
+  }
+
+  void widen(int id, int columns) {
+    Piece x = pieces_[id];
+    x.width += columns;
+    replace(id, x);
   }
 
   int columns(int most) {  // to shift or split off: fine steps mostly
@@ -317,9 +340,8 @@ class Packing : private PackState {
     Piece y = pieces_[other];
     const int d = columns(x.width - kMinColumns);
     if (d == 0) return false;
-    erase(id), erase(other);
     x.width -= d, y.width += d;
-    insert(x), insert(y);
+    replace(id, x), replace(other, y);
     return true;
   }
 
@@ -336,22 +358,18 @@ class Packing : private PackState {
       if (r < 0 || std::find(y.rank, y.rank + y.owners, int(r)) != y.rank + y.owners) return false;
       y.add_owner(r, wanted == x.owners ? x.weight[i] : 1);
     }
-    erase(id);
     x.width -= d, y.width = d;
-    insert(x), insert(y);
+    replace(id, x), insert(y);
     return true;
   }
 
   bool merge(int id) {
-    Piece x = pieces_[id];
-    const auto& family = of_table_[x.table];
+    const auto& family = of_table_[pieces_[id].table];
     if (family.size() < 2) return false;
     const int other = family[random_.below(int64_t(family.size()))];
     if (other == id) return false;
-    Piece y = pieces_[other];
-    erase(id), erase(other);
-    y.width += x.width;
-    insert(y);
+    widen(other, pieces_[id].width);
+    erase(id);
     return true;
   }
 
@@ -396,8 +414,7 @@ class Packing : private PackState {
       }
     }
     if (x.total > kMaxWeight) return false;
-    erase(id);
-    insert(x);
+    replace(id, x);
     return true;
   }
 
@@ -419,14 +436,13 @@ class Packing : private PackState {
         if (x.owners == 1) return false;
         x.drop_owner(int(random_.below(x.owners)));
       }
-      erase(one);
-      insert(x);
+      replace(one, x);
     }
     return true;
   }
 
   bool refill() {
-    const int64_t from = random_.unit() < 0.5 ? busiest_[random_.below(P)] : random_.below(W);
+    const int64_t from = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
     const auto [a, b] = block_[p_.class_of[from]];
     const int64_t to = a + random_.below(b - a);
     if (from == to || units_[from] == 0 || units_[to] == kMaxUnits) return false;
@@ -479,16 +495,14 @@ class Packing : private PackState {
     if (d <= 0 || (is_new && (d < kMinColumns || d == width_[k])) ||
         (d < room && room - d < kMinColumns) || (d < width_[k] && width_[k] - d < kMinColumns))
       return false;
-    Piece x;
     if (all) {
       while (!of_table_[k].empty()) erase(of_table_[k].back());
-    } else if (gives) {
-      x = pieces_[id];
+    } else if (gives && pieces_[id].width == d) {
       erase(id);
-      x.width -= d;
+    } else if (gives) {
+      widen(id, -d);
     }
     set_width(k, width_[k] - d);
-    if (gives && x.width > 0) insert(x);
     if (is_new) {
       const int64_t recipe = other_recipe(to, recipe_[k]);
       if (recipe == recipe_[k]) return false;
@@ -498,11 +512,7 @@ class Packing : private PackState {
     if (!pushes(to)) return true;
     const auto& family = of_table_[to];
     if (!family.empty() && (d < kMinColumns || random_.unit() < 0.6)) {
-      const int wider = family[random_.below(int64_t(family.size()))];
-      Piece y = pieces_[wider];
-      erase(wider);
-      y.width += d;
-      insert(y);
+      widen(family[random_.below(int64_t(family.size()))], d);
       return true;
     }
     Piece y;
@@ -534,7 +544,9 @@ class Packing : private PackState {
     return pour(k, width, owners);
   }
 
-  std::vector<double> harms_, pushed_;  // of ranks; by recipe, what a column loads its owner with
+  std::vector<double> pushed_;  // by recipe, what a column loads its owner with
+  std::vector<float> harms_, looked_at_;  // of ranks
+  std::vector<std::pair<float, int32_t>> order_;
   bool is_held_ = false;
   std::chrono::steady_clock::time_point begin_;
   bool over_ = false;  // the goal is reached, or the time is up

@@ -25,6 +25,7 @@ namespace oper::search {
 constexpr int kGroups = 5;        // terms of a phase that run beside each other
 constexpr int kMaxOwners = 48;    // of one piece
 constexpr int kMaxWeight = 144;   // weights of one piece, together
+constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are told apart
 constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
 constexpr int kSquarings = 5;     // of what keeps a rank busy, for a power mean
 constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
@@ -48,7 +49,18 @@ struct Piece {
   int table = 0, width = 0, owners = 0, total = 0;
   uint16_t rank[kMaxOwners];
   uint8_t weight[kMaxOwners];
+  float mass[kMaxOwners], sums[kMaxOwners];  // shares of lookups and of partial sums; `deal` sets them
 
+  Piece() = default;
+  Piece(const Piece& x) { *this = x; }
+  Piece& operator=(const Piece& x) {  // mostly a few owners
+    table = x.table, width = x.width, owners = x.owners, total = x.total;
+    std::memmove(rank, x.rank, size_t(owners) * sizeof *rank);
+    std::memmove(weight, x.weight, size_t(owners) * sizeof *weight);
+    std::memmove(mass, x.mass, size_t(owners) * sizeof *mass);
+    std::memmove(sums, x.sums, size_t(owners) * sizeof *sums);
+    return *this;
+  }
   void add_owner(int64_t r, int w) {
     rank[owners] = uint16_t(r), weight[owners++] = uint8_t(w), total += w;
   }
@@ -117,6 +129,15 @@ static OPER_CLONES void accumulate(double* __restrict to, const double* x, const
     to[g] += a * x[g] + b * y[g] + d * z[g] + (e * u[g] + f * v[g]);
 }
 
+// to += (x scale)^4 / scale
+static OPER_CLONES void add_fourth_powers(const float* __restrict x, float scale, int64_t n,
+                                          float* __restrict to) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float y = x[i] * scale, square = y * y;
+    to[i] += square * square / scale;
+  }
+}
+
 static OPER_CLONES float largest(const float* load, const float* share, float every, float fill,
                                  int64_t begin, int64_t end) {
   Lanes most{};
@@ -137,7 +158,7 @@ class PackState {
     large_ = whole_ > kFew ? kLarge : 0.0;
     saved_mark_.assign(W, 0), place_.assign(whole_, 0);
     for (int64_t i = 0; i < whole_; ++i) place_[p.order[i]] = i;
-    scale_.assign(P, 1.0f), busiest_.assign(P, 0);
+    scale_.assign(P, 1.0f), busiest_.assign(P, 0), peak_.assign(P, 0.0);
     for (int64_t c = 0, r = 0; c < C; ++c) {
       const int64_t begin = r;
       while (r < W && p.class_of[r] == c) ++r;
@@ -162,7 +183,7 @@ class PackState {
     of_table_.assign(T, {}), on_rank_.assign(W, {}), counted_cuts_.assign(T, 0.0);
     recut_.clear();
     owns_.assign(T * W, 0);
-    busy_.resize(P * W);
+    busy_.resize(P * W), kept_busy_.resize(P * W);
   }
 
   // -- loads --------------------------------------------------------------------------------------
@@ -212,32 +233,38 @@ class PackState {
   }
 
   // Shares of lookups by owner: rows are dealt in turn, and the hottest ones weigh more than theirs.
-  void deal(const Piece& x, int64_t n, double* mass) const {
-    if (x.owners == 1) {
-      mass[0] = 1;
-      return;
+  void deal(Piece& x) const {
+    const int64_t n = p_.first[x.table] + recipe_[x.table];
+    double mass[kMaxOwners] = {1.0};
+    if (x.owners > 1) {
+      const double* head = p_.head + n * p_.num_heads;
+      const int64_t* at = p_.head_at + n * p_.num_heads;
+      const uint32_t total = uint32_t(x.total);
+      uint32_t place[kMaxHeads], last = 0;
+      int64_t num_heads = 0;
+      double rest = 1;
+      for (const int64_t most = std::min(p_.num_heads, kMaxHeads);
+           num_heads < most && head[num_heads] > 0; ++num_heads) {
+        place[num_heads] = uint32_t(at[num_heads]) % total;
+        last = std::max(last, place[num_heads]), rest -= head[num_heads];
+      }
+      for (int i = 0; i < x.owners; ++i) mass[i] = rest * double(x.weight[i]) / x.total;
+      uint8_t turn[kMaxWeight];
+      spread(x, last, turn);
+      for (int64_t h = 0; h < num_heads; ++h) mass[turn[place[h]]] += head[h];
     }
-    const double* head = p_.head + n * p_.num_heads;
-    const int64_t* at = p_.head_at + n * p_.num_heads;
-    double rest = 1;
-    for (int64_t h = 0; h < p_.num_heads; ++h) rest -= head[h];
-    for (int i = 0; i < x.owners; ++i) mass[i] = rest * double(x.weight[i]) / x.total;
-    int64_t num_heads = 0, last = 0;
-    while (num_heads < p_.num_heads && head[num_heads] > 0)
-      last = std::max(last, at[num_heads++] % x.total);
-    uint8_t turn[kMaxWeight];
-    spread(x, last, turn);
-    for (int64_t h = 0; h < num_heads; ++h) mass[turn[at[h] % x.total]] += head[h];
+    for (int i = 0; i < x.owners; ++i)
+      x.mass[i] = float(mass[i]), x.sums[i] = float(sums(n, std::min(mass[i], 1.0)));
   }
 
   // The owners of the places 0, ..., `last` of a period: `Tier.pattern` of oper/plan.py.
-  static void spread(const Piece& x, int64_t last, uint8_t* turn) {
+  static void spread(const Piece& x, uint32_t last, uint8_t* turn) {
     if (x.total == x.owners) {
-      for (int64_t n = 0; n <= last; ++n) turn[n] = uint8_t(n);
+      for (uint32_t n = 0; n <= last; ++n) turn[n] = uint8_t(n);
       return;
     }
     int lack[kMaxOwners] = {};
-    for (int64_t n = 0; n <= last; ++n) {
+    for (uint32_t n = 0; n <= last; ++n) {
       int most = 0;
       for (int i = 0; i < x.owners; ++i) {
         lack[i] += x.weight[i];
@@ -247,49 +274,84 @@ class PackState {
     }
   }
 
-  void add_piece(const Piece& x, double sign) {
-    const int64_t n = p_.first[x.table] + recipe_[x.table];
-    const double* asked = p_.asked + n * G;
-    double mass[kMaxOwners];
-    deal(x, n, mass);
-    double a = 0, b = 0, d = 0;  // of the owners of one class, for what they put on readers
-    for (int i = 0; i < x.owners; ++i) {
-      const int64_t r = x.rank[i], c = p_.class_of[r];
-      touch(r);
-      const double share = double(x.weight[i]) / x.total, columns = sign * share * x.width,
-                   ids = sign * mass[i], sent = sign * x.width * sums(n, std::min(mass[i], 1.0));
-      const int64_t at = (n * C + c) * G;
-      const double *column = p_.column + at, *stream = p_.stream + at, *partial = p_.partial + c * G;
-      if (x.owners == 1 && p_.whole[n])
-        accumulate(load(r), column, stream, partial, columns, ids, sent, G);
-      else  // lookups are not dealt as evenly as rows, and an owner asks itself, too
-        accumulate(load(r), column, stream, partial, p_.column_ids + at, asked, columns, ids, sent,
-                   sign * (mass[i] - share) * x.width, ids, G);
-      a += columns, b += ids, d += sent;
-      if (i + 1 < x.owners && p_.class_of[x.rank[i + 1]] == c) continue;
-      accumulate(every_.data(), p_.column_read + at * C, p_.stream_read + at * C,
-                 p_.partial_read + c * C * G, a, b, d, C * G);
-      a = b = d = 0;
+  // What an owner of a piece carries for it: columns, lookups, columns of partial sums; and, as
+  // lookups are not dealt as evenly as rows and an owner asks itself, too, what that adds.
+  struct Carried {
+    double columns = 0, ids = 0, sent = 0, uneven = 0, asked = 0;
+    Carried operator-(const Carried& x) const {
+      return {columns - x.columns, ids - x.ids, sent - x.sent, uneven - x.uneven, asked - x.asked};
     }
+  };
+  Carried carried(const Piece& x, int i, int64_t n) const {
+    const double share = double(x.weight[i]) / x.total, ids = x.mass[i];
+    Carried y{share * x.width, ids, double(x.sums[i]) * x.width};
+    if (x.owners > 1 || !p_.whole[n]) y.uneven = (ids - share) * x.width, y.asked = ids;
+    return y;
+  }
+  void charge(int64_t r, int64_t n, const Carried& y) {
+    touch(r);
+    const int64_t c = p_.class_of[r], at = (n * C + c) * G;
+    const double *column = p_.column + at, *stream = p_.stream + at, *partial = p_.partial + c * G;
+    if (y.uneven == 0 && y.asked == 0)
+      accumulate(load(r), column, stream, partial, y.columns, y.ids, y.sent, G);
+    else
+      accumulate(load(r), column, stream, partial, p_.column_ids + at, p_.asked + n * G, y.columns,
+                 y.ids, y.sent, y.uneven, y.asked, G);
+  }
+
+  // The loads of a table's piece `from` become those of `to`; either may have no owners.
+  void carry(const Piece& from, const Piece& to) {
+    const int64_t n = p_.first[to.table] + recipe_[to.table];
+    int64_t c = -1;
+    double a = 0, b = 0, d = 0;  // of the owners of one class, for what they put on readers
+    const auto pass_on = [&] {
+      if (a != 0 || b != 0 || d != 0) {
+        const int64_t at = (n * C + c) * G * C;
+        accumulate(every_.data(), p_.column_read + at, p_.stream_read + at,
+                   p_.partial_read + c * C * G, a, b, d, C * G);
+      }
+      a = b = d = 0;
+    };
+    const auto add = [&](int64_t r, const Carried& y) {
+      if (y.columns == 0 && y.ids == 0 && y.sent == 0) return;
+      if (p_.class_of[r] != c) pass_on(), c = p_.class_of[r];
+      a += y.columns, b += y.ids, d += y.sent;
+      charge(r, n, y);
+    };
+    for (int i = 0; i < std::max(from.owners, to.owners); ++i) {
+      const bool had = i < from.owners, has = i < to.owners;
+      if (had && has && from.rank[i] == to.rank[i]) {
+        add(to.rank[i], carried(to, i, n) - carried(from, i, n));
+        continue;
+      }
+      if (had) add(from.rank[i], Carried{} - carried(from, i, n));
+      if (has) add(to.rank[i], carried(to, i, n));
+    }
+    pass_on();
+  }
+
+  // What keeps each rank busy in a phase, by `flat_`; the largest, and the sum of powers.
+  std::pair<float, float> look_at_phase(int64_t ph, float* busy) const {
+    float peak = 0, power = 0;
+    for (int64_t c = 0; c < C; ++c) {
+      float every[kGroups], fill[kGroups];
+      for (int g = 0; g < kGroups; ++g) {
+        every[g] = float(every_[c * G + ph * kGroups + g]);
+        fill[g] = float(fill_[c * G + ph * kGroups + g]);
+      }
+      const auto [a, b] = block_[c];
+      peak = std::max(peak, phase_busy(&flat_[ph * kGroups * W], W, share_.data(), every, fill, a, b,
+                                       scale_[ph], busy, &power));
+    }
+    return {peak, power};
   }
 
   // Energy of the present state; fills peak_, busiest_, step_.
   double evaluate() {
     double step = 0, power_mean = 0;
-    peak_.assign(P, 0.0);
     for (int64_t ph = 0; ph < P; ++ph) {
-      float power = 0;
-      for (int64_t c = 0; c < C; ++c) {
-        float every[kGroups], fill[kGroups];
-        for (int g = 0; g < kGroups; ++g) {
-          every[g] = float(every_[c * G + ph * kGroups + g]);
-          fill[g] = float(fill_[c * G + ph * kGroups + g]);
-        }
-        const auto [a, b] = block_[c];
-        const double most = phase_busy(&flat_[ph * kGroups * W], W, share_.data(), every, fill, a, b,
-                                       scale_[ph], &busy_[ph * W], &power);
-        peak_[ph] = std::max(peak_[ph], most);
-      }
+      const auto [peak, power] = look_at_phase(ph, &busy_[ph * W]);
+      peak_[ph] = peak;
       step += peak_[ph];
       double mean = double(power) / double(W);
       for (int i = 0; i < kSquarings; ++i) mean = std::sqrt(mean);
@@ -321,36 +383,54 @@ class PackState {
     return id;
   }
 
-  // Put a piece into the state, or take it out; both are undone by `undo`.
+  // Put a piece into the state, take it out, or change its width and owners; `undo` undoes them.
   void insert(const Piece& x) {
     const int id = new_piece(x);
+    deal(pieces_[id]);
     link(id);
-    add_piece(x, 1);
-    log_.push_back({id, true, x});
+    carry(none(x.table), pieces_[id]);
+    log_.push_back({id, kInserted, none(x.table)});
   }
   void erase(int id) {
-    add_piece(pieces_[id], -1);
-    log_.push_back({id, false, pieces_[id]});
+    const Piece& x = pieces_[id];
+    carry(x, none(x.table));
+    log_.push_back({id, kErased, x});
     unlink(id);
     free_.push_back(id);
   }
+  void replace(int id, Piece x) {
+    deal(x);
+    carry(pieces_[id], x);
+    log_.push_back({id, kReplaced, pieces_[id]});
+    relink(id, x);
+  }
+  static Piece none(int table) {
+    Piece x;
+    x.table = table;
+    return x;
+  }
   void link(int id) {
-    const Piece& x = pieces_[id];
-    of_table_[x.table].push_back(id);
-    recut_.push_back(x.table);
-    for (int i = 0; i < x.owners; ++i) {
-      on_rank_[x.rank[i]].push_back(id);
-      ++owns_[x.table * W + x.rank[i]];
-    }
+    of_table_[pieces_[id].table].push_back(id);
+    recut_.push_back(pieces_[id].table);
+    link_owners(id, none(pieces_[id].table), pieces_[id]);
   }
   void unlink(int id) {
-    const Piece& x = pieces_[id];
-    drop(of_table_[x.table], id);
-    recut_.push_back(x.table);
-    for (int i = 0; i < x.owners; ++i) {
-      drop(on_rank_[x.rank[i]], id);
-      --owns_[x.table * W + x.rank[i]];
-    }
+    drop(of_table_[pieces_[id].table], id);
+    recut_.push_back(pieces_[id].table);
+    link_owners(id, pieces_[id], none(pieces_[id].table));
+  }
+  void relink(int id, const Piece& x) {
+    link_owners(id, pieces_[id], x);
+    pieces_[id] = x;
+  }
+  void link_owners(int id, const Piece& from, const Piece& to) {
+    const auto differs = [&](int i) {
+      return i >= from.owners || i >= to.owners || from.rank[i] != to.rank[i];
+    };
+    for (int i = 0; i < from.owners; ++i)
+      if (differs(i)) drop(on_rank_[from.rank[i]], id), --owns_[from.table * W + from.rank[i]];
+    for (int i = 0; i < to.owners; ++i)
+      if (differs(i)) on_rank_[to.rank[i]].push_back(id), ++owns_[to.table * W + to.rank[i]];
   }
   static void drop(std::vector<int>& list, int id) {
     const auto at = std::find(list.rbegin(), list.rend(), id);  // often the last one
@@ -372,12 +452,13 @@ class PackState {
   }
   void undo() {
     for (auto it = log_.rbegin(); it != log_.rend(); ++it) {
-      if (it->inserted) {
+      if (it->change == kReplaced) {
+        relink(it->id, it->before);
+      } else if (it->change == kInserted) {
         unlink(it->id);
         free_.push_back(it->id);
       } else {
-        const int id = new_piece(it->piece);
-        link(id);
+        link(new_piece(it->before));
       }
     }
     for (auto it = recipes_log_.rbegin(); it != recipes_log_.rend(); ++it)
@@ -453,10 +534,11 @@ class PackState {
     finish_move();
   }
 
+  enum Kind { kInserted, kErased, kReplaced };
   struct Logged {
     int id;
-    bool inserted;
-    Piece piece;
+    Kind change;
+    Piece before;
   };
 
   OperPacking& p_;
@@ -465,7 +547,7 @@ class PackState {
   std::vector<int64_t> place_;  // of a table in `order`
   std::vector<int64_t> recipe_, width_, busiest_, units_, class_units_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
-  std::vector<float> flat_, busy_, scale_, share_;
+  std::vector<float> flat_, busy_, kept_busy_, scale_, share_;
   std::pair<int64_t, int64_t> refilled_{-1, -1};
   std::vector<Piece> pieces_;
   std::vector<int> free_, recut_;

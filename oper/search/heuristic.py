@@ -162,7 +162,7 @@ def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed:
     book.add_thresholds(_RECIPES)
     annealing = Annealing(book, bound)
     tables, world = len(book.recipes), book.relaxation.model.machine.world_size
-    moves = max(_MOVES // (world + 32), 900 * tables)
+    moves = max(_MOVES // (world + 32), 700 * tables)
     found: list[Packed] = []
     with ThreadPoolExecutor(_CHAINS) as pool:
         for first in range(0, effort.max_anneals, _CHAINS):

@@ -35,7 +35,7 @@ from oper.topology import Topology
 
 _FEW = 20  # tables, up to which a search begins from large boxes
 _MANY = 200  # tables, above which less is tried
-_LEAST_BOXES = 16  # then
+_LEAST_BOXES = 8  # then
 _SHALLOW = 16  # times fewer boxes before the first search
 _CLOSE = 1e-6  # a gap up to which no simpler plan is looked at
 _NEGLIGIBLE = 1e-2  # of a step
@@ -163,7 +163,7 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Pla
         raise explain_plan(problem, best[1].evaluation)
     lower_us = min(x.lower_bound_us for x in fitting)
     plan = _assemble(problem, best[0].bound, best[1])
-    step_us = evaluate(plan, problem).step_us
+    step_us = best[1].evaluation.step_us
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
              "gap_kind": "branching" if any(x.solved for x in fitting) else "relaxation",
@@ -356,7 +356,7 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     slow = len(relaxation.classes.ranks) > 1 and len(set(relaxation.model.machine.host)) > 1
     # Boxes from which it begins. Large ones are good starts where tables are few, small ones where
     # pieces are many: begin from one of the former and, when a step is known, from the latter.
-    turns, shallow = [1, budget.num_starts, budget.num_starts], max(2, boxes // _SHALLOW)
+    turns, shallow = [1, budget.num_starts], max(2, boxes // _SHALLOW)
     if num_tables > _FEW:
         turns = [1, budget.num_starts, 1][:2 if slow else 3]
         shallow = boxes // 2 if slow else boxes
@@ -403,7 +403,8 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
         lower_us = min(x.lower_bound_us for x in branches)
         found = improved(found, budget, lower_us * (1 + target_gap), seed)
     known = found.step_us
-    left = boxes if num_tables <= _FEW else boxes // 4 if num_tables <= _MANY else boxes // 2
+    # Boxes of few tables take less time than one search more.
+    left = 3 * boxes if num_tables <= _FEW else boxes // (4 if num_tables <= _MANY else 2)
     _tighten(branches, left, known, known / (1 + target_gap), budget.deadline, _Branch.prove)
     return branch, found.state
 

@@ -41,6 +41,7 @@ ROWS, IDS, TOUCHED, TOUCHED_ALL = range(4)
 NUM_FEATURES = 4
 MAX_BLOCKS = 60
 _MAX_PRODUCTS = 20_000_000  # hotness classes times bag lengths that are multiplied out
+_MOST_KNOWN = 8  # deals of one table that are remembered
 _NUM_EXPLICIT = 1 << 16  # hot rows whose ids are followed when a plan carries no hotness order
 
 
@@ -122,8 +123,22 @@ class TableProblem:
         """Features of positions `start + k + j * period`, `j = 0, 1, ...`, below `stop`, by k.
 
         Returns:
-            float64 [4, period].
+            float64 [4, period], read-only.
         """
+        key = (start, stop, period, ordered)
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._shares(start, stop, period, ordered)
+            self._known[key].flags.writeable = False
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int, bool], np.ndarray]:
+        """What `shares` returned last: a placement is looked at several times."""
+        return {}
+
+    def _shares(self, start: int, stop: int, period: int, ordered: bool) -> np.ndarray:
         turn = np.arange(period)
         if ordered:
             inside = self.edges[(self.edges > start) & (self.edges < stop)]
