@@ -43,6 +43,7 @@ struct OperPacking {
   double seconds;  // 0 = no limit
   double goal;     // stop at this step
   uint64_t seed;
+  int64_t resumes;  // whether to go on from what an earlier call found, in the arrays below
   // Found:
   int64_t* recipe;  // [T], in: where to begin
   int64_t* part_width;  // [T], columns, in: where to begin

@@ -32,6 +32,8 @@ _OWNERS = 48  # of one piece at most
 _HEADS = 16  # hottest pushed rows of a table that are told apart
 _UNITS = 256  # parts of pulled rows in all, about
 
+_OWNERSHIP = ("table", "piece", "width", "rank", "weight")  # arrays by piece and owner
+
 #: A column piece: its columns, its owners, and how many rows each of them takes in turn.
 Shard = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -60,12 +62,14 @@ class Packed:
         units: parts that each rank owns of the pulled rows of its class.
         step_us: modelled step, with all that is not pushed spread evenly, barriers included.
         num_moves: moves that were tried.
+        arrays: the same, to go on from.
     """
 
     parts: list[list[Part]]
     units: tuple[int, ...]
     step_us: float
     num_moves: int
+    arrays: dict[str, np.ndarray]
 
 
 class Loads:
@@ -325,7 +329,8 @@ class Annealing:
                 if o.kind == PUSH and self.relaxation.allowed[k, n]]
         return np.isin(self.loads.class_of, good)
 
-    def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0) -> Packed:
+    def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0,
+            start: Packed | None = None) -> Packed:
         """Search.
 
         Args:
@@ -333,6 +338,8 @@ class Annealing:
             goal_us: stop at this step.
             seed: equal seeds give equal results unless the time ends the search.
             seconds: stop after so long; 0 = no limit.
+            start: what to go on from, found by another run; by default many short searches begin
+                from the relaxed solution.
         """
         relaxation, a = self.relaxation, self.arrays
         num_tables, world = len(self.recipes), self.loads.class_of.size
@@ -350,14 +357,18 @@ class Annealing:
                   "first_owners": np.tile(cuts[:, 0], times), "part_width": width,
                   "first_width": np.tile(cuts[:, 1], times), "recipe": np.tile(chosen, times),
                   "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world)),
-                  **{n: np.zeros(capacity, np.int64)
-                     for n in ("table", "piece", "width", "rank", "weight")}}
+                  **{n: np.zeros(capacity, np.int64) for n in _OWNERSHIP}}
         arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
+        if start is not None:
+            for name, known in start.arrays.items():
+                arrays[name][:known.size] = known
         packing: Any = native.call(
             "oper_pack", native.Packing, arrays, num_ranks=world,
             num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
             num_tables=num_tables, num_parts=num_parts, num_shares=_SHARES, num_heads=_HEADS,
             max_moves=max_moves, seconds=seconds, seed=seed, capacity=capacity,
+            resumes=int(start is not None),
+            count=0 if start is None else start.arrays["rank"].size,
             goal=goal_us - self._fixed_us(1, int(a["may_split"].any())))
         shards = _layout(arrays, packing.count)
         parts: list[list[Part]] = [[] for _ in range(num_tables)]
@@ -376,7 +387,9 @@ class Annealing:
                     for t, every in zip(relaxation.tables, parts, strict=True)
                     if t.spec.optimizer in ROW_WISE)
         return Packed(parts, tuple(units.tolist()),
-                      packing.step + self._fixed_us(pushed, split), packing.moves)
+                      packing.step + self._fixed_us(pushed, split), packing.moves,
+                      {n: arrays[n][:packing.count] for n in _OWNERSHIP}
+                      | {n: arrays[n] for n in ("recipe", "part_width", "units")})
 
     def _fixed_us(self, num_pushed: int, num_split: int) -> float:
         """Fixed costs of a plan that pushes so many tiers and splits row-wise tables so often."""

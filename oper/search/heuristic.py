@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Effort:
 
     Attributes:
         num_starts: relaxed solutions, of boxes of plans, from which the search begins.
-        max_anneals: times that pushed rows are put on ranks by annealing, from each.
+        num_looks: times that pushed rows are put on ranks by a short annealing, from each.
         max_trials: placements tried by the Markov chain.
         max_moves: placements tried by the local search.
         max_kicks: times it may pass through worse plans.
@@ -44,7 +45,7 @@ class Effort:
     """
 
     num_starts: int
-    max_anneals: int
+    num_looks: int
     max_trials: int
     max_moves: int
     max_kicks: int
@@ -56,11 +57,14 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(2, 2, 4000, 300, 3, 40),
-           "thorough": Effort(8, 10, 60000, 20000, 40, 300)}
+EFFORTS = {"fast": Effort(3, 8, 4000, 300, 3, 40),
+           "thorough": Effort(8, 32, 60000, 20000, 40, 300)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
-_MOVES = 65_000_000  # of one annealing, over the ranks and a little; more for more tables
-_FEW_TABLES = 30  # of which the exact step of every annealing is looked at
+_MOVES = 78_000_000  # of one annealing, over the ranks and a little; more for more tables
+_LOOK, _GO_ON = 0.2, 0.6  # parts of them, of a look and of what goes on: of the looks that each
+_OF_LOOKS = 4  # relaxed solution has, one of so many
+_ALIKE, _WORSE = 5e-3, 1e-2  # half of them are enough where they differ less, or are so much worse
+_MANY_TABLES = 200  # above which exact steps are looked at less
 _RECIPES = 4000  # of all tables that annealing chooses from, beside those of the relaxed solution
 
 
@@ -105,24 +109,34 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
     rng = np.random.default_rng(seed)
     goal = lower_us * (1.0 + target_gap)
     every: list[Found] = []
+    looks: list[tuple[Packed, _Anneals]] = []
     for n, bound in enumerate(bounds):
-        if every and (effort.over() or min(x.step_us for x in every) <= goal):
+        if looks and (effort.over() or min(x.step_us for x, _ in looks) <= goal):
             break
-        book = _book(bound, target_gap, rng)
-        relaxation = bound.relaxation
-        pushes = any(relaxation.options[o].kind == PUSH for r in book.chosen() for o in r.options)
-        if pushes:
-            found = [Found(_state(book, x), book, True, spread)
-                     for spread, places in [_annealed(book, bound, effort, goal, seed + 97 * n)]
-                     for x in places]
-            every.append(min(found, key=lambda x: x.score))
-        if not pushes or not every[-1].state.evaluation.fits:
-            placements = Placer(relaxation, book.total).place(book.chosen())
-            every.append(Found(_state(book, placements), book, False, 0.0))
-        if not pushes:
+        near = bound.lower_bound_us * (1.0 + 0.1 * target_gap)
+        book = _book(bound, near, rng)
+        options = bound.relaxation.options
+        if not any(options[o].kind == PUSH for r in book.chosen() for o in r.options):
+            book.refine(rng, near)
+            book.simplify(near)
+            every.append(_placed(book))
             break  # pieces are what boxes differ in
+        book.simplify(near)
+        anneals = _Anneals(book, bound, effort, goal, seed + 97 * n)
+        known = min((x.step_us for x, _ in looks), default=np.inf)
+        looks += [(x, anneals) for x in anneals.looks(known, len(bounds) > 1)]
+    if looks:
+        every += _gone_on(looks, effort, goal)
+        if not min(every, key=lambda x: x.score).state.evaluation.fits:
+            every.append(_placed(looks[0][1].book))
     best = min(every, key=lambda x: x.score)
     return best if best.is_annealed else improved(best, effort, goal, seed)
+
+
+def _placed(book: RecipeBook) -> Found:
+    """The chosen recipes, dealt without annealing."""
+    placements = Placer(book.relaxation, book.total).place(book.chosen())
+    return Found(_state(book, placements), book, False, 0.0)
 
 
 def improved(found: Found, effort: Effort, goal: float, seed: int) -> Found:
@@ -143,44 +157,72 @@ def _state(book: RecipeBook, placements: list[Placement]) -> State:
     return State(relaxation.model, relaxation.tables, relaxation.base_tally, placements)
 
 
-def _book(bound: Bound, target_gap: float, rng: np.random.Generator) -> RecipeBook:
-    """Recipes for all tables, chosen by class means."""
+def _book(bound: Bound, near: float, rng: np.random.Generator) -> RecipeBook:
+    """Recipes for all tables, chosen by class means; `near` (us) is good enough."""
     bound.relaxation.set_box(bound.box)
-    book, near = RecipeBook(bound), bound.lower_bound_us * (1.0 + 0.1 * target_gap)
+    book = RecipeBook(bound)
     if bound.relaxation.tables:
         book.descend(rng, near)
-        book.refine(rng, near)
-        book.simplify(near)
     return book
 
 
-def _annealed(book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed: int
-              ) -> tuple[float, list[list[Placement]]]:
-    """How far several annealings' steps lie apart, as a share, and the best of them; of few tables,
-    where stripes of few rows are far from even and a look at the exact loads costs little, what
-    each of them found."""
-    book.add_thresholds(_RECIPES)
-    annealing = Annealing(book, bound)
-    tables, world = len(book.recipes), book.relaxation.model.machine.world_size
-    moves = max(_MOVES // (world + 32), 700 * tables)
-    found: list[Packed] = []
-    with ThreadPoolExecutor(_CHAINS) as pool:
-        for first in range(0, effort.max_anneals, _CHAINS):
-            left = (0.0 if effort.deadline is None
-                    else max(0.05, effort.deadline - time.monotonic()))
-            seeds = range(first, min(first + _CHAINS, effort.max_anneals))
-            chains = [pool.submit(annealing.run, moves, goal, 1000 * seed + n, left)
-                      for n in seeds]
-            found += [c.result() for c in chains]
-            if min(x.step_us for x in found) <= goal or effort.over():
-                break
-    placer = Placer(book.relaxation, book.total)
-    steps = [x.step_us for x in found]
+class _Anneals:
+    """Annealings of the pushed rows of one relaxed solution; `book` are its recipes."""
+
+    def __init__(self, book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed: int
+                 ) -> None:
+        book.add_thresholds(_RECIPES)
+        self.book, self.effort, self.goal, self.seed = book, effort, goal, seed
+        self._annealing = Annealing(book, bound)
+        tables, world = len(book.recipes), book.relaxation.model.machine.world_size
+        self._moves = max(_MOVES // (world + 64), 700 * tables)
+
+    def looks(self, known: float, is_one_of: bool) -> list[Packed]:
+        """What short ones come to, until one reaches the goal; half of them, where this is one of
+        several relaxed solutions and they differ little or lie well above `known` (us)."""
+        found: list[Packed] = []
+        most = self.effort.num_looks
+        with ThreadPoolExecutor(_CHAINS) as pool:
+            while len(found) < most:
+                seeds = range(len(found), min(len(found) + _CHAINS, most))
+                found += pool.map(partial(self._run, _LOOK, None), seeds)
+                steps = [x.step_us for x in found]
+                least = min(steps)
+                is_plain = is_one_of and (
+                    least > known * (1 + _WORSE) or max(steps) < least * (1 + _ALIKE))
+                if (least <= self.goal or self.effort.over()
+                        or (is_plain and 2 * len(found) >= most)):
+                    break
+        return found
+
+    def gone_on(self, found: Packed, number: int) -> Packed:
+        """What a longer one makes of `found`, the `number`-th such."""
+        return self._run(_GO_ON, found, self.effort.num_looks + number)
+
+    def _run(self, share: float, start: Packed | None, number: int) -> Packed:
+        deadline = self.effort.deadline
+        left = 0.0 if deadline is None else max(0.05, deadline - time.monotonic())
+        return self._annealing.run(round(share * self._moves), self.goal, 1000 * self.seed + number,
+                                   left, start)
+
+
+def _gone_on(looks: list[tuple[Packed, _Anneals]], effort: Effort, goal: float) -> list[Found]:
+    """What the best of `looks` become when they are annealed further. Their exact steps are up to
+    0.5 % longer, as stripes of few rows are not even; of many tables that of the best is looked at.
+    """
+    looks = sorted(looks, key=lambda x: x[0].step_us)[:-(-effort.num_looks // _OF_LOOKS)]
+    if looks[0][0].step_us > goal and not effort.over():
+        with ThreadPoolExecutor(_CHAINS) as pool:
+            longer = list(pool.map(lambda n: looks[n][1].gone_on(looks[n][0], n),
+                                   range(len(looks))))
+        looks = [(x, anneals) for x, (_, anneals) in zip(longer, looks, strict=True)]
+        looks.sort(key=lambda x: x[0].step_us)
+    steps = [x.step_us for x, _ in looks]
     spread = max(steps) / min(steps) - 1.0 if len(steps) > 1 else np.inf
-    if tables > _FEW_TABLES:
-        best = min(found, key=lambda x: x.step_us)
-        return spread, [placer.lay(best.parts, best.units)]
-    return spread, [placer.lay(x.parts, x.units) for x in found]
+    if len(looks[0][1].book.recipes) > _MANY_TABLES:
+        looks = looks[:1]
+    return [Found(_state(x.book, Placer(x.book.relaxation, x.book.total).lay(y.parts, y.units)),
+                  x.book, True, spread) for y, x in looks]
 
 
 class _Improver:

@@ -57,6 +57,7 @@ class Packing(ctypes.Structure):
             "sums", "pushes", "may_split", "may_stripe", "num_may", "may", "order",
             "first_width", "first_owners")),
         ("max_moves", _int), ("seconds", _double), ("goal", _double), ("seed", ctypes.c_uint64),
+        ("resumes", _int),
         *((n, _array) for n in ("recipe", "part_width", "units")), ("capacity", _int),
         ("count", _int),
         *((n, _array) for n in ("table", "piece", "width", "rank", "weight")),

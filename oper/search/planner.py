@@ -389,8 +389,8 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
             if behind or settled:
                 continue
             starts = branch.lowest(num_starts)
-            anneals = budget.max_anneals * (2 if num_starts == 1 and turn == len(turns) - 1 else 1)
-            found = search(starts, replace(budget, max_anneals=anneals), lower_us, target_gap,
+            looks = budget.num_looks // (2 if turn == 0 and len(turns) > 1 else 1)
+            found = search(starts, replace(budget, num_looks=looks), lower_us, target_gap,
                            seed + turn)
             again = num_tables <= _FEW and found.spread < _SETTLED and (
                 abs(found.step_us / max(step, 1e-9) - 1) < _SETTLED)

@@ -126,6 +126,18 @@ def test_equal_seeds_give_equal_layouts_and_others_other_ones() -> None:
     assert one.parts != other.parts
 
 
+@pytest.mark.parametrize("slow", [0, 4])
+def test_a_run_goes_on_from_what_another_found_and_is_never_worse(slow: int) -> None:
+    annealed = _annealing(problem(12, 5, gpus(16, slow=slow), allow=EVERYTHING))
+    first = annealed.run(2_000, 0.0, 1)
+    same = annealed.run(0, 0.0, 2, start=first)
+    assert same.step_us == pytest.approx(first.step_us, rel=1e-5)  # loads are added up in float32
+    assert (same.parts, same.units) == (first.parts, first.units)
+    longer = annealed.run(40_000, 0.0, 2, start=first)
+    assert longer.step_us < first.step_us * (1 - 1e-3) and longer.num_moves == 40_000
+    assert annealed.run(2_000, 0.0, 1).parts == first.parts  # which is left as it was
+
+
 def test_it_stops_at_the_goal_and_at_the_end_of_its_time() -> None:
     annealed = _annealing(problem(8, 1, gpus(8), allow=PUSHED))
     assert annealed.run(10**9, 1e12, 0).num_moves == 0

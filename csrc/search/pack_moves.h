@@ -1,0 +1,429 @@
+// Moves from one state of the search to another, and where pieces are put at first.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "search/pack_state.h"
+
+namespace oper::search {
+
+constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
+constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
+constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
+constexpr double kSide = 0.5;     // of what a table pushes, that first searches leave it
+
+class PackMoves : protected PackState {
+ protected:
+  explicit PackMoves(OperPacking& p) : PackState(p) {
+    for (int64_t k = 0; k < whole_; ++k)
+      for (int64_t i = 0; i < p.num_recipes[k]; ++i) {
+        const int64_t n = p.first[k] + i;
+        const double* x = p.column + n * C * G;
+        pushed_.resize(std::max<size_t>(pushed_.size(), size_t(n + 1)));
+        pushed_[n] = p.pushes[n] ? *std::max_element(x, x + C * G) : 0.0;
+      }
+  }
+
+  // The ranks that are busiest in a phase are those of the state as it was before a move.
+  void keep_busy() {
+    std::swap(busy_, kept_busy_);
+    std::fill(busiest_.begin(), busiest_.end(), -1);
+  }
+  int64_t busiest(int64_t ph) {
+    if (busiest_[ph] < 0) {
+      const float* busy = &kept_busy_[ph * W];
+      busiest_[ph] = std::max_element(busy, busy + W) - busy;
+    }
+    return busiest_[ph];
+  }
+
+  // -- where to -----------------------------------------------------------------------------------
+
+  double harm(int64_t r) const {
+    double sum = 0;
+    for (int64_t ph = 0; ph < P; ++ph) {
+      double b = 0;
+      const int64_t c = p_.class_of[r];
+      for (int g = 0; g < kGroups; ++g)
+        b = std::max(b, load_[r * G + ph * kGroups + g] + every_[c * G + ph * kGroups + g] +
+                            double(share_[r]) * fill_[c * G + ph * kGroups + g]);
+      const double x = b * scale_[ph];
+      sum += x * x * x * x / scale_[ph];
+    }
+    return sum;
+  }
+
+  // All ranks' in `harms_`.
+  void look_at_harms() {
+    harms_.assign(W, 0.0f), looked_at_.resize(W);
+    for (int64_t ph = 0; ph < P; ++ph) {
+      look_at_phase(ph, looked_at_.data());
+      add_fourth_powers(looked_at_.data(), scale_[ph], W, harms_.data());
+    }
+    for (const int64_t r : saved_rank_) harms_[r] = float(harm(r));  // whose loads this move changes
+  }
+
+  // A rank that may own table `k` and does not yet; the least harmful of a few, or -1.
+  int64_t pick_rank(int64_t k, int tries) {
+    int64_t best = -1;
+    double least = 0;
+    for (int i = 0; i < tries; ++i) {
+      const int64_t r = random_.below(W);
+      if (!free_for(k, r) || r == best) continue;
+      const double h = harm(r);
+      if (best < 0 || h < least) best = r, least = h;
+    }
+    return best;
+  }
+
+  int pick_piece() {
+    if (pieces_.size() == free_.size()) return -1;
+    const int64_t r = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
+    const auto& list = on_rank_[r];
+    if (list.empty()) return -1;
+    const auto any = [&] { return list[random_.below(int64_t(list.size()))]; };
+    const auto place = [&](int id) { return place_[pieces_[id].table % whole_]; };
+    const int id = any(), other = random_.unit() < large_ ? any() : id;
+    return place(other) < place(id) ? other : id;
+  }
+
+  // Pieces of `width` columns dealt among `owners` each, where they harm least.
+  bool pour(int64_t k, int width, int owners) {
+    int left = int(width_[k]);
+    if (!p_.may_split[k]) width = left;
+    width = std::clamp((width + kColumnStep - 1) / kColumnStep * kColumnStep, kMinColumns, 1 << 20);
+    const auto unsure = [&] { return float(1 + 0.02 * random_.unit()); };
+    look_at_harms();
+    for (float& x : harms_) x *= unsure();
+    auto& order = order_;
+    while (left > 0) {
+      Piece x;
+      x.table = int(k);
+      x.width = left - width < kMinColumns ? left : width;
+      order.clear();
+      for (int64_t r = 0; r < W; ++r)
+        if (free_for(k, r)) order.push_back({harms_[r], int32_t(r)});
+      if (order.empty()) return false;
+      x.owners = int(std::min<size_t>(size_t(owners), order.size()));
+      std::partial_sort(order.begin(), order.begin() + x.owners, order.end());
+      for (int i = 0; i < x.owners; ++i) x.rank[i] = uint16_t(order[i].second), x.weight[i] = 1;
+      x.total = x.owners;
+      insert(x);
+      for (int i = 0; i < x.owners; ++i) harms_[x.rank[i]] = float(harm(x.rank[i])) * unsure();
+      left -= x.width;
+    }
+    return true;
+  }
+
+  // Pieces as the relaxation would have them; a share `otherwise` of the tables in other ones, which
+  // single moves of large pieces do not lead to.
+  void pour_all(double otherwise) {
+    begin_move();
+    for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, p_.level[ph]));
+    for (int64_t i = 0; i < whole_; ++i) {  // second parts are empty
+      const int64_t k = p_.order[i];
+      if (!pushes(k)) continue;
+      int width = int(p_.first_width[k]);
+      int64_t owners = p_.first_owners[k];
+      if (otherwise > 0 && random_.unit() < otherwise) {
+        switch (random_.below(4)) {
+          case 0: ++owners; break;
+          case 1: --owners; break;
+          case 2: width = std::max(kMinColumns, width / 2); break;
+          default: width *= 2;
+        }
+      }
+      owners = std::clamp<int64_t>(owners, 1, max_owners(k));
+      while (!pour(k, width, int(owners))) {  // more pieces than ranks: widen them
+        while (!of_table_[k].empty()) erase(of_table_[k].back());
+        width *= 2;
+      }
+    }
+    finish_move();
+  }
+
+  int max_owners(int64_t k) const {
+    return p_.may_stripe[k] ? int(std::min<int64_t>(kMaxOwners, p_.num_may[k])) : 1;
+  }
+
+  // -- moves --------------------------------------------------------------------------------------
+
+  bool propose() {
+    const double u = random_.unit();
+    if (u < 0.10) return retier();
+    if (u < 0.13) return recut();
+    if (u < 0.20) return refill();
+    if (u < 0.27) return transfer();
+    const int id = pick_piece();
+    if (id < 0) return retier();
+    if (u < 0.40) return relocate(id);
+    if (u < 0.52) return swap(id);
+    if (u < 0.75) return shift(id);
+    if (u < 0.83) return split(id);
+    if (u < 0.88) return merge(id);
+    if (u < 0.92) return redeal_all(id);
+    return redeal(id);
+  }
+
+  bool relocate(int id) {
+    Piece x = pieces_[id];
+    const int i = int(random_.below(x.owners));
+    const int64_t r = pick_rank(x.table, 4);
+    if (r < 0) return false;
+    x.rank[i] = uint16_t(r);
+    replace(id, x);
+    return true;
+  }
+
+  bool swap(int id) {
+    Piece x = pieces_[id];
+    const int i = int(random_.below(x.owners));
+    const int64_t r = random_.below(W);
+    const auto& list = on_rank_[r];
+    if (list.empty() || r == x.rank[i] || !free_for(x.table, r)) return false;
+    const int other = list[random_.below(int64_t(list.size()))];
+    Piece y = pieces_[other];
+    if (y.table == x.table || !free_for(y.table, x.rank[i])) return false;
+    const int j = int(std::find(y.rank, y.rank + y.owners, int(r)) - y.rank);
+    std::swap(x.rank[i], y.rank[j]);
+    replace(id, x), replace(other, y);
+    return true;
+  }
+
+  void widen(int id, int columns) {
+    Piece x = pieces_[id];
+    x.width += columns;
+    replace(id, x);
+  }
+
+  int columns(int most) {  // to shift or split off: fine steps mostly
+    if (most < kColumnStep) return 0;
+    const int steps = most / kColumnStep;
+    const int fine = int(random_.below(std::min(steps, 4))) + 1;
+    return kColumnStep * (random_.unit() < 0.7 ? fine : int(random_.below(steps)) + 1);
+  }
+
+  bool shift(int id) {
+    Piece x = pieces_[id];
+    const auto& family = of_table_[x.table];
+    if (family.size() < 2 || !p_.may_split[x.table]) return false;
+    const int other = family[random_.below(int64_t(family.size()))];
+    if (other == id) return false;
+    Piece y = pieces_[other];
+    const int d = columns(x.width - kMinColumns);
+    if (d == 0) return false;
+    x.width -= d, y.width += d;
+    replace(id, x), replace(other, y);
+    return true;
+  }
+
+  bool split(int id) {
+    Piece x = pieces_[id];
+    if (!p_.may_split[x.table] || x.width < 2 * kMinColumns) return false;
+    const int d = kMinColumns - kColumnStep + columns(x.width - 2 * kMinColumns + kColumnStep);
+    if (d < kMinColumns || x.width - d < kMinColumns) return false;
+    Piece y = x;
+    y.owners = 0, y.total = 0;
+    const int wanted = random_.unit() < 0.5 ? x.owners : 1;
+    for (int i = 0; i < wanted; ++i) {
+      const int64_t r = pick_rank(x.table, 4);
+      if (r < 0 || std::find(y.rank, y.rank + y.owners, int(r)) != y.rank + y.owners) return false;
+      y.add_owner(r, wanted == x.owners ? x.weight[i] : 1);
+    }
+    x.width -= d, y.width = d;
+    replace(id, x), insert(y);
+    return true;
+  }
+
+  bool merge(int id) {
+    const auto& family = of_table_[pieces_[id].table];
+    if (family.size() < 2) return false;
+    const int other = family[random_.below(int64_t(family.size()))];
+    if (other == id) return false;
+    widen(other, pieces_[id].width);
+    erase(id);
+    return true;
+  }
+
+  bool redeal(int id) {
+    Piece x = pieces_[id];
+    const int most = max_owners(x.table);
+    if (most == 1) return false;
+    const int i = int(random_.below(x.owners));
+    switch (random_.below(5)) {
+      case 0: {  // one owner more
+        const int64_t r = pick_rank(x.table, 4);
+        if (r < 0 || x.owners == most) return false;
+        x.add_owner(r, 1 + int(random_.below(x.weight[i])));
+        break;
+      }
+      case 1:  // one less
+        if (x.owners == 1) return false;
+        x.drop_owner(i);
+        break;
+      case 2: {  // other weights
+        if (x.owners == 1) return false;
+        const int j = int(random_.below(x.owners));
+        if (i == j || x.weight[i] == 1) return false;
+        --x.weight[i], ++x.weight[j];
+        break;
+      }
+      case 3: {  // another gets the hottest rows
+        if (x.owners == 1) return false;
+        const int j = int(random_.below(x.owners));
+        if (i == j) return false;
+        std::swap(x.rank[i], x.rank[j]), std::swap(x.weight[i], x.weight[j]);
+        break;
+      }
+      default: {  // finer weights
+        const int scale = random_.unit() < 0.5 ? 2 : 3;
+        if (x.owners == 1 || x.total * scale > kMaxWeight) return false;
+        for (int j = 0; j < x.owners; ++j) x.weight[j] *= scale;
+        x.total *= scale;
+        const int j = int(random_.below(x.owners));
+        if (i == j || x.weight[i] == 1) return false;
+        --x.weight[i], ++x.weight[j];
+      }
+    }
+    if (x.total > kMaxWeight) return false;
+    replace(id, x);
+    return true;
+  }
+
+  // All pieces of a table get one owner more, or lose one: what keeps a phase long is often their
+  // largest share, and as long as one of them is as it was nothing is gained.
+  bool redeal_all(int id) {
+    const int k = pieces_[id].table, most = max_owners(k);
+    if (most == 1) return false;
+    const bool more = random_.unit() < 0.5;
+    const std::vector<int> family = of_table_[k];
+    for (const int one : family) {
+      Piece x = pieces_[one];
+      if (more) {
+        const int64_t r = pick_rank(k, 4);
+        const int weight = (x.total + x.owners / 2) / x.owners;
+        if (r < 0 || x.owners == most || x.total + weight > kMaxWeight) return false;
+        x.add_owner(r, weight);
+      } else {
+        if (x.owners == 1) return false;
+        x.drop_owner(int(random_.below(x.owners)));
+      }
+      replace(one, x);
+    }
+    return true;
+  }
+
+  bool refill() {
+    const int64_t from = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
+    const auto [a, b] = block_[p_.class_of[from]];
+    const int64_t to = a + random_.below(b - a);
+    if (from == to || units_[from] == 0 || units_[to] == kMaxUnits) return false;
+    set_units(from, units_[from] - 1), set_units(to, units_[to] + 1);
+    refilled_ = {from, to};
+    return true;
+  }
+
+  // Another recipe of a table, or `now`; often one beside it.
+  int64_t other_recipe(int64_t k, int64_t now) {
+    int64_t next = random_.below(p_.num_recipes[k]);
+    if (random_.unit() < 0.5)
+      next = std::clamp<int64_t>(now + (random_.unit() < 0.5 ? -1 : 1), 0, p_.num_recipes[k] - 1);
+    return is_held_ && !is_on_its_side(k, next) ? now : next;
+  }
+
+  // Whether a recipe pushes as the relaxation does, or does not as it does not. What large tables do is
+  // settled while it is hot, and the relaxation knows better than a hot search which of them to push.
+  bool is_on_its_side(int64_t k, int64_t recipe) const {
+    const double its = pushed_[p_.first[k] + p_.recipe[k]], now = pushed_[p_.first[k] + recipe];
+    return its > 0 ? now >= kSide * its : now == 0;
+  }
+
+  bool retier() {
+    const int64_t k = pick_part();
+    const int64_t recipe = other_recipe(k, recipe_[k]);
+    if (recipe == recipe_[k]) return false;
+    std::vector<Piece> old;
+    while (!of_table_[k].empty()) {
+      old.push_back(pieces_[of_table_[k].back()]);
+      erase(of_table_[k].back());
+    }
+    set_recipe(k, recipe);
+    if (!pushes(k)) return true;
+    for (const Piece& x : old) insert(x);
+    return !old.empty() || pour(k, int(width_[k]), int(1 + random_.below(max_owners(k))));
+  }
+
+  // Columns of one part of a table go to its other part.
+  bool transfer() {
+    const int64_t k = pick_part(), to = partner(k);
+    if (T == whole_ || !p_.may_split[k]) return false;
+    const bool all = random_.unit() < 0.15, gives = pushes(k), is_new = width_[to] == 0;
+    if (all && is_new) return false;
+    const int id = gives ? of_table_[k][random_.below(int64_t(of_table_[k].size()))] : -1;
+    const int room = gives && !all ? pieces_[id].width : int(width_[k]);
+    int d = room;
+    if (!all && (!gives || random_.unit() < 0.7)) d = columns(room - kMinColumns);
+    if (is_new && d < kMinColumns) d = room >= 2 * kMinColumns ? kMinColumns : room;
+    if (d <= 0 || (is_new && (d < kMinColumns || d == width_[k])) ||
+        (d < room && room - d < kMinColumns) || (d < width_[k] && width_[k] - d < kMinColumns))
+      return false;
+    if (all) {
+      while (!of_table_[k].empty()) erase(of_table_[k].back());
+    } else if (gives && pieces_[id].width == d) {
+      erase(id);
+    } else if (gives) {
+      widen(id, -d);
+    }
+    set_width(k, width_[k] - d);
+    if (is_new) {
+      const int64_t recipe = other_recipe(to, recipe_[k]);
+      if (recipe == recipe_[k]) return false;
+      set_recipe(to, recipe);
+    }
+    set_width(to, width_[to] + d);
+    if (!pushes(to)) return true;
+    const auto& family = of_table_[to];
+    if (!family.empty() && (d < kMinColumns || random_.unit() < 0.6)) {
+      widen(family[random_.below(int64_t(family.size()))], d);
+      return true;
+    }
+    Piece y;
+    y.table = int(to), y.width = d;
+    const int wanted = 1 + int(random_.below(random_.unit() < 0.7 ? 1 : max_owners(to)));
+    for (int i = 0; i < wanted; ++i) {
+      const int64_t r = pick_rank(to, 4);
+      if (r < 0 || std::find(y.rank, y.rank + y.owners, int(r)) != y.rank + y.owners) break;
+      y.add_owner(r, 1);
+    }
+    if (y.owners == 0) return false;
+    insert(y);
+    return true;
+  }
+
+  bool recut() {
+    const int id = random_.unit() < 0.5 ? pick_piece() : -1;
+    const int64_t k = id < 0 ? pick_part() : pieces_[id].table;
+    if (of_table_[k].empty()) return false;
+    const Piece first = pieces_[of_table_[k].front()];
+    double count = double(of_table_[k].size());
+    if (random_.unit() < 0.5)  // one piece more, or one less
+      count = std::max(1.0, random_.unit() < 0.5 ? count + 1 : count - 1);
+    else
+      count *= std::exp(1.2 * (random_.unit() - 0.5));
+    const int width = int(std::clamp(std::ceil(double(width_[k]) / count), 8.0, 1e6));
+    const int owners = std::clamp(first.owners + int(random_.below(3)) - 1, 1, max_owners(k));
+    while (!of_table_[k].empty()) erase(of_table_[k].back());
+    return pour(k, width, owners);
+  }
+
+  std::vector<double> pushed_;  // by recipe, what a column loads its owner with
+  std::vector<float> harms_, looked_at_;  // of ranks
+  std::vector<std::pair<float, int32_t>> order_;
+  bool is_held_ = false;  // every table stays on its side
+};
+
+}  // namespace oper::search
