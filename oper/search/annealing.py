@@ -388,7 +388,7 @@ class Annealing:
                     if t.spec.optimizer in ROW_WISE)
         return Packed(parts, tuple(units.tolist()),
                       packing.step + self._fixed_us(pushed, split), packing.moves,
-                      {n: arrays[n][:packing.count] for n in _OWNERSHIP}
+                      {n: arrays[n][:packing.count].copy() for n in _OWNERSHIP}
                       | {n: arrays[n] for n in ("recipe", "part_width", "units")})
 
     def _fixed_us(self, num_pushed: int, num_split: int) -> float:
