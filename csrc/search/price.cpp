@@ -1,5 +1,6 @@
 #include "search/clones.h"
 #include "search/price.h"
+#include "search/sums.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,76 +14,9 @@
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int kGroups = 5;
-constexpr int kBisections = 20;
+constexpr double kRounding = 1e-9;   // up to which an owner that has more than full is full
 constexpr int kMostTurns = 8;        // of their lines
-constexpr int64_t kMostParts = 200;  // that the masses of several classes are divided into
-
-// Linear between the points of the grid: from below, because the bytes are concave in the share.
-double sums_at(const OperSums& s, int64_t table, double share) {
-  const double* y = s.bytes + table * s.num_points;
-  if (share <= 0) return 0.0;
-  if (share >= 1) return y[s.num_points - 1];
-  if (share <= s.first) return y[0] * (share / s.first);
-  const double at = std::log(share / s.first) / std::log(s.ratio);
-  const int64_t i = std::min<int64_t>(int64_t(at), s.num_points - 2);
-  const double low = s.first * std::pow(s.ratio, double(i)), high = low * s.ratio;
-  return y[i] + std::clamp((share - low) / (high - low), 0.0, 1.0) * (y[i + 1] - y[i]);
-}
-
-class Fit {
- public:
-  explicit Fit(OperFit& f) : f_(f) {}
-
-  void run() {
-    for (int64_t k = 0; k < f_.num_tables; ++k)
-      for (int64_t c = 0; c < f_.num_classes; ++c) table(k, c);
-  }
-
- private:
-  void table(int64_t k, int64_t c) {
-    const int64_t begin = f_.first[k], end = f_.first[k + 1];
-    const double widest = f_.narrow[begin], narrowest = f_.narrow[end - 1];
-    for (int64_t j = begin; j < end; ++j) {
-      // Loads are linear in the width; `own` holds the whole row's and the narrowest piece's.
-      const double along = widest > narrowest ? (widest - f_.narrow[j]) / (widest - narrowest) : 0.0;
-      const double part = f_.narrow[j] / widest;
-      double low = 0, high = 1;
-      if (fits(k, c, along, part, 1.0)) {
-        low = 1;
-      } else if (!fits(k, c, along, part, 0.0)) {
-        high = 0;
-      } else {
-        for (int n = 0; n < kBisections; ++n) {
-          const double middle = (low + high) / 2;
-          (fits(k, c, along, part, middle) ? low : high) = middle;
-        }
-      }
-      f_.mass[j * f_.num_classes + c] = low == 1 ? 1.0 : high;
-    }
-    f_.whole[k * f_.num_classes + c] = f_.mass[begin * f_.num_classes + c] == 1.0;
-  }
-
-  bool fits(int64_t k, int64_t c, double along, double part, double mass) const {
-    const int64_t G = f_.num_loads;
-    const double* own = f_.own + (k * f_.num_classes + c) * 2 * G;
-    const double* partial = f_.partial + c * G;
-    const double bytes = part * sums_at(f_.sums, k, mass);
-    double step = 0;
-    for (int64_t phase = 0; phase < G; phase += kGroups) {
-      double busy = 0;
-      for (int64_t g = phase; g < phase + kGroups; ++g) {
-        const double load = mass * (own[g] + along * (own[G + g] - own[g])) + bytes * partial[g];
-        if (load > f_.most[g]) return false;
-        busy = std::max(busy, load + f_.floor[c * G + g]);
-      }
-      step += busy;
-    }
-    return step <= f_.step;
-  }
-
-  OperFit& f_;
-};
+constexpr int64_t kMostParts = 8;  // of the masses of several classes: more say less than other boxes
 
 // to[b] = once[b] + times more[b]
 OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
@@ -190,8 +124,10 @@ class Pricing {
         if (total < best_) best_ = total, p_.kind[k] = j, chosen_.assign(n, 1);
         continue;
       }
-      // No set costs less than if every id paid the least share of partial sums, that of all ids.
-      const double least = mass > 0 ? cost(j, mass) / mass : 0.0;
+      // No set costs less than if every id paid the least share of partial sums: that of all ids, or of
+      // a full owner's.
+      const double most = std::min(mass, full_of(j, 0));
+      const double least = most > 0 ? cost(j, most) / most : 0.0;
       double below = 0;
       for (int64_t b = 0; b < n; ++b) {
         gain_[b] = std::isfinite(gain_[b]) ? gain_[b] - stay[b] : 1e30;
@@ -210,8 +146,9 @@ class Pricing {
   }
 
   // Rows of a table may be pushed to several classes of owners. Partial sums f are concave in the mass
-  // q of a class's owner: for q between two masses they cost no less than the chord, so that blocks
-  // choose their class for themselves. Where the set that they choose costs more than the bound, the
+  // q of a class's owners from where some number of them is full to where one more is: for q between two
+  // masses they cost no less than the chord, or than full owners where one of these lies between, so that
+  // blocks choose their class for themselves. Where the set that they choose costs more than the bound, the
   // masses of the class that is most to blame are divided at its own, for which both chords are exact
   // (Falk and Soland 1969).
   void several(int64_t begin, int64_t n, int64_t num_types, double mass, bool must) {
@@ -239,13 +176,32 @@ class Pricing {
         set_type(j, begin, n);
         sides_.clear();
         for (const int64_t m : of_class_) sides_.push_back(side(j, m, 0.0, mass));
-        least = kInfinity;
+        bounds_.assign(1, below), least = kInfinity;
         for (int64_t count = 0; !sides_.empty(); ++count)
           least = std::min(least, divided(j, begin, n, must || count >= kMostParts, must));
+        if (least < best_ - close()) least = std::max(least, together(j, begin, n, must));
       }
       least_ = std::min(least_, least);
       of_type_[j] = std::min(of_type_[j], least);
     }
+  }
+
+  // What no set costs less than, if all owners counted as one class, of those that fill least and pay
+  // least: classes that are alike share a table in more ways than can be told apart.
+  double together(int64_t j, int64_t begin, int64_t n, bool must) {
+    double full = 0, price = kInfinity;
+    std::fill(gain_.begin(), gain_.end(), kInfinity);
+    for (const int64_t m : of_class_) {
+      full = std::max(full, mass_of(j, m)), price = std::min(price, p_.price[m]);
+      lower(&gain_[0], &pushed_[m * n], p_.ids + begin, 0.0, n);
+    }
+    for (int64_t b = 0; b < n; ++b) gain_[b] = std::min(gain_[b] - fixed_[b], 1e30);
+    double all = 0;
+    const double least = walk(p_.ids + begin, n, full * p_.total_ids[k_], price,
+                              [&](int64_t count, double found) {
+                                if (count == n) all = found;
+                              });
+    return must ? all : least;
   }
 
   double close() const {
@@ -259,9 +215,9 @@ class Pricing {
 
   Side side(int64_t j, int64_t m, double low, double high) const {
     if (!(high > low)) return {low, high, 0.0, sums_cost(j, m, low)};
-    const double full = mass_of(j, m) * p_.total_ids[k_];
-    if (high > full)  // from where an owner is full on, as many ids cost as much; below it, more
-      return {low, high, sums_cost(j, m, high) / high, 0.0};
+    const double full = full_of(j, m);
+    if (full_before(full, high) > low)  // nothing costs less than owners that are all full
+      return {low, high, sums_cost(j, m, full) / full, 0.0};
     const double at = low > 0 ? sums_cost(j, m, low) : 0.0;
     const double slope = (sums_cost(j, m, high) - at) / (high - low);
     return {low, high, slope, at - slope * low};
@@ -273,7 +229,8 @@ class Pricing {
     const size_t count = of_class_.size();
     part_.assign(sides_.end() - int64_t(count), sides_.end());
     sides_.resize(sides_.size() - count);
-    double bound = -kInfinity;
+    double bound = bounds_.back();  // of what this is a part of
+    bounds_.pop_back();
     for (int turn = 0;; ++turn) {
       bound = std::max(bound, gains(part_.data(), begin, n, must));
       if (bound >= best_ - close()) return bound;
@@ -289,10 +246,12 @@ class Pricing {
     for (size_t i = 0; i < count && !is_last; ++i) {
       const int64_t m = of_class_[i];
       const Side& x = part_[i];
-      const double mass = mass_[m], full = mass_of(j, m) * p_.total_ids[k_];
-      if (mass <= x.low || mass >= x.high) continue;
+      const double mass = mass_[m], full = full_of(j, m);
+      if (mass <= x.low || mass > x.high) continue;
       const double gap = sums_cost(j, m, mass) - (x.fixed + x.slope * mass);
-      if (gap > most) worst = i, most = gap, at = x.low < full && full < x.high ? full : mass;
+      const double before = full_before(full, mass);  // whence another owner is begun, until it is full
+      const double cut = before > x.low ? before : before + full < x.high ? before + full : mass;
+      if (gap > most && cut < x.high) worst = i, most = gap, at = cut;
     }
     if (worst == count) return bound;
     const Side x = part_[worst];
@@ -301,6 +260,7 @@ class Pricing {
     for (const auto& [low, high] : {std::pair{x.low, at}, std::pair{at, x.high}}) {
       part_[worst] = side(j, of_class_[worst], low, high);
       sides_.insert(sides_.end(), part_.begin(), part_.end());
+      bounds_.push_back(bound);
     }
     return kInfinity;
   }
@@ -380,41 +340,61 @@ class Pricing {
     const int64_t at = m * p_.num_blocks + block;
     return p_.go[at] + (p_.streams[type_of(j, m)] - 1.0) * p_.more[at];
   }
+  double full_of(int64_t j, int64_t m) const { return mass_of(j, m) * p_.total_ids[k_]; }
   // Cost of the partial sums of so many ids pushed to class m, from below.
   double sums_cost(int64_t j, int64_t m, double ids) const {
-    const double total = p_.total_ids[k_], most = std::min(ids, mass_of(j, m) * total);
-    return p_.price[m] * sums_at(p_.sums, k_, most / total) * (ids / most);
+    return p_.price[m] * sums_of(full_of(j, m), ids);
+  }
+  // Bytes of partial sums of owners who hold `full` ids at most: owners are whole, and as sums are
+  // concave, all but one of them are full.
+  double sums_of(double full, double ids) const {
+    const double total = p_.total_ids[k_];
+    if (ids <= full) return sums_at(p_.sums, k_, ids / total);
+    const double before = full_before(full, ids);
+    return sums_at(p_.sums, k_, full / total) * std::round(before / full) +
+           sums_at(p_.sums, k_, (ids - before) / total);
+  }
+  // The most ids below `ids` that fill all their owners.
+  static double full_before(double full, double ids) {
+    return full * std::floor(ids / full * (1 - kRounding));
   }
 
-  // Blocks by what pushing costs per id: the best set is a prefix, or ends where an owner is full.
+  // Blocks by what pushing costs per id: the best set is a prefix, or ends where owners are full.
   double prefixes(int64_t j, const double* ids, int64_t n) {
+    return walk(ids, n, full_of(j, 0), p_.price[0], [&](int64_t count, double found) {
+      if (!(found < best_)) return;
+      best_ = found;
+      if (count < 0) return;  // no column; the prefix next to it is one
+      p_.kind[k_] = j, p_.cheaper[k_] = 1;
+      std::fill(chosen_.begin(), chosen_.end(), int64_t{0});
+      for (int64_t i = 0; i < count; ++i) chosen_[order_[i]] = 1;
+    });
+  }
+
+  // Least cost of the prefixes, and of parts of a block that fill owners; `look` sees them all, the
+  // latter as of -1 blocks.
+  template <class Look>
+  double walk(const double* ids, int64_t n, double full, double price, Look look) {
     for (int64_t b = 0; b < n; ++b) {
       order_[b] = int(b);
       slope_[b] = ids[b] > 0 ? gain_[b] / ids[b] : gain_[b] < 0 ? -kInfinity : kInfinity;
     }
     std::stable_sort(order_.begin(), order_.end(),
                      [&](int a, int b) { return slope_[a] < slope_[b]; });
-    kinks_.clear();
-    for (int64_t m = 0; m < p_.num_options; ++m) {
-      const double full = mass_of(j, m);
-      if (full > 0 && full < 1) kinks_.push_back(full * p_.total_ids[k_]);
-    }
     double mass = 0, total = 0, least = 0;
     for (int64_t count = 0; count <= n; ++count) {
-      const double found = total + cost(j, mass);
+      const double found = total + (mass > 0 ? price * sums_of(full, mass) : 0.0);
       least = std::min(least, found);
-      if (found < best_) {
-        best_ = found, p_.kind[k_] = j, p_.cheaper[k_] = 1;
-        std::fill(chosen_.begin(), chosen_.end(), int64_t{0});
-        for (int64_t i = 0; i < count; ++i) chosen_[order_[i]] = 1;
-      }
+      look(count, found);
       if (count == n) break;
       const int b = order_[count];
-      for (const double at : kinks_) {
+      // What lies between is concave, and so is what lies between the first and last of these.
+      const double last = full_before(full, mass + ids[b]);
+      for (const double at : {std::min(last, full * (std::floor(mass / full) + 1)), last}) {
         if (at > mass && at < mass + ids[b]) {
-          const double inside = total + gain_[b] * (at - mass) / ids[b] + cost(j, at);
+          const double inside = total + gain_[b] * (at - mass) / ids[b] + price * sums_of(full, at);
           least = std::min(least, inside);
-          if (inside < best_) best_ = inside;  // no column; the prefix next to it is one
+          look(-1, inside);
         }
       }
       mass += ids[b], total += gain_[b];
@@ -473,17 +453,16 @@ class Pricing {
   OperPricing& p_;
   int64_t k_ = 0;
   double best_ = 0, least_ = 0, rest_ = 0;
-  std::vector<double> gain_, slope_, kinks_, fixed_, pushed_, weight_, lowest_, mass_;
+  std::vector<double> gain_, slope_, fixed_, pushed_, weight_, lowest_, mass_;
   std::vector<double> of_type_, by_width_, path_;  // least costs: see `whole_widths`
   std::vector<Side> sides_, part_;
+  std::vector<double> bounds_;  // of what `sides_` are parts of
   std::vector<std::pair<double, int64_t>> types_;
   std::vector<int> order_;
   std::vector<int64_t> chosen_, class_, found_, of_class_;
 };
 
 }  // namespace
-
-extern "C" __attribute__((visibility("default"))) void oper_fit(OperFit* fit) { Fit(*fit).run(); }
 
 extern "C" __attribute__((visibility("default"))) void oper_price(OperPricing* pricing) {
   OperPricing& p = *pricing;

@@ -166,7 +166,7 @@ class Annealing:
         push = np.array([o.kind == PUSH for o in relaxation.options], bool)
         features = amount[:, push].sum(axis=1)  # [N, 4]
         stay = np.where(push[:, None], 0.0, amount)
-        one = np.ones(len(table))
+        one = np.ones(amount.shape[:2])
         whole = relaxation.resources_of(stay, table, one, one)
         once = np.einsum("nof,nofr->nr", stay, self._once()[table])
         tables, class_of = relaxation.tables, loads.class_of
@@ -386,10 +386,13 @@ class Annealing:
         split = sum(sum(max(1, len(part.shards)) for part in every) - 1
                     for t, every in zip(relaxation.tables, parts, strict=True)
                     if t.spec.optimizer in ROW_WISE)
-        return Packed(parts, tuple(units.tolist()),
-                      packing.step + self._fixed_us(pushed, split), packing.moves,
-                      {n: arrays[n][:packing.count].copy() for n in _OWNERSHIP}
-                      | {n: arrays[n] for n in ("recipe", "part_width", "units")})
+        found = Packed(parts, tuple(units.tolist()),
+                       packing.step + self._fixed_us(pushed, split), packing.moves,
+                       {n: arrays[n][:packing.count].copy() for n in _OWNERSHIP}
+                       | {n: arrays[n] for n in ("recipe", "part_width", "units")})
+        if start is not None and start.step_us < found.step_us:  # by what is fixed
+            return replace(start, num_moves=packing.moves)
+        return found
 
     def _fixed_us(self, num_pushed: int, num_split: int) -> float:
         """Fixed costs of a plan that pushes so many tiers and splits row-wise tables so often."""

@@ -32,6 +32,7 @@ _RATIO = 1.15  # of the widths that a bound does not tell apart where tables are
 _FEW = 30  # tables, up to which every width is told apart
 _GRID = 600  # shares at which partial sums are tabulated
 _FIRST = 1e-6
+_ROUNDING = 1e-9  # up to which an owner that has more than full is full
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,9 +223,24 @@ class Pieces:
         whole = self.whole[tables, c]
         return (np.where(whole, 1.0, self.streams[at]), np.where(whole, 1.0, self.mass[at, c]))
 
-    def sum_bytes(self, tables: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """Bytes of partial sums that an owner of a share of a table's mass sends to each reader,
-        by the tabulated points, from below; int64 [N], float64 [N] -> float64 [N]."""
+    def sum_bytes(self, tables: np.ndarray, share: np.ndarray, owner: np.ndarray) -> np.ndarray:
+        """Bytes of partial sums that the owners of a share of a table's mass send to each reader at
+        least. Owners are whole: as sums are concave, all but one of them hold as much as they may.
+
+        Args:
+            tables: int64 [N].
+            share: float64 [N], of all lookups of the table.
+            owner: float64 [N], what one owner holds at most.
+
+        Returns:
+            float64 [N].
+        """
+        full = np.floor(share / owner * (1 - _ROUNDING))
+        return (full * self._one_sum(tables, np.minimum(share, owner))
+                + self._one_sum(tables, share - full * owner))
+
+    def _one_sum(self, tables: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """What one owner of a share sends, by the tabulated points, from below."""
         at = np.interp(share, self.grid, np.arange(_GRID))
         low = np.minimum(at.astype(np.int64), _GRID - 2)
         left, right = self.sums[tables, low], self.sums[tables, low + 1]

@@ -46,7 +46,7 @@ _BEHIND = 1.01  # a branch in which a search stays so far behind is searched no 
 _RISEN = 1.05  # unless its bound has risen so far since, and with it where a search begins
 _SETTLED = 3e-3  # what steps of searches that find no more differ by
 _ENOUGH = 0.03  # gap above which a search has a third turn
-_TURN = 16  # boxes of one branch before another may have its turn
+_TURN = 6  # boxes of one branch before another may have its turn: one cut at every load tried
 SEARCHES = ("relaxation", "markov-chain")
 
 
@@ -307,8 +307,8 @@ class _Branch:
             model = CostModel(self.bound.relaxation.problem)
             self.hosts = Branching(solve_relaxation(Relaxation(model, self._apart),
                                                     deadline=deadline))
-        self.hosts.run(-(-max_boxes // self._host_boxes), step_us=step_us - self.extra_us,
-                       goal_us=goal_us - self.extra_us, deadline=deadline)
+        self.hosts.run(max_boxes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
+                       deadline=deadline)
 
     def lowest(self, number: int) -> list[Bound]:
         """Relaxed solutions of the boxes with the least bounds, least first."""

@@ -428,7 +428,7 @@ def _log_miss(probability: np.ndarray, lengths: np.ndarray, share: np.ndarray) -
     missed = np.zeros_like(once)
     for length, part in zip(lengths.tolist(), share.tolist(), strict=True):
         missed += part * np.expm1(length * once)
-    return np.log1p(np.maximum(missed, -1.0 + 1e-300))
+    return np.log1p(np.maximum(missed, -1.0 + 2.0**-53))  # rounding of what no bag misses
 
 
 def _touched(rows: np.ndarray, log_miss: np.ndarray, num_bags: float) -> np.ndarray:

@@ -337,12 +337,13 @@ class Relaxation:
         looked for.
 
         Blocks choose for themselves, except that the partial sums of a table's pushed blocks are
-        concave in their mass as long as one owner may hold them, and linear above. With one class
-        of owners, for every type of pieces the best set of pushed blocks is then a prefix of the
+        concave in their mass between one number of full owners and the next. With one class of
+        owners, for every type of pieces the best set of pushed blocks is then a prefix of the
         blocks ordered by what pushing costs per unit of mass (each tangent of a concave function
         separates over blocks, and its minimum over fractional sets lies at a vertex), so all
-        prefixes of all types are tried, and the mass at which an owner is full. With several, sets
-        are divided by their mass until a bound of their cost meets that of a real one.
+        prefixes of all types are tried, and the masses at which owners are full. With several, sets
+        are divided by their mass until a bound of their cost meets that of a real one, or there
+        are many.
         """
         value = self.coefficients @ prices  # [T, O, 4]
         cost = np.einsum("bf,bof->bo", self.features, value[self.table_of])
@@ -395,13 +396,6 @@ class Relaxation:
         choice[pushed] = options[chosen[pushed] - 1]
         return value
 
-    def partial_bytes(self, t: TableProblem, ids: np.ndarray, owner: np.ndarray) -> np.ndarray:
-        """Bytes of partial sums that each reader gets of pushed `ids`, at most `owner` ids on one
-        owner (float64 [...], full width)."""
-        most = np.minimum(ids, owner)
-        whole = self.model.partial_bytes(t, t.spec.dim, most)
-        return np.where(most > 0, whole * (ids / np.maximum(most, 1e-300)), 0.0)
-
     def amounts(self, choice: np.ndarray) -> np.ndarray:
         """Features by option of whole-table configurations (int64 [num_blocks]); [T, O, 4]."""
         shape = (len(self.tables), len(self.options), NUM_FEATURES)
@@ -435,7 +429,9 @@ class Relaxation:
         for o, option in enumerate(self.options):
             x = self.pieces.types[k][option.rank_class]
             for n in np.flatnonzero(amount[:, o, IDS] > 0) if option.kind == PUSH else ():
-                sums = self.partial_bytes(t, amount[n, o, IDS], x.mass * t.total[IDS])
+                share = np.full(x.mass.size, amount[n, o, IDS] / t.total[IDS])
+                sums = self.pieces.sum_bytes(np.full(x.mass.size, k), share,
+                                             np.maximum(x.mass, 1e-9))
                 cost = sums * (self.unit[option.rank_class, PARTIALS] @ prices) + (
                     x.streams - 1.0) * (amount[n, o] @ (self.per_stream[k, o] @ prices))
                 out[n] = int(np.where(x.mass > 0, cost, np.inf).argmin())
@@ -444,12 +440,12 @@ class Relaxation:
     def resources_at(self, amount: np.ndarray, tables: np.ndarray,
                      kind: np.ndarray) -> np.ndarray:
         """As `resources_of`, pieces of the types `kind` (int64 [N]), full owners."""
-        streams, owner = np.ones(len(tables)), np.ones(len(tables))
+        streams, owner = np.ones((2, len(tables), len(self.options)))
         for o, option in enumerate(self.options):
             if option.kind == PUSH:
                 n = amount[:, o, IDS] > 0
-                streams[n], mass = self.pieces.chosen(tables[n], option.rank_class, kind[n])
-                owner[n] = np.maximum(mass, 1e-9)
+                streams[n, o], mass = self.pieces.chosen(tables[n], option.rank_class, kind[n])
+                owner[n, o] = np.maximum(mass, 1e-9)
         return self.resources_of(amount, tables, streams, owner)
 
     def resources_of(self, amount: np.ndarray, tables: np.ndarray, streams: np.ndarray,
@@ -459,8 +455,8 @@ class Relaxation:
         Args:
             amount: float64 [N, O, 4].
             tables: int64 [N], the table of each entry.
-            streams: float64 [N], id streams of its pushed rows (column pieces).
-            owner: float64 [N], mass that one owner holds at most, of the table's mass 1.
+            streams: float64 [N, O], id streams of its pushed rows (column pieces).
+            owner: float64 [N, O], mass that one owner holds at most, of the table's mass 1.
 
         Returns:
             float64 [N, R].
@@ -470,12 +466,11 @@ class Relaxation:
             if option.kind == PUSH:
                 n = np.flatnonzero(amount[:, o, IDS] > 0)
                 share = amount[n, o, IDS] / self.total_ids[tables[n]]
-                most = np.minimum(share, owner[n])
-                size = self.pieces.sum_bytes(tables[n], most) * (share / np.maximum(most, 1e-300))
+                size = self.pieces.sum_bytes(tables[n], share, owner[n, o])
                 out[n] += size[:, None] * self.unit[option.rank_class, PARTIALS]
-                n = n[streams[n] > 1.0]
+                n = n[streams[n, o] > 1.0]
                 more = np.einsum("nf,nfr->nr", amount[n, o], self.per_stream[tables[n], o])
-                out[n] += (streams[n] - 1.0)[:, None] * more
+                out[n] += (streams[n, o] - 1.0)[:, None] * more
         return out
 
     def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:
