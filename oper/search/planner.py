@@ -45,7 +45,7 @@ _HOST_BOXES = 2  # what a box with one of many hosts apart costs, in others
 _BEHIND = 1.01  # a branch in which a search stays so far behind is searched no more
 _RISEN = 1.05  # unless its bound has risen so far since, and with it where a search begins
 _SETTLED = 3e-3  # what steps of searches that find no more differ by
-_ENOUGH = 0.03  # gap above which a search has a third turn
+_ENOUGH = 0.03  # gap above which a search has a third turn, and bounds are raised for longer
 _TURN = 6  # boxes of one branch before another may have its turn: one cut at every load tried
 SEARCHES = ("relaxation", "markov-chain")
 
@@ -406,6 +406,9 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
     # Boxes of few tables take less time than one search more.
     left = 3 * boxes if num_tables <= _FEW else boxes // (4 if num_tables <= _MANY else 2)
     _tighten(branches, left, known, known / (1 + target_gap), budget.deadline, _Branch.prove)
+    if num_tables <= _MANY:
+        enough = max(target_gap, _ENOUGH)
+        _tighten(branches, boxes, known, known / (1 + enough), budget.deadline, _Branch.prove)
     return branch, found.state
 
 
