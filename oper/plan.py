@@ -36,6 +36,7 @@ PLAN_VERSION = 1
 PLACEMENTS = ("replicated", "striped", "owned")
 MODES = ("pull", "push")
 MEMORIES = ("device", "host")
+OBJECTIVES = ("training", "inference")
 _PLAN_KEYS = {"kind", "version", "world_size", "objective", "batch_size", "topology", "step_us",
               "lower_bound_us", "notes", "tables", "orders"}
 _TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "sbp"}
@@ -161,9 +162,9 @@ class Plan:
         if self.world_size < 1:
             raise PlanError(fail("invalid plan", "world_size", self.world_size, ">= 1",
                                  "correct it"))
-        if self.objective not in ("training", "inference"):
+        if self.objective not in OBJECTIVES:
             raise PlanError(fail("invalid plan", "objective", self.objective,
-                                 "training or inference", "correct it"))
+                                 " or ".join(OBJECTIVES), "correct it"))
         for name in ("batch_size", "step_us", "lower_bound_us"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.plan import Plan, one_copy_per_domain
+from oper.plan import OBJECTIVES, Plan, one_copy_per_domain
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -154,9 +154,9 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
         raise InvalidInputError(fail("cannot shard", "modules", paths, "a list of paths",
                                      f"pass [{paths!r}]" if isinstance(paths, str)
                                      else "name modules as named_modules() does"))
-    if given["objective"] not in ("training", "inference"):
+    if given["objective"] not in OBJECTIVES:
         raise InvalidInputError(fail("cannot shard", "objective", given["objective"],
-                                     "'training' or 'inference'", "correct it"))
+                                     " or ".join(OBJECTIVES), "correct it"))
 
 
 def _tables_of(model: nn.Module, what: str) -> list[ShardedTables]:

@@ -18,6 +18,7 @@ from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload
 from oper.errors import InvalidInputError, fail
 from oper.files import read_json
+from oper.plan import OBJECTIVES
 from oper.search.baselines import score_peers
 from oper.search.cost import evaluate
 from oper.search.planner import plan_problem, proved
@@ -72,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def cases(quick: bool) -> list[Case]:
     """Every workload on 8, 16, 64 and 128 ranks, for training and inference."""
     every = [Case(w, n, o) for w in _WORKLOADS for n in (8, 16, 64, 128)
-             for o in ("training", "inference")]
+             for o in OBJECTIVES]
     return [c for c in every if not quick or f"{c.workload}/{c.num_ranks}" in _QUICK]
 
 

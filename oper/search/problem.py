@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
+from oper.plan import OBJECTIVES
 from oper.search.constraints import Constraints, check_rows, parse_constraints
 from oper.search.machine import Machine, make_machine
 from oper.search.overlap import Overlap, parse_overlap
@@ -320,8 +321,8 @@ def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
         raise InvalidInputError(fail(what, "topology", topology, "an oper.Topology",
                                      "make one with Topology.from_toml, or by name with "
                                      "oper.search.topology_preset"))
-    if objective not in ("training", "inference"):
-        raise InvalidInputError(fail(what, "objective", objective, "training or inference",
+    if objective not in OBJECTIVES:
+        raise InvalidInputError(fail(what, "objective", objective, " or ".join(OBJECTIVES),
                                      "correct it"))
     if not isinstance(batch_size, numbers.Integral) or not 1 <= int(batch_size) < 2**31:
         raise InvalidInputError(fail(what, "batch_size", batch_size, "an integer >= 1 and < 2^31",

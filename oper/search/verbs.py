@@ -10,7 +10,7 @@ from typing import Any
 
 from oper.errors import InvalidInputError, fail
 from oper.files import read_json
-from oper.plan import Plan
+from oper.plan import OBJECTIVES, Plan
 from oper.search.overlap import overlap_to_json, parse_argument
 from oper.search.problem import Problem, make_problem, with_overlap
 from oper.search.space import EVERYTHING, check_allow, used_features
@@ -26,7 +26,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     _add_overlap(parser)
     add_machine(parser)
     _add_tables(parser)
-    parser.add_argument("--objective", choices=("training", "inference"), default="training",
+    parser.add_argument("--objective", choices=OBJECTIVES, default="training",
                         help="what steps are made of (default training)")
     parser.add_argument("--batch-size", type=int, default=2048, metavar="N",
                         help="samples per rank and step (default 2048)")

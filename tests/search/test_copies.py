@@ -84,7 +84,7 @@ def test_they_save_what_crosses_hosts(topology):
         stated = make_problem(specs, stats, topology, batch_size=1024, allow=allow)
         plans[allow] = plan_problem(stated)
     saved = plans[PER_HOST]
-    assert saved.step_us < 0.99 * plans[EXECUTABLE].step_us
+    assert saved.step_us < 0.98 * plans[EXECUTABLE].step_us
     assert "per_host" in used_features(saved) and 0 <= saved.gap <= 0.08
     hosts = stated.machine.host
     copies = [x.ranks for t in saved.tables for x in t.tiers
