@@ -139,6 +139,14 @@ class BatchChecks:
         return self._last_key
 
 
+def refuse_weight_gradient(batch: Lookup) -> None:
+    """Raise InvalidInputError where read-only tables are asked for the gradient of weights."""
+    if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
+        raise InvalidInputError(
+            fail("cannot look up in read-only tables", "per-sample weights", "requires_grad=True",
+                 "weights that need no gradient", "detach them; they would not be trained"))
+
+
 def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:
     """Raise what a status code of the kernels means.
 

@@ -28,7 +28,13 @@ from oper.directory import TableDirectory
 from oper.errors import FileFormatError, InvalidInputError, OperError, fail
 from oper.plan import Plan
 from oper.shmem.arena import ArenaLayout, KernelMaps
-from oper.shmem.batch import BatchChecks, FailedBatch, Lookup, raise_status
+from oper.shmem.batch import (
+    BatchChecks,
+    FailedBatch,
+    Lookup,
+    raise_status,
+    refuse_weight_gradient,
+)
 from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.domains import peer_credentials
 from oper.shmem.greeting import MAGIC, check_name, connect, greeting
@@ -239,11 +245,7 @@ class PublishedTables(BufferRows):
         """A batch that the kernels may have."""
         self._reader.check_pinned(self._buffer)
         self._checks.check(batch)
-        if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
-            raise InvalidInputError(
-                fail("cannot look up in read-only tables", "per-sample weights",
-                     "requires_grad=True", "weights that need no gradient",
-                     "detach them; they would not be trained"))
+        refuse_weight_gradient(batch)
         return self.bounds.repair(batch)
 
     def resolve(self, batch: Lookup) -> Lookup:

@@ -25,6 +25,7 @@ from oper.shmem.batch import (
     Lookup,
     ResolvedIds,
     raise_status,
+    refuse_weight_gradient,
     rows_in_order,
 )
 from oper.shmem.by_feature import Backward, BoundsCheck, as_one
@@ -207,6 +208,8 @@ class ShardedTables(LogicalRows):
             InvalidInputError: an id out of range (see `BoundsCheck`), or lengths that do not fit
                 the ids.
         """
+        if self.optimizers is None:
+            refuse_weight_gradient(batch)
         if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
             return lookup_in_graph(self, batch)
         if self.bounds.mode != "fatal" and self._known(batch) is None:
@@ -215,11 +218,6 @@ class ShardedTables(LogicalRows):
         if self.optimizers is not None and torch.is_grad_enabled():
             self._check_process()
             return trained_lookup(self, batch)
-        if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
-            raise InvalidInputError(
-                fail("cannot look up in read-only tables", "per-sample weights",
-                     "requires_grad=True", "weights that need no gradient",
-                     "detach them; they would not be trained"))
         return self.forward(batch)[0]
 
     def forward(self, batch: Lookup, collective: bool = False

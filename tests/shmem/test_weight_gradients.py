@@ -157,5 +157,7 @@ def test_weights_that_no_one_trains_are_refused() -> None:
     batch.weights.requires_grad_()
     with pytest.raises(InvalidInputError, match="per-sample weights"):
         tables.lookup(batch.lookup(case))
+    with pytest.raises(InvalidInputError, match="per-sample weights"):
+        torch.compile(lambda x: tables.lookup(x), backend="aot_eager")(batch.lookup(case))
     with torch.no_grad():
         assert tables.lookup(batch.lookup(case)).shape == (3, case.columns)
