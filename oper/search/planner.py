@@ -404,11 +404,11 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
         found = improved(found, budget, lower_us * (1 + target_gap), seed)
     known = found.step_us
     # Boxes of few tables take less time than one search more.
-    left = 3 * boxes if num_tables <= _FEW else boxes // (4 if num_tables <= _MANY else 2)
+    left = boxes if num_tables <= _FEW else boxes // (4 if num_tables <= _MANY else 2)
     _tighten(branches, left, known, known / (1 + target_gap), budget.deadline, _Branch.prove)
     if num_tables <= _MANY:
-        enough = max(target_gap, _ENOUGH)
-        _tighten(branches, boxes, known, known / (1 + enough), budget.deadline, _Branch.prove)
+        left, enough = boxes * (2 if num_tables <= _FEW else 1), max(target_gap, _ENOUGH)
+        _tighten(branches, left, known, known / (1 + enough), budget.deadline, _Branch.prove)
     return branch, found.state
 
 
