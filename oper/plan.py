@@ -164,7 +164,7 @@ class Plan:
                                  "correct it"))
         if self.objective not in OBJECTIVES:
             raise PlanError(fail("invalid plan", "objective", self.objective,
-                                 " or ".join(OBJECTIVES), "correct it"))
+                                 " or ".join(map(repr, OBJECTIVES)), "correct it"))
         for name in ("batch_size", "step_us", "lower_bound_us"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):

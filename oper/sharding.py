@@ -156,7 +156,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                      else "name modules as named_modules() does"))
     if given["objective"] not in OBJECTIVES:
         raise InvalidInputError(fail("cannot shard", "objective", given["objective"],
-                                     " or ".join(OBJECTIVES), "correct it"))
+                                     " or ".join(map(repr, OBJECTIVES)), "correct it"))
 
 
 def _tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
