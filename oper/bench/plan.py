@@ -66,8 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="how long the bound of a case above the target gap is raised after "
                              "planning (default 20; 0 = not at all)")
     parser.add_argument("--resume", metavar="RECORD", default="",
-                        help="an earlier record of these settings: cases that it holds are not "
-                             "run; may be the file of --json, which then need not exist yet")
+                        help="an earlier record of these settings: its cases are kept and not "
+                             "run again, whatever --only names; may be the file of --json, which "
+                             "then need not exist yet")
 
 
 def cases(quick: bool) -> list[Case]:
@@ -78,10 +79,11 @@ def cases(quick: bool) -> list[Case]:
 
 
 def ordered(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
-    """`chosen`, those that the record to go on from holds first: a record that is written to the
-    same file then keeps them whatever becomes of the others."""
+    """All that the record to go on from holds, chosen or not, then the others of `chosen`: a
+    record that is written to the same file keeps every entry whatever becomes of the others."""
     known = _resumed(args)
-    return sorted(chosen, key=lambda c: c.name not in known)
+    return [*(c for c in cases(False) if c.name in known),
+            *(c for c in chosen if c.name not in known)]
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:

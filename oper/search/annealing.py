@@ -33,6 +33,7 @@ _HEADS = 16  # hottest pushed rows of a table that are told apart
 _UNITS = 256  # parts of pulled rows in all, about
 
 _OWNERSHIP = ("table", "piece", "width", "rank", "weight")  # arrays by piece and owner
+_CHANGED = ("recipe", "part_width", "units")  # other arrays that a search changes
 
 #: A column piece: its columns, its owners, and how many rows each of them takes in turn.
 Shard = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -152,6 +153,8 @@ class Annealing:
         self.recipes = [self._ordered(k) for k in range(len(book.recipes))]
         self.first = np.concatenate([[0], np.cumsum([len(r) for r in self.recipes])])
         self.arrays = self._arrays()
+        self.arrays |= self._begin()  # here, as another box may be set when it is searched from
+        self.arrays = {n: np.ascontiguousarray(x) for n, x in self.arrays.items()}
 
     def _ordered(self, k: int) -> list[int]:
         """Recipes of table `k`, neighbours alike: by how much they push, then replicate."""
@@ -329,6 +332,24 @@ class Annealing:
                 if o.kind == PUSH and self.relaxation.allowed[k, n]]
         return np.isin(self.loads.class_of, good)
 
+    def _begin(self) -> dict[str, np.ndarray]:
+        """Where a search begins: recipes of pieces, how wide they are, and among how many owners.
+        """
+        num_tables, world = len(self.recipes), self.loads.class_of.size
+        chosen = np.array([r.index(p) for r, p in zip(self.recipes, self.book.pick.tolist(),
+                                                      strict=True)], np.int64)
+        cuts = np.array([self._first_cut(k) for k in range(num_tables)], np.int64)
+        dim = np.array([t.spec.dim for t in self.relaxation.tables])
+        size = self.arrays["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * dim
+        num_parts = self.arrays["first"].size
+        times = num_parts // num_tables
+        width = np.zeros(num_parts, np.int64)
+        width[:num_tables] = dim
+        return {"order": np.argsort(-size, kind="stable"),
+                "first_owners": np.tile(cuts[:, 0], times), "part_width": width,
+                "first_width": np.tile(cuts[:, 1], times), "recipe": np.tile(chosen, times),
+                "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world))}
+
     def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0,
             start: Packed | None = None) -> Packed:
         """Search.
@@ -341,24 +362,10 @@ class Annealing:
             start: what to go on from, found by another run; by default many short searches begin
                 from the relaxed solution.
         """
-        relaxation, a = self.relaxation, self.arrays
         num_tables, world = len(self.recipes), self.loads.class_of.size
-        chosen = np.array([r.index(p) for r, p in zip(self.recipes, self.book.pick.tolist(),
-                                                      strict=True)], np.int64)
-        cuts = np.array([self._first_cut(k) for k in range(num_tables)], np.int64)
-        dim = np.array([t.spec.dim for t in relaxation.tables])
-        size = a["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * dim
-        num_parts = a["first"].size
-        times = num_parts // num_tables
-        width = np.zeros(num_parts, np.int64)
-        width[:num_tables] = dim
-        capacity = num_tables * _OWNERS * 64
-        arrays = {**a, "order": np.argsort(-size, kind="stable"),
-                  "first_owners": np.tile(cuts[:, 0], times), "part_width": width,
-                  "first_width": np.tile(cuts[:, 1], times), "recipe": np.tile(chosen, times),
-                  "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world)),
-                  **{n: np.zeros(capacity, np.int64) for n in _OWNERSHIP}}
-        arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
+        num_parts, capacity = self.arrays["first"].size, num_tables * _OWNERS * 64
+        arrays = (self.arrays | {n: self.arrays[n].copy() for n in _CHANGED}
+                  | {n: np.zeros(capacity, np.int64) for n in _OWNERSHIP})
         if start is not None:
             for name, known in start.arrays.items():
                 arrays[name][:known.size] = known
@@ -369,7 +376,7 @@ class Annealing:
             max_moves=max_moves, seconds=seconds, seed=seed, capacity=capacity,
             resumes=int(start is not None),
             count=0 if start is None else start.arrays["rank"].size,
-            goal=goal_us - self._fixed_us(1, int(a["may_split"].any())))
+            goal=goal_us - self._fixed_us(1, int(arrays["may_split"].any())))
         shards = _layout(arrays, packing.count)
         parts: list[list[Part]] = [[] for _ in range(num_tables)]
         for n in np.flatnonzero(arrays["part_width"]).tolist():
@@ -384,12 +391,12 @@ class Annealing:
         units[arrays["rank_of"]] = arrays["units"]
         pushed = sum(bool(part.shards) for every in parts for part in every)
         split = sum(sum(max(1, len(part.shards)) for part in every) - 1
-                    for t, every in zip(relaxation.tables, parts, strict=True)
+                    for t, every in zip(self.relaxation.tables, parts, strict=True)
                     if t.spec.optimizer in ROW_WISE)
         found = Packed(parts, tuple(units.tolist()),
                        packing.step + self._fixed_us(pushed, split), packing.moves,
                        {n: arrays[n][:packing.count].copy() for n in _OWNERSHIP}
-                       | {n: arrays[n] for n in ("recipe", "part_width", "units")})
+                       | {n: arrays[n] for n in _CHANGED})
         if start is not None and start.step_us < found.step_us:  # by what is fixed
             return replace(start, num_moves=packing.moves)
         return found

@@ -110,27 +110,39 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
     goal = lower_us * (1.0 + target_gap)
     every: list[Found] = []
     looks: list[tuple[Packed, _Anneals]] = []
-    for n, bound in enumerate(bounds):
-        if looks and (effort.over() or min(x.step_us for x, _ in looks) <= goal):
-            break
-        near = bound.lower_bound_us * (1.0 + 0.1 * target_gap)
-        book = _book(bound, near, rng)
-        options = bound.relaxation.options
-        if not any(options[o].kind == PUSH for r in book.chosen() for o in r.options):
-            book.refine(rng, near)
-            book.simplify(near)
-            every.append(_placed(book))
-            break  # pieces are what boxes differ in
-        book.simplify(near)
-        anneals = _Anneals(book, bound, effort, goal, seed + 97 * n)
-        known = min((x.step_us for x, _ in looks), default=np.inf)
-        looks += [(x, anneals) for x in anneals.looks(known, len(bounds) > 1)]
+    with ThreadPoolExecutor(1) as ahead:  # one is prepared while the one before is annealed
+        coming = ahead.submit(_prepared, bounds[0], effort, goal, target_gap, rng, seed)
+        for n in range(len(bounds)):
+            if looks and (effort.over() or min(x.step_us for x, _ in looks) <= goal):
+                break
+            book, anneals = coming.result()
+            if anneals is None:
+                every.append(_placed(book))
+                break  # pieces are what boxes differ in
+            if n + 1 < len(bounds):
+                coming = ahead.submit(_prepared, bounds[n + 1], effort, goal, target_gap, rng,
+                                      seed + 97 * (n + 1))
+            known = min((x.step_us for x, _ in looks), default=np.inf)
+            looks += [(x, anneals) for x in anneals.looks(known, len(bounds) > 1)]
     if looks:
         every += _gone_on(looks, effort, goal)
         if not min(every, key=lambda x: x.score).state.evaluation.fits:
             every.append(_placed(looks[0][1].book))
     best = min(every, key=lambda x: x.score)
     return best if best.is_annealed else improved(best, effort, goal, seed)
+
+
+def _prepared(bound: Bound, effort: Effort, goal: float, target_gap: float,
+              rng: np.random.Generator, seed: int) -> tuple[RecipeBook, _Anneals | None]:
+    """Recipes for a relaxed solution, and annealings of what they push, if anything."""
+    near = bound.lower_bound_us * (1.0 + 0.1 * target_gap)
+    book = _book(bound, near, rng)
+    options = bound.relaxation.options
+    pushes = any(options[o].kind == PUSH for r in book.chosen() for o in r.options)
+    if not pushes:
+        book.refine(rng, near)
+    book.simplify(near)
+    return book, _Anneals(book, bound, effort, goal, seed) if pushes else None
 
 
 def _placed(book: RecipeBook) -> Found:

@@ -46,6 +46,7 @@ _BEHIND = 1.01  # a branch in which a search stays so far behind is searched no 
 _RISEN = 1.05  # unless its bound has risen so far since, and with it where a search begins
 _SETTLED = 3e-3  # what steps of searches that find no more differ by
 _ENOUGH = 0.03  # gap above which a search has a third turn, and bounds are raised for longer
+_NOTHING_LEFT = 0.2  # of the target gap: a branch this close to its own bound is searched once
 _TURN = 6  # boxes of one branch before another may have its turn: one cut at every load tried
 SEARCHES = ("relaxation", "markov-chain")
 
@@ -386,7 +387,8 @@ def _search_branches(branches: list[_Branch], budget: Effort, target_gap: float,
                 continue
             step, bound, settled = seen.get(id(branch), (0.0, 0.0, False))
             behind = step > _BEHIND * known and branch.lower_bound_us < _RISEN * bound
-            if behind or settled:
+            at_best = 0 < step < branch.lower_bound_us * (1 + _NOTHING_LEFT * target_gap)
+            if behind or settled or at_best:
                 continue
             starts = branch.lowest(num_starts)
             looks = budget.num_looks // (2 if turn == 0 and len(turns) > 1 else 1)

@@ -104,6 +104,10 @@ def test_one_file_to_write_and_to_go_on_from_need_not_exist(suite, tmp_path, cap
     assert bench(*words) == 0
     assert json.loads(target.read_text())["cases"] == made
     assert "gap above 3 %: 0 of 1\n" in capsys.readouterr().out
+    others = ("--only", "small/8/training", *words[2:])
+    assert bench(*others) == 0
+    kept, new = json.loads(target.read_text())["cases"]
+    assert kept == made[0] and new["name"] == "small/8/training"
 
 
 def test_a_plan_behind_a_peer_is_not_verified(suite, monkeypatch, capsys) -> None:
