@@ -32,6 +32,7 @@ class _Job:
         lump: how uneven its load is, microseconds.
         cost: float64 [m], load by slot of its rank set.
         parts: float64 [D, m], the same by resource, as shares of the phase peaks.
+        held: float64 [m], bytes of accelerator memory by slot.
         place: table, piece and tier number.
         width: columns of the piece.
         tier: the tier with every rank it may use.
@@ -40,6 +41,7 @@ class _Job:
     lump: float
     cost: np.ndarray
     parts: np.ndarray
+    held: np.ndarray
     place: tuple[int, int, int]
     width: int
     tier: Tier
@@ -221,7 +223,7 @@ class Placer:
         parts = np.einsum("qm,qdm->dm", rows, self.prices.shares[:, :, ranks])
         partial = tier.mode == "push" and slots < self.world
         lump = float(cost.max() if slots == 1 or partial else cost.max() - cost.min())
-        return _Job(lump, cost, parts, place, width, tier)
+        return _Job(lump, cost, parts, rows[HELD], place, width, tier)
 
     def _settle(self, k: int, job: _Job) -> Tier:
         """Name the ranks of one tier and book its load and memory."""
@@ -251,9 +253,9 @@ class Placer:
         placed = replace(tier, ranks=tuple(ranks.tolist()))
         self.load[ranks] += job.cost[:len(ranks)]
         self.filled[:, ranks] += job.parts[:, :len(ranks)]
-        owner = owned_features(t, placed, self.world, True)
-        rows = tier_rows(self.model, t, placed, owner, job.width)
-        self.held += machine.per_domain(rows[HELD])
+        held = np.zeros(self.world)
+        held[ranks[:job.held.size]] = job.held
+        self.held += machine.per_domain(held)
         return placed
 
     def _uneven(self, k: int, start: int, stop: int, option: int) -> Tier | None:
