@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -21,7 +22,7 @@ MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY = range(7)
 GROUPS = ("local", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Machine:
     """Arrays over the ranks 0..W-1 of a topology.
 
@@ -52,11 +53,19 @@ class Machine:
 
     def domain_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own domain; float64 [..., W] -> [..., W]."""
-        return _group_sum(values, self.domain)
+        return _group_sum(values, self.domain, self._domain_starts)
 
     def host_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own host; float64 [..., W] -> [..., W]."""
-        return _group_sum(values, self.host)
+        return _group_sum(values, self.host, self._host_starts)
+
+    @cached_property
+    def _domain_starts(self) -> np.ndarray | None:
+        return _starts(self.domain)
+
+    @cached_property
+    def _host_starts(self) -> np.ndarray | None:
+        return _starts(self.host)
 
     def elsewhere_on_host(self, values: np.ndarray) -> np.ndarray:
         """Sum over the other domains of one's own host; float64 [..., W] -> [..., W]."""
@@ -77,11 +86,16 @@ class Machine:
         return np.bincount(self.host, values, minlength=self.host_capacity_bytes.size)
 
 
-def _group_sum(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    # Ranks are numbered through the domains in order and domains through the hosts, so that groups
-    # are contiguous; a host listed twice is the exception and takes the slower way.
+def _starts(group: np.ndarray) -> np.ndarray | None:
+    """Where groups begin; None where they are not contiguous. Ranks are numbered through domains in
+    order and domains through hosts, so that only a host that is listed twice is such."""
     starts = np.flatnonzero(np.diff(group, prepend=-1))
-    if starts.size == group[-1] + 1 and (np.diff(group) >= 0).all():
+    ascending = starts.size == group[-1] + 1 and (np.diff(group) >= 0).all()
+    return starts if ascending else None
+
+
+def _group_sum(values: np.ndarray, group: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
+    if starts is not None:
         return np.add.reduceat(values, starts, axis=-1)[..., group]
     member = (group[:, None] == np.arange(group.max() + 1)).astype(float)
     return (values @ member)[..., group]

@@ -236,11 +236,13 @@ class Pieces:
             float64 [N].
         """
         full = np.floor(share / owner * (1 - _ROUNDING))
-        return (full * self._one_sum(tables, np.minimum(share, owner))
-                + self._one_sum(tables, share - full * owner))
+        most, rest = self._one_sum(tables, np.stack([np.minimum(share, owner),
+                                                     share - full * owner]))
+        return np.asarray(full * most + rest)
 
     def _one_sum(self, tables: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """What one owner of a share sends, by the tabulated points, from below."""
+        """What one owner of a share (float64 [..., N]) sends, by the tabulated points, from below.
+        """
         at = np.interp(share, self.grid, np.arange(_GRID))
         low = np.minimum(at.astype(np.int64), _GRID - 2)
         left, right = self.sums[tables, low], self.sums[tables, low + 1]
