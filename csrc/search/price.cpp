@@ -3,6 +3,7 @@
 #include "search/sums.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -82,11 +83,7 @@ class Pricing {
  public:
   explicit Pricing(OperPricing& p) : p_(p) {}
 
-  void run(int64_t first, int64_t stop) {
-    for (int64_t k = first; k < stop; ++k) table(k);
-  }
-
- private:
+  // Price one table.
   void table(int64_t k) {
     const int64_t begin = p_.starts[k], n = p_.starts[k + 1] - begin, M = p_.num_options;
     k_ = k;
@@ -140,6 +137,7 @@ class Pricing {
     std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
   }
 
+ private:
   // Only what is cheaper than what is known is looked for: most prices of most tables find nothing.
   void know(double gain) {
     if (gain < best_) best_ = gain, p_.cheaper[k_] = 0;
@@ -466,17 +464,18 @@ class Pricing {
 
 extern "C" __attribute__((visibility("default"))) void oper_price(OperPricing* pricing) {
   OperPricing& p = *pricing;
-  int64_t middle = p.num_tables;
+  std::atomic<int64_t> next{0};
+  const auto work = [&] {
+    Pricing one(p);
+    for (int64_t k; (k = next.fetch_add(1, std::memory_order_relaxed)) < p.num_tables;) one.table(k);
+  };
   std::thread other;
   if (p.num_options > 1) {
-    const int64_t half = p.starts[p.num_tables] / 2;
-    middle = std::lower_bound(p.starts, p.starts + p.num_tables, half) - p.starts;
     try {
-      other = std::thread([&] { Pricing(p).run(middle, p.num_tables); });
+      other = std::thread(work);
     } catch (const std::system_error&) {  // no thread to be had
-      middle = p.num_tables;
     }
   }
-  Pricing(p).run(0, middle);
+  work();
   if (other.joinable()) other.join();
 }
