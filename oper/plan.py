@@ -37,6 +37,7 @@ PLACEMENTS = ("replicated", "striped", "owned")
 MODES = ("pull", "push")
 MEMORIES = ("device", "host")
 OBJECTIVES = ("training", "inference")
+EXPECTED_OBJECTIVE = " or ".join(map(repr, OBJECTIVES))  # in messages
 _PLAN_KEYS = {"kind", "version", "world_size", "objective", "batch_size", "topology", "step_us",
               "lower_bound_us", "notes", "tables", "orders"}
 _TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "sbp"}
@@ -164,7 +165,7 @@ class Plan:
                                  "correct it"))
         if self.objective not in OBJECTIVES:
             raise PlanError(fail("invalid plan", "objective", self.objective,
-                                 " or ".join(map(repr, OBJECTIVES)), "correct it"))
+                                 EXPECTED_OBJECTIVE, "correct it"))
         for name in ("batch_size", "step_us", "lower_bound_us"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.plan import OBJECTIVES, Plan, one_copy_per_domain
+from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan, one_copy_per_domain
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -156,7 +156,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                      else "name modules as named_modules() does"))
     if given["objective"] not in OBJECTIVES:
         raise InvalidInputError(fail("cannot shard", "objective", given["objective"],
-                                     " or ".join(map(repr, OBJECTIVES)), "correct it"))
+                                     EXPECTED_OBJECTIVE, "correct it"))
 
 
 def _tables_of(model: nn.Module, what: str) -> list[ShardedTables]:

@@ -152,9 +152,9 @@ class Annealing:
         self.relaxation = book.relaxation
         self.recipes = [self._ordered(k) for k in range(len(book.recipes))]
         self.first = np.concatenate([[0], np.cumsum([len(r) for r in self.recipes])])
-        self.arrays = self._arrays()
-        self.arrays |= self._begin()  # here, as another box may be set when it is searched from
-        self.arrays = {n: np.ascontiguousarray(x) for n, x in self.arrays.items()}
+        arrays = self._arrays()
+        arrays |= self._begin(arrays)  # here, as another box may be set when it is searched from
+        self.arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
 
     def _ordered(self, k: int) -> list[int]:
         """Recipes of table `k`, neighbours alike: by how much they push, then replicate."""
@@ -332,16 +332,15 @@ class Annealing:
                 if o.kind == PUSH and self.relaxation.allowed[k, n]]
         return np.isin(self.loads.class_of, good)
 
-    def _begin(self) -> dict[str, np.ndarray]:
-        """Where a search begins: recipes of pieces, how wide they are, and among how many owners.
-        """
+    def _begin(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Where a search begins, beside `arrays`: recipes of pieces, their widths, their owners."""
         num_tables, world = len(self.recipes), self.loads.class_of.size
         chosen = np.array([r.index(p) for r, p in zip(self.recipes, self.book.pick.tolist(),
                                                       strict=True)], np.int64)
         cuts = np.array([self._first_cut(k) for k in range(num_tables)], np.int64)
         dim = np.array([t.spec.dim for t in self.relaxation.tables])
-        size = self.arrays["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * dim
-        num_parts = self.arrays["first"].size
+        size = arrays["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * dim
+        num_parts = arrays["first"].size
         times = num_parts // num_tables
         width = np.zeros(num_parts, np.int64)
         width[:num_tables] = dim

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -111,7 +111,10 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
     every: list[Found] = []
     looks: list[tuple[Packed, _Anneals]] = []
     with ThreadPoolExecutor(1) as ahead:  # one is prepared while the one before is annealed
-        coming = ahead.submit(_prepared, bounds[0], effort, goal, target_gap, rng, seed)
+        def prepare(n: int) -> Future[tuple[RecipeBook, _Anneals | None]]:
+            return ahead.submit(_prepared, bounds[n], effort, goal, target_gap, rng, seed + 97 * n)
+
+        coming = prepare(0)
         for n in range(len(bounds)):
             if looks and (effort.over() or min(x.step_us for x, _ in looks) <= goal):
                 break
@@ -120,8 +123,7 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
                 every.append(_placed(book))
                 break  # pieces are what boxes differ in
             if n + 1 < len(bounds):
-                coming = ahead.submit(_prepared, bounds[n + 1], effort, goal, target_gap, rng,
-                                      seed + 97 * (n + 1))
+                coming = prepare(n + 1)
             known = min((x.step_us for x, _ in looks), default=np.inf)
             looks += [(x, anneals) for x in anneals.looks(known, len(bounds) > 1)]
     if looks:
@@ -135,8 +137,11 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
 def _prepared(bound: Bound, effort: Effort, goal: float, target_gap: float,
               rng: np.random.Generator, seed: int) -> tuple[RecipeBook, _Anneals | None]:
     """Recipes for a relaxed solution, and annealings of what they push, if anything."""
-    near = bound.lower_bound_us * (1.0 + 0.1 * target_gap)
-    book = _book(bound, near, rng)
+    near = bound.lower_bound_us * (1.0 + 0.1 * target_gap)  # us; good enough for class means
+    bound.relaxation.set_box(bound.box)
+    book = RecipeBook(bound)
+    if bound.relaxation.tables:
+        book.descend(rng, near)
     options = bound.relaxation.options
     pushes = any(options[o].kind == PUSH for r in book.chosen() for o in r.options)
     if not pushes:
@@ -167,15 +172,6 @@ def _state(book: RecipeBook, placements: list[Placement]) -> State:
         relaxation.tables, spread_copies(relaxation.model, relaxation.tables, placements),
         strict=True)]
     return State(relaxation.model, relaxation.tables, relaxation.base_tally, placements)
-
-
-def _book(bound: Bound, near: float, rng: np.random.Generator) -> RecipeBook:
-    """Recipes for all tables, chosen by class means; `near` (us) is good enough."""
-    bound.relaxation.set_box(bound.box)
-    book = RecipeBook(bound)
-    if bound.relaxation.tables:
-        book.descend(rng, near)
-    return book
 
 
 class _Anneals:

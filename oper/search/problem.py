@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import OBJECTIVES
+from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES
 from oper.search.constraints import Constraints, check_rows, parse_constraints
 from oper.search.machine import Machine, make_machine
 from oper.search.overlap import Overlap, parse_overlap
@@ -322,8 +322,8 @@ def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
                                      "make one with Topology.from_toml, or by name with "
                                      "oper.search.topology_preset"))
     if objective not in OBJECTIVES:
-        raise InvalidInputError(fail(what, "objective", objective,
-                                     " or ".join(map(repr, OBJECTIVES)), "correct it"))
+        raise InvalidInputError(fail(what, "objective", objective, EXPECTED_OBJECTIVE,
+                                     "correct it"))
     if not isinstance(batch_size, numbers.Integral) or not 1 <= int(batch_size) < 2**31:
         raise InvalidInputError(fail(what, "batch_size", batch_size, "an integer >= 1 and < 2^31",
                                      "pass the samples per rank and step"))
