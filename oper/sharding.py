@@ -86,6 +86,7 @@ def shard(
         >>> sharded(torch.tensor([[1, 2]])).shape
         torch.Size([1, 8])
     """
+    from oper.integration.ddp import ignore_tables, rebuild, wrappers_of
     from oper.integration.targets import describe, find_targets, name_tables, typed
     from oper.shmem.group import default_group
 
@@ -115,6 +116,8 @@ def shard(
         from oper.shmem.domains import find_domains
 
         made = one_copy_per_domain(made, find_domains(group))
+    ignore_tables()
+    wrappers = wrappers_of(target.module for target in targets)
     # All of them or none: a model that is half sharded could be neither used nor sharded again.
     built: list[nn.Module] = []
     try:
@@ -129,6 +132,8 @@ def shard(
             return new
         parent, _, child = target.path.rpartition(".")
         setattr(module.get_submodule(parent), child, new)
+    for wrapper in wrappers:
+        rebuild(wrapper)
     return module
 
 
@@ -245,10 +250,19 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
         return plan
     if plan is not None:
         return Plan.load(plan)
+    from oper.search.presets import THIS_HOST, topology_preset
+
     if topology is None:
         from oper.shmem.domains import find_domains
 
         topology = Topology.of_domains(find_domains(group))
+    elif not isinstance(topology, Topology) and os.fspath(topology) != THIS_HOST:
+        topology = topology_preset(os.fspath(topology))
+    if isinstance(topology, Topology) and topology.world_size != group.world_size:
+        raise InvalidInputError(
+            fail("cannot plan for another number of ranks", "ranks of the topology",
+                 topology.world_size, f"{group.world_size} as the process group has",
+                 "pass a topology of that size, or leave it out"))
     made: Plan | Exception | None = None
     if group.rank == 0:
         try:
@@ -265,13 +279,12 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
 def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
           batch_size: int | None, world_size: int) -> Plan:
     from oper.search import make_plan
-    from oper.search.presets import THIS_HOST, topology_preset
+    from oper.search.presets import topology_preset
 
     if stats is not None and not isinstance(stats, AccessStats):
         stats = AccessStats.load(stats)
-    if not isinstance(topology, Topology):
-        name = os.fspath(topology)
-        topology = topology_preset(name, world_size if name == THIS_HOST else None)
+    if not isinstance(topology, Topology):  # this host
+        topology = topology_preset(os.fspath(topology), world_size)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         plan = make_plan(tables, stats, topology, objective=objective,

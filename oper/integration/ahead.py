@@ -6,8 +6,10 @@ nothing has to be known about the rows that the batch in flight will change.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -28,6 +30,9 @@ class Ahead:
         self._tables = tables
         self._thread: ThreadPoolExecutor | None = None
         self._coming: OrderedDict[int, tuple[torch.Tensor, Future[Lookup]]] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
+        return Ahead(copy.deepcopy(self._tables, memo))
 
     def start(self, batch: Lookup) -> Future[Lookup]:
         """Resolve a batch on the thread; the result raises what `lookup` would have raised."""

@@ -37,6 +37,8 @@ class TableRows:
         dtype: dtype of its values.
         chunk_rows: rows of a chunk.
         source: what is to be written here, see `load_state_dict`.
+        version: tensor whose version counts changes of the rows, until autograd is told of them;
+            see `oper.integration.table_tensor`.
     """
 
     def __init__(self, tables: ShardedTables, name: str, part: str = "rows",
@@ -45,6 +47,7 @@ class TableRows:
         self.name = name
         self.part = part
         self.source: Any = None
+        self.version: Any = None
         self.shape = torch.Size(tables.shape(name, part))
         self.dtype = tables.dtype(name, part)
         row_bytes = self.dtype.itemsize * self.shape[1:].numel()

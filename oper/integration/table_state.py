@@ -168,7 +168,7 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
     entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
                for part, _ in STATE_PARTS[kind]}
     if "adam" in kind:
-        entries[f"{label}.step"] = torch.tensor(float(tables.num_steps))
+        entries[f"{label}.step"] = torch.tensor(float(tables.table_steps(name)))
     return entries
 
 
@@ -178,7 +178,7 @@ def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
     for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
         load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
     if f"{label}.step" in entries:
-        tables.num_steps = int(entries[f"{label}.step"])
+        tables.set_table_steps(name, int(entries[f"{label}.step"]))
 
 
 def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tensor, InitFn | None]]
@@ -198,14 +198,15 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
         if weight.is_meta:
             _initialise(tables, name, init_fn, seed)
             continue
-        if tables.group.world_size > 1 and not tables.group.is_local:
-            weight = _rank0_weight(tables, weight)
-        load_entry(tables, name, weight)
+        load_entry(tables, name, rank0_values(tables, weight))
     tables.publish()
 
 
-def _rank0_weight(tables: ShardedTables, weight: torch.Tensor) -> torch.Tensor:
-    data = weight.detach().contiguous()
+def rank0_values(tables: ShardedTables, values: torch.Tensor) -> torch.Tensor:
+    """`values`, or rank 0's where ranks disagree, as DDP takes them. Collective."""
+    if tables.group.world_size == 1 or tables.group.is_local:
+        return values
+    data = values.detach().contiguous().cpu()
     sums = tables.group.all_gather(zlib.crc32(data.view(torch.uint8).numpy().data.cast("B")))
     if len(set(sums)) > 1:
         import torch.distributed as dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ class Target:
     specs: list[TableSpec] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)  # own name -> name in the plan
     is_quantised: bool = False  # TorchRec's, for inference
+    kind: type | None = None  # the class that it is, or is derived from
 
     def keys(self) -> dict[str, str]:
         """``state_dict`` key of every table, by name in the plan."""
@@ -55,9 +57,11 @@ def all_targets(module: nn.Module) -> list[Target]:
     for path, child in module.named_modules():
         if any(t.path == "" or path.startswith(f"{t.path}.") for t in targets):
             continue  # a collection's own nn.EmbeddingBag
-        if type(child) in (*collections, nn.EmbeddingBag, nn.Embedding):
-            targets.append(Target(path, child, type(child) in collections,
-                                  is_quantised=type(child) in quantised))
+        for kind in (*collections, nn.EmbeddingBag, nn.Embedding):
+            if isinstance(child, kind):
+                targets.append(Target(path, child, kind in collections, kind=kind,
+                                      is_quantised=kind in quantised))
+                break
     return targets
 
 
@@ -68,6 +72,15 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
         InvalidInputError: nothing to shard, unknown paths, or parameters shared between modules.
     """
     targets = [t for t in all_targets(module) if wanted is None or t.path in wanted]
+    behind = {t.path: why for t in targets if (why := _own_behaviour(t))}
+    if wanted is not None and behind:
+        raise InvalidInputError(
+            fail("cannot shard a module that does more than look up", "modules", behind,
+                 "modules that behave as the class that they are derived from",
+                 "hold that class as a member of the module, and leave these out of modules="))
+    targets = [t for t in targets if t.path not in behind]
+    if wanted is None:
+        _warn_of_unsharded(module, behind)
     done = [path for path, child in module.named_modules() if hasattr(child, "tables")
             and type(child).__module__.startswith("oper.integration")]
     if done and not targets:
@@ -82,6 +95,48 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
                  "nn.Embedding modules", "name embedding modules of this model"))
     _refuse_shared_parameters(module, targets)
     return targets
+
+
+def _own_behaviour(target: Target) -> str:
+    """Why a module cannot be replaced by a sharded one of the class that it is derived from."""
+    kind, module = target.kind, target.module
+    assert kind is not None
+    for method in ("forward", "__call__"):
+        if getattr(type(module), method) is not getattr(kind, method):
+            return f"{type(module).__name__} overrides {method}"
+    if not target.is_collection and [n for n, _ in module.named_parameters()] != ["weight"]:
+        return f"{type(module).__name__} has parameters beside weight, or computes it"
+    return ""
+
+
+def _warn_of_unsharded(module: nn.Module, behind: Mapping[str, str]) -> None:
+    """Say which modules with tables stay as they are."""
+    others = dict(behind)
+    fused = sys.modules.get("torchrec.modules.fused_embedding_modules")
+    if fused is not None:
+        others |= {path: f"a {type(child).__name__}" for path, child in module.named_modules()
+                   if isinstance(child, fused.FusedEmbeddingBagCollection
+                                 | fused.FusedEmbeddingCollection)}
+    if others:
+        warnings.warn(f"modules with tables that stay unsharded: {others}; name the modules to "
+                      "shard in modules= to leave them out without this warning", stacklevel=4)
+
+
+#: Hooks of a module, and the flags that belong to them.
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+          "_backward_pre_hooks", "_is_full_backward_hook", "_non_full_backward_hooks",
+          "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+          "_load_state_dict_post_hooks")
+
+
+def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Let a sharded module call the hooks of the one that it stands for, and be in its mode."""
+    for name in _HOOKS:
+        if name in old.__dict__:
+            new.__dict__[name] = old.__dict__[name]
+    for child in new.modules():
+        child.training = old.training
 
 
 def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
@@ -115,11 +170,11 @@ def describe(target: Target, objective: str, default: Optimizer | None) -> None:
         own = {p.split(".")[1] if target.is_collection else target.path or "weight": parameter
                for p, parameter in target.module.named_parameters()}
         for table, parameter in own.items():
-            if not parameter.requires_grad:
+            if parameter._backward_hooks:
                 raise InvalidInputError(
-                    fail(f"cannot shard table {table!r} for training", "requires_grad", False,
-                         "a table that is to be trained",
-                         "set it, leave the module out of modules=, or use objective='inference'"))
+                    fail(f"cannot shard table {table!r} for training", "hooks on its gradient",
+                         len(parameter._backward_hooks), "none, since it has no such gradient",
+                         "remove them, or clip with the optimizer's max_gradient or max_row_norm"))
             tagged = None
             if hasattr(parameter, "_optimizer_classes"):
                 from oper.integration.torchrec_modules import tagged_optimizer
@@ -208,12 +263,16 @@ def replacement(target: Target, tables: Any) -> nn.Module:
         tables: `ShardedTables`, or others with their lookup.
     """
     pooled = target.specs[0].pooling != "none"
+    new: nn.Module
     if target.is_collection:
         from oper.integration import torchrec_modules as edge
 
-        return (edge.ShardedEmbeddingBags if pooled else edge.ShardedEmbeddings)(
+        new = (edge.ShardedEmbeddingBags if pooled else edge.ShardedEmbeddings)(
             target.module, tables, target.names)
-    from oper.integration import torch_modules as plain
+    else:
+        from oper.integration import torch_modules as plain
 
-    return (plain.ShardedEmbeddingBag if pooled else plain.ShardedEmbedding)(
-        target.module, tables, target.specs[0].name)
+        new = (plain.ShardedEmbeddingBag if pooled else plain.ShardedEmbedding)(
+            target.module, tables, target.specs[0].name)
+    _keep_hooks(target.module, new)
+    return new

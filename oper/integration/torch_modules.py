@@ -9,12 +9,8 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
-from oper.integration.table_state import (
-    load_optimizer_entries,
-    load_tables,
-    optimizer_entries,
-    table_entry,
-)
+from oper.integration.table_module import TableModule, refuse_trace
+from oper.integration.table_state import load_optimizer_entries, optimizer_entries
 from oper.shmem.batch import Lookup
 from oper.shmem.runtime import ShardedTables
 from oper.tables import DTYPE_BYTES, TableSpec
@@ -43,25 +39,18 @@ def module_spec(name: str, module: nn.EmbeddingBag | nn.Embedding, optimizer: st
                      dtype, optimizer)
 
 
-class _ShardedModule(nn.Module):
+class _ShardedModule(TableModule):
     """One table with the ``state_dict`` of an unsharded module."""
 
     def __init__(self, module: nn.EmbeddingBag | nn.Embedding, tables: ShardedTables, name: str
                  ) -> None:
-        super().__init__()
+        super().__init__(tables, name, module.weight.requires_grad)
         self.num_embeddings = module.num_embeddings
         self.embedding_dim = module.embedding_dim
         self.padding_idx = module.padding_idx
         self.dtype = module.weight.dtype
         self.tables = tables
-        self._name = name
         self._key_of = torch.zeros(1, dtype=torch.int64)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """Shape and dtype of the table on the meta device; `state_dict` has the values."""
-        return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self.dtype,
-                           device="meta")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -78,16 +67,16 @@ class _ShardedModule(nn.Module):
         load_optimizer_entries(self.tables, self._name, "weight", state_dict["state"]["weight"])
         self.tables.publish()
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
-                            ) -> None:
-        destination[f"{prefix}weight"] = table_entry(self.tables, self._name)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
-                              local_metadata: Mapping[str, Any], strict: bool,
-                              missing_keys: list[str], unexpected_keys: list[str],
-                              error_msgs: list[str]) -> None:
-        load_tables(self.tables, state_dict, prefix, {"weight": self._name}, missing_keys,
-                    unexpected_keys, error_msgs)
+def _check_ids(input: Any, dims: tuple[int, ...] | None) -> None:
+    """Raise InvalidInputError unless `input` is a tensor of ids with as many dimensions."""
+    if not isinstance(input, torch.Tensor):
+        raise InvalidInputError(fail("cannot look up", "ids", input, "an int64 or int32 tensor",
+                                     "pass a tensor"))
+    if dims is not None and input.dim() not in dims:
+        raise InvalidInputError(
+            fail("cannot look up", "shape of ids", tuple(input.shape),
+                 "[B, L], or [N] with offsets", "flatten the dimensions that are too many"))
 
 
 class ShardedEmbeddingBag(_ShardedModule):
@@ -104,6 +93,10 @@ class ShardedEmbeddingBag(_ShardedModule):
         self.mode = bag.mode
         self.include_last_offset = bag.include_last_offset
 
+    def extra_repr(self) -> str:
+        """Rows, columns, dtype and mode."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
     def forward(self, input: torch.Tensor, offsets: torch.Tensor | None = None,
                 per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Pooled rows [B, dim], summed in float32 and then of the table's dtype.
@@ -113,6 +106,8 @@ class ShardedEmbeddingBag(_ShardedModule):
             offsets: int64 [B] (or [B + 1] with ``include_last_offset``).
             per_sample_weights: float32 or the table's dtype, shape of `input`; mode ``"sum"`` only.
         """
+        refuse_trace(self)
+        _check_ids(input, (1, 2))
         if per_sample_weights is not None and self.mode != "sum":
             raise InvalidInputError(fail("cannot look up", "mode", self.mode,
                                          "sum with per_sample_weights", "leave the weights out"))
@@ -176,6 +171,8 @@ class ShardedEmbedding(_ShardedModule):
 
         ``padding_idx`` gets no gradient and is not touched by the update.
         """
+        refuse_trace(self)
+        _check_ids(input, None)
         ids = input.reshape(-1).contiguous()
         rows = self._rows(ids) if self.padding_idx is None else self._padded_rows(ids)
         return rows.view(*input.shape, self.embedding_dim).to(self.dtype)

@@ -3,18 +3,18 @@
 `ShardedEmbeddingBags` and `ShardedEmbeddings` are TorchRec ``ShardedModule``s that can be put
 straight into a model: they work unwrapped, under DistributedDataParallel, under
 DistributedModelParallel (which keeps modules that are sharded already) and in
-TrainPipelineSparseDist. Their tables are no parameters: they appear in ``state_dict`` under the
-names and with the shapes of the unsharded module, and nowhere else.
+TrainPipelineSparseDist. Their tables appear in ``named_parameters()`` and ``state_dict()`` under
+the names and with the shapes of the unsharded module.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torchrec.distributed import comm_ops
@@ -43,12 +43,14 @@ from torchrec.streamable import Multistreamable
 from oper.errors import InvalidInputError, fail
 from oper.integration.ahead import Ahead
 from oper.integration.on_demand import rows_on_demand
-from oper.integration.table_state import (
-    load_optimizer_entries,
-    load_tables,
-    optimizer_entries,
-    table_entry,
+from oper.integration.table_module import (
+    TableModule,
+    TableModules,
+    leave_alone,
+    refuse_script,
+    refuse_trace,
 )
+from oper.integration.table_state import load_optimizer_entries, load_tables, optimizer_entries
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
 from oper.shmem.optimizers import (
@@ -91,6 +93,7 @@ def table_specs(collection: Collection,
         optimizer: `TableSpec.optimizer`, for all tables or by table name.
     """
     specs = []
+    _check_dtypes(collection)
     known = _DTYPES
     if isinstance(collection, _QUANTISED):
         known = {**_DTYPES, DataType.INT8: "int8", DataType.INT4: "int4"}
@@ -100,6 +103,11 @@ def table_specs(collection: Collection,
             raise InvalidInputError(
                 fail(f"cannot shard table {config.name!r}", "data_type", config.data_type,
                      f"one of {[d.name for d in known]}", "convert the table"))
+        if getattr(config, "use_virtual_table", False):
+            raise InvalidInputError(
+                fail(f"cannot shard table {config.name!r}", "use_virtual_table", True,
+                     "a table of num_embeddings rows", "use a plain table, or leave the module out "
+                     "of modules="))
         kept = getattr(config, "num_embeddings_post_pruning", None)
         if kept not in (None, config.num_embeddings):
             raise InvalidInputError(
@@ -112,6 +120,21 @@ def table_specs(collection: Collection,
         specs.append(TableSpec(config.name, config.num_embeddings, config.embedding_dim,
                                tuple(config.feature_names), pooling, dtype, name))
     return specs
+
+
+def _check_dtypes(collection: Collection) -> None:
+    """Raise InvalidInputError for tables that were converted after their construction."""
+    if isinstance(collection, _QUANTISED):
+        return
+    for config, (_, weight) in zip(configs_of(collection), collection.named_parameters(),
+                                   strict=True):
+        told = _DTYPES.get(config.data_type)
+        held = str(weight.dtype).removeprefix("torch.")
+        if told is not None and held != told:
+            raise InvalidInputError(
+                fail(f"cannot shard table {config.name!r}", "dtype of its weight", held,
+                     f"{told} as its data_type says",
+                     "choose data_type in its configuration instead of converting the module"))
 
 
 def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
@@ -191,11 +214,11 @@ class _States(Mapping[torch.Tensor, _Entries]):
         self._of = tables
         self._show = show
 
-    def __getitem__(self, stand_in: torch.Tensor) -> _Entries:
-        return self._show(self._of[stand_in])
+    def __getitem__(self, weight: torch.Tensor) -> _Entries:
+        return self._show(self._of[weight])
 
-    def __contains__(self, stand_in: object) -> bool:
-        return stand_in in self._of
+    def __contains__(self, weight: object) -> bool:
+        return weight in self._of
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._of)
@@ -212,18 +235,25 @@ class _FusedOptimizer(FusedOptimizer):
     """
 
     def __init__(self, tables: ShardedTables, names: Mapping[str, str],
-                 parameters: Mapping[str, str]) -> None:
+                 parameters: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> None:
         self._tables = tables
         self._names = dict(names)
-        # Keys need tensors to stand for the tables, which are no parameters.
-        self._stand_ins = {table: torch.empty(0) for table in parameters}
+        self._parameters_of = dict(parameters)
+        self._weights = dict(weights)
         own = {full: table for table, full in names.items()}
         for group in tables.param_groups:
-            group["params"] = [self._stand_ins[own[t]] for t in group["tables"]]
+            group["params"] = [weights[own[t]] for t in group["tables"]]
         self._shown: weakref.WeakValueDictionary[str, _Entries] = weakref.WeakValueDictionary()
         self._loading: dict[str, _Entries] | None = None
-        super().__init__({parameters[t]: x for t, x in self._stand_ins.items()}, {},
+        super().__init__({parameters[t]: x for t, x in self._weights.items()}, {},
                          tables.param_groups)
+        # The groups are the tables' own, and weights refer to their tables: a cycle that would keep
+        # shared memory until the next garbage collection.
+        weakref.finalize(self, _forget_weights, tables.param_groups).atexit = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FusedOptimizer:
+        return _FusedOptimizer(copy.deepcopy(self._tables, memo), self._names, self._parameters_of,
+                               {t: copy.deepcopy(x, memo) for t, x in self._weights.items()})
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
@@ -231,7 +261,7 @@ class _FusedOptimizer(FusedOptimizer):
 
         `post_load_state_dict` writes the copies back that are still in use.
         """
-        return _States({x: table for table, x in self._stand_ins.items()}, self._show)
+        return _States({x: table for table, x in self._weights.items()}, self._show)
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
@@ -260,7 +290,7 @@ class _FusedOptimizer(FusedOptimizer):
 
     def post_load_state_dict(self) -> None:
         self._tables.barrier()  # peers may still be reading
-        for table in self._stand_ins:
+        for table in self._weights:
             entries = self._shown.pop(table, None)
             if entries is not None:
                 load_optimizer_entries(self._tables, self._names[table], table, entries)
@@ -272,6 +302,11 @@ class _FusedOptimizer(FusedOptimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Forget what backward passes under `oper.no_sync` have left; nothing else is stored."""
         self._tables.drop_gradients()
+
+
+def _forget_weights(groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        group["params"] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +340,15 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._is_weighted = False
         self._parameters_of = {
             c.name: f"{self.kind.prefix}.{c.name}.weight" for c in self._configs}
-        self._optimizer = _FusedOptimizer(tables, names, self._parameters_of)
+        trains = {p.split(".")[1]: x.requires_grad for p, x in collection.named_parameters()}
+        self._table_modules = {c.name: TableModule(tables, names[c.name], trains.get(c.name, False))
+                               for c in self._configs}
+        setattr(self, self.kind.prefix, TableModules(self._table_modules))
+        self._optimizer = _FusedOptimizer(
+            tables, names, self._parameters_of,
+            {name: m.weight for name, m in self._table_modules.items()})
         self._ahead = Ahead(tables)
+        leave_alone(self)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Start the id-only work of a coming batch on a thread of its own.
@@ -328,6 +370,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         return self._output_dtype
 
     def _lookup(self, features: KeyedJaggedTensor) -> Lookup:
+        refuse_trace(self)
         last_keys, key_of = self._last_keys
         if last_keys != features.keys():
             key_of = self._match(tuple(features.keys()))
@@ -356,17 +399,6 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
                      f"keys {self._features[:8]}...", "add them to the KeyedJaggedTensor"))
         with torch.inference_mode(False):  # kept for batches outside of it
             return torch.tensor([at[f] for f in self._features], dtype=torch.int64)
-
-    def _stand_ins(self) -> SimpleNamespace:
-        """``<table>.weight`` of every table: shape and dtype on the meta device, no values.
-
-        Tools that follow a state_dict's names through the modules, such as those of
-        ``torch.distributed.checkpoint.state_dict``, find them here.
-        """
-        return SimpleNamespace(**{
-            c.name: SimpleNamespace(weight=torch.empty(
-                c.num_embeddings, c.embedding_dim, device="meta",
-                dtype=self.tables.dtype(self._names[c.name]))) for c in self._configs})
 
     # ---- TorchRec's pipelines --------------------------------------------------------------------
 
@@ -404,20 +436,25 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         for name in self._parameters_of.values():
             yield f"{prefix}.{name}" if prefix and not prefix.endswith(".") else f"{prefix}{name}"
 
-    # ---- state -----------------------------------------------------------------------------------
+    def update_shards(self, *_: Any) -> NoReturn:
+        """What ``DistributedModelParallel.reshard`` asks for."""
+        raise InvalidInputError(
+            fail("cannot reshard tables that a plan has placed", "tables", list(self._names)[:8],
+                 "another plan for the model", "call oper.migrate(model, plan)"))
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
-                            ) -> None:
-        for table, name in self._parameters_of.items():
-            destination[f"{prefix}{name}"] = table_entry(self.tables, self._names[table])
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
                               local_metadata: Mapping[str, Any], strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str],
                               error_msgs: list[str]) -> None:
+        # All tables at once; torch then calls this of each table's module.
         load_tables(self.tables, state_dict, prefix,
                     {name: self._names[table] for table, name in self._parameters_of.items()},
                     missing_keys, unexpected_keys, error_msgs)
+        for module in self._table_modules.values():
+            module.loaded_by_parent = True
 
 
 class ShardedEmbeddingBags(_ShardedCollection):
@@ -458,11 +495,6 @@ class ShardedEmbeddingBags(_ShardedCollection):
         if self._converts:
             values = values.to(self._output_dtype)
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
-
-    @property
-    def embedding_bags(self) -> SimpleNamespace:
-        """Stand-ins for the tables, which are no modules: ``.<table>.weight`` on meta."""
-        return self._stand_ins()
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Configurations, as the unsharded collection."""
@@ -516,11 +548,6 @@ class ShardedEmbeddings(_ShardedCollection):
             name: JaggedTensor(values=part, lengths=jt.lengths(),
                                weights=jt.values() if self._need_indices else None)
             for name, part, jt in zip(self._output_names, parts, of_feature, strict=True)}
-
-    @property
-    def embeddings(self) -> SimpleNamespace:
-        """Stand-ins for the tables, which are no modules: ``.<table>.weight`` on meta."""
-        return self._stand_ins()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Configurations, as the unsharded collection."""

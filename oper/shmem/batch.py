@@ -40,6 +40,20 @@ class Lookup:
     pooled: bool = True
     resolved: ResolvedIds | None = None
 
+    def versions(self) -> tuple[int, int]:
+        """How often ids and weights have been changed in place.
+
+        Tensors made in inference mode do not count such changes: -1.
+        """
+        ids, weights = self.ids, self.weights
+        return (-1 if ids.is_inference() else ids._version,
+                -1 if weights is None or weights.is_inference() else weights._version)
+
+    def kept(self) -> Lookup:
+        """The same batch in memory of its own, which the caller's next batch does not overwrite."""
+        return Lookup(self.ids.clone(), self.lengths.clone(), self.key_of, self.batch_size,
+                      None if self.weights is None else self.weights.detach().clone(), self.pooled)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedIds:
@@ -48,6 +62,7 @@ class ResolvedIds:
     Attributes:
         handle: the placement that it is for.
         batch: the batch that it is for.
+        version: of the ids (`Lookup.versions`) before they were read.
         offsets: int64 [num_keys * B + 1], bounds of the bags.
         addresses: int64 [n + 64], where the rows of all features lie, feature after feature.
         order: uint8, the ids of every table sorted by owner and slot; empty for read-only tables.
@@ -55,6 +70,7 @@ class ResolvedIds:
 
     handle: int
     batch: Lookup
+    version: int
     offsets: torch.Tensor
     addresses: torch.Tensor
     order: torch.Tensor
@@ -63,6 +79,7 @@ class ResolvedIds:
         """Whether it still holds, for the same ids of a batch (weights may have changed)."""
         of = self.batch
         return (self.handle == handle and of.ids is batch.ids and of.lengths is batch.lengths
+                and self.version == batch.versions()[0]
                 and of.key_of is batch.key_of and of.batch_size == batch.batch_size
                 and of.pooled == batch.pooled
                 and (of.weights is None) == (batch.weights is None))

@@ -25,11 +25,13 @@ class Backward:
         grad: float32, gradient of the lookup's output.
         batch: its batch.
         offsets: int64 [num_keys * B + 1], bounds of its bags.
+        frozen: tables that are not to be updated.
     """
 
     grad: torch.Tensor
     batch: Lookup
     offsets: torch.Tensor
+    frozen: frozenset[str] = frozenset()
 
 
 def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
@@ -45,7 +47,16 @@ def as_one(parts: Sequence[Backward]) -> Backward:
 
     The result has one key per feature, so that the parts' keys may be in any order. Its update is
     bitwise that of the joint batch.
+
+    Raises:
+        InvalidInputError: the passes have other tables frozen.
     """
+    frozen = {p.frozen for p in parts}
+    if len(frozen) > 1:
+        raise InvalidInputError(
+            fail("cannot add up gradients", "frozen tables", [sorted(f) for f in frozen],
+                 "the same in all backward passes of one update",
+                 "freeze and unfreeze between updates, or call zero_grad() first"))
     weighted = any(p.batch.weights is not None for p in parts)
     ids, lengths, weights, rows = [], [], [], []
     bounds = [key_bounds(p.batch, p.offsets) for p in parts]
@@ -67,7 +78,7 @@ def as_one(parts: Sequence[Backward]) -> Backward:
                    sum(p.batch.batch_size for p in parts),
                    torch.cat(weights) if weighted else None, parts[0].batch.pooled)
     grad = torch.cat([p.grad for p in parts] if joint.pooled else rows)
-    return Backward(grad, joint, _offsets(joint.lengths))
+    return Backward(grad, joint, _offsets(joint.lengths), parts[0].frozen)
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

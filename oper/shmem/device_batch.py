@@ -82,6 +82,7 @@ class Prepared:
         workspace: uint8, device memory of the batch plan.
         is_planned: whether ids are resolved and sorted for the backward pass.
         ready: event after which the above may be used on other streams, or None: this stream.
+        versions: of ids and weights when this was made (`Lookup.versions`).
     """
 
     handle: int
@@ -94,11 +95,15 @@ class Prepared:
     workspace: torch.Tensor
     is_planned: bool = False
     ready: Any = None
+    versions: tuple[int, int] = (-1, -1)
+
+    def __post_init__(self) -> None:
+        self.versions = self.batch.versions()
 
     def fits(self, handle: int, batch: Lookup) -> bool:
-        """Whether this is the work on `batch` for the tables of `handle`."""
-        return handle == self.handle and batch.ids is self.batch.ids and (
-            batch.weights is self.batch.weights)
+        """Whether this is the work on `batch`, as it is now, for the tables of `handle`."""
+        return (handle == self.handle and batch.ids is self.batch.ids
+                and batch.weights is self.batch.weights and self.versions == batch.versions())
 
     def use_here(self, device: torch.device) -> None:
         """Order the current stream's later kernels behind what made this on another stream."""

@@ -367,7 +367,7 @@ class DeviceTables(ShardedTables):
         grad = rows_in_order(passed.grad, batch.pooled)
         if grad.shape[0] == 0:
             grad = grad.new_zeros(1, max(1, grad.shape[1]))
-        self._stage_optimizers()
+        self._stage_optimizers(passed.frozen)
         scale = self.gradient_scale
         if self._counters is not None and self.updates_at_once:
             self._counters.gradients(prepared)
@@ -414,9 +414,9 @@ class DeviceTables(ShardedTables):
         kept.use_here(self.device)
         return kept
 
-    def _stage_optimizers(self) -> None:
+    def _stage_optimizers(self, frozen: frozenset[str]) -> None:
         """Copy the optimizers' arguments to the device when they have changed."""
-        arguments = self._optimizer_arguments(self.num_steps + 1)
+        arguments = self._optimizer_arguments(frozen)
         # Only rows of 16 bits are rounded by the number of the step.
         arguments[self._are_fp32, -1] = 0.0
         arguments = arguments[self.order].contiguous()

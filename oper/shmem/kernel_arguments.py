@@ -29,23 +29,26 @@ class KernelArguments:
         self._by_step = any(isinstance(o, Adam) for o in optimizers.values())
         self._known: tuple[Any, torch.Tensor] | None = None
 
-    def at(self, step: int, groups: Sequence[Mapping[str, Any]], tables: Sequence[str]
-           ) -> torch.Tensor:
+    def at(self, step: int, skipped: Mapping[str, int], frozen: frozenset[str],
+           groups: Sequence[Mapping[str, Any]], tables: Sequence[str]) -> torch.Tensor:
         """float64 [T, 13] (``OptimizerColumn`` in csrc/include/oper/description.h); valid until the
         next call. Made anew only where more than the number of the step has changed.
 
         Args:
             step: number of the step, from 1.
+            skipped: by table, steps that its optimizer has not seen.
+            frozen: tables that get no update.
             groups: ``{"lr": ..., "tables": [names]}``.
             tables: table of each row, names may repeat.
         """
         rates = [float(g["lr"]) for g in groups]
-        key = (rates, tables, step if self._by_step else 0)
+        key = (rates, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
         if self._known is None or self._known[0] != key:
             rate = {name: r for r, g in zip(rates, groups, strict=True) for name in g["tables"]}
-            own = {name: [*o.arguments(rate[name], step), o.max_row_norm or 0.0,
+            own = {name: [*o.arguments(rate[name], step - skipped[name]), o.max_row_norm or 0.0,
                           *self._rounding_keys[name], step]
                    for name, o in self._optimizers.items()}
+            own |= {name: [0.0] * len(own[name]) for name in frozen}  # Optimizer::kNone
             self._known = key, torch.tensor([own[name] for name in tables], dtype=torch.float64)
         found = self._known[1]
         if self._is_rounded:

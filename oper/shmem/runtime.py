@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -38,7 +39,7 @@ from oper.shmem.heap import HostHeap
 from oper.shmem.kernel_arguments import KernelArguments
 from oper.shmem.library import load
 from oper.shmem.migration import Migration, check_room
-from oper.shmem.optimizers import Optimizer, check_supported
+from oper.shmem.optimizers import STATE_PARTS, Optimizer, check_supported
 from oper.shmem.pull import PullCosts, choose_pull
 from oper.shmem.rounding import rounding_key
 from oper.shmem.settings import deadline_s, outbox_bytes
@@ -86,7 +87,13 @@ class ShardedTables(LogicalRows):
         if optimizers is not None and not isinstance(optimizers, Mapping):
             optimizers = {t.name: optimizers for t in tables}
         self.optimizers = dict(optimizers) if optimizers is not None else None
-        self.num_steps = 0
+        self.num_steps = 0  # backward passes that updated
+        # By table, how many of them it sat out (`table_steps`).
+        self._skipped = dict.fromkeys((t.name for t in tables), 0)
+        #: Tables that are not trained for now: lookups give them no gradient, updates leave them
+        #: alone. The same on all ranks.
+        self.frozen: frozenset[str] = frozenset()
+        self.on_update: list[Callable[[], None]] = []  # called after rows have changed
         # One group per distinct optimizer; shared with whoever schedules learning rates.
         self.param_groups: list[dict[str, Any]] = [
             {"lr": o.lr, "tables": [n for n, x in (optimizers or {}).items() if x == o]}
@@ -216,8 +223,10 @@ class ShardedTables(LogicalRows):
             self._checks.check(batch)
             batch = self.bounds.repair(batch)
         if self.optimizers is not None and torch.is_grad_enabled():
-            self._check_process()
-            return trained_lookup(self, batch)
+            trains = len(self.frozen) < len(self.specs)
+            if trains or (batch.weights is not None and batch.weights.requires_grad):
+                self._check_process()
+                return trained_lookup(self, batch, trains)
         return self.forward(batch)[0]
 
     def forward(self, batch: Lookup, collective: bool = False
@@ -264,6 +273,7 @@ class ShardedTables(LogicalRows):
         batch = self.bounds.repair(batch)
         if self._exchange is not None:  # rows of other domains have places in their batch only
             return batch
+        version, _ = batch.versions()  # before the ids are read: they may change meanwhile
         with self._resolving:
             handle = self._handle
             offsets, addresses, order, code, detail = torch.ops.oper.lookup_resolve(
@@ -271,34 +281,45 @@ class ShardedTables(LogicalRows):
                 batch.pooled, self.optimizers is not None)
         if code:
             self._raise(code, detail, batch, offsets)
-        return replace(batch, resolved=ResolvedIds(handle, batch, offsets, addresses, order))
+        return replace(batch, resolved=ResolvedIds(handle, batch, version, offsets, addresses,
+                                                   order))
 
     def _known(self, batch: Lookup) -> ResolvedIds | None:
         known = batch.resolved
         return known if known is not None and known.fits(self._handle, batch) else None
 
-    def apply_gradients(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor) -> None:
+    def apply_gradients(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
+                        frozen: frozenset[str] = frozenset()) -> None:
         """Reduce the gradients of `forward`'s output, exchange them and update. Collective.
 
         Args:
             grad: float32, shape of that output.
             batch: the batch of the forward pass.
             offsets: what `forward` returned.
+            frozen: tables that were frozen in the forward pass; they and those that are frozen now
+                are left alone.
 
         Raises:
+            InvalidInputError: other tables were frozen in the passes that `no_sync` has kept.
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
         self._check_process()
-        passed = Backward(self._clamp.apply(grad, batch, offsets), batch, offsets)
-        if self._holds_gradients:
-            self._pending.append(passed)
+        passed = Backward(self._clamp.apply(grad, batch, offsets), batch, offsets,
+                          frozen | self.frozen)
+        if self._holds_gradients:  # longer than the caller's buffers stay as they are
+            self._pending.append(Backward(passed.grad.clone(), batch.kept(), offsets.clone(),
+                                          passed.frozen))
             return
         if self._pending:
             passed = as_one([*self._pending, passed])
             self._pending = []
         self._update(passed)
         self.num_steps += 1
+        for name in passed.frozen:
+            self._skipped[name] += 1
+        for notify in self.on_update:
+            notify()
         if self._migration is not None:
             self._migration.note(passed.batch, passed.offsets)
             if self._migration.advance():
@@ -311,7 +332,7 @@ class ShardedTables(LogicalRows):
         known = self._known(batch)
         code, detail = self._backward_op(
             self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled, self._optimizer_arguments(self.num_steps + 1), self.gradient_scale,
+            batch.pooled, self._optimizer_arguments(passed.frozen), self.gradient_scale,
             known and known.addresses, known and known.order)
         if code:
             self._raise(code, detail, batch, offsets)
@@ -346,9 +367,22 @@ class ShardedTables(LogicalRows):
             self._raise(code, detail, batch, offsets)
         return gradient
 
-    def _optimizer_arguments(self, step: int) -> torch.Tensor:
-        """float64 [T, 13], what every table's optimizer needs at this step, until the next call."""
-        return self._arguments.at(step, self.param_groups, self._table_of)
+    def table_steps(self, table: str) -> int:
+        """Updates that a table has taken part in: the t of bias corrections."""
+        return self.num_steps - self._skipped[table]
+
+    def set_table_steps(self, table: str, steps: int) -> None:
+        """Let a table go on as after `steps` updates, as a loaded state demands."""
+        for name in self._skipped:  # the others keep their number
+            self._skipped[name] += steps - self.num_steps
+        self.num_steps = steps
+        self._skipped[table] = 0
+
+    def _optimizer_arguments(self, frozen: frozenset[str]) -> torch.Tensor:
+        """float64 [T, 13], what every table's optimizer needs in the coming update, until the next
+        call."""
+        return self._arguments.at(self.num_steps + 1, self._skipped, frozen, self.param_groups,
+                                  self._table_of)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         if self._exchange is not None:
@@ -533,9 +567,31 @@ class ShardedTables(LogicalRows):
         raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
                              "open tables", "use them before close()"))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTables:
+        """Tables of their own under the same plan: rows, states and steps as they are. Collective.
+        """
+        self.barrier()  # peers may still be updating
+        other = memo[id(self)] = self.prepare(self.plan)
+        for name in ("num_steps", "frozen", "gradient_scale", "seed", "_rounding_keys",
+                     "_arguments"):
+            setattr(other, name, getattr(self, name))
+        other._skipped = dict(self._skipped)
+        other._pending = list(self._pending)
+        other.bounds = copy.deepcopy(self.bounds, memo)
+        other.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}
+                              for group in self.param_groups]
+        if self.pull is not False:
+            choose_pull(other, self.pull)
+        rank = self.group.rank
+        for k, d in enumerate(self.directories):
+            for part in ("rows", *(name for name, _ in STATE_PARTS[d.table.optimizer])):
+                other.view(part, k, rank).copy_(self.view(part, k, rank))
+        other.publish()
+        return other
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OperError(
-            fail("sharded tables cannot be copied or pickled", "tables", list(self.specs)[:8],
+            fail("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
                  "one handle on the shared rows", "save and load the model's state_dict instead"))
 
 

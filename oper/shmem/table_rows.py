@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from oper.shmem.arena import ROW_TYPES, ArenaLayout
 from oper.shmem.exchange import Exchange, Wanted
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
-from oper.shmem.optimizers import STATE_PARTS
+from oper.shmem.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.quantise import as_rows, dequantise
 from oper.tables import CODE_BITS, DTYPE_BYTES, TableSpec, bytes_of_row
 
@@ -38,6 +38,7 @@ class LogicalRows:
     """
 
     device = torch.device("cpu")
+    optimizers: Mapping[str, Optimizer] | None = None  # by table; None = read-only tables
     num_published = 0  # how often rows were written but by training
     specs: dict[str, TableSpec]
     directories: list[TableDirectory]

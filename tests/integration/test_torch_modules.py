@@ -168,7 +168,8 @@ def test_names_shapes_and_round_trip() -> None:
     got = sharded.state_dict()
     assert list(got) == list(want)
     assert all(torch.equal(got[k], want[k]) for k in want)
-    assert [n for n, _ in sharded.named_parameters()] == ["dense.weight", "dense.bias"]
+    assert [(n, p.shape) for n, p in sharded.named_parameters()] == [
+        (n, p.shape) for n, p in model.named_parameters()]
     assert not list(sharded["bag"].buffers())
     # Back into an unsharded model, and other numbers into the sharded one.
     model.load_state_dict(got)

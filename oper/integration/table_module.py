@@ -1,0 +1,129 @@
+"""Modules that hold a sharded table as their ``weight``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from oper.errors import InvalidInputError, OperError, fail
+from oper.integration.table_state import load_tables, table_entry
+from oper.integration.table_tensor import TableParameter
+from oper.shmem.runtime import ShardedTables
+
+
+class _FixedParameters(dict[str, Any]):
+    """The parameters of a module, none of which can be replaced or taken away."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self and self[name] is not value:
+            _refuse_replacement(name, type(value).__name__)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        _refuse_replacement(name, "nothing")
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Refused for the parameters that are there."""
+        if name in self:
+            del self[name]
+        return super().pop(name, *default)
+
+
+def _refuse_replacement(name: str, value: str) -> NoReturn:
+    raise InvalidInputError(
+        fail("cannot replace the parameter of a sharded table", name, value,
+             "the table itself, whose rows the plan has placed",
+             "copy values into it (weight.data.copy_(values), load_state_dict), or leave this "
+             "module out of modules="))
+
+
+class TableModule(nn.Module):
+    """A module whose only parameter, ``weight``, is a sharded table.
+
+    Args:
+        tables: tables that hold it, already filled.
+        name: its table.
+        trains: initial ``weight.requires_grad``.
+    """
+
+    weight: TableParameter
+
+    def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
+        super().__init__()
+        self._name = name
+        self._parameters = _FixedParameters(weight=TableParameter(tables, name, trains))
+        self.loaded_by_parent = False  # its values, just now: by a collection, all at once
+        leave_alone(self)
+
+    def extra_repr(self) -> str:
+        """Rows, columns and dtype of the table."""
+        num_rows, dim = self.weight.shape
+        return f"{num_rows}, {dim}, dtype={self.weight.dtype}"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+               ) -> TableModule:
+        """What ``to()``, ``half()``, ``cuda()`` and the like do: nothing, or refused."""
+        weight = self.weight
+        probe = torch.empty(1, dtype=weight.dtype, device=weight.device)
+        after = fn(probe)
+        if after.dtype != probe.dtype or after.device != probe.device:
+            raise InvalidInputError(
+                fail(f"cannot convert sharded table {self._name!r}", "dtype, device",
+                     (after.dtype, str(after.device)), f"{probe.dtype}, {probe.device}",
+                     "convert the model before sharding it, or only its other modules"))
+        return self
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
+                            ) -> None:
+        destination[f"{prefix}weight"] = self.weight if keep_vars else table_entry(
+            self.weight.tables, self._name)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
+                              local_metadata: Mapping[str, Any], strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str],
+                              error_msgs: list[str]) -> None:
+        if self.loaded_by_parent:
+            self.loaded_by_parent = False
+            return
+        load_tables(self.weight.tables, state_dict, prefix, {"weight": self._name}, missing_keys,
+                    unexpected_keys, error_msgs)
+
+
+class TableModules(nn.ModuleDict):
+    """The tables of a collection as modules, ``<table>.weight``."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True,
+                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """None: TorchRec's sharders ask this of collections inside of other modules, for tables
+        that they are to shard. The collection's and the model's ``named_parameters`` show all."""
+        return iter(())
+
+
+def leave_alone(module: nn.Module) -> None:
+    """Let ``fully_shard`` of a model pass over a module, as over one that torch's ``replicate`` has
+    already been applied to: something else keeps its parameters in step."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__[REGISTRY_KEY] = {"replicate": RegistryItem()}
+
+
+def refuse_trace(module: nn.Module) -> None:
+    """Raise OperError while ``torch.jit.trace`` records a program."""
+    if torch._C._get_tracing_state() is not None:
+        refuse_script(module)
+
+
+def refuse_script(module: nn.Module) -> NoReturn:
+    """Raise OperError: TorchScript cannot hold shared rows."""
+    raise OperError(
+        fail("sharded tables cannot be scripted or traced", "module", type(module).__name__,
+             "a program that runs in Python, or torch.compile",
+             "script the dense part only, or use torch.compile"))

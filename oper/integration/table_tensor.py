@@ -1,0 +1,312 @@
+"""A sharded table as a tensor: reading it copies rows out, writing to it in place writes the rows.
+
+`TableParameter` is what ``weight`` of a sharded module is and what ``named_parameters()`` shows. It
+has the table's shape and dtype and no storage. An operation on it, or on a view of it, is carried
+out on a copy of the rows concerned, in logical order; what the operation has changed is written
+back. Views (``weight[3]``, ``weight.data``, ``weight.t()``) remember how they were taken, so that
+writing to them writes to the table, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from oper.errors import InvalidInputError, fail
+from oper.integration.on_demand import TableRows
+from oper.integration.table_state import rank0_values
+from oper.shmem.runtime import ShardedTables
+
+_aten: Any = torch.ops.aten
+# One operation of the view that a tensor is: operator, its arguments behind the tensor, keyword
+# arguments, and which of its outputs (None = it has one).
+_Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
+
+
+@functools.cache
+def _effects(operator: Any) -> tuple[frozenset[str], bool]:
+    """Names of the arguments that an operator writes to, and whether it returns views."""
+    schema = operator._schema
+    written = frozenset(a.name for a in schema.arguments
+                        if a.alias_info is not None and a.alias_info.is_write)
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return written, views
+
+
+class TableTensor(torch.Tensor):
+    """A table or a view of it.
+
+    Reading is one-sided within a memory domain and collective between domains; writing is
+    collective everywhere, with equal values on all ranks (rank 0's are taken where they differ).
+    """
+
+    # Python-level operations reach `__torch_dispatch__` as the operators they are made of.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _rows: TableRows
+    _path: tuple[_Step, ...]
+    _shape: torch.Tensor  # on the meta device
+
+    @staticmethod
+    def __new__(cls, rows: TableRows, shape: torch.Tensor, path: tuple[_Step, ...] = (),
+                requires_grad: bool = False) -> TableTensor:
+        new: TableTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape.shape, strides=shape.stride(), storage_offset=shape.storage_offset(),
+            dtype=shape.dtype, device=rows.tables.device, requires_grad=requires_grad)
+        new._rows, new._shape, new._path = rows, shape, path
+        return new
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (),
+            kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        written, views = _effects(func)
+        if views and not written and isinstance(args[0], TableTensor):
+            return args[0]._viewed(func, args[1:], kwargs)
+        return _compute(func, args, kwargs, written)
+
+    def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shapes = func(self._shape, *args, **kwargs)
+        if func is _aten.detach.default or func is _aten.alias.default:
+            return TableTensor(self._rows, shapes, self._path)
+        if isinstance(shapes, torch.Tensor):
+            return TableTensor(self._rows, shapes, (*self._path, (func, args, kwargs, None)))
+        return [TableTensor(self._rows, s, (*self._path, (func, args, kwargs, k)))
+                for k, s in enumerate(shapes)]
+
+    def _window(self) -> tuple[int, int]:
+        """The rows `[begin, end)` that this view lies in."""
+        num_rows = self._rows.shape[0]
+        if not self._path:
+            return 0, num_rows
+        func, args, kwargs, _ = self._path[0]
+        if func is _aten.select.int and args[0] == 0 and not kwargs:
+            row = args[1] % num_rows
+            return row, row + 1
+        if func is _aten.slice.Tensor and not kwargs and (not args or args[0] == 0) and (
+                len(args) < 4 or args[3] == 1):
+            begin, end, _ = slice(*args[1:3]).indices(num_rows)
+            return begin, max(begin, end)
+        return 0, num_rows
+
+    def _taken_from(self, base: torch.Tensor, first: int) -> torch.Tensor:
+        """This view of a copy `base` of the rows from `first`."""
+        begin, end = self._window()
+        path = self._path
+        if (begin, end) != (0, self._rows.shape[0]):
+            func, *_ = path[0]
+            base = base[begin - first:end - first]
+            base, path = base[0] if func is _aten.select.int else base, path[1:]
+        for func, args, kwargs, output in path:
+            base = func(base, *args, **kwargs)
+            base = base if output is None else base[output]
+        return base
+
+    # ---- what torch asks of a tensor's storage ---------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The table without its gradient; assigning to it copies values into the rows."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return
+        if tuple(value.shape) != tuple(self.shape) or value.dtype != self.dtype:
+            raise InvalidInputError(
+                fail(f"cannot set the data of table {self._rows.name!r}", "shape, dtype",
+                     (tuple(value.shape), value.dtype), f"{tuple(self.shape)}, {self.dtype}",
+                     "shard a model with a table of that shape and dtype"))
+        self.detach().copy_(value)
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """A copy that cannot be written to, since writing to it would not reach the rows."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. "
+                               "Use tensor.detach().numpy() instead.")
+        values: np.ndarray = self.detach().clone().numpy()
+        values.flags.writeable = False
+        return values
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype)
+
+    def tolist(self) -> list[Any]:
+        """As ``torch.Tensor.tolist``."""
+        return self.detach().clone().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        text = (f"{type(self).__name__}(table={self._rows.name!r}, shape={tuple(self.shape)}, "
+                f"dtype={self.dtype}, requires_grad={self.requires_grad})")
+        if self._rows.tables.is_one_domain and self.numel() <= 1000:  # printing is not collective
+            text += f"\n{self.detach().clone()!r}"
+        return text
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the values that it has now."""
+        return self.detach().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone()
+
+
+class TableParameter(TableTensor):
+    """``weight`` of a sharded module: a leaf that ``named_parameters()`` shows.
+
+    Its ``requires_grad`` says whether lookups train the table. It never has a ``grad``: the
+    backward pass has updated the rows. A gradient that reaches it other than through a lookup is
+    refused.
+    """
+
+    _is_param = True  # what makes it a torch.nn.Parameter
+    _ddp_ignored = True  # for DistributedDataParallel's mixed precision
+
+    @staticmethod
+    def __new__(cls, tables: ShardedTables, name: str,
+                requires_grad: bool) -> TableParameter:
+        rows = TableRows(tables, name)
+        shape = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
+        new = TableTensor.__new__(cls, rows, shape)
+        assert isinstance(new, TableParameter)
+        if tables.optimizers is not None:
+            new._in_backward_optimizers = []  # as torch's tag leaves
+            new.requires_grad = requires_grad
+            # All views count versions together; this one does not keep the tables alive.
+            rows.version = new.detach()
+            del rows.version._rows
+        return new
+
+    @property
+    def tables(self) -> ShardedTables:
+        """The tables that hold it."""
+        return self._rows.tables
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether lookups train the table."""
+        return bool(torch._C.TensorBase.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        tables = self._rows.tables
+        if value and tables.optimizers is None:
+            raise InvalidInputError(
+                fail(f"cannot train table {self._rows.name!r}", "requires_grad", value,
+                     "False for tables that were sharded for inference",
+                     "shard the model with objective='training'"))
+        torch._C.TensorBase.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        if tables.optimizers is not None:
+            tables.frozen = tables.frozen - {self._rows.name} if value else (
+                tables.frozen | {self._rows.name})
+        if value and not self._post_accumulate_grad_hooks:
+            self.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _refuse_gradient)
+
+    def requires_grad_(self, requires_grad: bool = True) -> TableParameter:
+        """Train the table from now on, or leave it as it is; the same on all ranks."""
+        self.requires_grad = requires_grad
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # torch.utils.swap_tensors
+            raise InvalidInputError(
+                fail(f"cannot swap table {self._rows.name!r}", "with", value.__name__,
+                     "the tensor that stands for the table",
+                     "copy values into it: weight.data.copy_(values)"))
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
+        found = memo.get(id(self))
+        if found is None:
+            tables = copy.deepcopy(self._rows.tables, memo)
+            found = memo[id(self)] = TableParameter(tables, self._rows.name, self.requires_grad)
+        return found
+
+
+def _refuse_gradient(parameter: TableParameter) -> NoReturn:
+    parameter.grad = None
+    raise InvalidInputError(
+        fail(f"cannot take a gradient of table {parameter._rows.name!r}", "gradient",
+             "of its weight, read as a tensor", "gradients of lookups, which update the rows",
+             "use weight.detach() in what is not a lookup (a regulariser, a tied projection), or "
+             "leave this module out of modules="))
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: frozenset[str]
+             ) -> Any:
+    """Carry out an operator on copies of rows, and write back what it changes."""
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, TableTensor)]
+    copies: dict[tuple[int, str], _Copy] = {}
+    for x in given:
+        copies.setdefault((id(x._rows.tables), x._rows.name), _Copy(x._rows)).take(x)
+    plain_of = {id(x): copies[id(x._rows.tables), x._rows.name].view_of(x) for x in given}
+    names = [a.name for a in func._schema.arguments]
+    changed = [x for name, value in (*zip(names, args, strict=False), *kwargs.items())
+               if name in written for x in tree_leaves(value) if isinstance(x, TableTensor)]
+
+    def plain(x: Any) -> Any:
+        return plain_of[id(x)] if isinstance(x, TableTensor) else x
+
+    out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    for x in changed:
+        if plain_of[id(x)].shape != x.shape:
+            raise InvalidInputError(fail(
+                f"cannot change the shape of table {x._rows.name!r}", "shape",
+                tuple(plain_of[id(x)].shape), f"{tuple(x.shape)}",
+                "shard a model with a table of that shape"))
+    for copied in {id(c): c for c in (
+            copies[id(x._rows.tables), x._rows.name] for x in changed)}.values():
+        copied.write_back()
+    if torch.is_grad_enabled():
+        for x in given:
+            _note_reader(x)
+    same = {id(plain_of[id(x)]): x for x in changed}
+    return tree_map(lambda x: same.get(id(x), x), out)
+
+
+class _Copy:
+    """Rows of a table that an operator works on, for all views of the table among its arguments."""
+
+    def __init__(self, rows: TableRows) -> None:
+        self._rows = rows
+        self._window: tuple[int, int] | None = None
+        self._values: torch.Tensor | None = None
+
+    def take(self, view: TableTensor) -> None:
+        """Let `view` be among the arguments."""
+        window = view._window()
+        both = self._window is None or self._window == window
+        self._window = window if both else (0, self._rows.shape[0])
+
+    def view_of(self, view: TableTensor) -> torch.Tensor:
+        """What the operator gets instead of `view`."""
+        assert self._window is not None
+        if self._values is None:
+            self._values = self._rows.read(*self._window).to(self._rows.tables.device)
+        return view._taken_from(self._values, self._window[0])
+
+    def write_back(self) -> None:
+        """Write the rows, changed or not. Collective."""
+        assert self._values is not None and self._window is not None
+        tables = self._rows.tables
+        tables.barrier()  # peers may still be reading
+        self._rows.write(rank0_values(tables, self._values), self._window[0])
+        tables.publish()
+
+
+def _note_reader(tensor: TableTensor) -> None:
+    """Let autograd notice, as for any tensor, that a value it keeps has changed since."""
+    rows = tensor._rows
+    if rows.version is not None:
+        rows.tables.on_update.append(
+            functools.partial(torch.autograd.graph.increment_version, rows.version))
+        rows.version = None
