@@ -130,9 +130,10 @@ def train_sharded_rank(model: torch.nn.Module, batches: Sequence[Sequence[Batch]
         model.zero_grad()
         loss, (_, logits, _) = model(parts[group.rank])
         loss.backward()
-        grads = group.all_gather([p.grad for p in model.parameters()])
+        dense = [p for p in model.parameters() if p.grad is not None]
+        grads = group.all_gather([p.grad for p in dense])
         with torch.no_grad():
-            for k, p in enumerate(model.parameters()):
+            for k, p in enumerate(dense):
                 p -= dense_lr * torch.stack([g[k] for g in grads]).sum(0) / group.world_size
         group.all_gather(None)  # gradients are read by all before they are zeroed
         outputs.append(logits.detach().clone())

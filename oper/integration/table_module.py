@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from oper.errors import InvalidInputError, OperError, fail
 from oper.integration.table_state import load_tables, table_entry
@@ -18,7 +20,10 @@ class _FixedParameters(dict[str, Any]):
     """The parameters of a module, none of which can be replaced or taken away."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self and self[name] is not value:
+        # torch.export looks at a program with tensors that stand for the parameters.
+        fake = FakeTensor | FunctionalTensor
+        if name in self and self[name] is not value and not isinstance(
+                value, fake) and not isinstance(self[name], fake):
             _refuse_replacement(name, type(value).__name__)
         super().__setitem__(name, value)
 
@@ -49,10 +54,10 @@ class TableModule(nn.Module):
         trains: initial ``weight.requires_grad``.
     """
 
-    weight: TableParameter
+    weight: Any
 
     def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self._name = name
         self._parameters = _FixedParameters(weight=TableParameter(tables, name, trains))
         self.loaded_by_parent = False  # its values, just now: by a collection, all at once
@@ -93,18 +98,67 @@ class TableModule(nn.Module):
         if self.loaded_by_parent:
             self.loaded_by_parent = False
             return
+        refuse_assignment(local_metadata, state_dict, prefix, {"weight": self.weight.dtype})
         load_tables(self.weight.tables, state_dict, prefix, {"weight": self._name}, missing_keys,
                     unexpected_keys, error_msgs)
 
 
+class TableBag(TableModule, nn.EmbeddingBag):
+    """A table of a pooled collection; lookups go through the collection."""
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused."""
+        _refuse_lookup(self)
+
+
+class TableEmbedding(TableModule, nn.Embedding):
+    """A table of an unpooled collection; lookups go through the collection."""
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused."""
+        _refuse_lookup(self)
+
+
+def _refuse_lookup(module: TableModule) -> NoReturn:
+    raise OperError(
+        fail("cannot look up in one table of a sharded collection", "table", module._name,
+             "a batch for the collection", "call the collection, or shard the table as a module of "
+             "its own"))
+
+
 class TableModules(nn.ModuleDict):
     """The tables of a collection as modules, ``<table>.weight``."""
+
+    loaded_by_parent = False
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if not self.loaded_by_parent:
+            super()._load_from_state_dict(*args)
+        self.loaded_by_parent = False
 
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """None: TorchRec's sharders ask this of collections inside of other modules, for tables
         that they are to shard. The collection's and the model's ``named_parameters`` show all."""
         return iter(())
+
+
+def refuse_assignment(local_metadata: Mapping[str, Any], state_dict: Mapping[str, Any],
+                      prefix: str, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise InvalidInputError where ``load_state_dict(assign=True)`` would change a dtype.
+
+    Args:
+        local_metadata, state_dict, prefix: as ``_load_from_state_dict`` gets them.
+        dtypes: of the tables, by parameter name.
+    """
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, dtype in dtypes.items():
+        value = state_dict.get(f"{prefix}{name}")
+        if isinstance(value, torch.Tensor) and value.dtype != dtype:
+            raise InvalidInputError(
+                fail(f"cannot assign {prefix + name!r} to a sharded table", "dtype", value.dtype,
+                     f"{dtype}", "load without assign=True, which converts values"))
 
 
 def leave_alone(module: nn.Module) -> None:

@@ -43,6 +43,8 @@ def all_targets(module: nn.Module) -> list[Target]:
     """Every module with tables, whether it is to be sharded or not."""
     from torch import nn
 
+    from oper.integration.table_module import TableModule
+
     # A model can only contain TorchRec modules when torchrec has been imported.
     torchrec = sys.modules.get("torchrec.modules.embedding_modules")
     collections: tuple[type, ...] = ()
@@ -57,6 +59,8 @@ def all_targets(module: nn.Module) -> list[Target]:
     for path, child in module.named_modules():
         if any(t.path == "" or path.startswith(f"{t.path}.") for t in targets):
             continue  # a collection's own nn.EmbeddingBag
+        if isinstance(child, TableModule):
+            continue  # sharded already
         for kind in (*collections, nn.EmbeddingBag, nn.Embedding):
             if isinstance(child, kind):
                 targets.append(Target(path, child, kind in collections, kind=kind,

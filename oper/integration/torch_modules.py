@@ -48,6 +48,9 @@ class _ShardedModule(TableModule):
         self.num_embeddings = module.num_embeddings
         self.embedding_dim = module.embedding_dim
         self.padding_idx = module.padding_idx
+        self.max_norm: float | None = None
+        self.norm_type = module.norm_type
+        self.scale_grad_by_freq, self.sparse = False, module.sparse
         self.dtype = module.weight.dtype
         self.tables = tables
         self._key_of = torch.zeros(1, dtype=torch.int64)
@@ -79,7 +82,7 @@ def _check_ids(input: Any, dims: tuple[int, ...] | None) -> None:
                  "[B, L], or [N] with offsets", "flatten the dimensions that are too many"))
 
 
-class ShardedEmbeddingBag(_ShardedModule):
+class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
     """An ``nn.EmbeddingBag`` executed by a plan; same call, same ``state_dict``.
 
     Args:
@@ -157,7 +160,7 @@ class ShardedEmbeddingBag(_ShardedModule):
         return ids[keep], left, None if weights is None else weights[keep]
 
 
-class ShardedEmbedding(_ShardedModule):
+class ShardedEmbedding(_ShardedModule, nn.Embedding):
     """An ``nn.Embedding`` executed by a plan; same call, same ``state_dict``.
 
     Args:

@@ -44,9 +44,11 @@ from oper.errors import InvalidInputError, fail
 from oper.integration.ahead import Ahead
 from oper.integration.on_demand import rows_on_demand
 from oper.integration.table_module import (
-    TableModule,
+    TableBag,
+    TableEmbedding,
     TableModules,
     leave_alone,
+    refuse_assignment,
     refuse_script,
     refuse_trace,
 )
@@ -130,7 +132,8 @@ def _check_dtypes(collection: Collection) -> None:
                                    strict=True):
         told = _DTYPES.get(config.data_type)
         held = str(weight.dtype).removeprefix("torch.")
-        if told is not None and held != told:
+        # The unsharded collection holds tables of BF16 as float16.
+        if told not in (None, held) and (told, held) != ("bfloat16", "float16"):
             raise InvalidInputError(
                 fail(f"cannot shard table {config.name!r}", "dtype of its weight", held,
                      f"{told} as its data_type says",
@@ -341,8 +344,10 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._parameters_of = {
             c.name: f"{self.kind.prefix}.{c.name}.weight" for c in self._configs}
         trains = {p.split(".")[1]: x.requires_grad for p, x in collection.named_parameters()}
-        self._table_modules = {c.name: TableModule(tables, names[c.name], trains.get(c.name, False))
-                               for c in self._configs}
+        table_module = TableBag if self.kind.pooled else TableEmbedding
+        self._table_modules = {
+            c.name: table_module(tables, names[c.name], trains.get(c.name, False))
+            for c in self._configs}
         setattr(self, self.kind.prefix, TableModules(self._table_modules))
         self._optimizer = _FusedOptimizer(
             tables, names, self._parameters_of,
@@ -449,11 +454,13 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
                               local_metadata: Mapping[str, Any], strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str],
                               error_msgs: list[str]) -> None:
-        # All tables at once; torch then calls this of each table's module.
+        # All tables at once; torch then calls this of the modules inside.
+        refuse_assignment(local_metadata, state_dict, prefix, {
+            name: self.tables.dtype(self._names[t]) for t, name in self._parameters_of.items()})
         load_tables(self.tables, state_dict, prefix,
                     {name: self._names[table] for table, name in self._parameters_of.items()},
                     missing_keys, unexpected_keys, error_msgs)
-        for module in self._table_modules.values():
+        for module in (getattr(self, self.kind.prefix), *self._table_modules.values()):
             module.loaded_by_parent = True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import torch
 
 from oper.errors import InvalidInputError, fail
 from oper.shmem.batch import Lookup
+from oper.shmem.by_feature import Backward
 
 if TYPE_CHECKING:
     from oper.shmem.runtime import ShardedTables
@@ -25,6 +28,7 @@ def trained_lookup(tables: ShardedTables, batch: Lookup, trains: bool = True) ->
     Returns:
         Embeddings, pooled, float32 [B, columns], or unpooled, float32 [N, D].
     """
+    tables.collected.forget_failed()
     if batch.ids.is_inference() or (batch.weights is not None and batch.weights.is_inference()):
         batch = _tracked(batch)
     anchor = tables.anchor if trains else tables.anchor.detach()
@@ -39,8 +43,45 @@ def _tracked(batch: Lookup) -> Lookup:
                    weights=None if batch.weights is None else batch.weights.clone())
 
 
+class CollectedPasses:
+    """Lookups whose gradients a backward pass has brought, until it has brought all of them.
+
+    All lookups of the tables share one anchor, a leaf of the graph. Autograd accumulates its
+    gradient when the last lookup of the graph has been passed, and that is when the tables are
+    updated: once per backward pass, with the sum of its lookups' gradients, as parameters are. A
+    backward pass that is not to reach leaves (``torch.autograd.grad``, ``backward(inputs=...)``)
+    updates nothing.
+
+    Args:
+        tables: the tables.
+    """
+
+    def __init__(self, tables: ShardedTables) -> None:
+        self._tables = weakref.ref(tables)
+        self._parts: dict[int, tuple[int, list[Backward]]] = {}  # thread and passes by graph task
+        tables.anchor.register_post_accumulate_grad_hook(self._apply)
+
+    def add(self, task: int, part: Backward, thread: int) -> None:
+        """Keep a pass of graph task `task` for its end; `thread` ran the lookup."""
+        self._parts.setdefault(task, (thread, []))[1].append(part)
+
+    def forget_failed(self) -> None:
+        """Drop what backward passes of this thread have left that ended with an error."""
+        if self._parts and torch._C._current_graph_task_id() == -1:
+            mine = threading.get_ident()
+            for task in [t for t, (thread, _) in list(self._parts.items()) if thread == mine]:
+                self._parts.pop(task, None)
+
+    def _apply(self, anchor: torch.Tensor) -> None:
+        anchor.grad = None
+        tables = self._tables()
+        _, parts = self._parts.pop(torch._C._current_graph_task_id(), (0, []))
+        if tables is not None and parts:
+            tables.apply_all(parts)
+
+
 class _Lookup(torch.autograd.Function):
-    """Forward: lookup. Backward: the fused, collective update of the tables."""
+    """Forward: lookup. Backward: hands the gradient to the fused, collective update."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
@@ -49,27 +90,31 @@ class _Lookup(torch.autograd.Function):
         ctx.call = (tables, batch, offsets, tables.frozen)
         ctx.versions = batch.versions()
         ctx.rows = (tables.num_steps, tables.num_published)
+        ctx.thread = threading.get_ident()
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor
-                 ) -> tuple[None, torch.Tensor | None, None, None]:
+                 ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         tables, batch, offsets, frozen = ctx.call
         if batch.versions() != ctx.versions:
             _refuse_changes(batch, ctx.versions)
         weights = None
-        if ctx.needs_input_grad[1]:  # before the rows change
+        if ctx.needs_input_grad[1]:
             if (tables.num_steps, tables.num_published) != ctx.rows:
                 raise InvalidInputError(
                     fail("cannot take the gradient of per-sample weights",
                          "updates of the rows since the lookup",
                          tables.num_steps - ctx.rows[0] + tables.num_published - ctx.rows[1],
                          "0, since it is made of the rows",
-                         "look up all that a step needs of these tables in one batch"))
+                         "take all gradients of a step in one backward pass"))
             weights = tables.weight_gradient(grads[0], batch, offsets)
-        if ctx.needs_input_grad[0]:
-            tables.apply_gradients(grads[0], batch, offsets, frozen)
-        return None, weights, None, None
+        if not (ctx.needs_input_grad[0]
+                and torch._C._will_engine_execute_node(ctx.next_functions[0][0])):
+            return None, weights, None, None
+        tables.collected.add(torch._C._current_graph_task_id(),
+                             tables.passed(grads[0], batch, offsets, frozen), ctx.thread)
+        return tables.anchor.detach(), weights, None, None
 
 
 def _refuse_changes(batch: Lookup, versions: tuple[int, int]) -> None:

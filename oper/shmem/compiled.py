@@ -9,6 +9,7 @@ live.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ _LIVE: weakref.WeakValueDictionary[int, ShardedTables] = weakref.WeakValueDictio
 
 def lookup_in_graph(tables: ShardedTables, batch: Lookup) -> torch.Tensor:
     """`ShardedTables.lookup` while a graph is being made."""
-    trained = tables.optimizers is not None and torch.is_grad_enabled()
+    trained = (tables.optimizers is not None and torch.is_grad_enabled()
+               and len(tables.frozen) < len(tables.specs))
     columns = tables.output_columns if batch.pooled else tables.directories[0].table.dim
     out: torch.Tensor = lookup_op(
         tables.anchor if trained else tables.anchor.detach(), batch.ids, batch.lengths,
@@ -66,7 +68,9 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
     """
     batch = Lookup(ids.contiguous(), lengths.contiguous(), key_of, batch_size,
                    None if weights is None else weights.contiguous(), pooled)
-    out, offsets = _tables(tables).forward(batch, collective=trained)
+    opened = _tables(tables)
+    opened.collected.forget_failed()
+    out, offsets = opened.forward(batch, collective=trained)
     return out, offsets
 
 
@@ -84,15 +88,16 @@ def _(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
 def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
               weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
               pooled: bool, weights_need_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Update the tables; gradients of the anchor, which keep this call in the graph, and of the
-    weights, [N] or [0]."""
+    """Hand a gradient to the update of the tables that the gradient of the anchor brings about;
+    that gradient, [0], and the gradient of the weights, [N] or [0]."""
     opened = _tables(tables)
     batch = Lookup(ids.contiguous(), offsets.diff(), key_of, batch_size,
                    None if weights is None else weights.contiguous(), pooled)
     of_weights = grad.new_empty(0)
     if weights_need_gradient:
         of_weights = opened.weight_gradient(grad, batch, offsets)
-    opened.apply_gradients(grad, batch, offsets)
+    opened.collected.add(torch._C._current_graph_task_id(),
+                         opened.passed(grad, batch, offsets, frozenset()), threading.get_ident())
     return grad.new_empty(0), of_weights
 
 

@@ -18,7 +18,7 @@ from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem.arena import ArenaLayout, KernelMaps
-from oper.shmem.autograd import trained_lookup
+from oper.shmem.autograd import CollectedPasses, trained_lookup
 from oper.shmem.batch import (
     BAD_BATCH,
     BatchChecks,
@@ -132,6 +132,7 @@ class ShardedTables(LogicalRows):
         self._pending: list[Backward] = []
         # Makes autograd call our backward although the tables are no parameters.
         self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
+        self.collected = CollectedPasses(self)
         self.number = register(self)
         self._process = os.getpid()
 
@@ -304,16 +305,23 @@ class ShardedTables(LogicalRows):
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
+        self.apply_all([self.passed(grad, batch, offsets, frozen)])
+
+    def passed(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
+               frozen: frozenset[str]) -> Backward:
+        """A backward pass for `apply_all`; arguments as for `apply_gradients`."""
+        return Backward(self._clamp.apply(grad, batch, offsets), batch, offsets,
+                        frozen | self.frozen)
+
+    def apply_all(self, parts: list[Backward]) -> None:
+        """As `apply_gradients`, of several lookups whose gradients are added up: one update."""
         self._check_process()
-        passed = Backward(self._clamp.apply(grad, batch, offsets), batch, offsets,
-                          frozen | self.frozen)
         if self._holds_gradients:  # longer than the caller's buffers stay as they are
-            self._pending.append(Backward(passed.grad.clone(), batch.kept(), offsets.clone(),
-                                          passed.frozen))
+            self._pending += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
+                              for p in parts]
             return
-        if self._pending:
-            passed = as_one([*self._pending, passed])
-            self._pending = []
+        parts, self._pending = [*self._pending, *parts], []
+        passed = parts[0] if len(parts) == 1 else as_one(parts)
         self._update(passed)
         self.num_steps += 1
         for name in passed.frozen:

@@ -269,6 +269,91 @@ def test_frozen_before_sharding_and_read_only() -> None:
         served.requires_grad_(True)
 
 
+# ---- what a backward pass updates ----------------------------------------------------------------
+
+def reference(optimizer: type[torch.optim.Optimizer], **fields: Any) -> tuple[Any, Any]:
+    module = bag()
+    return module, optimizer(module.parameters(), **fields)
+
+
+def test_two_lookups_in_one_backward_pass_are_one_update() -> None:
+    want, adagrad = reference(torch.optim.Adagrad, lr=LR, eps=1e-8)
+    model = shard(bag(), optimizer=oper.Adagrad(lr=LR, eps=1e-8))
+    for _ in range(2):
+        for module in (want, model):
+            first, second = module(torch.tensor([[1, 2]])), module(torch.tensor([[2, 3]]))
+            (first.sum() + second.pow(2).sum()).backward()
+        adagrad.step()
+        adagrad.zero_grad()
+    torch.testing.assert_close(rows(model), want.weight.detach())
+    assert model.tables.num_steps == 2
+
+
+def test_gradients_that_are_asked_for_by_name_update_nothing() -> None:
+    model = shard(bag())
+    before = rows(model)
+    dense, weights = torch.ones(4, requires_grad=True), torch.ones(1, 1, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        return (model(torch.tensor([[1]]), per_sample_weights=weights) * dense).sum()
+
+    (gradient,) = torch.autograd.grad(loss(), weights)
+    assert torch.equal(gradient, before[1].sum().view(1, 1))
+    torch.autograd.grad(loss(), dense)
+    loss().backward(inputs=[dense])
+    assert torch.equal(rows(model), before) and torch.equal(dense.grad, before[1])
+    loss().backward()
+    before[1] -= LR
+    assert torch.equal(rows(model), before)
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *_: torch.Tensor) -> Any:
+            raise RuntimeError("on purpose")
+
+    model = shard(bag())
+    before = rows(model)
+    early = model(torch.tensor([[1]]), per_sample_weights=Fails.apply(
+        torch.ones(1, 1, requires_grad=True)))
+    late = Fails.apply(model(torch.tensor([[2]])))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        (early.sum() + late.sum()).backward()
+    updated = rows(model)
+    model(torch.tensor([[3]])).sum().backward()
+    updated[3] -= LR
+    assert torch.equal(rows(model), updated)
+    assert torch.equal(updated[2], before[2])
+    assert not model.tables.collected._parts
+
+
+def test_assigned_state_keeps_the_dtype() -> None:
+    for model, key in ((shard(bag()), "weight"), (shard(collection()), "embedding_bags.a.weight")):
+        state = model.state_dict()
+        state[key] = state[key].double()
+        with pytest.raises(InvalidInputError, match="assign=True"):
+            model.load_state_dict(state, assign=True)
+        model.load_state_dict(dict(state))
+        model.load_state_dict({k: x.float() for k, x in state.items()}, assign=True)
+
+
+def test_initialisers_that_ask_for_the_class() -> None:
+    def start(module: nn.Module) -> None:
+        if isinstance(module, nn.EmbeddingBag | nn.Embedding):
+            nn.init.constant_(module.weight, 0.25)
+
+    model = shard(nn.ModuleDict({"bag": bag(), "one": nn.Embedding(5, 4), "c": collection()}))
+    model.apply(start)
+    assert all(bool((x == 0.25).all()) for x in model.state_dict().values())
+    with pytest.raises(OperError, match="call the collection"):
+        model["c"].embedding_bags["a"](torch.tensor([[1]]))
+
+
 # ---- tensors that change between passes ----------------------------------------------------------
 
 @pytest.mark.parametrize("what", ["ids", "weights"])
