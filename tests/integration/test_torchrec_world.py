@@ -122,7 +122,8 @@ def _dmp(rank: int, world_size: int, pipelined: bool) -> dict[str, torch.Tensor]
     assert sorted(model.state_dict()) == sorted(plain.state_dict())
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.SGD(params, lr=LR))
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda params: torch.optim.SGD(params, lr=LR))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense])
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == [LR, LR]
