@@ -39,7 +39,11 @@ _PUBLIC = {
     "RowWiseAdagrad": "oper.shmem.optimizers",
     "Adagrad": "oper.shmem.optimizers",
     "Adam": "oper.shmem.optimizers",
+    "AdamW": "oper.shmem.optimizers",
     "PartialRowWiseAdam": "oper.shmem.optimizers",
+    "LarsSGD": "oper.shmem.optimizers",
+    "LAMB": "oper.shmem.optimizers",
+    "PartialRowWiseLAMB": "oper.shmem.optimizers",
     "OperError": "oper.errors",
     "InvalidInputError": "oper.errors",
     "FileFormatError": "oper.errors",
@@ -86,10 +90,14 @@ if TYPE_CHECKING:
     from oper.search import make_plan as make_plan
     from oper.sharding import migrate as migrate, no_sync as no_sync, shard as shard
     from oper.shmem.optimizers import (
+        LAMB as LAMB,
         SGD as SGD,
         Adagrad as Adagrad,
         Adam as Adam,
+        AdamW as AdamW,
+        LarsSGD as LarsSGD,
         PartialRowWiseAdam as PartialRowWiseAdam,
+        PartialRowWiseLAMB as PartialRowWiseLAMB,
         RowWiseAdagrad as RowWiseAdagrad,
     )
     from oper.stats import AccessStats as AccessStats, TableStats as TableStats

@@ -407,6 +407,10 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
     if at != spec.dim:
         raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
                              f"ranges that cover 0..{spec.dim}", "correct it"))
+    if len(entry.pieces) > 1 and not spec.may_be_split:
+        raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
+                             f"whole rows, whose norms {spec.optimizer} needs",
+                             "plan again for this optimizer, or split the table by rows"))
 
 
 def _check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,50 @@ CODE_BITS = {"int8": 8, "int4": 4}
 SCALE_BIAS_BYTES = 4
 DTYPES = (*DTYPE_BYTES, *CODE_BITS)
 POOLINGS = ("sum", "mean", "none")
-# Bytes of optimizer state per row, given dim.
-OPTIMIZER_STATE_BYTES: dict[str, Callable[[int], int]] = {
-    "none": lambda dim: 0,
-    "sgd": lambda dim: 0,
-    "rowwise_adagrad": lambda dim: 4,
-    "adagrad": lambda dim: 4 * dim,
-    "adam": lambda dim: 8 * dim,
-    "partial_rowwise_adam": lambda dim: 4 * dim + 4,
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerKind:
+    """What an optimizer keeps, and what a step of it needs to know.
+
+    Attributes:
+        code: its number in csrc/include/oper/optimizer.h.
+        state: parts of its state, float32: name, and whether a part is one number per row (else one
+            per column).
+        needs_whole_rows: a step needs norms of whole rows, so that no table is split by columns.
+        counts_steps: a step depends on the number of steps before it (bias correction).
+    """
+
+    code: int
+    state: tuple[tuple[str, bool], ...] = ()
+    needs_whole_rows: bool = False
+    counts_steps: bool = False
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether it keeps a number per row, of the gradient's squares over all columns: the
+        owners of the pieces of a row exchange theirs."""
+        return any(per_row for _, per_row in self.state)
+
+    def state_bytes(self, dim: int) -> int:
+        """Bytes of the state of one row of `dim` columns."""
+        return sum(4 if per_row else 4 * dim for _, per_row in self.state)
+
+
+_VECTOR, _SECOND_VECTOR = ("momentum1", False), ("momentum2", False)
+#: The optimizers of tables, by the name that plans have for them.
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "none": OptimizerKind(0),
+    "sgd": OptimizerKind(1),
+    "rowwise_adagrad": OptimizerKind(2, (("momentum1", True),)),
+    "adagrad": OptimizerKind(3, (_VECTOR,)),
+    "adam": OptimizerKind(4, (_VECTOR, _SECOND_VECTOR), counts_steps=True),
+    "partial_rowwise_adam": OptimizerKind(5, (_VECTOR, ("momentum2", True)), counts_steps=True),
+    "momentum_sgd": OptimizerKind(6, (_VECTOR,)),
+    "lars_sgd": OptimizerKind(7, (_VECTOR,), needs_whole_rows=True),
+    "lamb": OptimizerKind(8, (_VECTOR, _SECOND_VECTOR), needs_whole_rows=True, counts_steps=True),
+    "partial_rowwise_lamb": OptimizerKind(
+        9, (_VECTOR, ("momentum2", True)), needs_whole_rows=True, counts_steps=True),
 }
 
 
@@ -47,7 +83,7 @@ class TableSpec:
         pooling: ``"sum"``, ``"mean"`` or ``"none"`` (unpooled sequences).
         dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; ``"int8"`` or ``"int4"`` (even dims)
             for tables that are only read, which need ``optimizer="none"``.
-        optimizer: a key of `OPTIMIZER_STATE_BYTES`; sizes the optimizer state.
+        optimizer: a key of `OPTIMIZERS`; sizes the optimizer state.
     """
 
     name: str
@@ -76,7 +112,7 @@ class TableSpec:
         for field, allowed in (
             ("pooling", POOLINGS),
             ("dtype", DTYPES),
-            ("optimizer", tuple(OPTIMIZER_STATE_BYTES)),
+            ("optimizer", tuple(OPTIMIZERS)),
         ):
             value = getattr(self, field)
             if value not in allowed:
@@ -100,7 +136,12 @@ class TableSpec:
     @property
     def state_bytes(self) -> int:
         """Bytes of one row's optimizer state."""
-        return OPTIMIZER_STATE_BYTES[self.optimizer](self.dim)
+        return OPTIMIZERS[self.optimizer].state_bytes(self.dim)
+
+    @property
+    def may_be_split(self) -> bool:
+        """Whether its columns may lie in different pieces."""
+        return not OPTIMIZERS[self.optimizer].needs_whole_rows
 
     @property
     def num_bytes(self) -> int:

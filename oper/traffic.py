@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.tables import OPTIMIZER_STATE_BYTES, TableSpec
+from oper.tables import OPTIMIZERS, TableSpec
 from oper.topology import Topology
 
 #: Kinds in the order of counters, with their phase. The kernels count in the same order.
@@ -50,14 +50,14 @@ SENT = ("headers", "row_ids", "rows", "ids", "id_weights", "partial_sums", "grad
 #: Classes of links, nearest first.
 LINKS = ("own rank", "memory domain", "host", "cross host")
 #: Optimizers whose state is one number per row, which pieces of a row must agree on.
-ROW_WISE = frozenset({"rowwise_adagrad", "partial_rowwise_adam"})
+ROW_WISE = frozenset(name for name, kind in OPTIMIZERS.items() if kind.is_row_wise)
 
 
 def unit_bytes(table: TableSpec, dim: int) -> np.ndarray:
     """Bytes of one unit of each kind, int64 [13], for a piece of `dim` columns of `table`."""
     row = table.row_bytes * dim // table.dim
     gradient = 4 * dim
-    state = round(OPTIMIZER_STATE_BYTES[table.optimizer](dim))
+    state = OPTIMIZERS[table.optimizer].state_bytes(dim)
     size = {"rows": row, "ids": 8, "id_weights": 4, "pooled_rows": row,
             "partial_sums": gradient + 4, "weight_rows": row, "gradient_ids": 8,
             "gradient_id_weights": 4, "bag_gradients": gradient, "gradient_rows": gradient + 4,

@@ -15,15 +15,20 @@ import torch
 
 from oper.plan import Plan
 from oper.shmem.optimizers import (
+    LAMB,
     SGD,
     STATE_PARTS,
     Adagrad,
     Adam,
+    AdamW,
+    LarsSGD,
     Optimizer,
     PartialRowWiseAdam,
+    PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
 from oper.shmem.runtime import ShardedTables
+from tests.optimizer_formulas import Tensors, first_states, update_rows
 from tests.runtime_support import (
     Batch,
     Case,
@@ -45,8 +50,20 @@ EVERY: dict[str, Optimizer] = {
     "partial_rowwise_adam": PartialRowWiseAdam(lr=0.02),
     "partial_rowwise_adam_decay": PartialRowWiseAdam(
         lr=0.02, betas=(0.7, 0.95), eps=1e-6, weight_decay=0.3),
+    "adamw": AdamW(lr=0.02, weight_decay=0.1),
+    "sgd_decay": SGD(lr=0.3, weight_decay=0.2),
+    "momentum_sgd": SGD(lr=0.1, momentum=0.8),
+    "momentum_sgd_decay": SGD(lr=0.1, momentum=0.7, weight_decay=0.2),
+    "rowwise_adagrad_begun": RowWiseAdagrad(lr=0.05, initial_accumulator_value=0.25),
+    "adagrad_begun": Adagrad(lr=0.05, initial_accumulator_value=0.25),
+    "lars_sgd": LarsSGD(lr=0.2, eta=0.1),
+    "lars_sgd_decay": LarsSGD(lr=0.2, momentum=0.6, weight_decay=0.5, eta=0.2),
+    "lamb": LAMB(lr=0.02),
+    "lamb_decay": LAMB(lr=0.02, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.3),
+    "partial_rowwise_lamb": PartialRowWiseLAMB(lr=0.02),
+    "partial_rowwise_lamb_decay": PartialRowWiseLAMB(
+        lr=0.02, betas=(0.7, 0.95), eps=1e-6, weight_decay=0.3),
 }
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -55,34 +72,6 @@ class Trained:
 
     outputs: list[torch.Tensor]
     parts: Tensors
-
-
-def update_rows(optimizer: Optimizer, w: torch.Tensor, state: Tensors, g: torch.Tensor, lr: float,
-                step: int) -> None:
-    """One optimizer step of some rows in place: weights `w`, their `state` and gradients `g`."""
-    row_mean = (g * g).mean(1)
-    match optimizer:
-        case SGD():
-            w -= lr * g
-        case RowWiseAdagrad(eps=eps, weight_decay=decay, decoupled=decoupled):
-            if decay and not decoupled:
-                g = g + decay * w
-                row_mean = (g * g).mean(1)
-            state["momentum1"] += row_mean
-            if decay and decoupled:
-                w *= 1 - lr * decay
-            w -= lr * g / (state["momentum1"].sqrt() + eps)[:, None]
-        case Adagrad(eps=eps):
-            state["momentum1"] += g * g
-            w -= lr * g / (state["momentum1"].sqrt() + eps)
-        case Adam(betas=betas, eps=eps, weight_decay=decay):  # and PartialRowWiseAdam
-            b1, b2 = torch.tensor(betas).tolist()  # fp32 numbers, by definition
-            by_row = isinstance(optimizer, PartialRowWiseAdam)
-            m, s = state["momentum1"], state["momentum2"]
-            m.copy_(b1 * m + (1 - b1) * g)
-            s.copy_(b2 * s + (1 - b2) * (row_mean if by_row else g * g))
-            root = (s / (1 - b2**step)).sqrt() + eps
-            w -= lr * (m / (1 - b1**step) / (root[:, None] if by_row else root) + decay * w)
 
 
 def looked_up(case: Case, batch: Batch) -> dict[str, torch.Tensor]:
@@ -101,9 +90,7 @@ def train_unsharded(case: Case, steps: Sequence[Sequence[Batch]],
     weights = {n: w.to(dtype, copy=True) for n, w in initial_weights(case).items()}
     states: dict[str, Tensors] = {}
     for t in case.tables:
-        states[t.name] = {
-            part: torch.zeros((t.num_rows,) if by_row else (t.num_rows, t.dim), dtype=dtype)
-            for part, by_row in STATE_PARTS[t.optimizer]}
+        states[t.name] = first_states(optimizers[t.name], weights[t.name])
     outputs = []
     for number, (batches, rate) in enumerate(zip(steps, rates, strict=True), 1):
         leaves = {n: w.clone().requires_grad_() for n, w in weights.items()}

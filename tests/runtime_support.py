@@ -19,16 +19,20 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group import ThreadGroup
 from oper.shmem.optimizers import (
+    LAMB,
     SGD,
     STATE_PARTS,
     Adagrad,
     Adam,
+    LarsSGD,
     Optimizer,
     PartialRowWiseAdam,
+    PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
 from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
+from tests.optimizer_formulas import first_states, update_rows
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(lr=0.5),
@@ -38,6 +42,10 @@ OTHER_OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": Adagrad(lr=0.05, eps=1e-6),
     "adam": Adam(lr=0.02, eps=1e-6, weight_decay=0.01),
     "partial_rowwise_adam": PartialRowWiseAdam(lr=0.02, eps=1e-6, weight_decay=0.01),
+    "momentum_sgd": SGD(lr=0.1, momentum=0.8, weight_decay=0.01),
+    "lars_sgd": LarsSGD(lr=0.2, weight_decay=0.01, eta=0.1),
+    "lamb": LAMB(lr=0.02, eps=1e-6, weight_decay=0.01),
+    "partial_rowwise_lamb": PartialRowWiseLAMB(lr=0.02, eps=1e-6, weight_decay=0.01),
 }
 
 
@@ -182,7 +190,7 @@ def rich_plan(tables: Sequence[TableSpec], world_size: int, seed: int, columns: 
     entries = []
     for t in tables:
         cuts = {0, t.dim}
-        if columns and t.dim > 4:
+        if columns and t.dim > 4 and t.may_be_split:
             cuts |= set(rng.integers(1, t.dim, 2).tolist())
         edges = sorted(cuts)
         pieces = tuple(Piece(a, b, _random_tiers(rng, t.num_rows, world_size))
@@ -261,27 +269,11 @@ def reference_forward(case: Case, tables: dict[str, torch.Tensor], batch: Batch)
 def apply_optimizer(o: Optimizer, step: int, weight: torch.Tensor, state: dict[str, torch.Tensor],
                     grad: torch.Tensor, touched: torch.Tensor) -> None:
     """One exact update of the touched rows, step counted from 1."""
-    g, w, rate = grad[touched], weight[touched], o.lr
-    if isinstance(o, SGD):
-        weight[touched] = w - rate * g
-    elif isinstance(o, RowWiseAdagrad):
-        s = state["momentum1"][touched] + (g * g).mean(1)
-        state["momentum1"][touched] = s
-        weight[touched] = w - rate * g / (s.sqrt() + o.eps)[:, None]
-    elif isinstance(o, Adagrad):
-        s = state["momentum1"][touched] + g * g
-        state["momentum1"][touched] = s
-        weight[touched] = w - rate * g / (s.sqrt() + o.eps)
-    else:
-        rowwise = isinstance(o, PartialRowWiseAdam)
-        b1, b2 = torch.tensor(o.betas).tolist()  # float32 by definition
-        m = b1 * state["momentum1"][touched] + (1 - b1) * g
-        square = (g * g).mean(1) if rowwise else g * g
-        s = b2 * state["momentum2"][touched] + (1 - b2) * square
-        state["momentum1"][touched], state["momentum2"][touched] = m, s
-        root = (s / (1 - b2**step)).sqrt() + o.eps
-        change = m / (1 - b1**step) / (root[:, None] if rowwise else root)
-        weight[touched] = w - rate * (change + o.weight_decay * w)
+    w, part = weight[touched], {k: s[touched] for k, s in state.items()}
+    update_rows(o, w, part, grad[touched], o.lr, step)
+    weight[touched] = w
+    for k, s in part.items():
+        state[k][touched] = s
 
 
 def touched_rows(case: Case, table: TableSpec, batches: list[Batch]) -> torch.Tensor:
@@ -301,8 +293,7 @@ def train_reference(case: Case, steps: list[list[Batch]], optimizer: Optimizer,
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     weights = {n: w.to(dtype, copy=True).requires_grad_() for n, w in initial_weights(case).items()}
-    states = {n: {part: torch.zeros(w.shape[:1] if per_row else w.shape, dtype=dtype)
-                  for part, per_row in STATE_PARTS[optimizer.name]} for n, w in weights.items()}
+    states = {n: first_states(optimizer, w.detach()) for n, w in weights.items()}
     outputs = []
     for step, batches in enumerate(steps, 1):
         outs = [reference_forward(case, weights, b) for b in batches]

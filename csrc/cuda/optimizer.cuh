@@ -82,6 +82,10 @@ class RowOptimizer {
       }
       case Optimizer::kRowWiseAdagrad: row_wise_adagrad(slot, g, squares, w); break;
       case Optimizer::kAdagrad: adagrad(slot, g, w); break;
+      case Optimizer::kMomentumSgd: momentum_sgd(slot, g, w); break;
+      case Optimizer::kLarsSgd: lars_sgd(slot, g, squares, w); break;
+      case Optimizer::kLamb:
+      case Optimizer::kPartialRowWiseLamb: lamb(slot, g, squares, w); break;
       default: adam(slot, g, squares, w); break;
     }
     T* row = reinterpret_cast<T*>(table_.rows) + slot * table_.dim;
@@ -170,15 +174,17 @@ class RowOptimizer {
     store_state(table_.momentum1, slot, s);
   }
 
+  OPER_DEVICE float row_wise_root(int64_t slot, float squares) const {
+    float state = table_.momentum2[slot];  // every lane computes it, one writes it back
+    const float root = partial_adam_root(&state, squares, table_.row_columns, args_);
+    group_.sync();
+    if (group_.lane == 0) table_.momentum2[slot] = state;
+    return root;
+  }
+
   OPER_DEVICE void adam(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w) const {
     const bool row_wise = args_.kind == Optimizer::kPartialRowWiseAdam;
-    float root = 1.0f;
-    if (row_wise) {
-      float state = table_.momentum2[slot];
-      root = partial_adam_root(&state, squares, table_.row_columns, args_);
-      group_.sync();
-      if (group_.lane == 0) table_.momentum2[slot] = state;
-    }
+    const float root = row_wise ? row_wise_root(slot, squares) : 1.0f;
     const int64_t first = slot * table_.dim;
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
@@ -202,6 +208,60 @@ class RowOptimizer {
       store_elements(table_.momentum1 + first + column, m, Shape::E > 1);
       if (!row_wise) store_elements(table_.momentum2 + first + column, s, Shape::E > 1);
     }
+  }
+
+  OPER_DEVICE void momentum_sgd(int64_t slot, const Row<Shape>& g, Row<Shape>& w) const {
+    Row<Shape> m;
+    load_state(table_.momentum1, slot, m);
+    m.zip(g, [&](float& a, float b) { a = a * args_.beta1 + b; });
+    w.zip(m, [&](float& a, float b) { a -= b * args_.learning_rate; });
+    store_state(table_.momentum1, slot, m);
+  }
+
+  OPER_DEVICE void lars_sgd(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w) const {
+    const float rate = lars_rate(sum_of_squares(w), squares, args_);
+    Row<Shape> m;
+    load_state(table_.momentum1, slot, m);
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i)
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e) {
+        const float grad = g.v[i][e] + w.v[i][e] * args_.weight_decay;
+        m.v[i][e] = m.v[i][e] * args_.beta1 + grad * rate;
+        w.v[i][e] -= m.v[i][e];
+      }
+    store_state(table_.momentum1, slot, m);
+  }
+
+  // Its step takes the gradient's place.
+  OPER_DEVICE void lamb(int64_t slot, Row<Shape> g, float squares, Row<Shape>& w) const {
+    const bool row_wise = args_.kind == Optimizer::kPartialRowWiseLamb;
+    const float root = row_wise ? row_wise_root(slot, squares) : 1.0f;
+    const int64_t first = slot * table_.dim;
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) {
+      const int column = Shape::column(i, group_.lane);
+      if (column >= table_.dim) continue;
+      float m[Shape::E], s[Shape::E];
+      load_elements(table_.momentum1 + first + column, m, Shape::E > 1);
+      if (!row_wise) load_elements(table_.momentum2 + first + column, s, Shape::E > 1);
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e) {
+        const float grad = g.v[i][e];
+        m[e] = m[e] * args_.beta1 + grad * (1.0f - args_.beta1);
+        float below = root;
+        if (!row_wise) {
+          s[e] = s[e] * args_.beta2 + grad * grad * (1.0f - args_.beta2);
+          below = sqrtf(s[e] / args_.correction2) + args_.eps;
+        }
+        g.v[i][e] = (m[e] / args_.correction1) / below + w.v[i][e] * args_.weight_decay;
+      }
+      store_elements(table_.momentum1 + first + column, m, Shape::E > 1);
+      if (!row_wise) store_elements(table_.momentum2 + first + column, s, Shape::E > 1);
+    }
+    const float weights = sum_of_squares(w);
+    const float rate = lamb_rate(weights, sum_of_squares(g), args_);
+    w.zip(g, [=](float& a, float b) { a -= b * rate; });
   }
 };
 

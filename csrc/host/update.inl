@@ -8,6 +8,15 @@ struct Incoming {  // what one rank left for this owner
   int64_t at, end;
 };
 
+template <int N, class E>
+OPER_INLINE void store_updated(E* row, const Row<N>& w, const uint16_t* random, int dim) {
+  if constexpr (sizeof(E) == 4) {
+    w.store(row, dim);
+  } else {
+    w.store_rounded(row, random, dim);
+  }
+}
+
 // One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its squares
 // over all columns of the row. FBGEMM's definitions, see optimizer.h. `random` has a number for every
 // column where rows are rounded, else null.
@@ -75,12 +84,69 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
       }
       break;
     }
+    default:
+      break;  // see apply_scaled
   }
-  if constexpr (sizeof(E) == 4) {
-    w.store(row, dim);
-  } else {
-    w.store_rounded(row, random, dim);
+  store_updated(row, w, random, dim);
+}
+
+// The same of the optimizers with a velocity or a trust ratio. A row is in one piece here, so that its
+// norms are those of its columns.
+template <int N, class E>
+OPER_INLINE void apply_scaled(const Table& table, int64_t slot, const Row<N>& g,
+                              float squares_of_row, const uint16_t* random) {
+  const OptimizerArgs& args = table.optimizer;
+  const int dim = table.dim;
+  const int n = Row<N>::vectors(dim);
+  E* row = table.row<E>(slot);
+  Row<N> w, m;
+  w.load(row, dim);
+  m.load(table.momentum1 + slot * dim, dim);
+  switch (args.kind) {
+    case Optimizer::kMomentumSgd:
+      for (int i = 0; i < n; ++i) {
+        m.v[i] = m.v[i] * args.beta1 + g.v[i];
+        w.v[i] -= m.v[i] * args.learning_rate;
+      }
+      break;
+    case Optimizer::kLarsSgd: {
+      const float rate = lars_rate(w.sum_of_squares(dim), squares_of_row, args);
+      for (int i = 0; i < n; ++i) {
+        m.v[i] = m.v[i] * args.beta1 + (g.v[i] + w.v[i] * args.weight_decay) * rate;
+        w.v[i] -= m.v[i];
+      }
+      break;
+    }
+    default: {  // LAMB
+      for (int i = 0; i < n; ++i)
+        m.v[i] = m.v[i] * args.beta1 + g.v[i] * (1.0f - args.beta1);
+      Row<N> step;
+      if (args.kind == Optimizer::kPartialRowWiseLamb) {
+        const float root =
+            partial_adam_root(table.momentum2 + slot, squares_of_row, table.row_columns, args);
+        for (int i = 0; i < n; ++i)
+          step.v[i] = (m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay;
+      } else {
+        Row<N> s;
+        s.load(table.momentum2 + slot * dim, dim);
+        for (int i = 0; i < n; ++i) {
+          s.v[i] = s.v[i] * args.beta2 + g.v[i] * g.v[i] * (1.0f - args.beta2);
+          Lanes root;
+          for (int k = 0; k < 16; ++k)
+            root[k] = std::sqrt(s.v[i][k] / args.correction2) + args.eps;
+          step.v[i] = (m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay;
+        }
+        s.store(table.momentum2 + slot * dim, dim);
+      }
+      // Behind the last column a step is 0 / eps, which need not be a number.
+      for (int k = Row<N>::part(dim); k > 0 && k < 16; ++k) step.v[n - 1][k] = 0.0f;
+      const float rate = lamb_rate(w.sum_of_squares(dim), step.sum_of_squares(dim), args);
+      for (int i = 0; i < n; ++i) w.v[i] -= step.v[i] * rate;
+      break;
+    }
   }
+  m.store(table.momentum1 + slot * dim, dim);
+  store_updated(row, w, random, dim);
 }
 
 // The gradients that all ranks left for one row after the other, in ascending order of slots: found
@@ -316,7 +382,8 @@ void squares(const Context& context, int32_t index, float gradient_scale, int32_
   });
 }
 
-void update(const Context& context, int32_t index, float gradient_scale) {
+template <bool kScaled>
+void update_rows(const Context& context, int32_t index, float gradient_scale) {
   const Table& table = context.tables[index];
   uint32_t* touched = table.has_replicas ? table.touched[context.rank] : nullptr;
   if (touched) touched[0] = 0;
@@ -338,11 +405,21 @@ void update(const Context& context, int32_t index, float gradient_scale) {
                                                : squares_of_row(context, table, slot,
                                                                 table.rounds_of_squares() - 1);
       const uint16_t* random = sizeof(E) == 2 ? numbers.of(slot) : nullptr;
-      apply_optimizer<N, E>(table, slot, g, sum, random);
+      if constexpr (kScaled) {
+        apply_scaled<N, E>(table, slot, g, sum, random);
+      } else {
+        apply_optimizer<N, E>(table, slot, g, sum, random);
+      }
       ++num_updated;
       if (table.changed) table.changed[slot / 64] |= uint64_t{1} << slot % 64;
       if (touched && replicated(slot)) touched[++touched[0]] = static_cast<uint32_t>(slot);
     });
   });
   table.counters.add(kUpdatedRows, context.rank, num_updated);
+}
+
+void update(const Context& context, int32_t index, float gradient_scale) {
+  if (has_velocity_or_trust(context.tables[index].optimizer.kind))
+    return update_rows<true>(context, index, gradient_scale);
+  update_rows<false>(context, index, gradient_scale);
 }

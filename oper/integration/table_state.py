@@ -20,6 +20,7 @@ from oper.integration.on_demand import (
 from oper.shmem.optimizers import STATE_PARTS
 from oper.shmem.runtime import ShardedTables
 from oper.shmem.table_rows import CHUNK_ROWS
+from oper.tables import OPTIMIZERS
 
 _GENERATOR = threading.Lock()
 InitFn = Callable[[torch.Tensor], Any]
@@ -167,7 +168,7 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
     kind = tables.specs[name].optimizer
     entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
                for part, _ in STATE_PARTS[kind]}
-    if "adam" in kind:
+    if OPTIMIZERS[kind].counts_steps:
         entries[f"{label}.step"] = torch.tensor(float(tables.table_steps(name)))
     return entries
 

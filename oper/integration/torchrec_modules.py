@@ -55,14 +55,6 @@ from oper.integration.table_module import (
 from oper.integration.table_state import load_optimizer_entries, load_tables, optimizer_entries
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
-from oper.shmem.optimizers import (
-    SGD,
-    Adagrad,
-    Adam,
-    Optimizer,
-    PartialRowWiseAdam,
-    RowWiseAdagrad,
-)
 from oper.shmem.runtime import ShardedTables
 from oper.tables import TableSpec
 
@@ -138,59 +130,6 @@ def _check_dtypes(collection: Collection) -> None:
                 fail(f"cannot shard table {config.name!r}", "dtype of its weight", held,
                      f"{told} as its data_type says",
                      "choose data_type in its configuration instead of converting the module"))
-
-
-def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
-    """The optimizer that ``apply_optimizer_in_backward`` has tagged a table with, or None.
-
-    Raises:
-        InvalidInputError: an optimizer or an argument that is not supported.
-    """
-    classes = getattr(parameter, "_optimizer_classes", None)
-    if not classes:
-        return None
-    kwargs = dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
-    name = classes[0].__name__
-    what = "cannot use the optimizer of apply_optimizer_in_backward"
-    if len(classes) != 1 or name not in _KNOWN_OPTIMIZERS:
-        raise InvalidInputError(
-            fail(what, "optimizer", [c.__name__ for c in classes],
-                 f"one of {sorted(_KNOWN_OPTIMIZERS)}", "tag the tables with one of these"))
-    make, arguments = _KNOWN_OPTIMIZERS[name]
-    if not kwargs.pop("gradient_clipping", False):  # FBGEMM's names
-        kwargs.pop("max_gradient", None)
-    mode = getattr(kwargs.get("weight_decay_mode"), "name", None)
-    if make is RowWiseAdagrad and mode in ("NONE", "L2", "DECOUPLE"):  # FBGEMM's names
-        del kwargs["weight_decay_mode"]
-        arguments = arguments | {"decoupled": mode == "DECOUPLE"}
-        if mode == "NONE":
-            kwargs["weight_decay"] = 0.0
-    for key, value in kwargs.items():
-        if key not in {*arguments, *_CLIPPING} and (
-                key not in _NEUTRAL or value != _NEUTRAL[key]):
-            raise InvalidInputError(
-                fail(what, f"{name}.{key}", value, f"{_NEUTRAL.get(key, 'not given')}",
-                     "leave that argument out"))
-    return make(**{k: kwargs.get(k, default) for k, default in arguments.items()},
-                **{k: kwargs[k] for k in _CLIPPING if k in kwargs})
-
-
-_CLIPPING = ("max_gradient", "max_row_norm")
-# By class name: our optimizer, and the arguments with the defaults that TorchRec's users get. The
-# eps of the Adagrads is FBGEMM's: TorchRec hands on what a tag names, so that its fused tables
-# never see the 1e-10 of the class that is named in it.
-_KNOWN_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
-    "SGD": (SGD, {"lr": 1e-3}),
-    "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.0}),
-    "Adagrad": (Adagrad, {"lr": 1e-2, "eps": 1e-8}),
-    "Adam": (Adam, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
-    "PartialRowWiseAdam": (
-        PartialRowWiseAdam, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
-}
-# Arguments of theirs that ours do not have, at the values that change nothing.
-_NEUTRAL = {"weight_decay": 0, "momentum": 0, "dampening": 0, "nesterov": False, "lr_decay": 0,
-            "initial_accumulator_value": 0, "maximize": False, "amsgrad": False, "foreach": None,
-            "fused": None, "capturable": False, "differentiable": False}
 
 
 class _Context(Multistreamable):

@@ -184,7 +184,7 @@ class Annealing:
                          for k, f in zip(table.tolist(), features[:, IDS], strict=True)])
         order = np.argsort(class_of, kind="stable")
         places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
-        split = "columns" in loads.model.problem.allow
+        split = np.array([loads.model.problem.may_split(t) for t in tables], bool)
         dim = np.array([t.spec.dim for t in tables])
         may = np.stack([self._may(k) for k in range(len(tables))])[:, order]
         may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split

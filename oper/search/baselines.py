@@ -133,7 +133,7 @@ def _split_and_place(problem: Problem, seed: int) -> Plan | None:
             peak = _peak(problem, shards, cost)
             if best is None or peak < best[0]:
                 best = (peak, plan)
-        cut = [n for n in np.argsort(-cost).tolist() if shards[n].stop - shards[n].start >= 8]
+        cut = _wide(problem, shards, cost)
         if not cut:
             break
         shards = _halved(shards, cut[0])
@@ -149,8 +149,7 @@ def _beam(problem: Problem, seed: int) -> Plan | None:
         grown = []
         for shards in beam:
             cost = np.array([_shard_cost(problem, s) for s in shards])
-            wide = [n for n in np.argsort(-cost).tolist() if shards[n].stop - shards[n].start >= 8]
-            grown += [_halved(shards, n) for n in wide[:10]]
+            grown += [_halved(shards, n) for n in _wide(problem, shards, cost)[:10]]
         if not grown:
             break
         grown.sort(key=lambda s: _peak(problem, s, np.array([_shard_cost(problem, x) for x in s])))
@@ -161,6 +160,12 @@ def _beam(problem: Problem, seed: int) -> Plan | None:
         if plan is not None:
             return plan
     return None
+
+
+def _wide(problem: Problem, shards: Sequence[Shard], cost: np.ndarray) -> list[int]:
+    """Shards that may be halved, the costliest first."""
+    return [n for n in np.argsort(-cost).tolist() if shards[n].stop - shards[n].start >= 8
+            and problem.tables[shards[n].table].spec.may_be_split]
 
 
 def _halved(shards: Sequence[Shard], n: int) -> list[Shard]:

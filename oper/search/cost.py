@@ -202,8 +202,7 @@ class CostModel:
             once, twice: float64 [..., 20, W], its rows in a piece, and in one of twice the width.
         """
         out = 2 * once - twice
-        if (self.training and t.spec.optimizer in ROW_WISE
-                and "columns" in self.problem.allow):
+        if self.training and t.spec.optimizer in ROW_WISE and self.problem.may_split(t):
             out[..., UPDATE_BYTES, :] += SQUARE_BYTES * out[..., UPDATE_ROWS, :]
         return out
 

@@ -107,7 +107,7 @@ def _start(problem: Problem, t: TableProblem) -> Placement:
 def _proposal(problem: Problem, t: TableProblem, rng: np.random.Generator) -> Placement:
     """Any configuration of one table."""
     parts = 1
-    if "columns" in problem.allow and t.spec.dim >= 2 * MIN_COLUMNS and rng.random() < 0.25:
+    if problem.may_split(t) and t.spec.dim >= 2 * MIN_COLUMNS and rng.random() < 0.25:
         parts = int(rng.integers(2, min(_MAX_PIECES, t.spec.dim // MIN_COLUMNS) + 1))
     columns = [round(t.spec.dim * k / parts / 4) * 4 for k in range(parts)] + [t.spec.dim]
     pieces = tuple(Piece(a, b, _tiers(problem, t, rng)) for a, b in pairwise(columns))

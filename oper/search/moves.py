@@ -155,7 +155,8 @@ class Moves:
         piece = self.state.pieces[k][i]
         width = piece.stop - piece.start
         mine = [t for t in piece.tiers if t.placement == "owned" and t.ranks[0] == rank]
-        if "columns" not in self.state.model.problem.allow or not mine or width < 2 * MIN_COLUMNS:
+        may = self.state.model.problem.may_split(self.state.tables[k])
+        if not may or not mine or width < 2 * MIN_COLUMNS:
             return
         middle = piece.start + round(width / 8) * 4
         for other in (r for r in low[:3] if r in self._owners(k)):

@@ -149,9 +149,8 @@ class Pieces:
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
         self.floor = np.stack([base[..., r].min(axis=-1) for r in classes.ranks])
         self.hidden = hidden[:, :, None]  # [C, P, 1]
-        split = "columns" in model.problem.allow
         ratio = _RATIO if len(tables) > _FEW else 1.0
-        self.widths = [column_widths(t, split, ratio) for t in tables]
+        self.widths = [column_widths(t, model.problem.may_split(t), ratio) for t in tables]
         self._first = first
         self.grid = np.geomspace(_FIRST, 1.0, _GRID)
         #: float64 [T, N], bytes of partial sums by share of a table's mass.

@@ -180,7 +180,7 @@ class Placer:
             if self.relaxation.options[option].kind == PUSH:
                 heavy = max(heavy, self._whole(k, start, stop, option))
             start = stop
-        if "columns" not in self.model.problem.allow or heavy <= self.grain:
+        if not self.model.problem.may_split(t) or heavy <= self.grain:
             return [0, t.spec.dim]
         parts = int(np.ceil(heavy / self.grain))
         ids, bags = t.total[IDS], t.traffic.num_bags

@@ -32,6 +32,7 @@ from oper.search.state import State
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
+from oper.traffic import ROW_WISE
 
 _FEW = 20  # tables, up to which a search begins from large boxes
 _MANY = 200  # tables, above which less is tried
@@ -433,8 +434,8 @@ def _splits_pay(problem: Problem) -> bool:
     """Whether every column split costs a barrier."""
     pinned = problem.constraints.tables
     return problem.training and all(
-        t.spec.optimizer == "rowwise_adagrad" for t in problem.tables
-        if t.spec.name not in pinned or pinned[t.spec.name].tiers is None)
+        t.spec.optimizer in ROW_WISE for t in problem.tables if problem.may_split(t)
+        and (t.spec.name not in pinned or pinned[t.spec.name].tiers is None))
 
 
 def _branches(problem: Problem) -> list[Problem]:

@@ -206,6 +206,10 @@ class Problem:
         """The problem whose plans may use the last resort."""
         return replace(self, allow=self.allow | self.last_resort, last_resort=frozenset())
 
+    def may_split(self, t: TableProblem) -> bool:
+        """Whether a plan may split table `t` by columns."""
+        return "columns" in self.allow and t.spec.may_be_split
+
     def placements_of(self, name: str) -> frozenset[str]:
         """Placements that table `name` may use."""
         held = self.constraints.tables.get(name)
@@ -276,6 +280,8 @@ def make_problem(
     chosen |= {f for c in held.tables.values() for x in c.pinned for f in used_by(x, world_size)}
     if any(t.dtype in CODE_BITS for t in specs):
         chosen -= {"columns"}  # the codes of a row share a scale
+    if not any(t.may_be_split for t in specs):
+        chosen -= {"columns"}
     machine = make_machine(topology, held.reserve_bytes, held.memory_bytes)
     problem = Problem(entries, machine, objective, batch_size, chosen, held,
                       last_resort=frozenset(in_need))

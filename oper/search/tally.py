@@ -8,7 +8,7 @@ import numpy as np
 
 from oper.plan import Tier
 from oper.search.problem import TableProblem
-from oper.tables import OPTIMIZER_STATE_BYTES
+from oper.tables import OPTIMIZERS
 
 GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
 
@@ -60,7 +60,7 @@ class Tally:
 def row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
     """Bytes of one row of a piece: weights, float32 gradient, optimizer state."""
     return (t.spec.row_bytes * width / t.spec.dim, width * GRAD_BYTES,
-            OPTIMIZER_STATE_BYTES[t.spec.optimizer](width))
+            OPTIMIZERS[t.spec.optimizer].state_bytes(width))
 
 
 def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) -> np.ndarray:

@@ -15,7 +15,7 @@ from oper.search.overlap import overlap_to_json, parse_argument
 from oper.search.problem import Problem, make_problem, with_overlap
 from oper.search.space import EVERYTHING, check_allow, used_features
 from oper.stats import AccessStats
-from oper.tables import CODE_BITS, DTYPES, OPTIMIZER_STATE_BYTES, TableSpec, format_bytes
+from oper.tables import CODE_BITS, DTYPES, OPTIMIZERS, TableSpec, format_bytes
 from oper.topology import Topology
 
 
@@ -223,7 +223,7 @@ def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 def _add_tables(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, metavar="D", help="columns of every table (default 64)")
-    parser.add_argument("--optimizer", choices=sorted(OPTIMIZER_STATE_BYTES),
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS),
                         help="optimizer of every table (default rowwise_adagrad)")
     parser.add_argument("--dtype", choices=DTYPES,
                         help="type of every table's rows (default float32; int8 and int4 for "

@@ -9,6 +9,7 @@ import numpy as np
 
 from oper.directory import TableDirectory, TierLayout
 from oper.shmem.optimizers import STATE_PARTS
+from oper.tables import OPTIMIZERS
 
 _PAGE = 4096
 _ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill
@@ -85,13 +86,13 @@ class ArenaLayout:
                     d.num_replica_rows[rank] * d.row_bytes,
                     d.num_host_replica_rows[rank] * d.row_bytes)
             for t, d in enumerate(directories):
-                state = STATE_PARTS[d.table.optimizer]
-                for name, per_row in state:
+                for name, per_row in STATE_PARTS[d.table.optimizer]:
                     width = 4 * (1 if per_row else d.dim)
                     parts[name][t, rank] = take(
                         d.num_slots[rank] * width, d.num_host_slots[rank] * width)
                 # See Table::rounds_of_squares in csrc/host/context.h.
-                rounds = any(per_row for _, per_row in state) + (d.table.name in clipped)
+                rounds = (OPTIMIZERS[d.table.optimizer].is_row_wise
+                          + (d.table.name in clipped))
                 if d.dim != d.table.dim:
                     parts["squares"][t, rank] = take(d.num_slots[rank] * 4 * rounds)
             for t, d in enumerate(directories):
@@ -110,8 +111,7 @@ class ArenaLayout:
         everything = np.zeros(len(self.num_bytes), np.int64)
         in_host = everything.copy()
         for d in directories:
-            state = sum(4 if per_row else 4 * d.dim
-                        for _, per_row in STATE_PARTS[d.table.optimizer])
+            state = OPTIMIZERS[d.table.optimizer].state_bytes(d.dim)
             everything += d.num_slots * (d.row_bytes + state) + d.num_replica_rows * d.row_bytes
             in_host += (d.num_host_slots * (d.row_bytes + state)
                         + d.num_host_replica_rows * d.row_bytes)

@@ -27,10 +27,10 @@ from oper.shmem.device_heap import DeviceHeap
 from oper.shmem.device_requests import PushMessages
 from oper.shmem.device_traffic import DeviceCounters
 from oper.shmem.group import Group
-from oper.shmem.optimizers import STATE_PARTS, Optimizer
+from oper.shmem.optimizers import Optimizer
 from oper.shmem.runtime import ShardedTables
 from oper.shmem.settings import deadline_s, outbox_bytes
-from oper.tables import CODE_BITS, DTYPE_BYTES
+from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 from oper.traffic import SENT, Traffic
 
 # Ids per distinct row from which fetching rows of peers once pays. To be measured between devices:
@@ -57,7 +57,7 @@ class DeviceTables(ShardedTables):
     Between memory domains torch's collectives carry rows and gradients, see `DeviceExchange`.
 
     Args:
-        plan, features, group, optimizers, gradient_scale: as for `ShardedTables`.
+        plan, features, group, optimizers, gradient_scale, is_new: as for `ShardedTables`.
         device: this rank's device.
     """
 
@@ -68,7 +68,8 @@ class DeviceTables(ShardedTables):
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
-                 gradient_scale: float = 1.0, *, device: torch.device | str = "cuda") -> None:
+                 gradient_scale: float = 1.0, *, device: torch.device | str = "cuda",
+                 is_new: bool = True) -> None:
         library.load_device()
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):
@@ -79,7 +80,7 @@ class DeviceTables(ShardedTables):
         self._num_forward = 0
         self.deduplicate: bool | None = None
         self._counters: DeviceCounters | None = None
-        super().__init__(plan, features, group, optimizers, gradient_scale)
+        super().__init__(plan, features, group, optimizers, gradient_scale, is_new=is_new)
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -109,8 +110,7 @@ class DeviceTables(ShardedTables):
         if self.optimizers is None:
             return 0
         optimizer = self.optimizers[table]
-        row_wise = any(per_row for _, per_row in STATE_PARTS[optimizer.name])
-        return int(row_wise) + int(optimizer.max_row_norm is not None)
+        return int(OPTIMIZERS[optimizer.name].is_row_wise) + int(optimizer.max_row_norm is not None)
 
     def _needs_exchange(self) -> bool:
         split = any(d.dim != d.table.dim for d in self.directories)
@@ -427,8 +427,8 @@ class DeviceTables(ShardedTables):
             raise OperError(
                 fail("cannot capture an update of the tables in a graph", "optimizers",
                      sorted({o.name for o in (self.optimizers or {}).values()}),
-                     "arguments that stay the same: fp32 rows, no Adam, a learning rate that an "
-                     "earlier step has used", "run such steps outside of graphs"))
+                     "arguments that stay the same: fp32 rows, no Adam or LAMB, a learning rate "
+                     "that an earlier step has used", "run such steps outside of graphs"))
         # Pageable memory, which the driver has read when the copy returns: the buffer may go.
         staging = torch.empty(128 * len(self.directories), dtype=torch.uint8)
         torch.ops.oper.device_set_optimizers(self._handle, arguments, staging)
@@ -503,7 +503,7 @@ class DeviceTables(ShardedTables):
 
     def _like(self, plan: Plan) -> DeviceTables:
         return DeviceTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
-                            device=self.device)
+                            device=self.device, is_new=False)
 
     def _check_room(self) -> None:
         """The arenas are there: device memory is taken at once."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from oper.shmem.optimizers import Adam, Optimizer
+from oper.shmem.optimizers import Optimizer
+from oper.tables import OPTIMIZERS
 
 
 class KernelArguments:
@@ -26,7 +27,7 @@ class KernelArguments:
         self._optimizers = optimizers
         self._rounding_keys = rounding_keys
         self._is_rounded = is_rounded
-        self._by_step = any(isinstance(o, Adam) for o in optimizers.values())
+        self._by_step = any(OPTIMIZERS[o.name].counts_steps for o in optimizers.values())
         self._known: tuple[Any, torch.Tensor] | None = None
 
     def at(self, step: int, skipped: Mapping[str, int], frozen: frozenset[str],

@@ -2,9 +2,10 @@
 
 Duplicates of a row within a global batch are summed before one update, and only rows that the
 batch touches change ("lazy" moments: a row's moments do not decay while it is not touched). The
-arithmetic stands in csrc/include/oper/optimizer.h. Where torch differs: torch's dense Adagrad and
-Adam change rows with a zero gradient too (moments decay, weight decay applies), and its Adam adds
-L2 decay to the gradient where FBGEMM adds it to the step. Betas are fp32 numbers, as in FBGEMM.
+arithmetic stands in csrc/include/oper/optimizer.h, and what each keeps in `oper.tables.OPTIMIZERS`.
+Where torch differs: torch's dense SGD with momentum, Adagrad and Adam change rows with a zero
+gradient too (moments decay, weight decay applies), and its Adam adds L2 decay to the gradient where
+FBGEMM adds it to the step. Betas are fp32 numbers, as in FBGEMM.
 
 Every optimizer can clip, element by element (FBGEMM) or by the norm of a row's gradient (torch).
 """
@@ -19,19 +20,12 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, PlanError, fail
-from oper.tables import TableSpec
+from oper.tables import OPTIMIZERS, TableSpec
 
 MAX_DIM = 1024
 _LARGEST = float(np.finfo(np.float32).max)
-# Names of the state of each optimizer and whether it is one number per row (else one per column).
-STATE_PARTS: dict[str, tuple[tuple[str, bool], ...]] = {
-    "none": (),
-    "sgd": (),
-    "rowwise_adagrad": (("momentum1", True),),
-    "adagrad": (("momentum1", False),),
-    "adam": (("momentum1", False), ("momentum2", False)),
-    "partial_rowwise_adam": (("momentum1", False), ("momentum2", True)),
-}
+# Parts of the state of each optimizer: name, and whether it is one number per row.
+STATE_PARTS = {name: kind.state for name, kind in OPTIMIZERS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +47,57 @@ class Clipping:
 
 @dataclass(frozen=True, slots=True)
 class SGD(Clipping):
-    """``w -= lr * g`` (FBGEMM's EXACT_SGD)."""
+    """``g += wd * w; m = momentum * m + g; w -= lr * m``; without momentum ``w -= lr * g``.
+
+    ``torch.optim.SGD`` on touched rows, without dampening and Nesterov's step; FBGEMM's EXACT_SGD
+    has neither momentum nor decay.
+
+    Attributes:
+        momentum: 0 = none, and no state.
+        weight_decay: L2.
+    """
 
     lr: float = 0.01
-
-    name = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, lr=self.lr)
+        _check(self, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+
+    @property
+    def name(self) -> str:
+        """What plans call it: with momentum it keeps a state, and is another optimizer there."""
+        return "momentum_sgd" if self.momentum else "sgd"
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        return [1, 0, lr, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+        return _arguments(self.name, lr, decay=_L2 if self.weight_decay else _NO_DECAY,
+                          weight_decay=self.weight_decay, beta1=self.momentum)
+
+
+@dataclass(frozen=True, slots=True)
+class LarsSGD(Clipping):
+    """``m = momentum * m + lr * eta * |w| / (|g| + wd * |w|) * (g + wd * w); w -= m``.
+
+    FBGEMM's LARS_SGD, TorchRec's ``LarsSGD``: norms of rows (You et al., 2017, has layers'). Where
+    FBGEMM divides 0 by 0, the rate is 0.
+    """
+
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    eta: float = 0.001
+
+    name = "lars_sgd"
+
+    def __post_init__(self) -> None:
+        _check(self, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay,
+               eta=self.eta)
+
+    def arguments(self, lr: float, step: int) -> list[float]:
+        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
+        return _arguments(self.name, lr * self.eta, weight_decay=self.weight_decay,
+                          beta1=self.momentum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,46 +107,60 @@ class RowWiseAdagrad(Clipping):
     FBGEMM's EXACT_ROWWISE_ADAGRAD, TorchRec's ``RowWiseAdagrad``.
 
     Attributes:
+        eps: FBGEMM's default, which TorchRec's fused tables take (its unsharded class has 1e-10).
         weight_decay: 0 = none.
         decoupled: FBGEMM's decoupled decay (``w *= 1 - lr * wd``) instead of L2 (``g += wd * w``).
+        initial_accumulator_value: what every `s` begins at.
     """
 
     lr: float = 0.01
-    eps: float = 1e-10
+    eps: float = 1e-8
     weight_decay: float = 0.0
     decoupled: bool = False
+    initial_accumulator_value: float = 0.0
 
     name = "rowwise_adagrad"
 
     def __post_init__(self) -> None:
-        _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay,
+               initial_accumulator_value=self.initial_accumulator_value)
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        decay = 0 if self.weight_decay == 0 else 2 if self.decoupled else 1
-        return [2, decay, lr, self.eps, self.weight_decay, 0.0, 0.0, 1.0, 1.0]
+        decay = _NO_DECAY if self.weight_decay == 0 else _DECOUPLED if self.decoupled else _L2
+        return _arguments(self.name, lr, eps=self.eps, decay=decay, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True, slots=True)
 class Adagrad(Clipping):
-    """``s += g^2; w -= lr * g / (sqrt(s) + eps)`` (FBGEMM's EXACT_ADAGRAD)."""
+    """``s += g^2; w -= lr * g / (sqrt(s) + eps)`` (FBGEMM's EXACT_ADAGRAD).
+
+    Attributes:
+        eps: FBGEMM's default (``torch.optim.Adagrad`` has 1e-10).
+        initial_accumulator_value: what every `s` begins at.
+    """
 
     lr: float = 0.01
-    eps: float = 1e-10
+    eps: float = 1e-8
+    initial_accumulator_value: float = 0.0
 
     name = "adagrad"
 
     def __post_init__(self) -> None:
-        _check(self, lr=self.lr, eps=self.eps)
+        _check(self, lr=self.lr, eps=self.eps,
+               initial_accumulator_value=self.initial_accumulator_value)
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        return [3, 0, lr, self.eps, 0.0, 0.0, 0.0, 1.0, 1.0]
+        return _arguments(self.name, lr, eps=self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class Adam(Clipping):
-    """Adam on touched rows; bias correction by the number of optimizer steps (FBGEMM's ADAM)."""
+    """Adam on touched rows; bias correction by the number of optimizer steps (FBGEMM's ADAM).
+
+    Weight decay is added to the step, so that this is `AdamW` but for the default of the decay.
+    """
 
     lr: float = 0.001
     betas: tuple[float, float] = (0.9, 0.999)
@@ -121,7 +168,6 @@ class Adam(Clipping):
     weight_decay: float = 0.0
 
     name = "adam"
-    code = 4
 
     def __post_init__(self) -> None:
         _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
@@ -140,7 +186,19 @@ class Adam(Clipping):
         # The kernel's betas are fp32, and 1 - beta in the moments must match 1 - beta^t here: with
         # 0.999 the rounding of beta alone changes 1 - beta by 1.3e-5 of its value.
         b1, b2 = (float(np.float32(b)) for b in self.betas)
-        return [self.code, 0, lr, self.eps, self.weight_decay, b1, b2, 1 - b1**step, 1 - b2**step]
+        return _arguments(self.name, lr, eps=self.eps, weight_decay=self.weight_decay, beta1=b1,
+                          beta2=b2, correction1=1 - b1**step, correction2=1 - b2**step)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW(Adam):
+    """`Adam` with the weight decay of ``torch.optim.AdamW``; plans and checkpoints say ``adam``.
+
+    ``w *= 1 - lr * wd`` before the step, as torch has it, and ``lr * wd * w`` within the step are
+    the same, since the step does not depend on `w`.
+    """
+
+    weight_decay: float = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +206,44 @@ class PartialRowWiseAdam(Adam):
     """Adam with one second moment per row, of the mean square (FBGEMM's PARTIAL_ROWWISE_ADAM)."""
 
     name = "partial_rowwise_adam"
-    code = 5
 
 
-Optimizer = SGD | RowWiseAdagrad | Adagrad | Adam | PartialRowWiseAdam
+@dataclass(frozen=True, slots=True)
+class LAMB(Adam):
+    """``r = Adam's step + wd * w; w -= lr * |w| / |r| * r`` (FBGEMM's LAMB; You et al., ICLR 2020).
+
+    Norms are those of a row, as FBGEMM has them; a row of zeros therefore stays so. Where `r` is 0
+    and FBGEMM divides by it, nothing changes.
+    """
+
+    lr: float = 0.01
+
+    name = "lamb"
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRowWiseLAMB(LAMB):
+    """LAMB with one second moment per row, of the mean square (FBGEMM's PARTIAL_ROWWISE_LAMB)."""
+
+    name = "partial_rowwise_lamb"
+
+
+Optimizer = (SGD | LarsSGD | RowWiseAdagrad | Adagrad | Adam | AdamW | PartialRowWiseAdam | LAMB
+             | PartialRowWiseLAMB)
+_NO_DECAY, _L2, _DECOUPLED = range(3)  # Decay in csrc/include/oper/optimizer.h
+
+
+def initial_state(optimizer: Optimizer) -> float:
+    """What its ``momentum1`` begins at."""
+    return float(getattr(optimizer, "initial_accumulator_value", 0.0))
+
+
+def _arguments(name: str, lr: float, *, decay: int = _NO_DECAY, eps: float = 0.0,
+               weight_decay: float = 0.0, beta1: float = 0.0, beta2: float = 0.0,
+               correction1: float = 1.0, correction2: float = 1.0) -> list[float]:
+    """In the order of ``OptimizerColumn`` in csrc/include/oper/description.h."""
+    return [OPTIMIZERS[name].code, decay, lr, eps, weight_decay, beta1, beta2, correction1,
+            correction2]
 
 
 def _is_fp32(value: Any) -> bool:

@@ -63,6 +63,7 @@ class ShardedTables(LogicalRows):
         gradient_scale: factor on table gradients (1 / W averages the ranks' losses).
         seed: of the stochastic rounding of 16-bit rows; rank 0's ``torch.initial_seed()`` by
             default.
+        is_new: whether optimizer states take their first values; not where others are copied in.
 
     Raises:
         PlanError: the plan does not fit this world or cannot be executed here.
@@ -75,7 +76,8 @@ class ShardedTables(LogicalRows):
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
-                 gradient_scale: float = 1.0, seed: int | None = None) -> None:
+                 gradient_scale: float = 1.0, seed: int | None = None, is_new: bool = True
+                 ) -> None:
         load()
         # The packet of all overloads would look for it in every call.
         self._forward_op: Any = torch.ops.oper.lookup_forward.default
@@ -135,6 +137,8 @@ class ShardedTables(LogicalRows):
         self.collected = CollectedPasses(self)
         self.number = register(self)
         self._process = os.getpid()
+        if is_new and self._begin_states(self.optimizers or {}):
+            self.barrier()
 
     def _keep(self) -> None:
         """Tables that nobody refers to any more are released without close() as well."""
@@ -519,7 +523,8 @@ class ShardedTables(LogicalRows):
         return other
 
     def _like(self, plan: Plan) -> ShardedTables:
-        return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale)
+        return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
+                             is_new=False)
 
     def _check_room(self) -> None:
         """Raise OperError unless there is memory for the arenas of this domain."""

@@ -14,7 +14,7 @@ from oper.shmem.arena import ROW_TYPES, ArenaLayout
 from oper.shmem.exchange import Exchange, Wanted
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
-from oper.shmem.optimizers import STATE_PARTS, Optimizer
+from oper.shmem.optimizers import STATE_PARTS, Optimizer, initial_state
 from oper.shmem.quantise import as_rows, dequantise
 from oper.tables import CODE_BITS, DTYPE_BYTES, TableSpec, bytes_of_row
 
@@ -93,6 +93,14 @@ class LogicalRows:
         return self._segment(
             self._addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
             int(d.num_slots[rank]), columns, d.table.dtype if part == "rows" else "float32")
+
+    def _begin_states(self, optimizers: Mapping[str, Optimizer]) -> bool:
+        """Set this rank's optimizer states that do not begin at 0; whether any rank has such."""
+        first = {table: x for table, o in optimizers.items() if (x := initial_state(o))}
+        for k, d in enumerate(self.directories):
+            if d.table.name in first:
+                self.view("momentum1", k, self.group.rank).fill_(first[d.table.name])
+        return bool(first)
 
     def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
         """Mapped memory as [rows, columns] of `dtype`; quantised rows as bytes."""

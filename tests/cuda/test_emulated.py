@@ -62,7 +62,8 @@ def test_training_gives_the_hosts_bits(emulation: pytest.MonkeyPatch, world_size
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam", "lars_sgd",
+                                       "partial_rowwise_lamb"])
 def test_push_and_column_pieces(emulation: pytest.MonkeyPatch, optimizer: str, columns: bool,
                                 seed: int) -> None:
     case = dlrm_case(optimizer, weighted=seed == 1)
@@ -71,7 +72,7 @@ def test_push_and_column_pieces(emulation: pytest.MonkeyPatch, optimizer: str, c
                       ALL_OPTIMIZERS[optimizer], 2))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "partial_rowwise_adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", *OTHER_OPTIMIZERS])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers(emulation: pytest.MonkeyPatch, world_size: int, optimizer: str) -> None:
     case = dlrm_case(optimizer, weighted=True, id_dtype=torch.int32, length_dtype=torch.int32)

@@ -25,7 +25,8 @@ from torchrec.optim.keyed import (  # noqa: E402
 from torchrec.optim.optimizers import PartialRowWiseAdam  # noqa: E402
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
-from oper.integration.torchrec_modules import table_specs, tagged_optimizer  # noqa: E402
+from oper.integration.tags import tagged_optimizer  # noqa: E402
+from oper.integration.torchrec_modules import table_specs  # noqa: E402
 
 
 def bags(names: str = "ab", rows: int = 20) -> EmbeddingBagCollection:

@@ -192,7 +192,7 @@ def test_tags_of_fbgemm() -> None:
     pytest.importorskip("torchrec")
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-    from oper.integration.torchrec_modules import tagged_optimizer
+    from oper.integration.tags import tagged_optimizer
 
     for kwargs, limit in (({"gradient_clipping": True, "max_gradient": 0.5}, 0.5),
                           ({"gradient_clipping": False, "max_gradient": 0.5}, None),

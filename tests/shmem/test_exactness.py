@@ -179,7 +179,8 @@ def _world_body(rank: int, world_size: int, case: Case, plan: Plan, steps: list[
 
 
 @pytest.mark.parametrize("world_size, plan, optimizer", [
-    (2, "mixed0", "rowwise_adagrad"), (2, "striped", "sgd"), (4, "mixed1", "rowwise_adagrad")])
+    (2, "mixed0", "rowwise_adagrad"), (2, "striped", "sgd"), (4, "mixed1", "rowwise_adagrad"),
+    (2, "mixed0", "lamb")])
 def test_processes_equal_virtual_ranks(world_size: int, plan: str, optimizer: str) -> None:
     case = dlrm_case(optimizer)
     chosen = plans_for(case.tables, world_size)[plan]

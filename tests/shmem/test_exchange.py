@@ -96,7 +96,8 @@ def test_placements(name: str, domains: tuple[int, ...]) -> None:
 # The optimizers that exchange squares go through all domains.
 @pytest.mark.parametrize("optimizer, domains", [
     *itertools.product(["rowwise_adagrad", "partial_rowwise_adam"], DOMAINS),
-    ("sgd", (0, 1, 0, 1)), ("adagrad", (0, 1)), ("adam", (0, 0, 1, 1))], ids=str)
+    ("sgd", (0, 1, 0, 1)), ("adagrad", (0, 1)), ("adam", (0, 0, 1, 1)), ("momentum_sgd", (0, 1)),
+    ("lars_sgd", (0, 1, 1, 1)), ("lamb", (0, 1)), ("partial_rowwise_lamb", (0, 1, 0, 1))], ids=str)
 def test_push_columns_weights_and_optimizers(optimizer: str, domains: tuple[int, ...]) -> None:
     """Sum and mean pooling; weights and 32-bit ids where the optimizer's place is odd."""
     odd = list(ALL_OPTIMIZERS).index(optimizer) % 2 == 1

@@ -9,7 +9,13 @@
 //   Adam:                  m = b1 m + (1 - b1) g;  s = b2 s + (1 - b2) g^2
 //                          w -= lr * (m / (1 - b1^t) / (sqrt(s / (1 - b2^t)) + eps) + wd * w)
 //   partial row-wise Adam: the same with s = b2 s + (1 - b2) mean_d(g_d^2), one per row
-// t counts the optimizer's steps, not the touches of a row.
+//   LAMB, partial row-wise LAMB: m and s of Adam, of partial row-wise Adam
+//                          r = m / (1 - b1^t) / (sqrt(s / (1 - b2^t)) + eps) + wd * w
+//                          w -= lr * |w| / |r| * r
+//   momentum SGD:          m = b1 m + g;  w -= lr * m  (torch's; L2 decay: g += wd * w first)
+//   LARS-SGD:              m = b1 m + lr * |w| / (|g| + wd * |w|) * (g + wd * w);  w -= m
+//                          (lr: the learning rate times eta)
+// t counts the optimizer's steps, not the touches of a row. Norms are those of the whole row.
 //
 // Before any of it, a row's gradient may be clipped to a norm, as torch.nn.utils.clip_grad_norm_ clips
 // a parameter's:  g *= min(1, max_norm / (|g| + 1e-6))
@@ -28,12 +34,21 @@ enum class Optimizer : int32_t {
   kAdagrad = 3,
   kAdam = 4,
   kPartialRowWiseAdam = 5,
+  kMomentumSgd = 6,
+  kLarsSgd = 7,
+  kLamb = 8,
+  kPartialRowWiseLamb = 9,
 };
 
-// Whether a row has one second moment, of all its columns.
+// Whether a step needs the sum of squares of a row's gradient over all its columns.
 OPER_HD bool is_row_wise(Optimizer kind) {
-  return kind == Optimizer::kRowWiseAdagrad || kind == Optimizer::kPartialRowWiseAdam;
+  return kind == Optimizer::kRowWiseAdagrad || kind == Optimizer::kPartialRowWiseAdam ||
+         kind == Optimizer::kLarsSgd || kind == Optimizer::kPartialRowWiseLamb;
 }
+
+// Whether it is momentum SGD, LARS-SGD or a LAMB, which the kernels keep apart from the others: the
+// loops of those stay as short as they are.
+OPER_HD bool has_velocity_or_trust(Optimizer kind) { return kind >= Optimizer::kMomentumSgd; }
 
 enum class Decay : int32_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
 
@@ -69,6 +84,20 @@ OPER_HD float partial_adam_root(float* state, float sum_of_squares, int32_t dim,
   const float moment = *state * args.beta2 + mean * (1.0f - args.beta2);
   *state = moment;
   return sqrtf(moment / args.correction2) + args.eps;
+}
+
+// Rate of LARS-SGD, from the sums of squares of a row and of its gradient. 0 where FBGEMM divides 0 by
+// 0, of a row without decay whose gradient is 0.
+OPER_HD float lars_rate(float weights, float gradient, const OptimizerArgs& args) {
+  const float norm = sqrtf(weights);
+  const float below = sqrtf(gradient) + args.weight_decay * norm;
+  return below > 0.0f ? args.learning_rate * norm / below : 0.0f;
+}
+
+// Learning rate of LAMB times its trust ratio, from the sums of squares of a row and of its step. 0
+// where FBGEMM divides by 0: the step is 0 then.
+OPER_HD float lamb_rate(float weights, float step, const OptimizerArgs& args) {
+  return step > 0.0f ? args.learning_rate * (sqrtf(weights) / sqrtf(step)) : 0.0f;
 }
 
 }  // namespace oper

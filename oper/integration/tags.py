@@ -1,0 +1,104 @@
+"""What ``apply_optimizer_in_backward`` has tagged a table with, as an optimizer of OPER."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.shmem.optimizers import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    LarsSGD,
+    Optimizer,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+)
+
+_ADAM = ("lr", "betas", "eps", "weight_decay")
+# Classes of torch and TorchRec by name: our optimizer, and the arguments that both have. What a tag
+# leaves out is ours, which is FBGEMM's: TorchRec hands on what a tag names, so that its fused
+# tables never see a default of the class in the tag, such as the eps of 1e-10.
+_KNOWN: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
+    "SGD": (SGD, ("lr", "momentum", "weight_decay")),
+    "LarsSGD": (LarsSGD, ("lr", "momentum", "weight_decay", "eta")),
+    "RowWiseAdagrad": (RowWiseAdagrad, ("lr", "eps", "weight_decay", "initial_accumulator_value")),
+    "Adagrad": (Adagrad, ("lr", "eps", "initial_accumulator_value")),
+    "Adam": (Adam, _ADAM),
+    "AdamW": (AdamW, _ADAM),
+    "PartialRowWiseAdam": (PartialRowWiseAdam, _ADAM),
+    "LAMB": (LAMB, _ADAM),
+    "PartialRowWiseLAMB": (PartialRowWiseLAMB, _ADAM),
+}
+_CLIPPING = ("max_gradient", "max_row_norm")
+# Arguments of theirs that ours do not have, at the values that change nothing.
+_NEUTRAL = {"weight_decay": 0, "dampening": 0, "nesterov": False, "lr_decay": 0, "maximize": False,
+            "amsgrad": False, "decoupled_weight_decay": True, "foreach": None, "fused": None,
+            "capturable": False, "differentiable": False}
+_FBGEMM_LR = 0.01  # of TorchRec's classes without a default of their own
+_WHAT = "cannot use the optimizer of apply_optimizer_in_backward"
+
+
+def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
+    """The optimizer that ``apply_optimizer_in_backward`` has tagged a table with, or None.
+
+    Raises:
+        InvalidInputError: an optimizer or an argument that is not supported.
+    """
+    classes = getattr(parameter, "_optimizer_classes", None)
+    if not classes:
+        return None
+    given = dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
+    name = classes[0].__name__
+    home = classes[0].__module__.split(".")[0]
+    if len(classes) != 1 or name not in _KNOWN or home not in ("torch", "torchrec"):
+        raise InvalidInputError(
+            fail(_WHAT, "optimizer", [f"{c.__module__}.{c.__name__}" for c in classes],
+                 f"one of torch's or TorchRec's {sorted(_KNOWN)}",
+                 "tag the tables with one of these"))
+    make, arguments = _KNOWN[name]
+    chosen = _in_our_names(name, given)
+    for key in [k for k in chosen if k not in {*arguments, *_CLIPPING, "decoupled"}]:
+        value = chosen.pop(key)
+        if key not in _NEUTRAL or value != _NEUTRAL[key]:
+            raise InvalidInputError(
+                fail(_WHAT, f"{name}.{key}", value, f"{_NEUTRAL.get(key, 'not given')}",
+                     "leave that argument out"))
+    if "lr" not in chosen:
+        own = inspect.signature(classes[0].__init__).parameters.get("lr")
+        chosen["lr"] = _FBGEMM_LR if own is None else own.default
+    return make(**chosen)
+
+
+def _in_our_names(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a tag; those that have FBGEMM's names under ours."""
+    given = dict(given)
+    for ours, theirs in (("lr", {"learning_rate"}), ("betas", {"beta1", "beta2"})):
+        twice = sorted(theirs & given.keys())
+        if ours in given and twice:
+            raise InvalidInputError(fail(_WHAT, f"{name}.{ours}, {twice}", given[ours],
+                                         "one of torch's and FBGEMM's names", f"leave out {twice}"))
+    if not given.pop("gradient_clipping", False):
+        given.pop("max_gradient", None)
+    if "learning_rate" in given:
+        given["lr"] = given.pop("learning_rate")
+    if "beta1" in given or "beta2" in given:
+        given["betas"] = (given.pop("beta1", 0.9), given.pop("beta2", 0.999))
+    mode = getattr(given.get("weight_decay_mode"), "name", None)
+    if name == "RowWiseAdagrad" and mode in ("NONE", "L2", "DECOUPLE"):
+        del given["weight_decay_mode"]
+        given["decoupled"] = mode == "DECOUPLE"
+        if mode == "NONE":
+            given["weight_decay"] = 0.0
+    elif "decoupled" in given:
+        raise InvalidInputError(fail(_WHAT, f"{name}.decoupled", given["decoupled"], "not given",
+                                     "use FBGEMM's weight_decay_mode=WeightDecayMode.DECOUPLE"))
+    return given
+
