@@ -12,6 +12,8 @@ from torch import nn
 from torchrec.modules import embedding_configs as configs
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.optimizers import LAMB, PartialRowWiseAdam
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
@@ -23,8 +25,10 @@ from tests.world_support import run_world
 BATCH = 8  # samples of all ranks together
 ROWS = {"a": 37, "b": 1, "c": 500, "s": 60}
 # What a tag of apply_optimizer_in_backward becomes is tested elsewhere; here one of each kind.
-OPTIMIZERS = {"ta": oper.RowWiseAdagrad(lr=0.1), "tb": oper.Adam(lr=0.01, eps=1e-3),
-              "tc": oper.PartialRowWiseAdam(lr=0.01, eps=1e-3), "ts": oper.SGD(lr=0.1)}
+OPTIMIZERS = {"ta": oper.RowWiseAdagrad(lr=0.1), "tb": oper.LAMB(lr=0.01, eps=1e-3),
+              "tc": oper.PartialRowWiseAdam(lr=0.01, eps=1e-3),
+              "ts": oper.SGD(lr=0.1, momentum=0.5)}
+_THEIRS = {"ta": RowWiseAdagrad, "tb": LAMB, "tc": PartialRowWiseAdam, "ts": torch.optim.SGD}
 
 
 class Model(nn.Module):
@@ -68,17 +72,19 @@ def sharded(world_size: int, plan_seed: int, seed: int = 0) -> Model:
     for name, parameter in model.named_parameters():
         table = name.split(".")[-2]
         if table in OPTIMIZERS:
-            tag(parameter, OPTIMIZERS[table])
+            tag(parameter, table)
     plan = (mixed_plan(specs, world_size, plan_seed) if plan_seed < 100 else
             rich_plan(specs, world_size, plan_seed, columns=True))
     return oper.shard(model, plan=plan, optimizer=oper.Adagrad(lr=0.1, eps=1e-2))
 
 
-def tag(parameter: torch.Tensor, optimizer: Any) -> None:
+def tag(parameter: torch.Tensor, table: str) -> None:
     """What ``apply_optimizer_in_backward`` leaves behind."""
-    parameter._optimizer_classes = [type(optimizer)]
-    parameter._optimizer_kwargs = [
-        {k: getattr(optimizer, k) for k in ("lr", "eps", "betas") if hasattr(optimizer, k)}]
+    optimizer = OPTIMIZERS[table]
+    parameter._optimizer_classes = [_THEIRS[table]]
+    parameter._optimizer_kwargs = [{k: getattr(optimizer, k)
+                                    for k in ("lr", "eps", "betas", "momentum")
+                                    if hasattr(optimizer, k)}]
 
 
 def fused(model: Model) -> CombinedOptimizer:

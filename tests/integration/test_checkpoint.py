@@ -88,7 +88,8 @@ def test_names_and_shapes_are_the_unsharded_ones() -> None:
                                      "tb.step": ()},
         "embedding_bags.tc.weight": {"tc.momentum1": (500, 8), "tc.exp_avg_sq": (500,),
                                      "tc.step": ()}}
-    assert model.items.fused_optimizer.state_dict()["state"] == {"embeddings.ts.weight": {}}
+    (of_items,) = model.items.fused_optimizer.state_dict()["state"].values()
+    assert {k: tuple(v.shape) for k, v in of_items.items()} == {"ts.momentum1": (60, 8)}
 
 
 def test_a_checkpoint_reads_without_oper(saved: Any) -> None:
@@ -187,7 +188,7 @@ def test_optimizer_state_from_and_to_an_unsharded_optimizer(saved: Any) -> None:
     plain.load_state_dict({n: found[f"model.{n}"] for n in plain.state_dict()})
     restore(model, str(folder))
     ta, places = plain.bags.embedding_bags["ta"].weight, plain.places.weight
-    rowwise = RowWiseAdagrad([ta], lr=0.1)
+    rowwise = RowWiseAdagrad([ta], lr=0.1, eps=1e-8)
     adagrad = torch.optim.Adagrad([places], lr=0.1, eps=1e-2)
     key = "optimizer.state.bags.embedding_bags.ta.weight.ta.momentum1"
     rowwise.state[ta]["sum"].copy_(found[key].view_as(rowwise.state[ta]["sum"]))

@@ -234,30 +234,43 @@ def test_other_shapes_of_states_are_refused(tmp_path: Path) -> None:
                  planner=oper.LoadPlanner())
 
 
-def _small_gradients(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What steps change in the outputs when gradients are of the size of eps and the tag does not
-    name it. The rows themselves differ: TorchRec draws its own."""
+def _small_gradients(rank: int, world_size: int) -> list[torch.Tensor]:
+    """What steps change in the outputs when gradients are of the size of eps and nobody names it:
+    of TorchRec's sharded tables (whose rows differ: it draws its own), of OPER's by a tag and by an
+    argument, and of unsharded ones under TorchRec's class, which is told FBGEMM's eps."""
     from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
     from torchrec.optim import RowWiseAdagrad
 
     theirs, _ = by_torchrec("table_wise", 0, lr=LR)
     ours = Model(0)
     _apply_optimizer_in_backward(RowWiseAdagrad, ours.bags.parameters(), {"lr": LR})
-    oper.shard(ours, plan=mixed_plan(table_specs(ours.bags), world_size, 3))
+    plan = mixed_plan(table_specs(ours.bags), world_size, 3)
+    oper.shard(ours, plan=plan)
+    argument, unsharded = Model(0), Model(0)
+    oper.shard(argument, plan=plan, optimizer=oper.RowWiseAdagrad(lr=LR))
+    rule = RowWiseAdagrad(unsharded.bags.parameters(), lr=LR, eps=1e-8)
     changes = []
-    for model in (theirs, ours):
+    for model in (theirs, ours, argument, unsharded):
         with torch.no_grad():
             before = model(batch_of(0, rank)).clone()
         for step in range(2):
+            rule.zero_grad()
             (model(batch_of(step, rank)).sum() * 1e-8).backward()
+            if model is unsharded:  # the mean of the ranks' gradients, as the others take it
+                for p in unsharded.bags.parameters():
+                    torch.distributed.all_reduce(p.grad)
+                    p.grad /= world_size
+                rule.step()
         with torch.no_grad():
             changes.append(model(batch_of(0, rank)) - before)
-    return changes[0], changes[1]
+    return changes
 
 
-def test_a_tag_without_eps_gives_torchrecs_numbers() -> None:
-    for theirs, ours in run_world(2, _small_gradients):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+def test_nobody_names_an_eps_and_all_take_torchrecs() -> None:
+    for theirs, tagged, argument, unsharded in run_world(2, _small_gradients):
+        for other in (tagged, argument, unsharded):
+            torch.testing.assert_close(other, theirs, rtol=1e-4, atol=1e-6)
+        assert torch.equal(tagged, argument)
         assert theirs.abs().max() > 1e-2
 
 

@@ -16,13 +16,15 @@ from tests.runtime_support import assert_bitwise
 configs = pytest.importorskip("torchrec.modules.embedding_configs")
 from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: E402
 from torchrec.modules.embedding_modules import EmbeddingBagCollection  # noqa: E402
-from torchrec.optim import RowWiseAdagrad as TorchRecRowWise  # noqa: E402
+from torchrec.optim import (  # noqa: E402
+    RowWiseAdagrad as TorchRecRowWise,
+    optimizers,
+)
 from torchrec.optim.keyed import (  # noqa: E402
     CombinedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
 )
-from torchrec.optim.optimizers import PartialRowWiseAdam  # noqa: E402
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
 from oper.integration.tags import tagged_optimizer  # noqa: E402
@@ -45,6 +47,13 @@ def step(model: Any, *ids: int) -> None:
     model(lookup(*ids)).values().sum().backward()
 
 
+class _OwnSGD(torch.optim.SGD):
+    """Somebody's own optimizer, which only has a known name."""
+
+
+_OwnSGD.__name__ = "SGD"
+
+
 def weight(model: Any, table: str) -> torch.Tensor:
     return model.state_dict()[f"embedding_bags.{table}.weight"]
 
@@ -54,10 +63,31 @@ def weight(model: Any, table: str) -> torch.Tensor:
     (torch.optim.Adagrad, {"lr": 0.5, "eps": 0.25}, oper.Adagrad(lr=0.5, eps=0.25)),
     (torch.optim.Adam, {"lr": 0.5, "betas": (0.5, 0.75), "foreach": None},
      oper.Adam(lr=0.5, betas=(0.5, 0.75))),
-    (PartialRowWiseAdam, {"lr": 0.5, "weight_decay": 0.5},
+    (optimizers.PartialRowWiseAdam, {"lr": 0.5, "weight_decay": 0.5},
      oper.PartialRowWiseAdam(lr=0.5, weight_decay=0.5)),
     (TorchRecRowWise, {"lr": 0.5, "weight_decay": 0.5},
      oper.RowWiseAdagrad(lr=0.5, eps=1e-8, weight_decay=0.5)),
+    (TorchRecRowWise, {"initial_accumulator_value": 0.5, "lr_decay": 0, "maximize": False},
+     oper.RowWiseAdagrad(lr=0.01, eps=1e-8, initial_accumulator_value=0.5)),
+    (torch.optim.SGD, {"lr": 0.5, "momentum": 0.75, "weight_decay": 0.25, "nesterov": False},
+     oper.SGD(lr=0.5, momentum=0.75, weight_decay=0.25)),
+    (torch.optim.SGD, {}, oper.SGD(lr=1e-3)),  # torch's
+    (optimizers.SGD, {}, oper.SGD(lr=1e-2)),  # FBGEMM's: TorchRec's class has none
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.5},
+     oper.Adagrad(lr=0.01, eps=1e-8, initial_accumulator_value=0.5)),
+    (torch.optim.AdamW, {}, oper.AdamW(lr=1e-3, weight_decay=0.01)),
+    (torch.optim.AdamW, {"lr": 0.5, "betas": (0.5, 0.75), "eps": 0.25, "weight_decay": 0.125},
+     oper.AdamW(lr=0.5, betas=(0.5, 0.75), eps=0.25, weight_decay=0.125)),
+    (optimizers.Adam, {"learning_rate": 0.5, "beta1": 0.5, "beta2": 0.75},
+     oper.Adam(lr=0.5, betas=(0.5, 0.75))),
+    (optimizers.LAMB, {}, oper.LAMB(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)),
+    (optimizers.LAMB, {"lr": 0.5, "beta2": 0.75, "eps": 0.25, "weight_decay": 0.125},
+     oper.LAMB(lr=0.5, betas=(0.9, 0.75), eps=0.25, weight_decay=0.125)),
+    (optimizers.PartialRowWiseLAMB, {"lr": 0.5, "gradient_clipping": True, "max_gradient": 2.0},
+     oper.PartialRowWiseLAMB(lr=0.5, max_gradient=2.0)),
+    (optimizers.LarsSGD, {}, oper.LarsSGD(lr=0.01, momentum=0.9, weight_decay=0.0, eta=0.001)),
+    (optimizers.LarsSGD, {"lr": 0.5, "momentum": 0.25, "weight_decay": 0.125, "eta": 0.75},
+     oper.LarsSGD(lr=0.5, momentum=0.25, weight_decay=0.125, eta=0.75)),
 ])
 def test_tags(theirs: type, arguments: dict[str, Any], ours: Any) -> None:
     collection = bags()
@@ -78,7 +108,21 @@ def test_decay_modes_of_fbgemm_in_a_tag() -> None:
 
 
 @pytest.mark.parametrize("theirs, arguments, named", [
-    (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}, "SGD.momentum"),
+    (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "dampening": 0.5}, "SGD.dampening"),
+    (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "nesterov": True}, "SGD.nesterov"),
+    (torch.optim.SGD, {"maximize": True}, "SGD.maximize"),
+    (optimizers.SGD, {"eta": 0.5}, "SGD.eta"),
+    (torch.optim.Adagrad, {"lr_decay": 0.1}, "Adagrad.lr_decay"),
+    (torch.optim.AdamW, {"amsgrad": True}, "AdamW.amsgrad"),
+    (torch.optim.Adam, {"decoupled_weight_decay": False}, "Adam.decoupled_weight_decay"),
+    (optimizers.LAMB, {"lr": 0.5, "bias_correction": False}, "LAMB.bias_correction"),
+    (optimizers.PartialRowWiseLAMB, {"amsgrad": True}, "PartialRowWiseLAMB.amsgrad"),
+    (optimizers.LarsSGD, {"eps": 1e-8}, "LarsSGD.eps"),
+    (optimizers.LAMB, {"betas": (0.9, 0.99), "beta2": 0.9}, "LAMB.betas"),
+    (optimizers.SGD, {"lr": 0.5, "learning_rate": 0.5}, "SGD.lr"),
+    (TorchRecRowWise, {"decoupled": True}, "RowWiseAdagrad.decoupled"),
+    (TorchRecRowWise, {"max_norm": 1.0}, "RowWiseAdagrad.max_norm"),
+    (_OwnSGD, {"lr": 0.5}, r"test_fused_optimizer\.SGD"),
     (torch.optim.Adagrad, {"weight_decay": 0.1}, "Adagrad.weight_decay"),
     (torch.optim.Adam, {"amsgrad": True}, "Adam.amsgrad"),
     (torch.optim.RMSprop, {}, "RMSprop"),
@@ -153,6 +197,29 @@ def test_state_goes_through_torchrecs_wrappers(wrap: Any) -> None:
     assert later["a.step"] == 2 and state["state"]["embedding_bags.a.weight"]["a.step"] == 1
     assert not torch.equal(later["a.momentum1"],
                            state["state"]["embedding_bags.a.weight"]["a.momentum1"])
+
+
+@pytest.mark.parametrize("optimizer, names", [
+    (oper.SGD(lr=0.1), set()), (oper.SGD(lr=0.1, momentum=0.5), {"momentum1"}),
+    (oper.LarsSGD(lr=0.1), {"momentum1"}), (oper.LAMB(), {"momentum1", "exp_avg_sq", "step"}),
+    (oper.AdamW(), {"momentum1", "exp_avg_sq", "step"}),
+    (oper.PartialRowWiseLAMB(), {"momentum1", "exp_avg_sq", "step"}),
+    (oper.Adagrad(initial_accumulator_value=0.5), {"momentum1"})], ids=str)
+def test_state_has_torchrecs_names_and_is_all_that_a_step_needs(optimizer: Any, names: set[str]
+                                                                ) -> None:
+    """Another model that loads weights and state repeats the next step, bit for bit."""
+    model, other = (oper.shard(bags(), optimizer=optimizer) for _ in range(2))
+    step(model, 1, 2)
+    step(model, 2, 3, 3)
+    state = model.fused_optimizer.state_dict()
+    assert state["state"]["embedding_bags.a.weight"].keys() == {f"a.{n}" for n in names}
+    other.load_state_dict(model.state_dict())
+    other.fused_optimizer.load_state_dict(state)
+    for m in (model, other):
+        step(m, 3, 4)
+    assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "next step")
+    assert_bitwise(other.fused_optimizer.state_dict()["state"],
+                   model.fused_optimizer.state_dict()["state"], "its state")
 
 
 def test_a_state_dict_is_a_copy() -> None:

@@ -114,7 +114,7 @@ def test_an_empty_batch() -> None:
 @pytest.mark.parametrize("ours, theirs", [
     (oper.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     (oper.Adagrad(lr=0.1, eps=1e-6), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)),
-    (oper.RowWiseAdagrad(lr=0.1), lambda p: TorchRecRowWise(p, lr=0.1)),
+    (oper.RowWiseAdagrad(lr=0.1), lambda p: TorchRecRowWise(p, lr=0.1, eps=1e-8)),
 ])
 def test_training_equals_the_unsharded_one(ours: Any, theirs: Callable[..., Any]) -> None:
     plain = collection()

@@ -7,19 +7,24 @@ import functools
 import pytest
 import torch
 
-from oper.errors import InvalidInputError
-from oper.plan import Plan, uniform_plan
+from oper.errors import InvalidInputError, PlanError
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.group import SingleGroup
 from oper.shmem.optimizers import (
+    LAMB,
     SGD,
     STATE_PARTS,
     Adagrad,
     Adam,
+    AdamW,
+    LarsSGD,
     Optimizer,
     PartialRowWiseAdam,
+    PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
-from oper.tables import TableSpec
+from oper.shmem.runtime import ShardedTables
+from oper.tables import OPTIMIZERS, TableSpec
 from tests.optimizer_support import (
     EVERY,
     Trained,
@@ -39,6 +44,8 @@ from tests.runtime_support import (
     mixed_plan,
     plans_for,
     rank_loss,
+    rich_plan,
+    run_ranks,
 )
 
 RATES = (1.0, 1.0, 0.5, 2.0, 0.0, 0.25)
@@ -162,7 +169,9 @@ def test_only_touched_rows_change(name: str) -> None:
 @pytest.mark.parametrize("name, moves", [
     ("sgd", False), ("rowwise_adagrad", False), ("adagrad", False),
     ("rowwise_adagrad_l2", True), ("rowwise_adagrad_decoupled", True), ("adam_decay", True),
-    ("partial_rowwise_adam_decay", True)])
+    ("partial_rowwise_adam_decay", True), ("sgd_decay", True), ("momentum_sgd", False),
+    ("momentum_sgd_decay", True), ("lars_sgd", False), ("lars_sgd_decay", True), ("lamb", False),
+    ("lamb_decay", True), ("partial_rowwise_lamb", False), ("partial_rowwise_lamb_decay", True)])
 def test_a_zero_gradient_touches_its_row(name: str, moves: bool) -> None:
     """Decay applies to what was looked up, whatever its gradient."""
     case, tables = tiny(EVERY[name])
@@ -211,7 +220,8 @@ def test_duplicates_make_one_update() -> None:
 
 FBGEMM = {"sgd": "EXACT_SGD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
           "adagrad": "EXACT_ADAGRAD", "adam": "ADAM",
-          "partial_rowwise_adam": "PARTIAL_ROWWISE_ADAM"}
+          "partial_rowwise_adam": "PARTIAL_ROWWISE_ADAM", "lars_sgd": "LARS_SGD", "lamb": "LAMB",
+          "partial_rowwise_lamb": "PARTIAL_ROWWISE_LAMB"}
 
 
 def fbgemm_peer(case: Case, optimizer: Optimizer, **options: object) -> object:
@@ -256,10 +266,10 @@ def test_equals_fbgemm(name: str) -> None:
 
 
 def test_what_fbgemm_has_no_cpu_operator_for() -> None:
-    """Why Adam and weight decay are held against formulas and torch, and not against FBGEMM."""
+    """Why those and weight decay are held against formulas and torch, and not against FBGEMM."""
     case, _ = one_optimizer(Case((TableSpec("t", 4, 8, ("f",), "sum"),), ("f",)),
                             EVERY["rowwise_adagrad"])
-    for name in ("adam", "partial_rowwise_adam"):
+    for name in FBGEMM.keys() - {"sgd", "rowwise_adagrad", "adagrad"}:
         with pytest.raises(AssertionError, match="not supported in CPU mode"):
             fbgemm_peer(case, EVERY[name])
     tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
@@ -300,10 +310,25 @@ def rowwise_torchrec(**options: float) -> object:
     (Adam(lr=0.1, eps=1e-12), lambda p: torch.optim.SparseAdam(list(p), lr=0.1, eps=1e-12), True,
      False),
     (Adam(lr=0.1), lambda p: torch.optim.Adam(p, lr=0.1), False, True),
-    (RowWiseAdagrad(lr=0.1), lambda p: rowwise_torchrec(lr=0.1)(p), False, True),
+    (RowWiseAdagrad(lr=0.1), lambda p: rowwise_torchrec(lr=0.1, eps=1e-8)(p), False, True),
     (RowWiseAdagrad(lr=0.1, weight_decay=0.1),
-     lambda p: rowwise_torchrec(lr=0.1, weight_decay=0.1)(p), False, True),
-], ids=["sgd", "adagrad", "sparse_adam", "dense_adam", "torchrec", "torchrec_decay"])
+     lambda p: rowwise_torchrec(lr=0.1, eps=1e-8, weight_decay=0.1)(p), False, True),
+    (RowWiseAdagrad(lr=0.1, initial_accumulator_value=0.5),
+     lambda p: rowwise_torchrec(lr=0.1, eps=1e-8, initial_accumulator_value=0.5)(p), False, True),
+    (Adagrad(lr=0.1, initial_accumulator_value=0.5),
+     lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8, initial_accumulator_value=0.5), True,
+     False),
+    (SGD(lr=0.1, weight_decay=0.2), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2), False,
+     True),
+    (SGD(lr=0.1, momentum=0.8), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8), False, True),
+    (SGD(lr=0.1, momentum=0.8, weight_decay=0.2),
+     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, weight_decay=0.2), False, True),
+    (AdamW(lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1), False, True),
+    (AdamW(lr=0.1, weight_decay=0.3), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3),
+     False, True),
+], ids=["sgd", "adagrad", "sparse_adam", "dense_adam", "torchrec", "torchrec_decay",
+        "torchrec_begun", "adagrad_begun", "sgd_decay", "momentum", "momentum_decay", "adamw",
+        "adamw_decay"])
 def test_equals_torch(ours: Optimizer, theirs: object, sparse: bool, every_row: bool) -> None:
     """Equal always for the sparse ones, and for the dense ones if each step touches every row."""
     rows = 12
@@ -325,6 +350,7 @@ def test_equals_torch(ours: Optimizer, theirs: object, sparse: bool, every_row: 
     (Adam(lr=0.1), lambda p: torch.optim.Adam(p, lr=0.1)),
     (RowWiseAdagrad(lr=0.1, weight_decay=0.1),
      lambda p: rowwise_torchrec(lr=0.1, weight_decay=0.1)(p)),
+    (SGD(lr=0.1, momentum=0.8), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8)),
 ])
 def test_differs_from_dense_torch_on_untouched_rows(ours: Optimizer, theirs: object) -> None:
     case, optimizers = one_optimizer(
@@ -351,12 +377,109 @@ def test_decay_of_adam_is_added_to_the_step() -> None:
     adam = train_torch(lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2), case, batches,
                        sparse=False)
     assert (tables.read("t") - adam).abs().max() > 1e-2
-    # AdamW decays before the step, so it differs by the product of the two.
+    # AdamW decays before the step, which does not depend on the weights: the same but for rounding.
     assert (tables.read("t") - adamw).abs().max() <= 1e-6
 
 
+def test_adamw_is_adam_with_torchs_decay() -> None:
+    default = torch.optim.AdamW([torch.zeros(1)]).defaults
+    assert {k: getattr(AdamW(), k) for k in ("lr", "betas", "eps", "weight_decay")} == {
+        k: default[k] for k in ("lr", "betas", "eps", "weight_decay")}
+    ends = []
+    for optimizer in (AdamW(lr=0.1), Adam(lr=0.1, weight_decay=0.01)):
+        case, tables = tiny(optimizer)
+        for ids in ([0, 1, 1], [1, 2]):
+            step_on(case, tables, ids, torch.tensor([0.5, -1, 2, 0.25, -0.125]))
+        ends.append(tables.read("t"))
+    assert torch.equal(*ends)
+
+
+# ---- norms of rows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [
+    LAMB(lr=0.125), LAMB(lr=0.125, weight_decay=0.5), PartialRowWiseLAMB(lr=0.125),
+    PartialRowWiseLAMB(lr=0.125, weight_decay=0.5)], ids=str)
+def test_a_lamb_step_is_a_share_of_the_rows_norm(optimizer: Optimizer) -> None:
+    """Whatever the gradient is: |change| = lr * |w|, of each row by itself."""
+    case, tables = tiny(optimizer, rows=6, dim=20)
+    for scale in (1e-3, 1.0, 1e3):
+        before = tables.read("t")
+        step_on(case, tables, [1, 4, 4], scale * torch.linspace(-1, 2, 20))
+        change = (tables.read("t") - before).norm(dim=1)
+        want = torch.tensor([0, 1, 0, 0, 1, 0]) * optimizer.lr * before.norm(dim=1)
+        torch.testing.assert_close(change, want, rtol=1e-5, atol=0)
+
+
+def test_a_lars_step_is_a_share_of_the_rows_norm() -> None:
+    """Of its first step, without decay: |change| = lr * eta * |w|; against the gradient."""
+    case, tables = tiny(LarsSGD(lr=0.5, eta=0.25), rows=6, dim=20)
+    before, gradient = tables.read("t"), torch.linspace(-1, 2, 20)
+    step_on(case, tables, [1, 4, 4], gradient)
+    change = tables.read("t") - before
+    norm = torch.tensor([0, 1, 0, 0, 1, 0]) * before.norm(dim=1)
+    torch.testing.assert_close(change, -0.125 * norm[:, None] * gradient / gradient.norm(),
+                               rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["lars_sgd", "lars_sgd_decay", "lamb", "lamb_decay",
+                                  "partial_rowwise_lamb", "partial_rowwise_lamb_decay"])
+def test_norms_of_zero_divide_nothing(name: str) -> None:
+    """A row of zeros stays so, as FBGEMM's does; 0 / 0 is no step."""
+    case, tables = tiny(EVERY[name])
+    tables.write("t", torch.zeros(6, 5))
+    tables.publish()
+    step_on(case, tables, [1, 2], torch.zeros(5))
+    step_on(case, tables, [1, 3], torch.ones(5))
+    for part in ("rows", *(p for p, _ in STATE_PARTS[EVERY[name].name])):
+        assert tables.read("t", part=part).isfinite().all(), part
+    assert not tables.read("t").any()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whole_rows_are_not_split_by_columns(name: str) -> None:
+    table = TableSpec("t", 10, 16, ("f",), "sum", optimizer=name)
+    tier = Tier(0, 10, "owned", (0,))
+    split = TablePlan(table, (Piece(0, 8, (tier,)), Piece(8, 16, (tier,))))
+    if name in ("lars_sgd", "lamb", "partial_rowwise_lamb"):
+        with pytest.raises(PlanError, match=f"whole rows, whose norms {name} needs"):
+            Plan(1, (split,))
+    else:
+        assert Plan(1, (split,)).tables == (split,)
+
+
+# ---- first states --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(initial_accumulator_value=0.75),
+                                       Adagrad(initial_accumulator_value=0.75)], ids=str)
+def test_accumulators_begin_where_they_are_told(optimizer: Optimizer) -> None:
+    """On every rank and in every placement, before a step; a move keeps what has changed."""
+    case, optimizers = one_optimizer(small_case(), optimizer)
+    split = rich_plan(case.tables, 2, 1, columns=True)
+
+    def body(group: object) -> dict[str, torch.Tensor]:
+        tables = ShardedTables(mixed_plan(case.tables, 2, 1), case.features, group, optimizers, 0.5)
+        found = {t.name: tables.read(t.name, part="momentum1") for t in case.tables}
+        tables.barrier()
+        tables.write("two", torch.full_like(found["two"], 2.0), 0, "momentum1")
+        tables.publish()
+        tables.migrate(split)
+        found |= {f"{t.name} moved": tables.read(t.name, part="momentum1") for t in case.tables}
+        tables.barrier()
+        tables.close()
+        return found
+
+    for found in run_ranks(2, body):
+        for name, state in found.items():
+            assert torch.equal(state, torch.full_like(state, 2.0 if name == "two moved" else 0.75))
+
+
 @pytest.mark.parametrize("make, word", [
-    (lambda: SGD(lr=1e39), "lr=1e"), (lambda: RowWiseAdagrad(eps="0"), "eps='0'"),
+    (lambda: SGD(lr=1e39), "lr=1e"), (lambda: SGD(momentum=-0.5), "momentum=-0.5"),
+    (lambda: LarsSGD(eta=float("nan")), "eta=nan"), (lambda: LAMB(betas=(0.9, 1.0)), r"betas\[1\]"),
+    (lambda: Adagrad(initial_accumulator_value=-1), "initial_accumulator_value=-1"),
+    (lambda: RowWiseAdagrad(eps="0"), "eps='0'"),
     (lambda: Adam(betas=0.9), "betas=0.9"), (lambda: Adam(betas=(0.9,)), "two numbers"),
     (lambda: Adam(betas=(0.9, "0.99")), r"betas\[1\]='0.99'"),
     (lambda: PartialRowWiseAdam(betas=(0.9, 1 - 1e-10)), r"betas\[1\]"),  # 1 in fp32
