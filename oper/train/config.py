@@ -18,7 +18,18 @@ from oper.rl_rec.catalogue import Catalogue
 from oper.rl_rec.interactions import DataOptions
 
 SHARDINGS = ("oper", "none", "torchrec")
-TABLE_OPTIMIZERS = ("rowwise_adagrad", "sgd")
+# By the name in a configuration: the class of `oper`, and which of the options below it has.
+TABLE_OPTIMIZERS = {
+    "rowwise_adagrad": ("RowWiseAdagrad", ("eps", "weight_decay", "initial_accumulator_value")),
+    "sgd": ("SGD", ("momentum", "weight_decay")),
+    "adagrad": ("Adagrad", ("eps", "initial_accumulator_value")),
+    "adam": ("Adam", ("eps", "weight_decay")),
+    "partial_rowwise_adam": ("PartialRowWiseAdam", ("eps", "weight_decay")),
+    "lars_sgd": ("LarsSGD", ("momentum", "weight_decay")),
+    "lamb": ("LAMB", ("eps", "weight_decay")),
+    "partial_rowwise_lamb": ("PartialRowWiseLAMB", ("eps", "weight_decay")),
+}
+_TABLE_OPTIONS = ("momentum", "weight_decay", "initial_accumulator_value")
 DENSE_OPTIMIZERS = ("adagrad", "sgd", "adam")
 TABLE_DEVICES = ("cpu", "meta")
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
@@ -51,9 +62,13 @@ class OptimizerConfig:
     """How weights are updated.
 
     Attributes:
-        tables: ``"rowwise_adagrad"`` or ``"sgd"``, applied in the backward pass.
+        tables: a key of `TABLE_OPTIMIZERS`, applied in the backward pass; unsharded, and sharded by
+            TorchRec, ``"rowwise_adagrad"`` or ``"sgd"`` without the options below.
         tables_lr: its learning rate.
-        tables_eps: row-wise Adagrad's epsilon.
+        tables_eps: epsilon of those that have one.
+        tables_momentum: of the SGDs.
+        tables_weight_decay: of all but ``"adagrad"``.
+        tables_initial_accumulator_value: of the Adagrads.
         dense: ``"adagrad"``, ``"sgd"`` or ``"adam"`` for the dense part.
         dense_lr: its learning rate.
     """
@@ -61,16 +76,29 @@ class OptimizerConfig:
     tables: str = "rowwise_adagrad"
     tables_lr: float = 0.02
     tables_eps: float = 1e-8
+    tables_momentum: float = 0.0
+    tables_weight_decay: float = 0.0
+    tables_initial_accumulator_value: float = 0.0
     dense: str = "adagrad"
     dense_lr: float = 0.01
 
     def __post_init__(self) -> None:
-        _one_of("optimizer.tables", self.tables, TABLE_OPTIMIZERS)
+        _one_of("optimizer.tables", self.tables, tuple(TABLE_OPTIMIZERS))
         _one_of("optimizer.dense", self.dense, DENSE_OPTIMIZERS)
-        for name in ("tables_lr", "tables_eps", "dense_lr"):
+        for name in ("tables_lr", "tables_eps", *(f"tables_{n}" for n in _TABLE_OPTIONS),
+                     "dense_lr"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise _bad(f"optimizer.{name}", value, "a finite number >= 0")
+        for name in self.table_options:
+            if name not in TABLE_OPTIMIZERS[self.tables][1]:
+                raise _bad(f"optimizer.tables_{name}", self.table_options[name],
+                           f"0 with tables={self.tables!r}, which has no such option")
+
+    @property
+    def table_options(self) -> dict[str, float]:
+        """Options of the tables' optimizer, beside its eps, that are not 0."""
+        return {n: x for n in _TABLE_OPTIONS if (x := getattr(self, f"tables_{n}"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +177,13 @@ class TrainConfig:
         for name in ("stats", "plan", "topology"):
             if getattr(self, name) and self.sharding != "oper":
                 raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")
+        if self.sharding != "oper":
+            plain = ("rowwise_adagrad", "sgd")
+            if self.optimizer.tables not in plain:
+                raise _bad("optimizer.tables", self.optimizer.tables,
+                           f"one of {plain} with sharding={self.sharding!r}")
+            for name, value in self.optimizer.table_options.items():
+                raise _bad(f"optimizer.tables_{name}", value, "0 but with sharding='oper'")
         if self.checkpoint_every and self.sharding != "oper":
             raise _bad("checkpoint_every", self.checkpoint_every, "0 but with sharding='oper'")
         if self.delta_every and not self.checkpoint_every:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
+from oper.shmem import optimizers
+from oper.shmem.optimizers import Optimizer
 from oper.stats import AccessStats
-from oper.train.config import OptimizerConfig, TrainConfig
+from oper.train.config import TABLE_OPTIMIZERS, OptimizerConfig, TrainConfig
 from oper.train.model import ranks
 from oper.train.reference import SparseTableOptimizer
 
@@ -89,12 +91,10 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
     import oper
 
     o = config.optimizer
-    rule: Any = (oper.SGD(o.tables_lr) if o.tables == "sgd"
-                 else oper.RowWiseAdagrad(o.tables_lr, o.tables_eps))
     arguments: dict[str, Any] = {
         "stats": config.stats or None, "plan": config.plan or None,
         "topology": config.topology or None, "batch_size": config.batch_size} | shard_arguments
-    sharded = oper.shard(model, optimizer=rule, **arguments)
+    sharded = oper.shard(model, optimizer=table_optimizer(o), **arguments)
     module = sharded
     if ranks()[1] > 1:
         from torch.nn.parallel import DistributedDataParallel
@@ -102,6 +102,13 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
         # The settings of TorchRec's own wrapper, but for buffers: a DLRM has none to broadcast.
         module = DistributedDataParallel(sharded, gradient_as_bucket_view=True, static_graph=True)
     return Engine(module, sharded, [dense_optimizer(o, sharded)])
+
+
+def table_optimizer(config: OptimizerConfig) -> Optimizer:
+    """The optimizer of sharded tables."""
+    name, options = TABLE_OPTIMIZERS[config.tables]
+    make: Callable[..., Optimizer] = getattr(optimizers, name)
+    return make(lr=config.tables_lr, **{n: getattr(config, f"tables_{n}") for n in options})
 
 
 def with_torchrec(model: nn.Module, config: TrainConfig, sharding_types: Sequence[str] = ()

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import oper
 from oper.errors import FileFormatError, InvalidInputError
 from oper.train.config import TrainConfig, load_config, parse_settings
+from oper.train.engines import table_optimizer
 from tests.support import ROOT
 
 FILE = """
@@ -50,7 +52,12 @@ def test_file_over_defaults_and_flags_over_file(tmp_path: Path) -> None:
     ({"data.x": 3}, "a key inside a section"),
     ({"model.dense_layers": 3}, "a list of integers"),
     ({"model.dense_layers": [0]}, ">= 1"),
-    ({"optimizer.tables": "adam"}, "rowwise_adagrad"),
+    ({"optimizer.tables": "adamax"}, "rowwise_adagrad"),
+    ({"optimizer.tables": "adam", "optimizer.tables_momentum": 0.5}, "no such option"),
+    ({"optimizer.tables_weight_decay": -0.5}, ">= 0"),
+    ({"optimizer.tables": "lamb", "sharding": "none"}, "'sgd'"),
+    ({"optimizer.tables": "sgd", "optimizer.tables_momentum": 0.5, "sharding": "torchrec"},
+     "sharding='oper'"),
     ({"optimizer.dense_lr": float("nan")}, "finite"),
     ({"optimizer.tables_lr": -1.0}, ">= 0"),
     ({"sharding": "both"}, "'oper', 'none', 'torchrec'"),
@@ -62,6 +69,23 @@ def test_file_over_defaults_and_flags_over_file(tmp_path: Path) -> None:
 def test_one_clear_error(flags: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         load_config(None, {"data": "d"} | flags)
+
+
+@pytest.mark.parametrize("flags, want", [
+    ({"tables_eps": 0.5, "tables_initial_accumulator_value": 0.25},
+     oper.RowWiseAdagrad(lr=0.1, eps=0.5, initial_accumulator_value=0.25)),
+    ({"tables": "sgd", "tables_momentum": 0.5, "tables_weight_decay": 0.25},
+     oper.SGD(lr=0.1, momentum=0.5, weight_decay=0.25)),
+    ({"tables": "adagrad"}, oper.Adagrad(lr=0.1)), ({"tables": "adam"}, oper.Adam(lr=0.1)),
+    ({"tables": "lars_sgd", "tables_momentum": 0.5}, oper.LarsSGD(lr=0.1, momentum=0.5)),
+    ({"tables": "lamb", "tables_weight_decay": 0.25}, oper.LAMB(lr=0.1, weight_decay=0.25)),
+    ({"tables": "partial_rowwise_lamb"}, oper.PartialRowWiseLAMB(lr=0.1)),
+    ({"tables": "partial_rowwise_adam"}, oper.PartialRowWiseAdam(lr=0.1)),
+], ids=lambda x: x.get("tables", "rowwise_adagrad") if isinstance(x, dict) else "")
+def test_optimizers_of_tables(flags: dict[str, object], want: object) -> None:
+    config = load_config(None, {"data": "d", "optimizer.tables_lr": 0.1} | {
+        f"optimizer.{k}": v for k, v in flags.items()})
+    assert table_optimizer(config.optimizer) == want
 
 
 def test_foreign_and_missing_files(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Tables whose optimizer needs whole rows are never split by columns; the others still may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from oper.plan import Plan
+from oper.search.baselines import peers
+from oper.search.planner import plan_problem
+from oper.search.problem import Problem, make_problem
+from oper.search.space import EVERYTHING
+from oper.tables import OPTIMIZERS
+from tests.search.search_cases import gpus, tables_and_stats
+
+PUSHED = frozenset({"owned", "push", "columns"})  # where columns are the only way to cut a table
+
+
+def stated(optimizers: tuple[str, ...], allow: frozenset[str] = PUSHED) -> Problem:
+    """Two tables on four ranks, the optimizers in turn."""
+    specs, stats = tables_and_stats(2, 1, min_rows=5000)
+    specs = [replace(t, dim=128, optimizer=optimizers[k % len(optimizers)])
+             for k, t in enumerate(specs)]
+    return make_problem(specs, stats, gpus(4, per_host=2), batch_size=4096, allow=allow)
+
+
+@cache
+def planned(*optimizers: str, allow: frozenset[str] = PUSHED) -> Plan:
+    return plan_problem(stated(optimizers, allow), target_gap=0.0)
+
+
+def split(plan: Plan) -> set[str]:
+    return {t.table.optimizer for t in plan.tables if len(t.pieces) > 1}
+
+
+@pytest.mark.parametrize("name", ["lars_sgd", "lamb", "partial_rowwise_lamb"])
+def test_the_planner_splits_only_what_may_be_split(name: str) -> None:
+    assert split(planned("adam")) == {"adam"}
+    assert split(planned(name, "adam")) == {"adam"}
+    assert not split(planned(name))
+    assert "columns" not in stated((name,)).allow
+
+
+def test_the_bound_is_that_of_the_smaller_space() -> None:
+    """LAMB has Adam's state, so that its tables are Adam's without column splits."""
+    assert OPTIMIZERS["lamb"].state_bytes(64) == OPTIMIZERS["adam"].state_bytes(64) == 512
+    free, mixed, whole = planned("adam"), planned("lamb", "adam"), planned("lamb")
+    unsplit = planned("adam", allow=PUSHED - {"columns"})
+    assert whole.lower_bound_us == pytest.approx(unsplit.lower_bound_us)
+    assert whole.step_us == pytest.approx(unsplit.step_us)
+    assert free.step_us < mixed.lower_bound_us  # what only column splits can reach
+    for plan in (free, mixed, whole):
+        assert plan.lower_bound_us <= plan.step_us <= 1.05 * plan.lower_bound_us
+
+
+def test_peers_that_split_columns_leave_them_whole() -> None:
+    found = set()
+    for optimizers in (("lamb", "adam"), ("adam", "lamb")):  # one of the tables is the larger one
+        for name in ("hugectr-split-and-place", "neuroshard-beam"):
+            plan = peers()[name](stated(optimizers, EVERYTHING), 0)
+            assert plan is not None
+            found |= split(plan)
+    assert found == {"adam"}
