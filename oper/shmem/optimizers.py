@@ -71,8 +71,8 @@ class SGD(Clipping):
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        return _arguments(self.name, lr, decay=_L2 if self.weight_decay else _NO_DECAY,
-                          weight_decay=self.weight_decay, beta1=self.momentum)
+        decay = _L2 if self.weight_decay else _NO_DECAY
+        return [_code(self), decay, lr, 0.0, self.weight_decay, self.momentum, 0.0, 1.0, 1.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class LarsSGD(Clipping):
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        return _arguments(self.name, lr * self.eta, weight_decay=self.weight_decay,
-                          beta1=self.momentum)
+        return [_code(self), _NO_DECAY, lr * self.eta, 0.0, self.weight_decay, self.momentum, 0.0,
+                1.0, 1.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class RowWiseAdagrad(Clipping):
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
         decay = _NO_DECAY if self.weight_decay == 0 else _DECOUPLED if self.decoupled else _L2
-        return _arguments(self.name, lr, eps=self.eps, decay=decay, weight_decay=self.weight_decay)
+        return [_code(self), decay, lr, self.eps, self.weight_decay, 0.0, 0.0, 1.0, 1.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Adagrad(Clipping):
 
     def arguments(self, lr: float, step: int) -> list[float]:
         """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        return _arguments(self.name, lr, eps=self.eps)
+        return [_code(self), _NO_DECAY, lr, self.eps, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,8 @@ class Adam(Clipping):
         # The kernel's betas are fp32, and 1 - beta in the moments must match 1 - beta^t here: with
         # 0.999 the rounding of beta alone changes 1 - beta by 1.3e-5 of its value.
         b1, b2 = (float(np.float32(b)) for b in self.betas)
-        return _arguments(self.name, lr, eps=self.eps, weight_decay=self.weight_decay, beta1=b1,
-                          beta2=b2, correction1=1 - b1**step, correction2=1 - b2**step)
+        return [_code(self), _NO_DECAY, lr, self.eps, self.weight_decay, b1, b2, 1 - b1**step,
+                1 - b2**step]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +238,10 @@ def initial_state(optimizer: Optimizer) -> float:
     return float(getattr(optimizer, "initial_accumulator_value", 0.0))
 
 
-def _arguments(name: str, lr: float, *, decay: int = _NO_DECAY, eps: float = 0.0,
-               weight_decay: float = 0.0, beta1: float = 0.0, beta2: float = 0.0,
-               correction1: float = 1.0, correction2: float = 1.0) -> list[float]:
-    """In the order of ``OptimizerColumn`` in csrc/include/oper/description.h."""
-    return [OPTIMIZERS[name].code, decay, lr, eps, weight_decay, beta1, beta2, correction1,
-            correction2]
+def _code(optimizer: Optimizer) -> int:
+    """The first of the kernel's arguments, which stand in the order of ``OptimizerColumn`` in
+    csrc/include/oper/description.h."""
+    return OPTIMIZERS[optimizer.name].code
 
 
 def _is_fp32(value: Any) -> bool:
