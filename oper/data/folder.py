@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,9 @@ class Folder:
         num_rows: rows of each table, in the order of `sparse`.
         rows: rows of the log by split.
         multi_hot: those of `sparse` that hold a bag of ids per row.
+        missing_ids: by name of a sparse column the id of a missing field; 0 where missing fields
+            have no id of their own and share row 0 with rare and unseen values (hashed columns:
+            with nothing else).
         time: name of the column of times, int64 seconds since 1970; empty for a log without times.
     """
 
@@ -68,6 +71,7 @@ class Folder:
     rows: dict[str, int]
     multi_hot: tuple[str, ...] = ()
     time: str = ""
+    missing_ids: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Folder:
@@ -104,12 +108,15 @@ class Folder:
             for name in ("recipe", "dense_transforms"):
                 if not isinstance(manifest.get(name, {}), dict):
                     raise TypeError(f"{name} is not an object")
+            num_rows = tuple(_whole(f"num_rows of {n!r}", tables[n]["num_rows"], 1)
+                             for n in sparse)
             return Folder(
                 folder, manifest, str(columns["label"]), _names(columns["dense"]), sparse,
-                str(columns["bucket"]),
-                tuple(_whole(f"num_rows of {n!r}", tables[n]["num_rows"], 1) for n in sparse),
+                str(columns["bucket"]), num_rows,
                 {split: _whole(split, manifest["rows"][split], 0) for split in SPLITS},
-                multi_hot, str(columns["time"]))
+                multi_hot, str(columns["time"]),
+                {n: _whole(f"missing_id of {n!r}", tables[n]["missing_id"], 0, rows - 1)
+                 for n, rows in zip(sparse, num_rows, strict=True)})
         except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")

@@ -42,7 +42,7 @@ class VocabularyFacts:
         num_once: values seen once there; over all accesses the Good-Turing estimate of the
             probability that the next one is new, which the statistics of ids cannot show.
         num_rare_accesses: accesses in the training part of values that share row 0.
-        missing_id: id of a missing field.
+        missing_id: id of a missing field; 0 where it shares row 0.
         hashed: whether ids are hashes.
         num_collisions: distinct values of a hashed column less the rows that they take.
     """

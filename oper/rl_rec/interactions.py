@@ -142,8 +142,9 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
                       ) -> Interactions:
     """The interactions of a folder that ``oper preprocess`` wrote, all its parts together.
 
-    Rows whose user or item got the folder's id 0 (rare or missing) are left out and counted;
-    preprocess with ``--min-count 1 --valid 0 --test 0`` so that these are the missing ones only.
+    Rows whose user or item is missing, or has the folder's id 0 (rare, cut or unseen), are left
+    out and counted; preprocess with ``--min-count 1 --valid 0 --test 0`` so that these are the
+    missing ones only.
 
     Raises:
         FileFormatError: not such a folder.
@@ -168,8 +169,13 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
         parts = [t.column(name).to_numpy() for t in tables]
         return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
 
-    log = Log(column(options.user, np.int64), column(options.item, np.int64),
-              column(folder.label, np.float32), column(folder.time, np.int64))
+    def known(name: str) -> np.ndarray:
+        ids = column(name, np.int64)
+        # A missing field may have a row, for models that learn from its absence, but is nobody.
+        return np.where(ids == folder.missing_ids[name], 0, ids)
+
+    log = Log(known(options.user), known(options.item), column(folder.label, np.float32),
+              column(folder.time, np.int64))
     recipe = folder.manifest.get("recipe", {}).get("name", "?")
     return from_log(log, options, f"recipe {recipe}")
 

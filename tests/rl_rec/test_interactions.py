@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from oper.data import PreprocessOptions, load_recipe, preprocess
+from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
+from oper.data.generic import Choice, generic_recipe
 from oper.errors import InvalidInputError, OperError
 from oper.rl_rec.bandit import BanditColumns, load_bandit
 from oper.rl_rec.interactions import (
@@ -150,8 +151,6 @@ def test_from_a_preprocessed_log(tmp_path: Path) -> None:
 
 def test_a_log_without_times_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,y\n" + "1,2,1\n3,4,0\n" * 5)
-    from oper.data.generic import Choice, generic_recipe
-
     recipe = generic_recipe("csv", Choice(["user", "item"], "y", [], None, "unix", ","))
     preprocess(recipe, [str(tmp_path / "log.csv")], tmp_path / "data", WHOLE)
     with pytest.raises(InvalidInputError, match="time"):
@@ -166,6 +165,36 @@ def test_options_are_checked() -> None:
                     DataOptions(k_core=1))
     with pytest.raises(InvalidInputError, match="valid or test"):
         data.held_out("train")
+
+
+@pytest.mark.parametrize("min_count", [1, 3])
+@pytest.mark.parametrize("hashed", [None, 50])
+def test_missing_users_and_items_are_nobody(
+    tmp_path: Path, min_count: int, hashed: int | None
+) -> None:
+    """Rows without a user would make one busy user of all of them."""
+    rows = [(f"u{k % 3}", f"i{k % 5}", 1, 100 + k) for k in range(30)]
+    rows += [("", f"i{k % 5}", 1, 200 + k) for k in range(40)]
+    rows += [(f"u{k % 3}", "", 1, 300 + k) for k in range(50)]
+    (tmp_path / "log.csv").write_text("user,item,y,t\n" + "".join(
+        ",".join(map(str, row)) + "\n" for row in rows))
+    recipe = generic_recipe("csv", Choice(["user", "item"], "y", [], "t"))
+    preprocess(recipe, [str(tmp_path / "log.csv")], tmp_path / "data", PreprocessOptions(
+        min_count=min_count, hash_rows=hashed, valid="0", test="0"))
+    folder = Folder.open(tmp_path / "data")
+    assert folder.missing_ids == ({"user": 0, "item": 0} if hashed else {"user": 1, "item": 1})
+    data = load_interactions(tmp_path / "data", DataOptions(k_core=1, repeats="keep"))
+    assert data.left_out["without user or item"] == 90
+    assert data.users.size == 30
+    assert data.num_users <= 3 + 1 and data.num_items <= 5 + 1
+
+
+def test_online_retail_without_the_rows_of_no_customer(tmp_path: Path) -> None:
+    source = real_data("online_retail/online_retail.csv.gz")
+    preprocess(load_recipe("online-retail"), [str(source)], tmp_path / "data", WHOLE)
+    data = load_interactions(tmp_path / "data", DataOptions("CustomerID", "StockCode"))
+    assert data.left_out["without user or item"] == 135_080
+    assert (data.num_users - 1, data.num_items - 1, data.users.size) == (4087, 3154, 265_832)
 
 
 def test_movietweetings(tmp_path: Path) -> None:
