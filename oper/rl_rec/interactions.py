@@ -157,7 +157,7 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
     for name in (options.user, options.item):
         if name not in single:
             raise InvalidInputError(fail(what, "column", name, f"one of {single}",
-                                         "set data.user and data.item"))
+                                         "set interactions.user and interactions.item"))
     if not folder.time:
         raise InvalidInputError(fail(what, "time column", None, "a log with times",
                                      "name the log's time column in its recipe"))
@@ -202,7 +202,7 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     if not log.users.size:
         raise InvalidInputError(
             fail("no interactions are left", "left out", left_out, "some rows",
-                 "lower data.k_core, or preprocess with --min-count 1"))
+                 "lower interactions.k_core, or preprocess with --min-count 1"))
     _, users = np.unique(log.users, return_inverse=True)
     raw_items, items = np.unique(log.items, return_inverse=True)
     log = log._replace(users=users, items=items)
