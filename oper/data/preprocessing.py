@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -34,6 +34,7 @@ from oper.data.recipe import Recipe, parse_share
 from oper.data.sharing import is_done, share
 from oper.data.staging import Stage, too_many_bad
 from oper.data.vocabulary import Vocabulary, build, build_hashed
+from oper.data.workfolder import WorkFolder, work_folder
 from oper.data.writing import (
     Split,
     WriteOptions,
@@ -111,8 +112,9 @@ def preprocess(
 
     The first part of the log trains, the last shares validate and test. Vocabularies and their
     order come from the training part only. `output` appears complete or not at all; work in
-    progress lies in ``.NAME.work`` beside it. Processes that run the same call at the same time
-    (under torchrun, as an array job, ...) share the work; each returns when all of it is done.
+    progress lies in ``.NAME.work`` beside it, which is locked while anybody works in it. Processes
+    that run the same call at the same time (under torchrun, as an array job, ...) share the work;
+    each returns when all of it is done.
 
     Args:
         recipe: how the log is read.
@@ -121,8 +123,8 @@ def preprocess(
         options: see `PreprocessOptions`.
 
     Raises:
-        InvalidInputError: an input is missing, `output` holds something else, the disk is too
-            small, or no training row is left.
+        InvalidInputError: an input is missing, `output` holds something else or another run is
+            writing it, the disk is too small, or no training row is left.
         FileFormatError: more than `max_bad` malformed rows, a damaged file, or another format.
     """
     options = options or PreprocessOptions()
@@ -135,15 +137,13 @@ def preprocess(
         _log.info("%s is there already, of the same inputs and settings", job.target)
         return job.read_manifest()
     _check_target(job)
-    job.prepare()
     try:
-        with (workers.local(job, options.num_workers - 1),
+        with (job.opened(), workers.local(job, options.num_workers - 1),
               workers.on_ray(job, options.num_ray_workers)):
             job.run()
     except OperError:
         if job.finished():
             return job.finished()
-        shutil.rmtree(job.work, ignore_errors=True)
         raise
     except KeyboardInterrupt:
         _log.warning("interrupted; the same command goes on where it stopped (work so far: %s)",
@@ -192,7 +192,10 @@ class Job:
     @property
     def work(self) -> Path:
         """The folder of work in progress."""
-        return self.target.parent / f".{self.target.name}.work"
+        return work_folder(self.target)
+
+    def _folder(self) -> WorkFolder:
+        return WorkFolder(self.target, self.identity())
 
     @property
     def stage(self) -> Stage:
@@ -245,25 +248,21 @@ class Job:
         found = self.read_manifest() if self._began else {}
         return found if found.get("job") == self.identity() else {}
 
-    def prepare(self) -> None:
-        """Make the work folder, or go on in that of an interrupted run of the same job."""
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(2):
-            about = self.work / "job.json"
-            if about.exists() and json.loads(about.read_text())["job"] != self.identity():
-                if not self.options.force:
-                    raise InvalidInputError(
-                        fail("cannot go on with an interrupted run", "work", str(self.work),
-                             "the same inputs and settings",
-                             "give these again, or pass --force to begin anew"))
-                shutil.rmtree(self.work)
-            if about.exists() or attempt:
-                break
-            self._estimate()
-            for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary"):
-                (self.work / name).mkdir(parents=True, exist_ok=True)
-            write_text(about, json.dumps({"job": self.identity()}))
-        self._began, self._is_large = True, is_large(self.paths)
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the work folder, a new one or that of an interrupted run, inside the block."""
+        with self._folder().opened(self.options.force, self._begin):
+            self._began, self._is_large = True, is_large(self.paths)
+            yield
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the work folder that another process has opened, inside the block."""
+        return self._folder().joined()
+
+    def _begin(self, work: Path) -> None:
+        self._estimate()
+        for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary"):
+            (work / name).mkdir(parents=True)
 
     def _estimate(self) -> None:
         need = estimate.disk_need(self.recipe, self.units)
@@ -410,10 +409,7 @@ class Job:
         if self.target.exists():
             os.rename(self.target, old)
         os.rename(self.work / "out", self.target)
-        # Under another name nobody adds a file while it is removed.
-        waste = self.work.with_name(f"{self.work.name}.{os.getpid()}")
-        os.rename(self.work, waste)
-        shutil.rmtree(waste, ignore_errors=True)
+        self._folder().remove()
 
     def manifest(self, split: Split) -> dict[str, Any]:
         """Everything that a reader of the folder needs to know."""

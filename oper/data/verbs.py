@@ -48,7 +48,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-disk-check", action="store_true",
                         help="begin even if the disk is estimated to be too small")
     parser.add_argument("--force", action="store_true",
-                        help="replace an earlier output, or work begun with other settings")
+                        help="replace an earlier output, or what an interrupted run with other "
+                             "settings has left; a run that is alive is never replaced")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     own = parser.add_argument_group("files of your own (recipes csv and parquet)")
     own.add_argument("--sparse", metavar="A,B", help="id columns; A:| for fields like 3|17|4")

@@ -79,7 +79,7 @@ def on_ray(job: Job, count: int) -> Iterator[None]:
 
 def run_quietly(job: Job) -> None:
     """Run the job in a worker; what goes wrong here goes wrong again, and is told, elsewhere."""
-    with contextlib.suppress(Exception, KeyboardInterrupt):
+    with contextlib.suppress(Exception, KeyboardInterrupt), job.joined():
         job.run()
 
 

@@ -134,7 +134,7 @@ def test_output_is_whole_or_absent_and_never_somebody_elses(
     with pytest.raises(InvalidInputError, match="--force"):
         preprocess(KAGGLE, [path], out, PreprocessOptions(min_count=3))
     with monkeypatch.context() as patch:  # the very same job is not done again
-        patch.setattr("oper.data.preprocessing.Job.prepare", None)
+        patch.setattr("oper.data.preprocessing.Job.opened", None)
         assert preprocess(KAGGLE, [path], out) == json.loads((out / "manifest.json").read_text())
     os.utime(path, (1, 1))
     with pytest.raises(InvalidInputError, match="--force"):

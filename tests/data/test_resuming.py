@@ -28,6 +28,7 @@ from oper.data import (
 from oper.data.merging import RunMerger
 from oper.data.vocabulary import Vocabulary, build, build_hashed, hash_values
 from oper.errors import InvalidInputError
+from tests.support import wait_for
 
 KAGGLE = load_recipe("criteo-kaggle")
 SMALL = PreprocessOptions(unit_bytes=20_000, row_group_rows=64, part_rows=128)
@@ -102,6 +103,78 @@ def test_killed_runs_go_on_where_they_stopped(tmp_path: Path, log: str) -> None:
             preprocess(KAGGLE, [log], target, replace(SMALL, num_workers=int(workers)))
         assert digest(target) == digest(tmp_path / "undisturbed")
     assert kills >= 10
+
+
+# Reads one unit, then waits for leave to go on.
+HELD = """
+import pathlib, sys, time
+from oper.data import *
+from oper.data import preprocessing
+folder, reader = pathlib.Path(sys.argv[2]).parent, preprocessing.Job._reader
+def held(job, k):
+    def run():
+        reader(job, k)()
+        (folder / "began").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+    return run
+preprocessing.Job._reader = held
+preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2], PreprocessOptions(
+    unit_bytes=20_000, row_group_rows=64, part_rows=128))
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_another_job_is_kept_out_while_a_run_lives(
+    tmp_path: Path, log: str, killed: bool
+) -> None:
+    other = replace(SMALL, min_count=5)
+    preprocess(KAGGLE, [log], tmp_path / "undisturbed", other if killed else SMALL)
+    target = tmp_path / "job" / "out"
+    target.parent.mkdir()
+    run = subprocess.Popen([sys.executable, "-c", HELD, log, str(target)])
+    try:
+        wait_for((target.parent / "began").exists)
+        for force in (False, True):
+            with pytest.raises(InvalidInputError) as error:
+                preprocess(KAGGLE, [log], target, replace(other, force=force))
+            assert f"process {run.pid} " in str(error.value), "the run at work is named"
+            assert str(target) in str(error.value) and "interrupted" not in str(error.value)
+        if killed:
+            run.kill()
+            run.wait(60)
+            with pytest.raises(InvalidInputError, match="interrupted"):
+                preprocess(KAGGLE, [log], target, other)
+            preprocess(KAGGLE, [log], target, replace(other, force=True))
+        else:
+            (target.parent / "go").touch()
+            assert run.wait(120) == 0
+    finally:
+        run.kill()
+        run.wait(60)
+    assert digest(target) == digest(tmp_path / "undisturbed")
+    assert {p.name for p in target.parent.iterdir()} == {"out", "began"} | (
+        set() if killed else {"go"})
+
+
+def test_many_jobs_that_begin_at_once_never_mix(tmp_path: Path, log: str) -> None:
+    """One of them writes the output, the others are refused, whoever comes first."""
+    program = ("import sys; from oper.data import *; preprocess(load_recipe('criteo-kaggle'), "
+               "[sys.argv[1]], sys.argv[2], PreprocessOptions(unit_bytes=20_000, "
+               "row_group_rows=64, part_rows=128, min_count=int(sys.argv[3]), force=True))")
+    runs = {k: subprocess.Popen(
+        [sys.executable, "-c", program, log, str(tmp_path / "out"), str(k)],
+        stderr=subprocess.PIPE, text=True) for k in (2, 3, 4, 5)}
+    errors = {k: run.communicate(timeout=300)[1] for k, run in runs.items()}
+    done = [k for k, run in runs.items() if run.returncode == 0]
+    assert done, errors
+    assert all("is at work" in errors[k] for k in runs if k not in done), errors
+    found = json.loads((tmp_path / "out" / "manifest.json").read_text())["min_count"]
+    assert found in done
+    preprocess(KAGGLE, [log], tmp_path / "alone", replace(SMALL, min_count=found))
+    assert digest(tmp_path / "out") == digest(tmp_path / "alone")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "alone", "log.txt", "log.txt.about.json", "out"]
 
 
 def test_a_resumed_run_reads_no_unit_twice(
