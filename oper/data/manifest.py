@@ -36,10 +36,10 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
         rows: rows by split.
     """
     recipe, options = job.recipe, job.options
-    lines = dict.fromkeys(job.paths, 0)
+    found = dict.fromkeys(job.paths, 0)
     for unit, record in zip(job.units, records, strict=True):
-        lines[unit.path] += record["lines"]
-    inputs = [{"path": os.path.abspath(p), "bytes": os.path.getsize(p), "rows": lines[p],
+        found[unit.path] += record["rows"] + record["bad"]
+    inputs = [{"path": os.path.abspath(p), "bytes": os.path.getsize(p), "rows": found[p],
                **_about(p)} for p in job.paths]
     sparse = recipe.names("sparse")
     chunk = next((c for r in records for c in r["chunks"]), None)

@@ -325,11 +325,11 @@ class Job:
         if num_bad > self.options.max_bad:
             too_many_bad(num_bad, self.options.max_bad,
                          [b for r in records for b in r["first"]][:3])
-        if not sum(r["lines"] for r in records):
+        if not sum(r["rows"] + r["bad"] for r in records):
             raise InvalidInputError(
                 fail("cannot preprocess", "inputs", self.paths, "at least one row",
                      "the files are empty, pass others"))
-        if not sum(c["rows"] for r in records for c in r["chunks"]):
+        if not sum(r["rows"] for r in records):
             raise self._no_training_row()
 
     @staticmethod
@@ -342,7 +342,7 @@ class Job:
         records = [self.stage.record(k) for k in range(len(self.units))]
         self._first_rows = [0]
         for r in records:
-            self._first_rows.append(self._first_rows[-1] + r["lines"])
+            self._first_rows.append(self._first_rows[-1] + r["rows"])
         if self.recipe.by == "rows":
             return split_by_rows(self.recipe, self._first_rows[-1], *self.shares)
         merger = RunMerger(self.work / "stage")

@@ -126,7 +126,7 @@ class Stage:
 
     def write(self, number: int, unit: Unit, max_bad: int) -> None:
         """Read a unit and write its files; raises FileFormatError above `max_bad` bad rows."""
-        lines = num_bad = 0
+        num_rows = num_bad = 0
         bad: list[BadRow] = []
         chunks: list[dict[str, Any]] = []
         minutes: list[np.ndarray] = []
@@ -137,16 +137,16 @@ class Stage:
                 bad += rows.bad[:MAX_EXAMPLES - len(bad)]
                 if num_bad > max_bad:
                     too_many_bad(num_bad, max_bad, [where(unit, self._recipe, b) for b in bad[:3]])
-                chunks.append(self._write_chunk(number, len(chunks), rows, lines))
+                chunks.append(self._write_chunk(number, len(chunks), rows, num_rows))
                 if rows.time is not None:
                     minutes.append(rows.time // 60)
-                lines += rows.num_lines
+                num_rows += rows.labels.size
         with (self._folder / f"{number:06d}.minutes").open("wb") as file:
             every = np.concatenate(minutes) if minutes else np.zeros(0, np.int64)
             for array in np.unique(every, return_counts=True):
                 np.save(file, array)
         self.note(f"{number:06d}.json", {
-            "lines": lines, "bad": num_bad, "chunks": chunks,
+            "rows": num_rows, "bad": num_bad, "chunks": chunks,
             "first": [where(unit, self._recipe, b) for b in bad]})
 
     def _passing(self, unit: Unit) -> Passing:
@@ -170,8 +170,6 @@ class Stage:
         offsets, places, missing, bags = [], [], [], []
         with (self._path(number, chunk, "rows").open("wb") as file,
               self._path(number, chunk, "distinct").open("wb") as values):
-            has_gaps = rows.rows.size != rows.num_lines or self._recipe.by == "time"
-            np.save(file, rows.rows if has_gaps else rows.rows[:1])
             np.save(file, rows.labels)
             np.save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
             # Part of a wider array: as it is NumPy would write it number by number.
@@ -190,9 +188,8 @@ class Stage:
                 bags.append(coded.lengths is not None)
         times = [] if rows.time is None or not rows.time.size else [
             int(rows.time.min()), int(rows.time.max())]
-        return {"first": first, "lines": rows.num_lines, "rows": int(rows.labels.size),
-                "missing": missing, "time": times, "codes": offsets, "distinct": places,
-                "bags": bags}
+        return {"first": first, "rows": int(rows.labels.size), "missing": missing,
+                "time": times, "codes": offsets, "distinct": places, "bags": bags}
 
     def _path(self, number: int, chunk: int, kind: str) -> Path:
         return self._folder / f"{number:06d}-{chunk:06d}.{kind}"
@@ -208,13 +205,11 @@ class Stage:
 
     def place(self, number: int, chunk: int, about: dict[str, Any]
               ) -> tuple[np.ndarray, np.ndarray]:
-        """Row numbers in the unit and times (empty without), int64 [n] each."""
+        """Row numbers in the unit, malformed ones not counted, and times (empty without): int64 [n]
+        each."""
         file = _Arrays(self._path(number, chunk, "rows"))
-        rows, count = file.next(), about["rows"]
-        if rows.size != count:
-            rows = np.arange(about["first"], about["first"] + count)
         file.next()
-        return rows, file.next()
+        return np.arange(about["first"], about["first"] + about["rows"]), file.next()
 
     def codes(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Coded:
         """The codes of one column."""
@@ -225,7 +220,6 @@ class Stage:
                 ) -> tuple[np.ndarray, np.ndarray]:
         """Labels int8 [n] and dense columns float32 [D, n]."""
         file = _Arrays(self._path(number, chunk, "rows"))
-        file.next()
         labels = file.next()
         file.next()
         return labels, file.next()

@@ -237,7 +237,7 @@ def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: 
     """
     number, chunk, first_row = where
     if split.by == "rows":
-        low, high = first_row + about["first"], first_row + about["first"] + about["lines"] - 1
+        low, high = first_row + about["first"], first_row + about["first"] + about["rows"] - 1
     else:
         low, high = about["time"] or (0, -1)
     if high < split.first_valid:

@@ -15,6 +15,8 @@ import pytest
 
 from oper.analysis import skew
 from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, preprocess
+from oper.data.generic import Choice, generic_recipe
+from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
 
 KAGGLE = load_recipe("criteo-kaggle")
@@ -117,10 +119,31 @@ def test_malformed_rows_are_counted_reported_and_limited(
     manifest = preprocess(KAGGLE, [str(path)], tmp_path / "out", PreprocessOptions(max_bad=3))
     assert manifest["bad_rows"]["count"] == 3 and len(manifest["bad_rows"]["first"]) == 3
     assert "row 200" in manifest["bad_rows"]["first"][2]
-    # Rows keep the places that they had: the split is by lines, of which 28 of 200 are last.
-    assert manifest["rows"] == {"train": 172 - 2, "valid": 28 - 1, "test": 0}
+    # The split and the buckets are shares of the rows that are left, of which 197 // 7 are last.
+    assert manifest["rows"] == {"train": 197 - 28, "valid": 28, "test": 0}
+    assert manifest["inputs"][0]["rows"] == 200
     days = pq.read_table(tmp_path / "out" / "train")["day"].to_pylist()
-    assert days == [k * 7 // 200 for k in range(172) if k not in (10, 150)]
+    assert days == [k * 7 // 197 for k in range(169)]
+
+
+@pytest.mark.parametrize("unit_bytes", [900, 1 << 28])
+def test_shares_are_of_records_however_many_lines_they_take(
+    tmp_path: Path, unit_bytes: int
+) -> None:
+    recipe = generic_recipe("csv", Choice(["id"], "y"))
+    (tmp_path / "log.csv").write_text("y,id\n" + "".join(
+        f'{k % 2},"text{chr(10) * (k < 1000)}{k % 7}"\n' for k in range(2000)))
+    plain = recipe_from_dict({"name": "plain", "separator": ",", "header": True, "column": [
+        {"name": "y", "kind": "label"}, {"name": "id", "kind": "sparse", "parse": "int"}]})
+    (tmp_path / "plain.csv").write_text("y,id\n" + "".join(
+        f"{k % 2},{k if k >= 1000 or k % 2 else 'x'}\n" for k in range(2000)))
+    for name, kept, job in (("log.csv", 2000, recipe), ("plain.csv", 1500, plain)):
+        manifest = preprocess(job, [str(tmp_path / name)], tmp_path / f"{name}.out",
+                              PreprocessOptions(valid="0.25", test="0.1", max_bad=500,
+                                                unit_bytes=unit_bytes))
+        assert manifest["rows"] == {"train": kept - kept // 4 - kept // 10, "valid": kept // 4,
+                                    "test": kept // 10}
+        assert manifest["inputs"][0]["rows"] == 2000
 
 
 def test_output_is_whole_or_absent_and_never_somebody_elses(

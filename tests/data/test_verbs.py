@@ -29,13 +29,13 @@ def test_preprocess_and_analyze(
     out, stats = str(tmp_path / "out"), str(tmp_path / "log.stats")
     assert run("preprocess", "criteo-kaggle", path, "-o", out, "--max-bad", "1") == 0
     text = capsys.readouterr()
-    assert "119 train, 20 valid, 1 malformed" in text.out and out in text.out
+    assert "120 train, 19 valid, 1 malformed" in text.out and out in text.out
     assert "row 4, column I1: '?'" in text.err
     assert run("analyze", out, "-o", stats) == 0
     text = capsys.readouterr()
-    assert "119 samples" in text.out and "C26" in text.out and stats in text.out
+    assert "120 samples" in text.out and "C26" in text.out and stats in text.out
     assert text.err == ""
-    assert AccessStats.load(stats).num_samples == 119
+    assert AccessStats.load(stats).num_samples == 120
 
 
 def test_json_is_one_object_on_stdout(
