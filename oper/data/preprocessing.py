@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -345,11 +346,11 @@ class Job:
             self._first_rows.append(self._first_rows[-1] + r["rows"])
         if self.recipe.by == "rows":
             return split_by_rows(self.recipe, self._first_rows[-1], *self.shares)
-        merger = RunMerger(self.work / "stage")
-        for k in range(len(self.units)):
-            merger.add(*self.stage.minutes(k))
-        minutes, counts = next(iter(merger.slices()))
-        return split_by_time(self.recipe, minutes, counts, *self.shares)
+        with tempfile.TemporaryDirectory(dir=self.work, prefix="minutes.") as folder:
+            merger = RunMerger(Path(folder))
+            for k in range(len(self.units)):
+                merger.add(*self.stage.minutes(k))
+            return split_by_time(self.recipe, merger.slices, *self.shares)
 
     def _counter(self, column: int, split: Split) -> Any:
         return lambda: self._count(column, split)

@@ -17,7 +17,7 @@ from oper.data.folder import SPLITS
 from oper.data.pagecache import Passing
 from oper.data.recipe import Recipe
 from oper.data.staging import Coded, Stage
-from oper.data.vocabulary import Vocabulary
+from oper.data.vocabulary import Slices, Vocabulary
 
 _DAY = 86400
 
@@ -59,26 +59,31 @@ def split_by_rows(recipe: Recipe, num_rows: int, valid: Fraction, test: Fraction
                  recipe.buckets)
 
 
-def split_by_time(recipe: Recipe, minutes: np.ndarray, counts: np.ndarray, valid: Fraction,
-                  test: Fraction) -> Split:
+def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fraction) -> Split:
     """The split of a log with times: whole minutes, of which no share exceeds what is asked for.
 
     Args:
         recipe: number or length of the buckets.
-        minutes: int64 [K], ascending, minutes since 1970 in which there are rows.
-        counts: int64 [K], rows of each.
+        slices: minutes since 1970 in which there are rows, int64 [K], ascending, and rows of each,
+            int64 [K]; slice by slice, at least one minute in all.
         valid, test: shares of the rows.
     """
-    total = int(counts.sum())
-    after = total - np.concatenate([[0], np.cumsum(counts)])  # rows from the k-th minute on
-
-    def cut(rows: int) -> int:
-        k = int(np.argmax(after <= rows))
-        return (int(minutes[k]) if k < minutes.size else int(minutes[-1]) + 1) * 60
-
-    first_test = cut(int(total * test))
-    first_valid = min(first_test, cut(int(total * test) + int(total * valid)))
-    start, stop = int(minutes[0]) * 60, (int(minutes[-1]) + 1) * 60
+    total, begin, end = 0, 0, 0
+    for minutes, counts in slices():
+        begin = begin if total else int(minutes[0])
+        end, total = int(minutes[-1]) + 1, total + int(counts.sum())
+    wanted = [int(total * test), int(total * test) + int(total * valid)]
+    cuts = [end, end]  # the first minute from which on there are at most so many rows
+    before = 0
+    for minutes, counts in slices():
+        after = total - before - np.concatenate([[0], np.cumsum(counts)[:-1]])
+        for k, rows in enumerate(wanted):
+            at = int(np.searchsorted(-after, -rows))
+            if cuts[k] == end and at < minutes.size:
+                cuts[k] = int(minutes[at])
+        before += int(counts.sum())
+    first_test, first_valid = (cut * 60 for cut in cuts)
+    start, stop = begin * 60, end * 60
     buckets = recipe.buckets
     if recipe.bucket_seconds:
         start -= start % _DAY
