@@ -30,7 +30,8 @@ class DiskNeed:
 
     @property
     def total(self) -> int:
-        """At most at the peak; a unit's share of the work goes once the unit is written."""
+        """At most at the peak; where the split is by rows, a unit's share of the work goes once the
+        unit is written."""
         return self.work + self.output
 
     def text(self, free: int) -> str:

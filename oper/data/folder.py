@@ -17,7 +17,7 @@ from oper.files import read_json
 from oper.tables import TableSpec
 
 FOLDER_KIND = "oper-preprocessed"
-FOLDER_VERSION = 3
+FOLDER_VERSION = 4
 MANIFEST = "manifest.json"
 SPLITS = ("train", "valid", "test")
 

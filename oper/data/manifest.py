@@ -56,6 +56,8 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
         "bad_rows": {"count": sum(r["bad"] for r in records), "max_bad": options.max_bad,
                      "first": [b for r in records for b in r["first"]][:MAX_EXAMPLES]},
         "split": {"by": "rows in order of time" if split.by == "rows" else "time",
+                  "order": "of the log" if split.by == "rows"
+                  else "of time; rows of one second in the order of the log",
                   "valid": str(valid), "test": str(test),
                   "first_valid_row" if split.by == "rows" else "first_valid_second":
                       split.first_valid, "buckets": split.buckets},

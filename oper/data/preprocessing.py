@@ -40,6 +40,7 @@ from oper.data.writing import (
     Split,
     WriteOptions,
     Writer,
+    spans_of_time,
     split_by_rows,
     split_by_time,
     train_codes,
@@ -189,6 +190,7 @@ class Job:
     _is_large: bool = False
     _vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     _first_rows: list[int] = field(default_factory=list)
+    _spans: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def work(self) -> Path:
@@ -286,36 +288,43 @@ class Job:
         tasks = self.work / "tasks"
         if not is_done(tasks, "staged"):
             self._share("reading", {f"read-{k:06d}": self._reader(k)
-                                    for k in range(len(self.units))}, 1)
+                                    for k in range(len(self.units))}, self._bytes())
             share({"staged": self._check_staged}, tasks)
         split = self._split()
         if not is_done(tasks, "counted"):
             self._share("counting", {f"count-{k:03d}": self._counter(k, split) for k in range(
-                len(self.recipe.names("sparse")))}, 0)
+                len(self.recipe.names("sparse")))}, [])
             share({"counted": lambda: None}, tasks)
-        # What has been written is removed at once, but after it is marked as done.
-        self._share("writing", {f"write-{k:06d}": self._writer(k, split)
-                                for k in range(len(self.units))}, 1,
-                    lambda name: self.stage.drop(int(name.removeprefix("write-"))))
+        if split.by == "rows":
+            # What has been written is removed at once, but after it is marked as done.
+            self._share("writing", {f"write-{k:06d}": self._unit_writer(k, split)
+                                    for k in range(len(self.units))}, self._bytes(),
+                        lambda name: self.stage.drop(int(name.removeprefix("write-"))))
+        else:
+            self._share("writing", {f"write-{k:06d}": self._span_writer(k, split)
+                                    for k in range(len(self._spans))},
+                        [rows for _, _, rows in self._spans])
         share({"finished": lambda: self._finish(split)}, tasks)
 
-    def _share(self, title: str, tasks: dict[str, Any], by_bytes: int,
+    def _share(self, title: str, tasks: dict[str, Any], sizes: list[int],
                done: Callable[[str], object] = lambda name: None) -> None:
-        sizes = [self._size(u) for u in self.units] if by_bytes else [1] * len(tasks)
+        """Have tasks done; `sizes` of them, in bytes or rows, for the progress bar."""
+        unit = "" if sizes else " columns"
+        sizes = sizes or [1] * len(tasks)
         weight = dict(zip(tasks, sizes, strict=True))
-        with tqdm(total=sum(sizes), desc=title, unit="B" if by_bytes else " columns",
-                  unit_scale=True, disable=not self.options.show_progress) as bar:
+        with tqdm(total=sum(sizes), desc=title, unit=unit, unit_scale=True,
+                  disable=not self.options.show_progress) as bar:
             def tell(name: str) -> None:
                 bar.update(weight[name])
                 done(name)
 
             share(tasks, self.work / "tasks", tell)
 
-    @staticmethod
-    def _size(unit: Unit) -> int:
-        if unit.path.endswith((".parquet", ".npy", ".npz")) or unit.stop is None:
-            return max(1, os.path.getsize(unit.path) - (unit.start if unit.stop is None else 0))
-        return max(1, unit.stop - unit.start)
+    def _bytes(self) -> list[int]:
+        """Bytes of every unit in its file, about."""
+        return [max(1, (u.stop or os.path.getsize(u.path)) - u.start)
+                if self.recipe.layout(u.layout).format in ("text", "jsonl", "bags")
+                else max(1, os.path.getsize(u.path)) for u in self.units]
 
     def _reader(self, k: int) -> Any:
         return lambda: self.stage.write(k, self.units[k], self.options.max_bad)
@@ -350,6 +359,7 @@ class Job:
             merger = RunMerger(Path(folder))
             for k in range(len(self.units)):
                 merger.add(*self.stage.minutes(k))
+            self._spans = spans_of_time(merger.slices, self.options.part_rows)
             return split_by_time(self.recipe, merger.slices, *self.shares)
 
     def _counter(self, column: int, split: Split) -> Any:
@@ -392,15 +402,21 @@ class Job:
             self._vocabularies[name] = Vocabulary(self.work / "vocabulary" / f"{number:03d}")
         return self._vocabularies[name]
 
-    def _writer(self, k: int, split: Split) -> Any:
-        return lambda: self._write(k, split)
+    def _unit_writer(self, k: int, split: Split) -> Any:
+        return lambda: self._write(k, lambda: self._writing(split).write_unit(
+            k, self._first_rows[k]))
 
-    def _write(self, k: int, split: Split) -> None:
-        options = WriteOptions(self.options.row_group_rows, self.options.part_rows,
-                               self._is_large)
-        writer = Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out", options)
-        rows = writer.write(k, self._first_rows[k])
-        self.stage.note(f"{k:06d}.rows.json", rows)
+    def _span_writer(self, k: int, split: Split) -> Any:
+        return lambda: self._write(k, lambda: self._writing(split).write_span(
+            k, len(self.units), *self._spans[k][:2]))
+
+    def _writing(self, split: Split) -> Writer:
+        return Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out",
+                      WriteOptions(self.options.row_group_rows, self.options.part_rows,
+                                   self._is_large))
+
+    def _write(self, k: int, write: Callable[[], dict[str, int]]) -> None:
+        self.stage.note(f"{k:06d}.rows.json", write())
 
     def _finish(self, split: Split) -> None:
         manifest = self.manifest(split)
@@ -418,7 +434,7 @@ class Job:
 
         records = [self.stage.record(k) for k in range(len(self.units))]
         rows = dict.fromkeys(SPLITS, 0)
-        for k in range(len(self.units)):
+        for k in range(len(self.units if split.by == "rows" else self._spans)):
             found = json.loads((self.work / "stage" / f"{k:06d}.rows.json").read_text())
             rows = {s: rows[s] + found[s] for s in SPLITS}
         return describe_job(self, split, records, rows)

@@ -105,7 +105,7 @@ class Recipe:
         title: for a person.
         layouts: forms of its files; all have the same label, dense and sparse columns.
         by: ``"rows"``: the log is in order of time and cut by row numbers; ``"time"``: cut where
-            the time column says, rows of each chunk put in order of time.
+            the time column says, rows put in order of time.
         valid: share of the rows, at the end, that is the validation part.
         test: share after that; the test part.
         buckets: time buckets of equally many rows, or of equal spans of time.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from oper import native
 from oper.data.folder import SPLITS
 from oper.data.pagecache import Passing
 from oper.data.recipe import Recipe
+from oper.data.rows import piece_rows
 from oper.data.staging import Coded, Stage
 from oper.data.vocabulary import Slices, Vocabulary
 
 _DAY = 86400
+_PART = "\0part"  # no column of a log is called that: the split of each row, as of `Split.parts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,44 @@ def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fractio
     return Split("time", first_valid, first_test, start, stop - start, buckets)
 
 
+def spans_of_time(slices: Slices, num_rows: int) -> list[tuple[int, int, int]]:
+    """A log's time cut into spans of whole minutes and about `num_rows` rows each.
+
+    Args:
+        slices: as for `split_by_time`.
+        num_rows: of a span, as long as no minute has as many.
+
+    Returns:
+        First second, the second after the last, and rows of each span, ascending.
+    """
+    spans: list[tuple[int, int, int]] = []
+    before, previous = 0, -1
+    for minutes, counts in slices():
+        number = (before + np.cumsum(counts) - counts) // num_rows
+        starts = np.flatnonzero(np.diff(number, prepend=-1))
+        for first, last in zip(starts, [*starts[1:], minutes.size], strict=True):
+            rows = int(counts[first:last].sum())
+            begin, end = int(minutes[first]) * 60, (int(minutes[last - 1]) + 1) * 60
+            if int(number[first]) == previous:
+                begin, _, more = spans.pop()
+                rows += more
+            previous = int(number[first])
+            spans.append((begin, end, rows))
+        before += int(counts.sum())
+    return spans
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows `start` to before `stop` of a chunk of a unit, of which `about` is known."""
+
+    unit: int
+    chunk: int
+    about: dict[str, Any]
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
     """Sizes of Parquet files: rows of a row group, rows of a part; whether the log is large."""
@@ -103,10 +143,10 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes units, one after the other or in different processes.
+    """Writes units, or spans of time, one after the other or in different processes.
 
     Attributes:
-        stage: the rows.
+        stage: the rows; a chunk of a log that is split by time is in order of time.
         recipe: names of the columns.
         split: where the parts begin.
         vocabulary: opens a column's vocabulary.
@@ -121,18 +161,30 @@ class Writer:
     output: Path
     options: WriteOptions
 
-    def write(self, number: int, first_row: int) -> dict[str, int]:
+    def write_unit(self, number: int, first_row: int) -> dict[str, int]:
         """Write a unit whose first row is row `first_row` of the log; returns rows by split."""
+        return self._write(number, (
+            self._table(Stretch(number, chunk, about, 0, about["rows"]), first_row)
+            for chunk, about in enumerate(self.stage.record(number)["chunks"])))
+
+    def write_span(self, number: int, num_units: int, first: int, last: int) -> dict[str, int]:
+        """Write the rows of seconds `first` to before `last` of all units in order of time.
+
+        Rows of one second keep the order of the log. Chunks lie in order of time each, so that a
+        span is a stretch of every one. Returns rows by split.
+        """
+        every = (Stretch(unit, chunk, about, 0, about["rows"]) for unit in range(num_units)
+                 for chunk, about in enumerate(self.stage.record(unit)["chunks"]))
+        near = [x for x in every if x.about["time"] and x.about["time"][0] < last
+                and first <= x.about["time"][1]]
+        return self._write(number, self._in_order(self._between(near, first, last), first, last))
+
+    def _write(self, number: int, tables: Iterable[pa.Table]) -> dict[str, int]:
         sparse = self.recipe.names("sparse")
         writers = [_PartWriter(self.output / s, number, self.options, sparse) for s in SPLITS]
-        for chunk, about in enumerate(self.stage.record(number)["chunks"]):
-            rows, times = self.stage.place(number, chunk, about)
-            place = rows + first_row if self.split.by == "rows" else times
-            table = self._table(number, chunk, about, place)
-            if self.recipe.time:
-                table = table.append_column(
-                    pa.field(self.recipe.time, pa.int64(), nullable=False), pa.array(times))
-            parts = self.split.parts(place)
+        for table in tables:
+            parts = table.column(_PART).to_numpy()
+            table = table.drop_columns([_PART])
             for k, writer in enumerate(writers):
                 if (parts == k).all():
                     writer.write(table)
@@ -142,19 +194,67 @@ class Writer:
             writer.close()
         return {split: w.num_rows for split, w in zip(SPLITS, writers, strict=True)}
 
-    def _table(self, number: int, chunk: int, about: dict[str, Any], place: np.ndarray
-               ) -> pa.Table:
-        labels, dense = self.stage.numbers(number, chunk, about)
+    def _between(self, stretches: Sequence[Stretch], first: int, last: int) -> list[Stretch]:
+        found = []
+        for x in stretches:
+            times = self.stage.place(x.unit, x.chunk, x.about)[1][x.start:x.stop]
+            start, stop = (x.start + int(k) for k in np.searchsorted(times, [first, last]))
+            if start < stop:
+                found.append(replace(x, start=start, stop=stop))
+        return found
+
+    def _in_order(self, stretches: Sequence[Stretch], first: int, last: int
+                  ) -> Iterator[pa.Table]:
+        """Tables of stretches that lie between two seconds, in order of time, of bounded size."""
+        num_rows = sum(x.stop - x.start for x in stretches)
+        if last - first <= 1:
+            yield from (self._table(x, 0) for x in stretches)
+        elif num_rows > piece_rows(self.recipe.names("dense"), self.recipe.names("sparse")):
+            middle = (first + last) // 2
+            for start, stop in ((first, middle), (middle, last)):
+                yield from self._in_order(self._between(stretches, start, stop), start, stop)
+        elif stretches:
+            table = pa.concat_tables([self._table(x, 0) for x in stretches])
+            times = table.column(self.recipe.time).to_numpy()
+            if (np.diff(times) < 0).any():
+                table = table.combine_chunks().take(pa.array(np.argsort(times, kind="stable")))
+            yield table
+
+    def _table(self, x: Stretch, first_row: int) -> pa.Table:
+        """The rows of a stretch with ids, and the part that each goes to."""
+        rows = slice(x.start, x.stop)
+        numbers, times = self.stage.place(x.unit, x.chunk, x.about)
+        place = numbers[rows] + first_row if self.split.by == "rows" else times[rows]
+        labels, dense = self.stage.numbers(x.unit, x.chunk, x.about)
         columns: dict[str, Any] = {
-            self.recipe.label: labels, self.recipe.bucket_column: self.split.bucket(place)}
-        columns.update(zip(self.recipe.names("dense"), dense, strict=True))
+            self.recipe.label: labels[rows], self.recipe.bucket_column: self.split.bucket(place)}
+        columns.update(zip(self.recipe.names("dense"), dense[:, rows], strict=True))
         for k, name in enumerate(self.recipe.names("sparse")):
-            ids = self.vocabulary(name).lookup(self.stage.values(number, chunk, about, k))
-            columns[name] = _as_column(self.stage.codes(number, chunk, about, k), ids)
+            columns[name] = self._ids(x, k, name)
+        if self.recipe.time:
+            columns[self.recipe.time] = times[rows]
+        columns[_PART] = self.split.parts(place)
         arrays = [pa.array(c) for c in columns.values()]
         # Nothing is null: readers and writers then need not look.
         return pa.Table.from_arrays(arrays, schema=pa.schema(
             [pa.field(n, a.type, nullable=False) for n, a in zip(columns, arrays, strict=True)]))
+
+    def _ids(self, x: Stretch, k: int, name: str) -> Any:
+        """The ids of the k-th sparse column: int32, or lists of them."""
+        coded = self.stage.codes(x.unit, x.chunk, x.about, k)
+        values = self.stage.values(x.unit, x.chunk, x.about, k)
+        codes, lengths = coded.codes[x.start:x.stop], None
+        if coded.lengths is not None:
+            begin = int(coded.lengths[:x.start].sum())
+            lengths = coded.lengths[x.start:x.stop]
+            codes = coded.codes[begin:begin + int(lengths.sum())]
+        if codes.size * 4 < values.size:  # of a short stretch only the values that it has
+            there, codes = np.unique(codes, return_inverse=True)
+            ids = self.vocabulary(name).lookup(values[there[there > 0] - 1])
+            ids = ids if there.size and there[0] == 0 else ids[1:]
+        else:
+            ids = self.vocabulary(name).lookup(values)
+        return _as_column(Coded(codes, lengths), ids)
 
 
 def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:

@@ -215,11 +215,11 @@ def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
     preprocess(KAGGLE, [log], tmp_path / "whole", options)
     original, written = preprocessing.Job._write, []
 
-    def write(job: Any, k: int, split: Any) -> None:
+    def write(job: Any, k: int, task: Any) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(k)
-        original(job, k, split)
+        original(job, k, task)
 
     passed: dict[str, list[tuple[int, int]]] = {}
 

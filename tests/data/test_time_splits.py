@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from oper.data import PreprocessOptions, load_recipe, merging, preprocess
+from oper.data import (
+    Folder,
+    PreprocessOptions,
+    load_recipe,
+    merging,
+    preprocess,
+    preprocessing,
+    staging,
+    writing,
+)
+from oper.data.folder import SPLITS
+from oper.data.recipe import recipe_from_dict
+from tests.data.test_resuming import digest
 
 TWEETS = load_recipe("movietweetings")
 START = 1_400_000_000
@@ -36,3 +52,83 @@ def test_a_split_sees_every_minute_of_the_log(
     ordered = np.sort(times)
     assert manifest["split"]["first_valid_second"] == ordered[2100] // 60 * 60
     assert manifest["split"]["valid"] == str(Fraction(1, 5))
+
+
+COLUMNS = {"name": "x", "separator": ",", "header": True, "column": [
+    {"name": "y", "kind": "label"}, {"name": "t", "kind": "time", "parse": "unix"},
+    {"name": "x", "kind": "dense", "parse": "float"},
+    {"name": "row", "kind": "sparse", "parse": "int"},
+    {"name": "few", "kind": "sparse", "parse": "string"},
+    {"name": "bag", "kind": "sparse", "parse": "int", "multi": "|"}],
+    "split": {"by": "time"}, "vocabulary": {"min_count": 1}}
+CASES = {  # seconds of 3,000 rows in the order of the log
+    "shuffled": START + np.random.default_rng(0).permutation(3000) * 7,
+    "by user": START + np.tile(np.arange(100) * 211, 30),
+    "in order": START + np.arange(3000) // 3,
+    "one minute": START // 60 * 60 + np.random.default_rng(1).integers(0, 60, 3000),
+    "one second": np.full(3000, START),
+    "sparse": START + np.random.default_rng(2).integers(0, 10**9, 3000),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_in_order_of_time_throughout_each_part(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the chunks, spans and units that the work is done in; ties stay as in the log."""
+    recipe, times = recipe_from_dict(COLUMNS), CASES[case]
+    log = tmp_path / "log.csv"
+    log.write_text("y,t,x,row,few,bag\n" + "".join(
+        f"{k % 2},{t},{k / 2},{k or ''},{'abc'[k % 3] * (k % 4 > 0)},{'|'.join('123'[:k % 4])}\n"
+        for k, t in enumerate(times.tolist())))
+    options = PreprocessOptions(valid="0.2", test="0.1", row_group_rows=64)
+    preprocess(recipe, [str(log)], tmp_path / "whole", options)
+    monkeypatch.setattr(staging, "piece_rows", lambda *_: 150)
+    monkeypatch.setattr(writing, "piece_rows", lambda *_: 150, raising=False)
+    preprocess(recipe, [str(log)], tmp_path / "pieces", replace(
+        options, unit_bytes=20_000, part_rows=400))
+    order = np.argsort(times, kind="stable")
+    for name in ("whole", "pieces"):
+        folder = Folder.open(tmp_path / name)
+        tables = {s: pa.concat_tables(map(pq.read_table, folder.parts(s)))
+                  for s in SPLITS if folder.rows[s]}
+        table = pa.concat_tables(tables.values())
+        assert table["t"].to_pylist() == times[order].tolist()
+        assert table["x"].to_pylist() == (order / 2).tolist()
+        assert table["y"].to_pylist() == (order % 2).tolist()
+        train = folder.rows["train"]
+        values = {}
+        for column in ("row", "few", "bag"):
+            words = pq.read_table(tmp_path / name / "vocabulary" / f"{column}.parquet").to_pydict()
+            values[column] = dict(zip(words["id"], words["value"], strict=True))
+        assert [values["row"][i] or 0 for i in table["row"].to_pylist()[:train]] == (
+            order[:train].tolist())
+        assert [values["few"][i] for i in table["few"].to_pylist()] == [
+            "abc"[k % 3] if k % 4 else None for k in order.tolist()]
+        assert [[values["bag"][i] for i in bag] for bag in table["bag"].to_pylist()] == [
+            [1, 2, 3][:k % 4] for k in order.tolist()]
+    assert digest(tmp_path / "whole" / "vocabulary") == digest(tmp_path / "pieces" / "vocabulary")
+
+
+def test_a_log_split_by_time_does_not_depend_on_workers_or_interruptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = write(tmp_path / "ratings.dat", CASES["shuffled"])
+    options = PreprocessOptions(unit_bytes=9_000, part_rows=300, row_group_rows=64)
+    preprocess(TWEETS, [log], tmp_path / "one", options)
+    preprocess(TWEETS, [log], tmp_path / "three", replace(options, num_workers=3))
+    assert digest(tmp_path / "one") == digest(tmp_path / "three")
+    original, written = preprocessing.Job._write, []
+
+    def write_some(job: Any, k: int, task: Any) -> None:
+        original(job, k, task)
+        written.append(k)
+        if len(written) in (2, 5):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(preprocessing.Job, "_write", write_some)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(TWEETS, [log], tmp_path / "again", options)
+    preprocess(TWEETS, [log], tmp_path / "again", options)
+    assert digest(tmp_path / "again") == digest(tmp_path / "one")
