@@ -15,6 +15,7 @@ from oper.shmem.optimizers import Optimizer
 from oper.stats import AccessStats
 from oper.train.config import TABLE_OPTIMIZERS, OptimizerConfig, TrainConfig
 from oper.train.model import ranks
+from oper.train.names import model_plan, model_stats
 from oper.train.reference import SparseTableOptimizer
 
 
@@ -92,7 +93,8 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
 
     o = config.optimizer
     arguments: dict[str, Any] = {
-        "stats": config.stats or None, "plan": config.plan or None,
+        "stats": model_stats(config.stats) if config.stats else None,
+        "plan": model_plan(config.plan) if config.plan else None,
         "topology": config.topology or None, "batch_size": config.batch_size} | shard_arguments
     sharded = oper.shard(model, optimizer=table_optimizer(o), **arguments)
     module = sharded

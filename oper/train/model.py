@@ -13,6 +13,7 @@ from oper.errors import FileFormatError, MissingDependencyError, fail
 from oper.files import atomic_write
 from oper.tables import TableSpec
 from oper.train.config import DLRMConfig
+from oper.train.names import table_name
 
 
 def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, seed: int,
@@ -20,7 +21,8 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
     """An unsharded ``DLRMTrain``; equal arguments give equal weights.
 
     Args:
-        tables: the tables; their `dim` must be `config.dim`.
+        tables: the tables; their `dim` must be `config.dim`. They are called `table_name` of their
+            names.
         num_dense: dense features.
         config: layer sizes.
         seed: of the weights; sets torch's generator.
@@ -38,8 +40,9 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
                  "install oper[torchrec], or run make setup")) from error
     torch.manual_seed(seed)
     # The dense part first: its numbers do not depend on where the tables are made.
-    configs = [EmbeddingBagConfig(name=t.name, embedding_dim=t.dim, num_embeddings=t.num_rows,
-                                  feature_names=list(t.features)) for t in tables]
+    configs = [EmbeddingBagConfig(
+        name=table_name(t.name), embedding_dim=t.dim, num_embeddings=t.num_rows,
+        feature_names=list(t.features)) for t in tables]
     meta = EmbeddingBagCollection(configs, device=torch.device("meta"))
     dlrm = DLRM(meta, num_dense, [*config.dense_layers, config.dim], [*config.over_layers, 1])
     if tables_on == "cpu":
