@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from oper.data.arrays import save
 from oper.errors import InvalidInputError, fail
 from oper.native import merge_counts
 
@@ -50,8 +51,8 @@ class RunMerger:
         self._runs = []
         paths = (self._folder / f"run{len(self._spilled)}.values.npy",
                  self._folder / f"run{len(self._spilled)}.counts.npy")
-        np.save(paths[0], values)
-        np.save(paths[1], counts)
+        save(paths[0], values)
+        save(paths[1], counts)
         self._spilled.append(paths)
 
     def slices(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -46,7 +46,7 @@ from oper.data.writing import (
     train_codes,
 )
 from oper.errors import FileFormatError, InvalidInputError, OperError, fail
-from oper.files import read_json, write_text
+from oper.files import no_room, read_json, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -147,6 +147,14 @@ def preprocess(
         if job.finished():
             return job.finished()
         raise
+    except OSError as error:
+        full = no_room(error)
+        if full is None:
+            raise
+        raise InvalidInputError(
+            fail("cannot preprocess", "file", os.fspath(full.filename or job.work),
+                 "room to write it", f"{full.strerror}: free some, then the same command goes on "
+                 f"where it stopped (work so far: {job.work})")) from error
     except KeyboardInterrupt:
         _log.warning("interrupted; the same command goes on where it stopped (work so far: %s)",
                      job.work)

@@ -294,6 +294,12 @@ def _read_npy(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) ->
         progress(rows.size * each)
 
 
+def num_arrays_rows(path: str) -> int:
+    """Rows of a ``.npy`` day by its labels; raises as reading does."""
+    base = path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
+    return len(_load(f"{base}_labels.npy"))
+
+
 def _load(path: str) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from oper import native
+from oper.data.arrays import save
 from oper.data.columns import Ids
 from oper.data.pagecache import Passing
 from oper.data.readers import Unit, read_unit, where
@@ -144,7 +145,7 @@ class Stage:
         with (self._folder / f"{number:06d}.minutes").open("wb") as file:
             every = np.concatenate(minutes) if minutes else np.zeros(0, np.int64)
             for array in np.unique(every, return_counts=True):
-                np.save(file, array)
+                save(file, array)
         self.note(f"{number:06d}.json", {
             "rows": num_rows, "bad": num_bad, "chunks": chunks,
             "first": [where(unit, self._recipe, b) for b in bad]})
@@ -170,20 +171,19 @@ class Stage:
         offsets, places, missing, bags = [], [], [], []
         with (self._path(number, chunk, "rows").open("wb") as file,
               self._path(number, chunk, "distinct").open("wb") as values):
-            np.save(file, rows.labels)
-            np.save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
-            # Part of a wider array: as it is NumPy would write it number by number.
-            np.save(file, np.ascontiguousarray(rows.dense))
+            save(file, rows.labels)
+            save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
+            save(file, rows.dense)
             for column, ids in enumerate(rows.sparse):
                 coded, found = encode(ids, self._expected.get(column, 0))
                 self._expected[column] = found.values.size
                 offsets.append(file.tell())
-                np.save(file, coded.codes)
+                save(file, coded.codes)
                 if coded.lengths is not None:
-                    np.save(file, coded.lengths)
+                    save(file, coded.lengths)
                 places.append(values.tell())
-                np.save(values, found.values)
-                np.save(values, found.counts.astype(np.uint32))
+                save(values, found.values)
+                save(values, found.counts.astype(np.uint32))
                 missing.append(found.num_missing)
                 bags.append(coded.lengths is not None)
         times = [] if rows.time is None or not rows.time.size else [

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from oper import native
+from oper.data.arrays import save
 from oper.data.ids import mix64
 from oper.data.merging import RunMerger
 from oper.files import write_text
@@ -257,4 +258,4 @@ def _write_arrays(folder: Path, parts: Iterator[tuple[np.ndarray, np.ndarray, np
             opened.close()
     if not files:
         for name, kind in (("values", np.int64), ("ids", np.int32), ("counts", np.int64)):
-            np.save(folder / f"{name}.npy", np.zeros(0, kind))
+            save(folder / f"{name}.npy", np.zeros(0, kind))

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from oper.data import (
@@ -25,6 +27,9 @@ from oper.data import (
     preprocessing,
     write_synthetic_log,
 )
+from oper.data.detect import plan_units
+from oper.data.estimate import disk_need
+from oper.data.generic import Choice, generic_recipe
 from oper.data.merging import RunMerger
 from oper.data.vocabulary import Vocabulary, build, build_hashed, hash_values
 from oper.errors import InvalidInputError
@@ -62,8 +67,6 @@ def test_output_does_not_depend_on_workers(tmp_path: Path, log: str) -> None:
     assert digest(tmp_path / "one") == digest(tmp_path / "three")
     assert sum(manifest["rows"].values()) == 1500
     # Units of another size give the same ids and the same rows in the same order.
-    import pyarrow.parquet as pq
-
     preprocess(KAGGLE, [log], tmp_path / "whole")
     assert pq.read_table(tmp_path / "one" / "train").equals(
         pq.read_table(tmp_path / "whole" / "train"))
@@ -328,9 +331,6 @@ def test_workers_on_a_ray_cluster_share_the_work(
 def test_disk_estimate_refuses_before_work(
     tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oper.data.detect import plan_units
-    from oper.data.estimate import disk_need
-
     need = disk_need(KAGGLE, plan_units(KAGGLE, [log], None, 1 << 28))
     assert need.rows == pytest.approx(1500, rel=0.05)
     usage = type("usage", (), {"free": need.total - 1})
@@ -339,6 +339,56 @@ def test_disk_estimate_refuses_before_work(
         preprocess(KAGGLE, [log], tmp_path / "out")
     assert [p.name for p in tmp_path.glob(".out*")] == []
     preprocess(KAGGLE, [log], tmp_path / "out", PreprocessOptions(check_disk=False))
+
+
+def size_of(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "bags"])
+def test_disk_estimate_counts_every_id_of_a_bag(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    bags = [rng.integers(0, 50_000, 40).tolist() for _ in range(3000)]
+    path = tmp_path / f"log.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"tags": bags}), path, row_group_size=1000)
+        recipe = generic_recipe("parquet", Choice(["tags"]))
+    elif kind == "csv":
+        path.write_text("tags\n" + "".join("|".join(map(str, b)) + "\n" for b in bags))
+        recipe = generic_recipe("csv", Choice(["tags:|"]))
+    else:
+        path.write_text("".join(" ".join(map(str, [len(b), *b])) + "\n" for b in bags))
+        recipe = load_recipe("citeulike")
+    work: list[int] = []
+    count = preprocessing.Job._count
+    monkeypatch.setattr(preprocessing.Job, "_count", lambda job, *a: (
+        work.append(size_of(job.work)), count(job, *a)))
+    preprocess(recipe, [str(path)], tmp_path / "out", PreprocessOptions(valid="0"))
+    need = disk_need(recipe, plan_units(recipe, [str(path)], None, 1 << 28))
+    rows = size_of(tmp_path / "out" / "train")
+    assert rows < need.output < 1.4 * rows
+    assert 0.8 * work[0] < need.work < 2 * work[0]
+
+
+def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:
+    """A file that may not grow, in each phase; with room the same command goes on."""
+    program = ("import resource, signal, sys; from oper.data import *; "
+               "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); n = int(sys.argv[3]); "
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
+               "preprocess(load_recipe('criteo-kaggle'), [sys.argv[1]], sys.argv[2])")
+    kinds = set()
+    for limit in (10_000, 40_000, 120_000):
+        out = tmp_path / f"out{limit}"
+        done = subprocess.run([sys.executable, "-c", program, log, str(out), str(limit)],
+                              capture_output=True, text=True, timeout=300, check=False)
+        message = done.stderr.splitlines()[-1]
+        assert "File too large" in message and str(tmp_path / f".out{limit}.work") in message
+        kinds.add(message.split("Error: ")[0])
+        assert not out.exists()
+        preprocess(KAGGLE, [log], out)
+    assert kinds == {"oper.errors.InvalidInput"}
 
 
 @pytest.mark.parametrize("text", [False, True])
