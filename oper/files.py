@@ -349,31 +349,33 @@ def read_arrays(
         OSError: the file cannot be opened or read.
     """
     what = f"cannot read {os.fspath(path)!r} as {kind}"
-    with open(path, "rb") as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                _check_sizes(archive, what, os.fstat(file.fileno()).st_size)
-                header = _read_header(archive, what, kind, version)
-                arrays = {
-                    name: _read_member(archive, what, name, dtype, shape)
-                    for name, (dtype, shape) in header["arrays"].items()
-                }
-        except FileFormatError:
-            raise
-        except _DAMAGE as error:
-            # Damaged offsets make the library seek to impossible places; anything else that the
-            # system reports is not the file's fault.
-            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise
-            raise FileFormatError(
-                f"{what}: {error}, expected a complete file; the file is truncated, damaged or "
-                f"foreign, write it again"
-            ) from error
+    with open(path, "rb") as file, damage_told(what), zipfile.ZipFile(file) as archive:
+        check_sizes(archive, what, os.fstat(file.fileno()).st_size)
+        header = _read_header(archive, what, kind, version)
+        arrays = {name: _read_member(archive, what, name, dtype, shape)
+                  for name, (dtype, shape) in header["arrays"].items()}
     return arrays, header["meta"]
 
 
-def _check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:
-    """Refuse a ZIP directory that promises more than the file can hold."""
+@contextlib.contextmanager
+def damage_told(what: str) -> Iterator[None]:
+    """What zipfile raises on a damaged archive, as FileFormatError that begins with `what`."""
+    try:
+        yield
+    except FileFormatError:
+        raise
+    except _DAMAGE as error:
+        # Damaged offsets make the library seek to impossible places; anything else that the
+        # system reports is not the file's fault.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise FileFormatError(
+            f"{what}: {error}, expected a complete file; the file is truncated, damaged or "
+            f"foreign, write it again") from error
+
+
+def check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:
+    """Raise FileFormatError where a ZIP directory promises more than the file can hold."""
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise FileFormatError(
@@ -412,7 +414,7 @@ def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -
         ) from None
     if found_kind != kind:
         raise FileFormatError(fail(what, "kind", found_kind, f"{kind!r}", "pass the right file"))
-    if found_version != version:
+    if type(found_version) is not int or found_version != version:  # true is no version 1
         raise FileFormatError(
             fail(what, "version", found_version, f"{version}", "write it again with this release")
         )

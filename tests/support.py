@@ -38,6 +38,18 @@ def run_oper(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT
                           text=True, check=False, timeout=300, env={**os.environ, **(env or {})})
 
 
+def damage_record(path: Path, start: bytes) -> None:
+    """Flip one bit in every fourth byte of a run of numbers in a file, which begins with `start`.
+
+    The file stays an archive that ``torch.load`` takes without a word.
+    """
+    data = bytearray(path.read_bytes())
+    begin = data.index(start)
+    for k in range(begin, begin + len(start), 4):
+        data[k] ^= 1
+    path.write_bytes(data)
+
+
 def mixed_plan() -> Plan:
     """Two ranks, two tables: all placements, a weighted stripe, a column split, a head order."""
     hot = TableSpec("hot", 10, 8, ("a", "b"))

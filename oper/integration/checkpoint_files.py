@@ -11,8 +11,10 @@ import io
 import os
 import pickle
 import pickletools
+import struct
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.futures import Future
 
 from oper.errors import FileFormatError, fail
-from oper.files import read_arrays, write_arrays
+from oper.files import check_sizes, damage_told, read_arrays, write_arrays
 from oper.native import crc32
 
 METADATA = ".metadata"  # written by torch.distributed.checkpoint
@@ -191,12 +193,14 @@ def _is_file_name(name: str) -> bool:
 def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
     """Compare every `turns`-th file of a checkpoint with its checksum, from the `turn`-th on.
 
-    A folder without checksums, which torch alone has written, passes.
+    Of a folder without checksums, which torch alone has written, the records of its archives are
+    compared with theirs.
 
     Raises:
         FileFormatError: a file is missing, cut, damaged or not this checkpoint's.
     """
     if not (folder / CHECKSUMS).exists():
+        _check_items(folder, turn, turns)
         return
     what = f"cannot read the checkpoint {str(folder)!r}"
     _, meta = read_arrays(folder / CHECKSUMS, KIND, VERSION)
@@ -215,3 +219,112 @@ def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
                 fail(what, f"{name}: bytes, CRC-32", found, f"{wanted[name]} as when it was saved",
                      "the file is damaged; load another checkpoint"))
 
+
+class _Part(io.RawIOBase):
+    """`size` bytes of a file from `begin` on, as a file. (torch's own view cannot seek from the
+    end.)"""
+
+    def __init__(self, file: BinaryIO, begin: int, size: int) -> None:
+        self._file, self._begin, self._size, self._at = file, begin, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = (0, self._at, self._size)[whence]
+        if base + offset < 0:
+            raise ValueError(f"a place before the begin: {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._file.seek(self._begin + self._at)
+        count: int = self._file.readinto(  # type: ignore[attr-defined]
+            memoryview(buffer)[:max(0, self._size - self._at)])
+        self._at += count
+        return count
+
+
+def check_archive(file: BinaryIO, what: str, begin: int = 0, size: int | None = None) -> None:
+    """Compare every record that ``torch.save`` wrote with its CRC-32: ``torch.load`` does not.
+
+    Args:
+        file: holds the archive; readable and seekable.
+        what: how an error begins.
+        begin: the archive's first byte.
+        size: its bytes; None = up to the end of the file.
+
+    Raises:
+        FileFormatError: a record or the archive's directory is damaged, or it has no checksums.
+        OSError: the file cannot be read.
+    """
+    size = file.seek(0, os.SEEK_END) - begin if size is None else size
+    part = cast(BinaryIO, _Part(file, begin, size))
+    with damage_told(what), zipfile.ZipFile(part) as archive:
+        check_sizes(archive, what, size)
+        records = archive.infolist()
+        if records and not any(r.CRC for r in records):
+            raise FileFormatError(fail(
+                what, "CRC-32 of its records", 0, "checksums to verify the weights by",
+                "save it again with torch.serialization.set_crc32_options(True)"))
+        for record in records:
+            found = _record_crc(part, record)
+            if found != record.CRC:
+                raise FileFormatError(fail(
+                    what, f"CRC-32 of record {record.filename!r}", f"{found:08x}",
+                    f"{record.CRC:08x} as when it was saved",
+                    "the file is damaged, restore it from a copy or save it again"))
+
+
+def _record_crc(file: BinaryIO, record: zipfile.ZipInfo) -> int:
+    """CRC-32 of a stored record as it is in the file."""
+    file.seek(record.header_offset)
+    local = struct.Struct("<I22x2H")
+    signature, name_size, extra_size = local.unpack(file.read(local.size))
+    name = record.orig_filename.encode("utf-8" if record.flag_bits & 1 << 11 else "cp437")
+    if (signature, file.read(name_size)) != (0x04034B50, name):
+        raise zipfile.BadZipFile(f"the header of record {record.filename!r} is damaged")
+    file.seek(extra_size, os.SEEK_CUR)
+    crc, left = 0, record.file_size
+    while left:
+        block = file.read(min(left, _BLOCK))
+        if not block:
+            raise EOFError(f"record {record.filename!r} is cut")
+        crc, left = crc32(np.frombuffer(block, np.uint8), crc), left - len(block)
+    return crc
+
+
+def _check_items(folder: Path, turn: int, turns: int) -> None:
+    """Verify the stored values of a checkpoint without a file of checksums, each an archive."""
+    reader = CheckpointReader(folder)
+    places = {(x.relative_path, x.offset): x
+              for x in reader.read_metadata().storage_data.values()
+              if not x.transform_descriptors}  # compressed by an extension of the user's
+    for key in sorted(places)[turn::turns]:
+        with open(folder / key[0], "rb") as file:
+            check_archive(file, f"cannot read the checkpoint {str(folder)!r}: {key[0]}",
+                          key[1], places[key].length)
+
+
+def load_archive(path: str | os.PathLike[str], what: str) -> Any:
+    """What ``torch.save`` wrote into a file: tensors, mapped into memory, and plain values.
+
+    The file is compared with its checksums first.
+
+    Raises:
+        FileFormatError: not such a file, or a damaged one; begins with `what`.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        check_archive(file, what)
+        try:
+            # This very file, although another one may take its name meanwhile.
+            return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu",
+                              weights_only=True, mmap=True)
+        except Exception as error:  # torch raises many kinds for what is not its own
+            raise FileFormatError(
+                fail(what, "content", f"{type(error).__name__} {error}".partition("\n")[0],
+                     "tensors and plain values written by torch.save", "write it again")) from None

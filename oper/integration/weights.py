@@ -13,7 +13,12 @@ import torch
 from torch import nn
 
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.integration.checkpoint_files import METADATA, CheckpointReader, check_files
+from oper.integration.checkpoint_files import (
+    METADATA,
+    CheckpointReader,
+    check_files,
+    load_archive,
+)
 from oper.integration.on_demand import TableRows, rows_on_demand
 from oper.shmem.quantise import dequantise
 from oper.shmem.table_rows import CHUNK_ROWS
@@ -54,15 +59,7 @@ class Weights:
     def _open(self, path: Path) -> dict[str, Any]:
         what = f"cannot read weights from {str(path)!r}"
         if path.exists() and not path.is_dir():
-            try:
-                return dict(_flat(torch.load(path, map_location="cpu", weights_only=True,
-                                             mmap=True)))
-            except InvalidInputError:
-                raise
-            except Exception as error:  # torch raises many kinds for a damaged file
-                raise FileFormatError(
-                    fail(what, "content", f"{type(error).__name__} {error}".partition("\n")[0],
-                         "a file of torch.save", "write it again")) from None
+            return dict(_flat(load_archive(path, what)))
         try:
             # As oper.save_checkpoint lays it out, or the folder itself.
             found = sorted(path.rglob(METADATA))

@@ -11,6 +11,7 @@ from torch import nn
 
 from oper.errors import FileFormatError, MissingDependencyError, fail
 from oper.files import atomic_write
+from oper.integration.checkpoint_files import load_archive
 from oper.tables import TableSpec
 from oper.train.config import DLRMConfig
 from oper.train.names import table_name
@@ -103,13 +104,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         FileFormatError: not such a file, or damaged.
     """
     what = f"cannot read {os.fspath(path)!r} as a trained state"
-    try:
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise FileFormatError(fail(what, type(error).__name__, str(error).partition("\n")[0],
-                                   "tensors saved by oper train", "write it again")) from None
+    state = load_archive(path, what)
     if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise FileFormatError(fail(what, "content", type(state).__name__, "tensors by name",
                                    "write it again"))

@@ -24,6 +24,7 @@ from torchrec.models.dlrm import DLRM
 
 import oper
 from oper.errors import FileFormatError, InvalidInputError, OperError
+from tests.support import damage_record
 
 KEYS = ["f0", "f1", "f2"]
 
@@ -256,3 +257,23 @@ def test_a_quantised_model_is_sharded(batch) -> None:
         oper.shard(quantize_inference_model(model()), optimizer=oper.SGD(lr=0.1))
     with pytest.raises(InvalidInputError, match="row_dtype"):
         oper.shard(model(), optimizer=oper.SGD(lr=0.1), row_dtype="int8")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_damaged_rows_are_not_published(kind: str, served, batch, tmp_path: Path) -> None:
+    """Neither from a file of torch.save nor from a folder that torch alone has written."""
+    publication, attached = served
+    before = attached(*batch)
+    state = model(seed=4).state_dict()
+    path = tmp_path / "weights.pt"
+    if kind == "file":
+        torch.save(state, path)
+    else:
+        dcp.save({"model": state}, checkpoint_id=tmp_path, no_dist=True)
+        path = next(tmp_path.glob("*.distcp"))
+    rows = next(v for v in state.values() if v.ndim == 2 and v.shape[0] > 50)
+    damage_record(path, rows.numpy().tobytes())
+    epoch = publication.epoch
+    with pytest.raises(FileFormatError, match="CRC-32 of record"):
+        publication.publish(path if kind == "file" else tmp_path)
+    assert publication.epoch == epoch and torch.equal(attached(*batch), before)

@@ -22,7 +22,7 @@ from oper.serve import Client, Request
 from oper.serve.model import CONFIG, STATE, PublishedModel, build_trained, kjt_of, load_model
 from oper.tables import TableSpec
 from oper.train.model import describe, save_state
-from tests.support import ROOT, wait_for
+from tests.support import ROOT, damage_record, wait_for
 
 TABLES = tuple(TableSpec(f"t{k}", rows, 8, (f"f{k}",)) for k, rows in enumerate((50, 7, 300)))
 CONFIGURATION = {"dim": 8, "dense_layers": [16], "over_layers": [16]}
@@ -154,3 +154,25 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     build = functools.partial(build_trained, TABLES, 3, CONFIGURATION)
     with pytest.raises(InvalidInputError, match="do not fit"):
         PublishedModel(build, state, load_model(tmp_path, "other").signature)
+
+
+def test_damaged_weights_are_refused_and_the_old_ones_go_on(tmp_path: Path) -> None:
+    """Bits flipped inside a table, which torch.load does not see."""
+    write_run(tmp_path, 1)
+    published = load_model(tmp_path)
+    predictor: Any = published.opener()()
+    request = request_of(0, 30)
+    try:
+        before, epoch = predictor.predict(request)
+        rows = write_run(tmp_path, 2).sparse_arch.embedding_bag_collection.state_dict()
+        table = next(iter(rows.values())).numpy().tobytes()
+        damage_record(tmp_path / STATE, table)
+        with pytest.raises(FileFormatError, match=r"state\.pt.*CRC-32 of record"):
+            published.publish()
+        after, same = predictor.predict(request)
+        assert same == epoch and np.array_equal(before, after)
+    finally:
+        predictor.close()
+        published.close()
+    with pytest.raises(FileFormatError, match=r"state\.pt.*CRC-32 of record"):
+        load_model(tmp_path)
