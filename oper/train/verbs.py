@@ -52,8 +52,7 @@ def run_train(args: argparse.Namespace) -> int:
     from oper.train.resume import is_restart
 
     resume = args.resume or is_restart()
-    _check_out(config.out, args.force or resume)
-    with _process_group():
+    with _run_folder(config.out, args.force or resume), _process_group():
         from oper.train.loop import train
         from oper.train.model import ranks
 
@@ -63,18 +62,28 @@ def run_train(args: argparse.Namespace) -> int:
     return 130 if result["interrupted"] else 0
 
 
-def _check_out(out: str, force: bool) -> None:
+@contextlib.contextmanager
+def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
+    """Hold the folder of a run, so that no second one writes into it meanwhile.
+
+    Rank 0 does it for all: only it looks, since the others may come when it has begun to write.
+    """
     from oper.errors import InvalidInputError, fail
+    from oper.locks import locked
     from oper.train.loop import METRICS
 
+    what = "cannot start training"
     if os.path.exists(out) and not os.path.isdir(out):
-        raise InvalidInputError(fail("cannot start training", "out", out, "a folder",
-                                     "name another one"))
-    # Only rank 0 looks: the others may come when it has begun to write.
-    if force or int(os.environ.get("RANK", "0")) > 0 or not os.path.exists(f"{out}/{METRICS}"):
+        raise InvalidInputError(fail(what, "out", out, "a folder", "name another one"))
+    if int(os.environ.get("RANK", "0")) > 0:
+        yield
         return
-    raise InvalidInputError(fail("cannot start training", "out", out, "a folder without a run",
-                                 "name another folder, or replace the run with --force"))
+    with locked(out, what):
+        if not may_have_run and os.path.exists(f"{out}/{METRICS}"):
+            raise InvalidInputError(fail(
+                what, "out", out, "a folder without a run", "go on with the run by --resume, "
+                "replace it by --force, or name another folder"))
+        yield
 
 
 def _text(result: dict[str, Any]) -> str:

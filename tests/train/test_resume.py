@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,14 @@ import torch
 from conftest import Prepared  # type: ignore[import-not-found]
 
 from oper.errors import InvalidInputError
+from oper.locks import LOCK
 from oper.train.config import load_config
 from oper.train.engines import Engine
 from oper.train.loop import train
 from oper.train.model import load_state
 from tests.faults.pauses import Pauses
 from tests.faults.soak import make_run, soak
-from tests.support import ROOT
+from tests.support import ROOT, run_oper, wait_for
 from tests.train.test_train import config, finish, lines, start_ranks, words
 
 FLAGS = {"max_steps": 30, "checkpoint_every": 4, "batch_size": 64, "epochs": 50, "log_every": 1}
@@ -138,3 +140,50 @@ def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, cal
     flags = {**FLAGS, "stats": prepared.stats, "max_steps": 2}
     train(config(prepared, out, **flags), show_progress=False)
     assert not (out / "checkpoint").exists() and len(lines(out)) == 3
+
+
+def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp_path: Path
+                                                         ) -> None:
+    """While the first one runs, --force and --resume included; not when it has been killed."""
+    out = tmp_path / "run"
+    again = words(prepared, out, stats=prepared.stats, **FLAGS | {"max_steps": 2})
+    first, = start_ranks(words(prepared, out, stats=prepared.stats, epochs=10_000), 1)
+    try:
+        wait_for(lambda: (out / "metrics.jsonl").exists() and lines(out))
+        config_before = (out / "config.json").read_bytes()
+        for flag in ("--force", "--resume"):
+            done = run_oper(*again, flag)
+            assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+            assert f"process {first.pid} on " in done.stderr and str(out) in done.stderr
+        assert (out / "config.json").read_bytes() == config_before
+        first.send_signal(signal.SIGINT)
+        finish([first])
+        steps = [e["step"] for e in lines(out) if e["event"] == "train"]
+        assert steps == sorted(set(steps)) and lines(out)[-1]["event"] == "end"
+        assert not (out / LOCK).exists()
+        first, = start_ranks([*words(prepared, out, stats=prepared.stats, epochs=10_000),
+                              "--force"], 1)
+        wait_for(lambda: [e["event"] for e in lines(out)][-1:] == ["train"])
+    finally:
+        first.kill()
+    finish([first])
+    done = run_oper(*again, "--force")
+    assert done.returncode == 0, done.stderr
+    assert lines(out)[-1]["event"] == "end"
+
+
+def test_an_earlier_run_is_kept_and_the_ways_out_are_told(prepared: Prepared, tmp_path: Path
+                                                          ) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("{}\n")
+    done = run_oper(*words(prepared, out, stats=prepared.stats))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "--resume" in done.stderr and "--force" in done.stderr
+    assert [p.name for p in out.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_folder_made_for_a_run_that_cannot_begin_is_removed(tmp_path: Path) -> None:
+    done = run_oper("train", "--data", tmp_path, "--out", tmp_path / "runs" / "new")  # type: ignore[arg-type]
+    assert done.returncode == 1
+    assert not (tmp_path / "runs" / "new").exists()

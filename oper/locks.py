@@ -1,0 +1,83 @@
+"""Folders that one process at a time writes into."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from oper.errors import InvalidInputError, fail
+from oper.files import named
+
+LOCK = ".lock"  # in the folder; while it is held it tells by whom
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Hold a folder, which is made where it is missing, against other processes that do the same.
+
+    The system releases the lock when the process ends, however it ends. A folder that was made for
+    the lock and holds nothing afterwards is removed again.
+
+    Args:
+        folder: what is written into.
+        what: how an error begins.
+
+    Raises:
+        InvalidInputError: another process holds it; names that process.
+        OSError: the folder cannot be made or written into.
+    """
+    is_new = not os.path.isdir(folder)
+    with named(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        number = _acquire(Path(folder) / LOCK, what)
+    try:
+        yield
+    finally:
+        # While it is held: nobody else can have it open and locked.
+        with contextlib.suppress(OSError):
+            os.unlink(Path(folder) / LOCK)
+        os.close(number)
+        if is_new:
+            with contextlib.suppress(OSError):  # there is something in it
+                os.rmdir(folder)
+
+
+def _acquire(path: Path, what: str) -> int:
+    """A descriptor of the lock file, locked."""
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(number, path):
+                os.truncate(number, 0)
+                os.write(number, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return number
+        except BlockingIOError:
+            holder = os.read(number, 300).decode(errors="replace") or "another process"
+            os.close(number)
+            raise InvalidInputError(fail(
+                what, "folder", str(path.parent), "one that nobody else is writing into",
+                f"{holder} is; wait until it ends, or name another folder")) from None
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                warnings.warn(f"{str(path.parent)!r} is on a file system without locks: make sure "
+                              "that nobody else writes into it", stacklevel=2)
+                return number
+            os.close(number)
+            raise
+        os.close(number)  # removed by its holder between the two calls
+
+
+def _is_at(number: int, path: Path) -> bool:
+    """Whether an open file is the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(number), os.stat(path))
+    except FileNotFoundError:
+        return False
