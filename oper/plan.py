@@ -143,10 +143,12 @@ class Plan:
         world_size: ranks the plan is for.
         tables: one entry per table, in the order of the collection.
         objective: ``"training"`` or ``"inference"``.
-        batch_size: samples per rank and step that the plan was made for.
+        batch_size: samples per rank and step that the plan was made for (0 = unknown, as is then
+            `step_us`).
         topology: name of the topology.
         step_us: modelled time of a step (0 = unknown).
-        lower_bound_us: certified lower bound of that time over all plans (0 = unknown).
+        lower_bound_us: certified lower bound of that time over all plans (0 = unknown); not above
+            `step_us`.
         notes: anything else that the planner wants to say (JSON-able).
     """
 
@@ -171,6 +173,16 @@ class Plan:
             if not 0 <= value < float("inf"):
                 raise PlanError(fail("invalid plan", name, value, ">= 0 and finite (0 = unknown)",
                                      "correct it"))
+        if self.lower_bound_us > self.step_us * (1 + 1e-9):
+            raise PlanError(fail(
+                "invalid plan", "lower_bound_us", self.lower_bound_us,
+                f"<= step_us={self.step_us}: no bound of all plans is above this plan's own time",
+                "set it to 0, which is unknown, or plan again"))
+        if self.step_us and not self.batch_size:
+            raise PlanError(fail(
+                "invalid plan", "batch_size", self.batch_size,
+                f">= 1, the samples per rank that step_us={self.step_us} is the time of",
+                "state it, or set step_us and lower_bound_us to 0, which is unknown"))
         check_unique(t.table for t in self.tables)
         for table in self.tables:
             _check_table(table, self.world_size)
@@ -192,7 +204,11 @@ class Plan:
                              "make a plan for this model"))
 
     def check_for(self, tables: Sequence[TableSpec], world_size: int) -> None:
-        """Raise PlanError unless the plan is for these tables and this world size."""
+        """Raise PlanError unless the plan is for these tables and this world size.
+
+        A plan with a modelled time is for its optimizers: memory and time depend on their state.
+        One written by hand without a time serves any, as does every plan where nothing is trained.
+        """
         if self.world_size != world_size:
             raise PlanError(fail("the plan is for another world", "plan.world_size",
                                  self.world_size, f"{world_size}",
@@ -209,6 +225,11 @@ class Plan:
                     raise PlanError(fail(f"the plan is for another table {t.name!r}", name,
                                          getattr(have, name), f"{getattr(t, name)}",
                                          "make a plan for this model"))
+            if self.step_us and t.optimizer not in ("none", have.optimizer):
+                raise PlanError(fail(
+                    f"the plan is for another optimizer of table {t.name!r}", "optimizer",
+                    have.optimizer, f"{t.optimizer!r}, which it is trained with",
+                    f"plan again with --optimizer {t.optimizer}, or pass the plan's optimizer"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a JSON file, atomically."""
@@ -255,7 +276,7 @@ class Plan:
             raise FileFormatError(
                 f"{what}: {type(error).__name__} {error}, expected a JSON plan file; the file is "
                 "truncated, damaged or foreign, write it again") from None
-        if kind != PLAN_KIND or version != PLAN_VERSION:
+        if kind != PLAN_KIND or type(version) is not int or version != PLAN_VERSION:
             raise FileFormatError(fail(what, "kind, version", (kind, version),
                                        f"{(PLAN_KIND, PLAN_VERSION)}",
                                        "pass a plan of this release"))
@@ -383,7 +404,7 @@ def _unpack_ids(what: str, spec: TableSpec, value: dict[str, Any]) -> np.ndarray
     except (ValueError, zlib.error) as error:
         raise FileFormatError(fail(what, name, str(error), "packed ids",
                                    "write it again")) from None
-    if len(raw) != count * 8 or zlib.crc32(raw) != value["crc32"]:
+    if len(raw) != count * 8 or zlib.crc32(raw) != _whole(value["crc32"]):
         raise FileFormatError(fail(what, f"{name}.crc32", zlib.crc32(raw), f"{value['crc32']}",
                                    "the file is damaged, write it again"))
     return np.frombuffer(raw, "<i8").astype(np.int64)

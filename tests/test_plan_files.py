@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from oper import cli
 from oper.errors import FileFormatError, InvalidInputError, PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.tables import TableSpec, check_unique
@@ -75,6 +76,10 @@ def test_a_hand_edit_is_taken(tmp_path: Path) -> None:
     (lambda v: v.update(objective="speed"), "objective='speed'"),
     (lambda v: v.update(batch_size=-1), "batch_size=-1"),
     (lambda v: v.update(step_us=float("nan")), "step_us=nan"),
+    (lambda v: v.update(batch_size=0), "batch_size=0, expected >= 1"),
+    (lambda v: v.update(lower_bound_us=1e9), "lower_bound_us=1000000000.0, expected <= step_us"),
+    (lambda v: v.update(lower_bound_us=12.500001), "expected <= step_us=12.5"),
+    (lambda v: v.update(step_us=0), "lower_bound_us=10.0, expected <= step_us=0"),
     (lambda v: tier(v).update(rows=[1, 2]), r"rows=\[\(1, 2\)"),
     (lambda v: tier(v).update(rows=[0, 3]), "cover 0..10 in order"),
     (lambda v: tier(v).update(rows=[0, 0]), "rows="),
@@ -111,6 +116,14 @@ def test_a_contradiction_is_refused(tmp_path: Path, edit: Edit, words: str) -> N
 @pytest.mark.parametrize(("edit", "words"), [
     (lambda v: v.update(kind="oper-stats"), "pass a plan of this release"),
     (lambda v: v.update(version=2), "pass a plan of this release"),
+    (lambda v: v.update(version=True), "pass a plan of this release"),
+    (lambda v: v.update(version=1.0), "pass a plan of this release"),
+    (lambda v: v.update(batch_size=64.0), "64.0 is not an integer"),
+    (lambda v: v.update(batch_size=True), "True is not an integer"),
+    (lambda v: v.update(lower_bound_us=True), "True is not a number"),
+    (lambda v: tier(v).update(rows=[False, 2]), "False is not an integer"),
+    (lambda v: v["orders"]["hot"].update(crc32=float(v["orders"]["hot"]["crc32"])),
+     "is not an integer"),
     (lambda v: v.pop("kind"), "truncated, damaged or foreign"),
     (lambda v: v.pop("world_size"), "'world_size'"),
     (lambda v: v.pop("orders"), "'orders'"),
@@ -198,8 +211,21 @@ def test_a_plan_fits_only_its_model_and_world() -> None:
     for field, value in (("num_rows", 11), ("dim", 8), ("dtype", "float16")):
         with pytest.raises(PlanError, match=f"another table 't': {field}="):
             plan.check_for([replace(mine, **{field: value})], 2)
+    planned = replace(plan, step_us=1.0, batch_size=8)
+    with pytest.raises(PlanError, match=r"optimizer='rowwise_adagrad', expected 'sgd'.*"
+                                        r"--optimizer sgd"):
+        planned.check_for([replace(mine, optimizer="sgd")], 2)
+    planned.check_for([replace(mine, optimizer="none")], 2)  # for inference
+    plan.check_for([replace(mine, optimizer="sgd")], 2)  # written by hand, tells no time
     with pytest.raises(PlanError, match="does not know a table: table='u'"):
         plan.table("u")
+
+
+def test_a_plan_by_hand_needs_neither_time_nor_bound_nor_batch(tmp_path: Path) -> None:
+    path = edited(tmp_path, lambda v: v.update(step_us=0, lower_bound_us=0, batch_size=0))
+    assert np.isnan(Plan.load(path).gap)
+    Plan.load(edited(tmp_path, lambda v: v.update(lower_bound_us=0)))
+    Plan.load(edited(tmp_path, lambda v: v.update(lower_bound_us=12.5)))
 
 
 def test_two_tables_may_not_share_a_name() -> None:
@@ -240,3 +266,25 @@ def test_uniform_plans_are_valid_for_their_tables(rows: list[int], world_size: i
         for t in plan.tables:
             load[t.tiers[0].ranks[0]] += t.table.num_bytes
         assert max(load) - min(load) <= max(t.num_bytes for t in tables)
+
+
+def test_explain_asks_for_what_a_plan_by_hand_does_not_state(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its batch size is not made up; what is no set of names in its notes is one error."""
+    def edit(value: dict[str, Any]) -> None:
+        value.update(step_us=0, lower_bound_us=0, batch_size=0)
+        del tier(value, 1)["weights"]
+        value["tables"][1]["pieces"][0]["tiers"][0].pop("memory")
+
+    words = ["explain", str(edited(tmp_path, edit)), "--topology", "this-host"]
+    assert cli.main(words) == 1
+    assert "--batch-size" in capsys.readouterr().err
+    assert cli.main([*words, "--batch-size", "64"]) == 0
+    assert "us" in capsys.readouterr().out
+    edited(tmp_path, lambda v: (edit(v), v.update(batch_size=64, notes={"allow": 5})))
+    assert cli.main(words) == 1
+    assert "allow=[5]" in capsys.readouterr().err
+    edited(tmp_path, lambda v: v.update(lower_bound_us=1e9))
+    assert cli.main(words) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "lower_bound_us=1000000000.0" in err

@@ -198,7 +198,8 @@ def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: in
     lower_us = min(step_us, max(plan.lower_bound_us, min(x.lower_bound_us for x in branches)))
     notes = {**plan.notes, "gap_kind": "branching" if boxes else plan.notes.get("gap_kind"),
              "bound_boxes": boxes}
-    return replace(plan, step_us=step_us, lower_bound_us=lower_us, notes=notes)
+    return replace(plan, batch_size=problem.batch_size, step_us=step_us, lower_bound_us=lower_us,
+                   notes=notes)
 
 
 def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:

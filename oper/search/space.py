@@ -33,11 +33,12 @@ def executed_space(topology: Topology) -> frozenset[str]:
 
 def check_allow(allow: Iterable[str]) -> frozenset[str]:
     """`allow` as a set; raises InvalidInputError unless a placement and a mode are in it."""
-    chosen = frozenset(allow)
-    known = chosen <= FEATURES
+    named: list[object] = list(allow) if isinstance(allow, Iterable) else [allow]  # of a file
+    chosen = frozenset(x for x in named if isinstance(x, str))
+    known = all(isinstance(x, str) for x in named) and chosen <= FEATURES
     if not known or not chosen & set(PLACEMENTS) or not chosen & {"pull", "push"}:
         raise InvalidInputError(
-            fail("invalid search space", "allow", sorted(chosen),
+            fail("invalid search space", "allow", named,
                  f"some of {sorted(FEATURES)} with at least one placement and one exchange mode",
                  "name what the plan may use"))
     return chosen

@@ -183,7 +183,8 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     step_us = evaluate(plan, problem).step_us
     if abs(step_us - plan.step_us) > 1e-6 * step_us:
         # Another machine, batch or statistics: the bound in the file is not about this problem.
-        plan = replace(plan, step_us=step_us, lower_bound_us=min(space_bound(problem), step_us))
+        plan = replace(plan, step_us=step_us, lower_bound_us=min(space_bound(problem), step_us),
+                       batch_size=problem.batch_size)
     return plan, problem
 
 
@@ -194,7 +195,11 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
     if args.topology == "this-host" and args.world_size is None:
         args.world_size = plan.world_size
-    batch_size = plan.batch_size or 2048 if args.batch_size is None else args.batch_size
+    batch_size = plan.batch_size if args.batch_size is None else args.batch_size
+    if args.batch_size is None and not batch_size:
+        raise InvalidInputError(fail(f"cannot price {args.plan!r}", "batch_size", 0,
+                                     "the samples per rank and step to price it for, which this "
+                                     "plan does not state", "add --batch-size N"))
     problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
                            objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))
