@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -80,9 +81,7 @@ def sources(*patterns: str) -> list[str]:
 def cuda_sources() -> list[str]:
     """Sources of the CUDA library, or none when it is not to be built."""
     found = sources("csrc/cuda/*.cu")
-    choice = os.environ.get("OPER_CUDA", "auto")
-    if choice not in ("auto", "0", "1"):
-        sys.exit(f"OPER_CUDA={choice!r}, expected auto, 0 or 1; correct it.")
+    choice = os.environ.get("OPER_CUDA") or "auto"
     if choice == "0" or not found or (choice == "auto" and not torch_version()[1]):
         return []
     if find_nvcc() is None:
@@ -94,9 +93,7 @@ def cuda_sources() -> list[str]:
 
 
 def arch_flags() -> list[str]:
-    archs = os.environ.get("OPER_CUDA_ARCHS", "80;90").replace(";", " ").replace(",", " ").split()
-    if not archs:
-        sys.exit("OPER_CUDA_ARCHS is empty, expected compute capabilities such as '80;90'.")
+    archs = re.findall(r"\w+", os.environ.get("OPER_CUDA_ARCHS") or "80;90")
     codes = [(a, f"sm_{a}") for a in archs] + [(archs[-1], f"compute_{archs[-1]}")]
     return [f for a, code in codes for f in ("-gencode", f"arch=compute_{a},code={code}")]
 
@@ -142,7 +139,8 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         is_cuda = ext.name == CUDA
-        compiler = [find_nvcc() or "nvcc"] if is_cuda else shlex.split(os.environ.get("CXX", "g++"))
+        compiler = [find_nvcc() or "nvcc"] if is_cuda else shlex.split(
+            os.environ.get("CXX") or "g++")
         if shutil.which(compiler[0]) is None:
             sys.exit(f"oper's build needs the compiler {compiler[0]!r}: install g++ or set CXX.")
         flags = [*(CUDA_FLAGS + arch_flags() if is_cuda else HOST_FLAGS), *DEFINES,
@@ -203,6 +201,13 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+sys.path.insert(0, str(ROOT))
+from oper.environment import BUILD, check_environment  # noqa: E402  (needs nothing that is built)
+
+try:
+    check_environment("cannot build", BUILD)
+except ValueError as error:
+    sys.exit(str(error))
 torch_version()  # before pip resolves dependencies: it would fetch a torch of its own choice
 host_sources = [s for s in sources("csrc/host/*.cpp", "csrc/ops_*.cpp")
                 if not s.endswith("ops_cuda.cpp")]

@@ -73,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.formatwarning = _format_warning
     try:
         args = build_parser(verb).parse_args(words)
+        if args.verb != "doctor":  # which tells all that is wrong
+            from oper.environment import check_environment
+
+            check_environment(f"cannot run oper {args.verb}")
         module = importlib.import_module(VERBS[args.verb][0])
         code = int(getattr(module, f"run_{args.verb}")(args))
         sys.stdout.flush()

@@ -18,27 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from oper import __version__
+from oper.environment import VARIABLES, problems
 from oper.errors import OperError
 from oper.tables import format_bytes
 
-# Every variable of OPER's own that the package, its build or its tests read, and the build's other.
-ENVIRONMENT = {
-    "OPER_DATA": "folder of real data for tests and benchmarks",
-    "OPER_DEBUG": "1 = show where an error comes from",
-    "OPER_OUTBOX_BYTES": "size of a rank's gradient outbox",
-    "OPER_DEVICE_HEAP": "symmetric or virtual: how ranks share device memory",
-    "OPER_FBGEMM": "folder of an fbgemm_gpu package to compare with on a GPU",
-    "OPER_DEVICE_THREADS": "threads of a launch on a device, other than the device's own number",
-    "OPER_DEADLINE_S": "how long a rank waits for its peers",
-    "OPER_DOMAIN": "ranks with different values act as if they shared no memory",
-    "OPER_WIRE": "exact (default), fp16 or bf16 rows and gradients between memory domains",
-    "OPER_CPU_KERNELS": "generic, avx2 or avx512 instead of the best the processor has",
-    "OPER_CUDA": "build: auto, 0 or 1",
-    "OPER_CUDA_ARCHS": "build: compute capabilities, e.g. 80;90",
-    "CUDA_HOME": "build: the CUDA toolkit",
-    "CXX": "build: the C++ compiler",
-    "MAX_JOBS": "build: compilers at once",
-}
+ENVIRONMENT = {name: variable.about for name, variable in VARIABLES.items()}
 
 _REQUIRED = {"torch": "pip install 'torch>=2.11'", "numpy": "pip install numpy",
              "pyarrow": "pip install pyarrow", "highspy": "pip install highspy",
@@ -68,7 +52,8 @@ class Report:
         machine: processor, memory and page facts.
         gpus: one line per device.
         environment: variables that are set, of those OPER reads.
-        problems: what keeps the CPU path from working, and the way out.
+        problems: what keeps the CPU path from working, variables with values that they may not have
+            among it, and the way out.
         hints: what is missing for optional parts, and how to get it.
     """
 
@@ -95,7 +80,8 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def examine() -> Report:
     """Look at packages, libraries and the machine."""
-    report = Report(environment={k: os.environ[k] for k in ENVIRONMENT if k in os.environ})
+    report = Report(environment={k: os.environ[k] for k in ENVIRONMENT if k in os.environ},
+                    problems=list(problems()))
     _examine_packages(report)
     _examine_libraries(report)
     report.machine = _machine()
@@ -182,15 +168,21 @@ def _examine_libraries(report: Report) -> None:
     if report.libraries["host"] == "loads":
         import torch
 
+        from oper.shmem.library import check_kernels
+
         report.libraries["host kernels"] = torch.ops.oper.kernel_name()
+        try:
+            check_kernels()
+        except OperError as error:
+            report.problems.append(str(error))
 
 
 def _load_failure(name: str, path: Path) -> str | None:
     try:
         if name == "host":
-            from oper.shmem.library import load
+            from oper.shmem.library import register
 
-            load()
+            register()
             return None
         if name in ("search", "data"):
             ctypes.CDLL(str(path))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from oper.environment import check_environment
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan, one_copy_per_domain
 from oper.stats import AccessStats
@@ -92,6 +93,7 @@ def shard(
 
     _check_arguments({"module": module, "stats": stats, "plan": plan, "topology": topology,
                       "modules": modules, "objective": objective, "optimizer": optimizer})
+    check_environment("cannot shard")
     group = default_group(process_group)
     targets = find_targets(module, modules)
     for target in targets:

@@ -20,7 +20,7 @@ MODULES = {
 }
 
 LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "plan", "directory",
-                    "native", "traffic", "locks"})
+                    "native", "traffic", "locks", "environment"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from oper.environment import setting
 from oper.errors import OperError, PlanError, fail
 from oper.shmem import library
 from oper.shmem.domains import DomainGroup
@@ -68,10 +69,7 @@ class DeviceHeap:
             self._open_local(has_host)
             return
         assert isinstance(self._whole, ProcessGroup)
-        wanted = os.environ.get(HEAP_ENV, "")
-        if wanted not in ("", "symmetric", "virtual"):
-            raise OperError(fail("cannot open the device heap", HEAP_ENV, wanted,
-                                 "symmetric, virtual or nothing", "correct or unset it"))
+        wanted = setting(HEAP_ENV, "cannot open the device heap")
         reason = "not asked for"
         if has_host:
             reason = "it has no rows in host memory"

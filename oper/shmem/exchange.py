@@ -9,7 +9,6 @@ back here to move the bytes.
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from oper.directory import TableDirectory, needs_across
+from oper.environment import setting
 from oper.errors import InvalidInputError, OperError, PeerLostError, fail
 from oper.shmem.group import Group
 from oper.shmem.transport import transport_of
@@ -36,11 +36,8 @@ def wire_format() -> int:
 
     ``exact`` unless asked for; ``fp16`` and ``bf16`` halve the bytes and change the numbers.
     """
-    value = os.environ.get(WIRE_ENV, "") or "exact"
-    if value not in WIRES:
-        raise InvalidInputError(fail("cannot set up the exchange between memory domains", WIRE_ENV,
-                                     value, f"one of {WIRES}", "correct the variable"))
-    return WIRES.index(value)
+    return WIRES.index(setting(WIRE_ENV, "cannot set up the exchange between memory domains")
+                       or "exact")
 
 
 class Exchange:

@@ -5,11 +5,42 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from oper.errors import MissingDependencyError, fail
+from oper.environment import check_environment, setting
+from oper.errors import InvalidInputError, MissingDependencyError, fail
+
+
+def load() -> None:
+    """Register the operators ``torch.ops.oper.*`` and look at the environment they run in.
+
+    Raises:
+        MissingDependencyError: torch or the compiled library is missing or does not load.
+        InvalidInputError: a variable of the environment has a value that it may not have.
+    """
+    check_environment("cannot run lookups")
+    register()
+    check_kernels()
+
+
+def check_kernels() -> None:
+    """Raise InvalidInputError where ``OPER_CPU_KERNELS`` names other kernels than those in use.
+
+    The library must be registered. It looks at the variable once, at its first use.
+    """
+    wanted = setting("OPER_CPU_KERNELS", "cannot run lookups")
+    if not wanted:
+        return
+    import torch
+
+    used = torch.ops.oper.kernel_name()
+    if used != wanted:
+        raise InvalidInputError(fail(
+            "cannot run lookups", "environment variable OPER_CPU_KERNELS", wanted,
+            f"kernels that this processor has, set before the first lookup of the process; {used} "
+            "are in use", "unset it for the best there are"))
 
 
 @functools.cache
-def load() -> None:
+def register() -> None:
     """Register the operators ``torch.ops.oper.*`` (once per process).
 
     Raises:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 
-from oper.errors import InvalidInputError, fail
+from oper.environment import setting
 
 DEADLINE_ENV = "OPER_DEADLINE_S"
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"
@@ -26,12 +25,5 @@ def outbox_bytes(default: int | None = None) -> int:
 
 def _number(name: str, default: float) -> float:
     """A number above 0; raises InvalidInputError."""
-    text = os.environ.get(name, "")
-    try:
-        value = float(text or default)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise InvalidInputError(fail("cannot shard", f"environment variable {name}", text,
-                                     "a number above 0", "correct or unset it"))
-    return value
+    text = setting(name, "cannot shard")
+    return float(text) if text else default

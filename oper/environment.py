@@ -1,0 +1,123 @@
+"""Variables of the environment: what each is for, what it may be, and whether it is that.
+
+Every variable has its one validator here. The command line, `oper.shard`, `oper.publish`,
+`oper.attach` and whatever loads the native library look at all that matter at run time before they
+begin, ``setup.py`` at those of the build, ``oper doctor`` at all. A variable that is set to nothing
+counts as unset.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from oper.errors import InvalidInputError, fail
+
+RUN, BUILD = "run", "build"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable.
+
+    Attributes:
+        about: what it is for.
+        expected: what a value must be, for an error; "" = any will do.
+        accepts: whether a value is that.
+        at: ``"run"`` or ``"build"``, when it is read.
+    """
+
+    about: str
+    expected: str = ""
+    accepts: Callable[[str], bool] = lambda text: True
+    at: str = RUN
+
+
+def _number(least: float) -> Callable[[str], bool]:
+    """Accepts finite numbers that are at least `least`, and above 0."""
+    def accepts(text: str) -> bool:
+        try:
+            value = float(text)
+        except ValueError:
+            return False
+        return 0 < value < math.inf and value >= least
+
+    return accepts
+
+
+def _one_of(about: str, *names: str, at: str = RUN) -> Variable:
+    return Variable(about, f"one of {', '.join(names)}", lambda text: text in names, at)
+
+
+def _count(about: str, at: str = RUN) -> Variable:
+    return Variable(about, "a whole number above 0",
+                    lambda text: re.fullmatch(r"[0-9]{1,18}", text) is not None and int(text) > 0,
+                    at)
+
+
+# Every variable of OPER's own that the package, its build or its tests read, and the build's other.
+VARIABLES: dict[str, Variable] = {
+    "OPER_DATA": Variable("folder of real data for tests and benchmarks"),
+    "OPER_DEBUG": _one_of("1 = show where an error comes from", "0", "1"),
+    "OPER_OUTBOX_BYTES": Variable("size of a rank's gradient outbox", "a number of bytes above 0",
+                                  _number(1)),
+    "OPER_DEVICE_HEAP": _one_of("symmetric or virtual: how ranks share device memory",
+                                "symmetric", "virtual"),
+    "OPER_FBGEMM": Variable("folder of an fbgemm_gpu package to compare with on a GPU",
+                            "a folder that holds the package fbgemm_gpu",
+                            lambda text: os.path.isdir(os.path.join(text, "fbgemm_gpu"))),
+    "OPER_DEVICE_THREADS": _count("threads of a launch on a device, other than the device's own "
+                                  "number"),
+    "OPER_DEADLINE_S": Variable("how long a rank waits for its peers",
+                                "a number of seconds above 0", _number(0)),
+    "OPER_DOMAIN": Variable("ranks with different values act as if they shared no memory"),
+    "OPER_WIRE": _one_of("exact (default), fp16 or bf16 rows and gradients between memory domains",
+                         "exact", "fp16", "bf16"),
+    "OPER_CPU_KERNELS": _one_of("generic, avx2 or avx512 instead of the best the processor has",
+                                "generic", "avx2", "avx512"),
+    "OPER_CUDA": _one_of("build: auto, 0 or 1", "auto", "0", "1", at=BUILD),
+    "OPER_CUDA_ARCHS": Variable(
+        "build: compute capabilities, e.g. 80;90", "compute capabilities such as 80;90",
+        lambda text: re.fullmatch(r"[ ;,]*[0-9]{2,3}[af]?([ ;,]+[0-9]{2,3}[af]?)*[ ;,]*", text)
+        is not None, BUILD),
+    "CUDA_HOME": Variable("build: the CUDA toolkit", at=BUILD),
+    "CXX": Variable("build: the C++ compiler", at=BUILD),
+    "MAX_JOBS": _count("build: compilers at once", BUILD),
+}
+
+
+def setting(name: str, what: str = "cannot start") -> str:
+    """The value of a variable, "" where it is unset.
+
+    Raises:
+        InvalidInputError: the value is none that the variable may have; begins with `what`.
+    """
+    text = os.environ.get(name, "")
+    variable = VARIABLES[name]
+    if text and not variable.accepts(text):
+        raise InvalidInputError(fail(what, f"environment variable {name}", text, variable.expected,
+                                     f"set it to that, or unset it; it says: {variable.about}"))
+    return text
+
+
+def check_environment(what: str = "cannot start", at: str = RUN) -> None:
+    """Raise InvalidInputError, beginning with `what`, for a variable with a value it may not have.
+
+    Args:
+        what: what cannot be done.
+        at: which variables: those read at ``"run"`` or at ``"build"`` time.
+    """
+    for name, variable in VARIABLES.items():
+        if variable.at == at:
+            setting(name, what)
+
+
+def problems() -> Iterator[str]:
+    """One line for every variable with a value that it may not have."""
+    for name, variable in VARIABLES.items():
+        text = os.environ.get(name, "")
+        if text and not variable.accepts(text):
+            yield f"{name}={text!r}, expected {variable.expected}; set it to that, or unset it"
