@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -336,17 +335,19 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
 
 // ---- memory ------------------------------------------------------------------------------------
 
+// An address, or -errno. Called by `map_segment` in oper/shmem/segments.py.
 int64_t map_segment(int64_t fd, int64_t bytes, bool writable) {
   void* data = map_shared(static_cast<int>(fd), static_cast<size_t>(bytes), writable);
-  STD_TORCH_CHECK(data != nullptr, "cannot map a shared segment of ", bytes,
-                  " bytes: ", std::strerror(errno));
-  return reinterpret_cast<int64_t>(data);
+  return data != nullptr ? reinterpret_cast<int64_t>(data) : -errno;
 }
 
-void map_over_segment(int64_t address, int64_t fd, int64_t offset, int64_t bytes, bool writable) {
-  STD_TORCH_CHECK(map_over(reinterpret_cast<void*>(address), static_cast<int>(fd),
-                           static_cast<size_t>(offset), static_cast<size_t>(bytes), writable),
-                  "cannot map ", bytes, " bytes of a shared segment: ", std::strerror(errno));
+// 0, or -errno; likewise.
+int64_t map_over_segment(int64_t address, int64_t fd, int64_t offset, int64_t bytes,
+                         bool writable) {
+  return map_over(reinterpret_cast<void*>(address), static_cast<int>(fd),
+                  static_cast<size_t>(offset), static_cast<size_t>(bytes), writable)
+             ? 0
+             : -errno;
 }
 
 void unmap_segment(int64_t address, int64_t bytes) {
@@ -375,7 +376,7 @@ std::string kernel_name() { return kernels().name; }
 STABLE_TORCH_LIBRARY(oper, m) {
   m.def("map_segment(int fd, int bytes, bool writable) -> int");
   m.def(
-      "map_over_segment(int address, int fd, int offset, int bytes, bool writable) -> ()");
+      "map_over_segment(int address, int fd, int offset, int bytes, bool writable) -> int");
   m.def("unmap_segment(int address, int bytes) -> ()");
   m.def("collapse_segment(int address, int bytes) -> int");
   m.def("segment_view(int address, int rows, int columns, int type=0) -> Tensor");

@@ -228,12 +228,14 @@ def page_kind() -> str:
     """
     import torch
 
+    from oper.shmem.segments import map_segment
+
     size = 4 * _HUGE_BYTES
     address = 0
     fd = os.memfd_create("oper-doctor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size)
-        address = torch.ops.oper.map_segment(fd, size, True)
+        address = map_segment(fd, size, True)
         torch.ops.oper.segment_view(address, size // 256, 64).fill_(1.0)
         collapsed = torch.ops.oper.collapse_segment(address, size)
     finally:

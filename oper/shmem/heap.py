@@ -8,7 +8,6 @@ enforced by the MMU. A small control segment with the barrier words is writable 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import socket
@@ -20,28 +19,21 @@ from oper.errors import OperError, fail
 from oper.shmem.domains import peer_credentials
 from oper.shmem.group import Group
 from oper.shmem.library import load
+from oper.shmem.segments import (
+    create_segment,
+    map_over_segment,
+    map_segment,
+    no_segment,
+)
 
 _LINE_BYTES = 128  # one barrier line per rank, see csrc/host/barrier.h
 _CONNECT_S = 60.0
 _MAX_SEGMENTS = 253  # of a rank: what the kernel passes in one message
 _HUGE = 2 << 20
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _page_up(num_bytes: int) -> int:
     return -(-num_bytes // 4096) * 4096
-
-
-def create_segment(num_bytes: int, name: str = "oper") -> int:
-    """Descriptor of an anonymous memory file that keeps its size."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 class HostHeap:
@@ -52,6 +44,7 @@ class HostHeap:
         num_bytes: int [W], size of each rank's arena; equal on all ranks.
         host_ranges: [W] lists of ascending [begin, end) of pages for rows in host memory: they come
             from a second segment of the rank, which never gets huge pages. Same on all ranks.
+        num_outbox_bytes: how much of an arena is its outbox; for the error where it is too large.
 
     Attributes:
         addresses: int [W], where each arena is mapped in this process.
@@ -60,13 +53,15 @@ class HostHeap:
         page_kind: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent), after `collapse`.
 
     Raises:
-        OperError: memory or descriptors cannot be had.
+        OperError: memory, address space or descriptors cannot be had, by this rank or a peer.
     """
 
     def __init__(self, group: Group, num_bytes: list[int],
-                 host_ranges: list[list[tuple[int, int]]] | None = None) -> None:
+                 host_ranges: list[list[tuple[int, int]]] | None = None,
+                 num_outbox_bytes: int = 0) -> None:
         load()
         self._group = group
+        self._num_outbox_bytes = num_outbox_bytes
         self._host_ranges = host_ranges or [[] for _ in num_bytes]
         self._sizes = [_page_up(max(1, n)) for n in num_bytes]
         self._control_bytes = _page_up(group.world_size * _LINE_BYTES)
@@ -77,8 +72,13 @@ class HostHeap:
         self.control = 0
         fds: list[int] = []
         try:
-            for size in self._segment_sizes(group.rank):
-                fds.append(create_segment(size))
+            problem: OperError | None = None
+            try:
+                for size in self._segment_sizes(group.rank):
+                    fds.append(create_segment(size))
+            except OSError as error:
+                problem = self._problem("cannot create the shared arena", error)
+            self._agree(problem)
             if group.is_local:
                 # Descriptors are already ours; every virtual rank still maps for itself, so that
                 # one may close while another reads.
@@ -87,15 +87,32 @@ class HostHeap:
                 self._attach_peers(fds)
         except OSError as error:
             self.close()
-            raise OperError(
-                fail("cannot create the shared arena", "bytes", self._sizes[group.rank],
-                     "free shared memory and descriptors", str(error))) from error
+            raise self._problem("cannot share the arenas", error) from error
         except BaseException:
             self.close()
             raise
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _problem(self, what: str, error: OSError) -> OperError:
+        """What stands in the way: arenas of all ranks are mapped, this rank's is made."""
+        one = what.startswith("cannot create")
+        num_bytes = self._sizes[self._group.rank] if one else sum(self._sizes)
+        return no_segment(what, num_bytes, error,
+                          self._num_outbox_bytes * (1 if one else self._group.world_size))
+
+    def _agree(self, problem: OperError | None) -> None:
+        """Raise what any rank has met, on all of them: nobody may wait for one that has failed."""
+        whole: Group = getattr(self._group, "whole", self._group)  # of all memory domains
+        found = whole.all_gather(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(found):
+            if text is not None:
+                raise OperError(
+                    fail("a peer cannot share its arena", "rank", rank,
+                         "memory and address space on all ranks", f"there: {text}"))
 
     def _segment_sizes(self, rank: int) -> list[int]:
         """A rank's segments: its arena, the control segment if it is rank 0, its host memory."""
@@ -108,23 +125,27 @@ class HostHeap:
         return sum(end - begin for begin, end in self._host_ranges[rank])
 
     def _map(self, fd: int, num_bytes: int, writable: bool) -> int:
-        address = int(torch.ops.oper.map_segment(fd, num_bytes, writable))
+        address = map_segment(fd, num_bytes, writable)
         self._mapped.append((address, num_bytes))
         return address
 
     def _map_all(self, segments: list[list[int]]) -> None:
         """Map what `_segment_sizes` lists, of every rank."""
-        for rank, fds in enumerate(segments):
-            writable = rank == self._group.rank
-            address = self._map(fds[0], self._sizes[rank], writable)
-            self.addresses.append(address)
-            at = 0
-            for begin, end in self._host_ranges[rank]:
-                torch.ops.oper.map_over_segment(address + begin, fds[-1], at, end - begin, writable)
-                at += end - begin
-        self.control = self._map(segments[0][1], self._control_bytes, True)
+        problem: OperError | None = None
+        try:
+            for rank, fds in enumerate(segments):
+                writable = rank == self._group.rank
+                address = self._map(fds[0], self._sizes[rank], writable)
+                self.addresses.append(address)
+                at = 0
+                for begin, end in self._host_ranges[rank]:
+                    map_over_segment(address + begin, fds[-1], at, end - begin, writable)
+                    at += end - begin
+            self.control = self._map(segments[0][1], self._control_bytes, True)
+        except OSError as error:
+            problem = self._problem("cannot map the ranks' arenas", error)
         # Nobody may go on (and perhaps end) before all have what they need.
-        self._group.all_gather(None)
+        self._agree(problem)
 
     def _attach_peers(self, fds: list[int]) -> None:
         """Exchange descriptors; those received are added to `fds`, which the caller closes."""

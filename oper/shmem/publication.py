@@ -27,7 +27,6 @@ from oper.plan import Plan
 from oper.shmem import numa
 from oper.shmem.domains import peer_credentials
 from oper.shmem.greeting import GREETING, MAGIC, check_name, socket_name
-from oper.shmem.heap import create_segment
 from oper.shmem.library import load
 from oper.shmem.migration import check_room
 from oper.shmem.published import (
@@ -43,6 +42,7 @@ from oper.shmem.published import (
     dense_view,
 )
 from oper.shmem.quantise import as_rows
+from oper.shmem.segments import create_segment, map_segment, no_segment
 
 Rows = Iterable[tuple[int, torch.Tensor]]
 _WAIT_S = 0.001
@@ -62,10 +62,13 @@ class _Buffer:
         try:
             for k, size in enumerate(self.sizes):
                 self.fds.append(create_segment(size, SEGMENT_NAME))
-                address = int(torch.ops.oper.map_segment(self.fds[-1], size, True))
+                address = map_segment(self.fds[-1], size, True)
                 self.addresses.append(address)
                 if len(nodes) > 1 and k < len(nodes):
                     _bind(address, size, nodes[k].number)
+        except OSError as error:
+            self.close()
+            raise no_segment("cannot publish tables", sum(self.sizes), error) from error
         except BaseException:
             self.close()
             raise
@@ -107,9 +110,11 @@ class _State:
         self.lock = threading.RLock()  # held by whoever writes or gives back a buffer
         self.buffers: list[_Buffer] = []
         self.control_bytes = int(torch.ops.oper.publication_control_bytes())
-        self.control_fd = create_segment(self.control_bytes, "oper-epoch")
-        self.control = int(
-            torch.ops.oper.map_segment(self.control_fd, self.control_bytes, True))
+        try:
+            self.control_fd = create_segment(self.control_bytes, "oper-epoch")
+            self.control = map_segment(self.control_fd, self.control_bytes, True)
+        except OSError as error:
+            raise no_segment("cannot publish tables", self.control_bytes, error) from error
         torch.ops.oper.publication_init(self.control)
         try:
             for _ in range(2):

@@ -40,6 +40,7 @@ from oper.shmem.domains import peer_credentials
 from oper.shmem.greeting import MAGIC, check_name, connect, greeting
 from oper.shmem.library import load
 from oper.shmem.numa import near_domain
+from oper.shmem.segments import map_segment, no_segment
 from oper.shmem.table_rows import LogicalRows
 from oper.traffic import Traffic
 
@@ -330,7 +331,10 @@ class Reader:
             raise ValueError(f"{len(fds)} descriptors")
 
         def mapped(fd: int, num_bytes: int, writable: bool) -> int:
-            address = int(torch.ops.oper.map_segment(fd, num_bytes, writable))
+            try:
+                address = map_segment(fd, num_bytes, writable)
+            except OSError as error:
+                raise no_segment("cannot map published tables", num_bytes, error) from error
             self._mapped.append((address, num_bytes))
             return address
 

@@ -40,9 +40,10 @@ from oper.shmem.kernel_arguments import KernelArguments
 from oper.shmem.library import load
 from oper.shmem.migration import Migration, check_room
 from oper.shmem.optimizers import STATE_PARTS, Optimizer, check_supported
+from oper.shmem.outbox import reserved_bytes
 from oper.shmem.pull import PullCosts, choose_pull
 from oper.shmem.rounding import rounding_key
-from oper.shmem.settings import deadline_s, outbox_bytes
+from oper.shmem.settings import deadline_s
 from oper.shmem.table_rows import LogicalRows
 from oper.traffic import SENT, Traffic
 
@@ -156,11 +157,11 @@ class ShardedTables(LogicalRows):
         # A single rank updates without an exchange but through the same outbox.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size,
-            outbox_bytes() if self.optimizers is not None else 4096, self._row_clipped())
+            reserved_bytes(self.directories, self.optimizers is not None), self._row_clipped())
         self._heap = HostHeap(
             DomainGroup(group, near) if self._exchange else group,
             [self._layout.num_bytes[r] for r in near],
-            [self._layout.host_ranges[r] for r in near])
+            [self._layout.host_ranges[r] for r in near], self._layout.outbox_bytes)
         self._addresses = [0] * group.world_size
         for rank, address in zip(near, self._heap.addresses, strict=True):
             self._addresses[rank] = address

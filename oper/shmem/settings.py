@@ -16,8 +16,8 @@ def deadline_s() -> float:
 
 
 def outbox_bytes(default: int | None = None) -> int:
-    """Size of a rank's outbox (address space; pages are taken when used): ``OPER_OUTBOX_BYTES``, by
-    default a quarter of the machine's memory."""
+    """Largest size of a rank's outbox (address space; pages are taken when used):
+    ``OPER_OUTBOX_BYTES``, by default a quarter of the machine's memory."""
     if default is None:
         default = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     return int(_number(OUTBOX_ENV, default))

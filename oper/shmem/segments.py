@@ -1,0 +1,82 @@
+"""Anonymous shared memory: made, mapped, and what to say when it cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+from pathlib import Path
+
+import torch
+
+from oper.errors import OperError, fail
+from oper.shmem.settings import OUTBOX_ENV
+from oper.tables import format_bytes
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def create_segment(num_bytes: int, name: str = "oper") -> int:
+    """Descriptor of an anonymous memory file that keeps its size; OSError where there is none."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_segment(fd: int, num_bytes: int, writable: bool) -> int:
+    """Address of a mapped segment; OSError where it cannot be mapped."""
+    return _address(int(torch.ops.oper.map_segment(fd, num_bytes, writable)))
+
+
+def map_over_segment(address: int, fd: int, offset: int, num_bytes: int, writable: bool) -> None:
+    """Map part of a segment in the place of mapped pages; OSError where it cannot be."""
+    _address(int(torch.ops.oper.map_over_segment(address, fd, offset, num_bytes, writable)))
+
+
+def _address(found: int) -> int:
+    if -4096 < found < 0:
+        raise OSError(-found, os.strerror(-found))
+    return found
+
+
+def no_segment(what: str, num_bytes: int, error: OSError, num_outbox_bytes: int = 0) -> OperError:
+    """The error that says how much was wanted, which limit is in the way, and what helps.
+
+    Args:
+        what: what failed, e.g. ``"cannot create the shared arena"``.
+        num_bytes: that were wanted.
+        error: what the system said.
+        num_outbox_bytes: how many of them are for outboxes, which a setting bounds.
+    """
+    limit, todo = _limit(error)
+    if num_outbox_bytes:
+        todo += (f", or set {OUTBOX_ENV} below {num_outbox_bytes // 2}: "
+                 f"{format_bytes(num_outbox_bytes)} of it are for the gradients of a batch")
+    return OperError(fail(what, "bytes", num_bytes, limit, f"{todo} ({error.strerror or error})"))
+
+
+def _limit(error: OSError) -> tuple[str, str]:
+    """The constraint that an allocation has met, and how to lift it."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"a free file descriptor (RLIMIT_NOFILE={most})", "raise `ulimit -n`"
+    if error.errno == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return f"files of at most RLIMIT_FSIZE={most} bytes", "raise `ulimit -f`"
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if error.errno == errno.ENOMEM and most != resource.RLIM_INFINITY:
+        return (f"address space within RLIMIT_AS={most} bytes, {_used_address_space()} of them in "
+                "use", "raise `ulimit -v`")
+    return ("free memory that the system lets this process have",
+            "end other programs, raise the memory limit of its control group, or use more ranks")
+
+
+def _used_address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return pages * resource.getpagesize()
