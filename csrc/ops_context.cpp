@@ -3,6 +3,7 @@
 // Placement data (addresses, deal tables, head maps) is laid out by Python and copied or referenced
 // here; see oper/directory.py for its meaning.
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <tuple>
 #include <vector>
@@ -261,14 +262,14 @@ std::tuple<int64_t, int64_t> context_barrier(int64_t handle) {
 // Nanoseconds of the last batch: forward, reduce, wait, update, wait, refresh.
 std::vector<int64_t> context_phases(int64_t handle) {
   const Context& context = context_of(handle);
-  return {context.phase_ns, context.phase_ns + kNumPhases};
+  return {std::begin(context.phase_ns), std::end(context.phase_ns)};
 }
 
 // Forward passes, backward passes, then units moved [kinds][T][W], see host/traffic.h.
 std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
   Context& context = context_of(handle);
   std::vector<int64_t> result = context.moved();
-  result.insert(result.begin(), context.num_passes, context.num_passes + 2);
+  result.insert(result.begin(), std::begin(context.num_passes), std::end(context.num_passes));
   if (reset) context.reset_moved();
   return result;
 }

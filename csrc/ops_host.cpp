@@ -261,8 +261,9 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   batch.stream = rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 4;
   const Status status =
       forward(context, batch, static_cast<float*>(out.data_ptr()), collective, parallel_over_tasks);
-  context.phase_ns[kForward] =  // with the offsets
-      std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
+  context.phase_ns[kForward].store(  // with the offsets
+      std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count(),
+      std::memory_order_relaxed);
   return {out, offsets, status.code, status.detail};
 }
 

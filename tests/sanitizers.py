@@ -99,8 +99,8 @@ _TABLES = ("accumulation", "bag_bounds", "bounds", "clipping", "determinism", "e
 # which ThreadSanitizer sees one at a time, or nothing runs at once.
 _THREADED = ("accumulation", "bag_bounds", "bounds", "clipping", "exactness", "exchange", "heap",
              "hostile_peer", "interaction", "lookup_inputs", "migration", "one_copy", "optimizers",
-             "publication", "pull", "push_and_columns", "resolve", "row_dtypes", "traffic",
-             "weight_gradients", "wire")
+             "publication", "pull", "push_and_columns", "resolve", "row_dtypes", "threads",
+             "traffic", "weight_gradients", "wire")
 # Beside AddressSanitizer, UndefinedBehaviorSanitizer reports to stderr whatever it is told, so that
 # its reports end the process. Leaks are not looked for: Python and torch keep memory until the
 # process ends. Python's own allocator would hide overflows of small blocks, so it is told to leave

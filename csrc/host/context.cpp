@@ -127,7 +127,7 @@ void Context::take_changes(int64_t table, uint32_t* slots) {
 void Context::reset_moved() {
   std::lock_guard<std::mutex> lock(scratch_mutex_);
   std::fill(moved_.begin(), moved_.end(), 0);
-  std::fill(num_passes, num_passes + 2, 0);
+  for (auto& passes : num_passes) passes.store(0);
   const size_t each = tables.size() * static_cast<size_t>(world_size);
   for (const auto& scratch : scratch_all_)
     for (Moved kind : {kRows, kWeightRows})
@@ -270,7 +270,8 @@ class PhaseClock {
   explicit PhaseClock(Context& context) : context_(context), last_(Clock::now()) {}
   void end(Phase phase) {
     const auto now = Clock::now();
-    context_.phase_ns[phase] = std::chrono::nanoseconds(now - last_).count();
+    context_.phase_ns[phase].store(std::chrono::nanoseconds(now - last_).count(),
+                                   std::memory_order_relaxed);
     last_ = now;
   }
 
@@ -398,7 +399,9 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
     const Status status = context.exchange->gather(found, kRows, collective, parallel);
     if (status.code != 0) return status;
   }
-  if (context.peer_rows) {
+  std::unique_lock<std::mutex> copies;
+  if (context.peer_rows) copies = std::unique_lock(context.peer_rows->turn, std::try_to_lock);
+  if (copies.owns_lock()) {
     const Status status = context.peer_rows->stage(context, found, collective, parallel);
     // A rank that cannot look up learns of it where it meets the others.
     if (status.code != 0 && !(collective && context.has_push)) return status;
@@ -406,7 +409,7 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
   const Status status = collective && context.has_push
                             ? forward_with_push(context, found, out, parallel)
                             : pool_direct(context, found, out, true, parallel);
-  ++context.num_passes[0];
+  context.count_pass(0);
   clock.end(kForward);
   return status;
 }
@@ -530,7 +533,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   // Neighbours read them too.
   if (context.exchange && context.exchange->shares_replicas() && context.barrier)
     status = wait_for_domain(context);
-  ++context.num_passes[1];
+  context.count_pass(1);
   clock.end(kRefresh);
   return status;
 }

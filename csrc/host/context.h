@@ -227,12 +227,13 @@ struct Context {
   std::vector<int32_t> domain;       // ranks of the barrier
   std::shared_ptr<Exchange> exchange;  // with ranks of other memory domains; null: there are none
   // Wall time of the last batch by phase, see enum Phase.
-  int64_t phase_ns[kNumPhases] = {};
+  std::atomic<int64_t> phase_ns[kNumPhases] = {};  // lookups may run at once; one of them is told
   // Units read since the start or the last reset, [kNumMoved][T][W] by kind, table and rank that is
   // read; and forward and backward passes. No batch may be running.
   std::vector<int64_t> moved();
   void reset_moved();
-  int64_t num_passes[2] = {};
+  std::atomic<int64_t> num_passes[2] = {};
+  void count_pass(int kind) { num_passes[kind].fetch_add(1, std::memory_order_relaxed); }
   // Backing store of every pointer above that the directory uses.
   std::vector<std::vector<TierMap>> tier_storage;
   std::vector<std::unique_ptr<FlatTiers>> flat_storage;

@@ -35,7 +35,7 @@ Status forward_interaction(Context& context, const Batch& batch, const float* de
     if (bad.load() >= 0) return;
     kernels().interact(rows, n, static_cast<int>(num_rows), dim, out + begin * stride, scratch);
   });
-  ++context.num_passes[0];
+  context.count_pass(0);
   if (bad.load() >= 0) return {4, bad.load()};
   return {};
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <deque>
+#include <mutex>
 #include <vector>
 
 #include "host/context.h"
@@ -26,8 +27,10 @@ class PeerRows {
   enum Choice { kNever, kAlways, kMeasured };
   PeerRows(const Context& context, Choice choice, PullCosts costs);
   // Copies the rows of the tables where that was chosen, and gives the batch their addresses. Counts
-  // duplication now and then.
+  // duplication now and then. Only under `turn`, which is held until the batch has been looked up: of
+  // lookups at once, the others read rows where they are.
   Status stage(Context& context, Batch& batch, bool collective, ParallelFor parallel);
+  std::mutex turn;
 
   // By table, as last counted: ids of neighbours' rows, and distinct rows among them.
   std::vector<int64_t> num_ids, num_rows;

@@ -7,6 +7,7 @@ nothing has to be known about the rows that the batch in flight will change.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -30,25 +31,30 @@ class Ahead:
         self._tables = tables
         self._thread: ThreadPoolExecutor | None = None
         self._coming: OrderedDict[int, tuple[torch.Tensor, Future[Lookup]]] = OrderedDict()
+        self._lock = threading.Lock()  # several threads may announce and look up
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
         return Ahead(copy.deepcopy(self._tables, memo))
 
     def start(self, batch: Lookup) -> Future[Lookup]:
         """Resolve a batch on the thread; the result raises what `lookup` would have raised."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-ahead")
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-ahead")
         return self._thread.submit(self._tables.resolve, batch)
 
     def announce(self, ids: torch.Tensor, batch: Lookup) -> None:
         """Start a batch that `take` will be asked for by its tensor of ids."""
-        while len(self._coming) >= _MAX_COMING:
-            self._coming.popitem(last=False)
-        self._coming[id(ids)] = (ids, self.start(batch))
+        started = self.start(batch)
+        with self._lock:
+            while len(self._coming) >= _MAX_COMING:
+                self._coming.popitem(last=False)
+            self._coming[id(ids)] = (ids, started)
 
     def take(self, ids: torch.Tensor) -> Lookup | None:
         """The batch that was announced with this very tensor of ids, resolved, or None."""
         if not self._coming:
             return None
-        known = self._coming.pop(id(ids), None)
+        with self._lock:
+            known = self._coming.pop(id(ids), None)
         return known[1].result() if known is not None else None

@@ -115,8 +115,8 @@ class BatchChecks:
     """
 
     def __init__(self) -> None:
-        self._keys: tuple[torch.Tensor, int] | None = None
-        self._last_key = -1
+        # Set at once, since threads may look up together: the tensor, its version, its last key.
+        self._keys: tuple[torch.Tensor, int, int] | None = None
 
     def check(self, batch: Lookup) -> None:
         """Raises InvalidInputError."""
@@ -145,15 +145,15 @@ class BatchChecks:
         """The last key that a feature has."""
         # Tensors made in inference mode may change without a trace: they are always looked at.
         version = -1 if key_of.is_inference() else key_of._version
-        if version < 0 or self._keys is None or self._keys[0] is not key_of or (
-                self._keys[1] != version):
+        known = self._keys
+        if version < 0 or known is None or known[0] is not key_of or known[1] != version:
             first, last = (int(k) for k in torch.aminmax(key_of))
             if first < 0:
                 raise InvalidInputError(
                     fail("cannot look up", "key_of", key_of.tolist()[:8],
                          "a key for every feature", "add the missing features to the batch"))
-            self._keys, self._last_key = (key_of, version), last
-        return self._last_key
+            self._keys = known = key_of, version, last
+        return known[2]
 
 
 def refuse_weight_gradient(batch: Lookup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class BoundsCheck:
                                          f"one of {BOUNDS_MODES}", "choose one"))
         self.mode = name
         self.num_bad_ids = 0
+        self._counting = threading.Lock()
         self._features = list(features)
         self._num_rows = [specs[table].num_rows for _, table in features]
 
@@ -146,7 +148,8 @@ class BoundsCheck:
                     f"feature {feature[0]!r} has the id {int(mine[bad][0])}, which table "
                     f"{feature[1]!r} of {num_rows} rows lacks: row 0 is looked up instead; "
                     "num_bad_ids of the tables' bounds check counts further ones", stacklevel=4)
-            self.num_bad_ids += count
+            with self._counting:
+                self.num_bad_ids += count
             ids.append(mine.masked_fill(bad, 0) if count else mine)
             lengths.append(batch.lengths[key * batch.batch_size:(key + 1) * batch.batch_size])
             if batch.weights is not None:

@@ -30,6 +30,7 @@ from oper.shmem.group import Group
 from oper.shmem.optimizers import Optimizer
 from oper.shmem.runtime import ShardedTables
 from oper.shmem.settings import deadline_s, outbox_bytes
+from oper.shmem.turns import forward_in_turn, in_turn
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 from oper.traffic import SENT, Traffic
 
@@ -65,6 +66,7 @@ class DeviceTables(ShardedTables):
                     "updates_at_once", "_staged_row_bytes", "num_squares", "_staged", "_are_fp32",
                     "_keys", "_counters")
     _exchange: DeviceExchange | None
+    lookups_at_once = False  # they share workspaces
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
@@ -183,6 +185,7 @@ class DeviceTables(ShardedTables):
             if other is not None:
                 torch.cuda.current_stream(self.device).wait_event(other)
 
+    @in_turn
     @on_device
     def barrier(self) -> None:
         """Wait for all ranks; raises DeadlineError when one does not come."""
@@ -217,6 +220,7 @@ class DeviceTables(ShardedTables):
 
     # ---- batches ---------------------------------------------------------------------------------
 
+    @in_turn
     @on_device
     def resolve(self, batch: Lookup) -> Lookup:
         """As `ShardedTables.resolve`, on the current stream, which may be another than the one that
@@ -296,6 +300,7 @@ class DeviceTables(ShardedTables):
 
     # ---- steps -----------------------------------------------------------------------------------
 
+    @forward_in_turn
     @on_device
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -443,6 +448,7 @@ class DeviceTables(ShardedTables):
         fits = isinstance(known, Prepared) and known.fits(self._handle, batch)
         return known if fits else None
 
+    @in_turn
     @on_device
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                         ) -> torch.Tensor:

@@ -45,6 +45,7 @@ from oper.shmem.pull import PullCosts, choose_pull
 from oper.shmem.rounding import rounding_key
 from oper.shmem.settings import deadline_s
 from oper.shmem.table_rows import LogicalRows
+from oper.shmem.turns import Turns, backward_in_turn, forward_in_turn, in_turn
 from oper.traffic import SENT, Traffic
 
 # As csrc/host/context.h numbers them.
@@ -71,6 +72,7 @@ class ShardedTables(LogicalRows):
     """
 
     pull: bool | PullCosts = False  # see `choose_pull`
+    lookups_at_once = True  # those without gradients, see `Turns`
     # What a plan decides; the rest stays when the plan changes.
     _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
                                      "_layout", "_heap", "_handle", "_addresses", "_exchange")
@@ -105,6 +107,7 @@ class ShardedTables(LogicalRows):
         plan.check_for(tables, group.world_size)
         check_supported(tables, self.optimizers)
         self.specs = {t.name: t for t in tables}
+        self.turns = Turns(group.world_size)
         self.directories = [TableDirectory(t, group.world_size, piece)
                             for t in plan.tables for piece in range(len(t.pieces))]
         self._table_of = [d.table.name for d in self.directories]
@@ -131,7 +134,7 @@ class ShardedTables(LogicalRows):
         self._keep()
         self._checks = BatchChecks()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
-        self._holds_gradients = False
+        self._holds_gradients = 0  # threads and blocks within `no_sync`
         self._pending: list[Backward] = []
         # Makes autograd call our backward although the tables are no parameters.
         self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
@@ -235,6 +238,7 @@ class ShardedTables(LogicalRows):
                 return trained_lookup(self, batch, trains)
         return self.forward(batch)[0]
 
+    @forward_in_turn
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags.
@@ -318,6 +322,7 @@ class ShardedTables(LogicalRows):
         return Backward(self._clamp.apply(grad, batch, offsets), batch, offsets,
                         frozen | self.frozen)
 
+    @backward_in_turn
     def apply_all(self, parts: list[Backward]) -> None:
         """As `apply_gradients`, of several lookups whose gradients are added up: one update."""
         self._check_process()
@@ -355,18 +360,23 @@ class ShardedTables(LogicalRows):
         """Backward passes inside leave their gradients here; the first one outside applies the sum.
 
         As DistributedDataParallel's ``no_sync``: k backward passes, one update, bitwise that of one
-        batch that holds all their samples. Inside, no backward pass is collective.
+        batch that holds all their samples. Inside, no backward pass is collective. It holds for the
+        backward passes of all threads.
         """
-        before, self._holds_gradients = self._holds_gradients, True
+        with self.turns.lock:
+            self._holds_gradients += 1
         try:
             yield
         finally:
-            self._holds_gradients = before
+            with self.turns.lock:
+                self._holds_gradients -= 1
 
+    @in_turn
     def drop_gradients(self) -> None:
         """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does."""
         self._pending = []
 
+    @in_turn
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                         ) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
@@ -403,6 +413,7 @@ class ShardedTables(LogicalRows):
         raise_status(code, detail, self._layout.outbox_bytes,
                      FailedBatch(batch, offsets, self.features, self.specs))
 
+    @in_turn
     def barrier(self) -> None:
         """Wait for all ranks; raises PeerLostError or DeadlineError."""
         self._check_process()
@@ -467,6 +478,7 @@ class ShardedTables(LogicalRows):
         self.start_migration(plan)
         self.finish_migration()
 
+    @in_turn
     def start_migration(self, plan: Plan, bytes_per_step: int | None = None) -> None:
         """Begin to move rows, replicas and optimizer states to another plan. Collective.
 
@@ -491,6 +503,7 @@ class ShardedTables(LogicalRows):
         self.barrier()
         self._migration = Migration(self, plan, bytes_per_step)
 
+    @in_turn
     def finish_migration(self) -> None:
         """Copy what is left of a move and switch, whatever its budget. Collective."""
         if self._migration is not None:
@@ -502,6 +515,7 @@ class ShardedTables(LogicalRows):
         """The move that is under way, or None."""
         return self._migration
 
+    @in_turn
     def stop_migration(self) -> None:
         """Give up a move that is under way; the old plan goes on. Every rank must call it."""
         if self._migration is not None:
@@ -543,6 +557,7 @@ class ShardedTables(LogicalRows):
             other._heap = None
             self._keep()
 
+    @in_turn
     def publish(self) -> None:
         super().publish()
         if self._migration is not None:
@@ -568,6 +583,7 @@ class ShardedTables(LogicalRows):
         """Kind of the pages behind the rows in device memory."""
         return self._heap.page_kind if self._heap else "closed"
 
+    @in_turn
     def close(self) -> None:
         """Release the arenas of this rank. Peers that still read keep the memory alive."""
         self.stop_migration()

@@ -1,0 +1,274 @@
+"""Threads of one process that use one rank's tables at once."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import oper
+from oper.errors import InvalidInputError
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group import SingleGroup, ThreadGroup
+from oper.shmem.optimizers import SGD, STATE_PARTS, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from oper.shmem.pull import choose_pull
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from tests.runtime_support import run_ranks
+
+ROWS, DIM, BATCH = 256, 8, 32
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": SGD(lr=1.0), "rowwise_adagrad": RowWiseAdagrad(lr=0.05), "adagrad": Adagrad(lr=0.05),
+    "adam": Adam(lr=0.02)}
+
+
+def _spec(optimizer: str, name: str = "t") -> TableSpec:
+    return TableSpec(name, ROWS, DIM, (name,), "sum", optimizer=optimizer)
+
+
+def _pushed(spec: TableSpec) -> Plan:
+    """A single rank that asks itself for half of the rows: its lookups use the outbox."""
+    pieces = tuple(Piece(a, b, (Tier(0, ROWS // 2, "owned", (0,)),
+                                Tier(ROWS // 2, ROWS, "owned", (0,), mode="push")))
+                   for a, b in ((0, 4), (4, 8)))
+    return Plan(1, (TablePlan(spec, pieces),))
+
+
+def _batch(ids: torch.Tensor) -> Lookup:
+    return Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
+
+
+def _ids(thread: int, num_threads: int, step: int) -> torch.Tensor:
+    """Rows of one thread alone; over the steps, all of them equally often."""
+    mine = torch.arange(thread, ROWS, num_threads)
+    return mine.roll(step)[:BATCH].clone()
+
+
+def _at_once(num_threads: int, body: Callable[[int], None]) -> None:
+    """Run `body(thread)` on threads that start together; raises the first error."""
+    start = threading.Barrier(num_threads)
+    errors: list[BaseException] = []
+
+    def run(thread: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            start.wait(60)
+            body(thread)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(t.is_alive() for t in threads), "threads wait for each other"
+    if errors:
+        raise errors[0]
+
+
+def _contents(tables: ShardedTables) -> dict[str, torch.Tensor]:
+    """Rows and states. What Adam makes of them depends on the number of the step."""
+    kind = tables.specs["t"].optimizer
+    parts = [*(() if kind == "adam" else ("rows",)), *(part for part, _ in STATE_PARTS[kind])]
+    return {part: tables.read("t", part=part) for part in parts}
+
+
+@pytest.mark.parametrize("num_threads", [2, 4])
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_every_backward_pass_counts_once(optimizer: str, mode: str, num_threads: int) -> None:
+    """Threads with rows of their own leave what they leave one after another, bit for bit."""
+    steps = 300
+
+    def train(at_once: bool) -> tuple[ShardedTables, list[float]]:
+        spec = _spec(optimizer)
+        plan = _pushed(spec) if mode == "push" else uniform_plan([spec], 1)
+        tables = ShardedTables(plan, [("t", "t")], SingleGroup(), OPTIMIZERS[optimizer])
+        seen = [0.0] * num_threads
+
+        def body(thread: int) -> None:
+            for step in range(steps):
+                out = tables.lookup(_batch(_ids(thread, num_threads, step)))
+                seen[thread] += float(out.detach().double().abs().sum())
+                out.sum().backward()
+
+        if at_once:
+            _at_once(num_threads, body)
+        else:
+            for thread in range(num_threads):
+                body(thread)
+        return tables, seen
+
+    together, saw = train(True)
+    in_turn, want = train(False)
+    assert together.num_steps == in_turn.num_steps == num_threads * steps
+    for part, rows in _contents(in_turn).items():
+        assert torch.equal(rows, _contents(together)[part]), part
+    if optimizer != "adam":
+        assert saw == want, "lookups of rows that nobody else trains"
+
+
+@pytest.mark.parametrize("num_threads", [2, 4])
+def test_threads_that_share_rows(num_threads: int) -> None:
+    """Steps of lr = 1 down a slope of 1: every lookup of a row is counted in it."""
+    steps = 500
+    tables = ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
+
+    def body(thread: int) -> None:
+        for step in range(steps):
+            ids = torch.arange(BATCH).mul(step % 7 + 1).remainder(ROWS)
+            tables.lookup(_batch(ids)).sum().backward()
+
+    _at_once(num_threads, body)
+    counts = torch.zeros(ROWS)
+    for step in range(steps):
+        ids = torch.arange(BATCH).mul(step % 7 + 1).remainder(ROWS)
+        counts.index_add_(0, ids, torch.full((BATCH,), float(num_threads)))
+    assert torch.equal(tables.read("t"), -counts[:, None].expand(-1, DIM))
+
+
+def test_a_sharded_module_with_batches_that_are_announced() -> None:
+    """Two training threads and one that evaluates, through the module and its thread of ids."""
+    bag = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+    nn.init.zeros_(bag.weight)
+    model = oper.shard(nn.Sequential(bag), optimizer=oper.SGD(lr=1.0))
+    tables, steps = model[0].tables, 300
+    done = threading.Event()
+
+    def body(thread: int) -> None:
+        if thread == 2:
+            while not done.is_set():
+                with torch.no_grad():
+                    out = model(torch.arange(ROWS)[:, None])
+                assert torch.equal(out, out.round())
+            return
+        try:
+            for step in range(steps):
+                batch = tables.resolve(_batch(_ids(thread, 2, step)))
+                tables.lookup(batch).sum().backward()
+        finally:
+            if thread == 0:
+                done.set()
+
+    _at_once(3, body)
+    counts = torch.zeros(ROWS)
+    for step in range(steps):
+        for thread in range(2):
+            counts.index_add_(0, _ids(thread, 2, step), torch.ones(BATCH))
+    assert torch.equal(model.state_dict()["0.weight"], -counts[:, None].expand(-1, DIM))
+
+
+def test_gradients_that_are_held_back() -> None:
+    """Blocks of `no_sync` overlap between threads; nothing is lost, and none stays open."""
+    tables = ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
+
+    def body(thread: int) -> None:
+        for step in range(100):
+            with tables.no_sync():
+                tables.lookup(_batch(_ids(thread, 4, step))).sum().backward()
+            tables.lookup(_batch(_ids(thread, 4, step))).sum().backward()
+
+    _at_once(4, body)
+    tables.lookup(_batch(torch.zeros(0, dtype=torch.int64))).sum().backward()
+    counts = torch.zeros(ROWS)
+    for step in range(100):
+        for thread in range(4):
+            counts.index_add_(0, _ids(thread, 4, step), torch.full((BATCH,), 2.0))
+    assert torch.equal(tables.read("t"), -counts[:, None].expand(-1, DIM))
+
+
+def test_lookups_without_gradients_wait_for_nobody() -> None:
+    tables = ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
+    found: list[torch.Tensor] = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            found.append(tables.lookup(_batch(torch.arange(4))))
+
+    with tables.turns.lock:  # as while a backward pass waits for its peers
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join(60)
+    assert found[0].shape == (4, DIM)
+
+
+def test_lookups_at_once_of_rows_that_are_copied() -> None:
+    """De-duplicated pull has one set of buffers: a second lookup reads rows where they are."""
+    spec = _spec("sgd")
+
+    def body(group: ThreadGroup) -> None:
+        tables = ShardedTables(uniform_plan([spec], 2), [("t", "t")], group, None)
+        tables.write("t", torch.arange(ROWS)[:, None].expand(-1, DIM).float())
+        tables.publish()
+        choose_pull(tables, True)
+        if group.rank == 0:
+            def look(thread: int) -> None:
+                for step in range(200):
+                    ids = torch.arange(step, step + 500 + 100 * thread).remainder(ROWS)
+                    out = tables.lookup(_batch(ids))
+                    assert torch.equal(out[:, 0], ids.float())
+            _at_once(3, look)
+        tables.barrier()
+
+    run_ranks(2, body)
+
+
+# ---- several ranks -------------------------------------------------------------------------------
+
+
+def _in_thread(name: str, body: Callable[[], object]) -> BaseException | None:
+    found: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            body()
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("domains", [None, (0, 1)])
+def test_with_several_ranks_one_thread_trains(domains: tuple[int, int] | None) -> None:
+    def body(group: ThreadGroup) -> None:
+        tables = ShardedTables(uniform_plan([_spec("sgd")], 2), [("t", "t")], group, SGD(lr=1), 0.5)
+        ids = torch.arange(8)
+        out = tables.lookup(_batch(ids))
+        error = _in_thread("second", lambda: tables.lookup(_batch(ids)))
+        assert isinstance(error, InvalidInputError)
+        assert "two threads" in str(error) and "'second'" in str(error)
+        out.sum().backward()
+        # One after another they may: the calls of a rank stay in one order.
+        for name in ("second", "third"):
+            assert _in_thread(name, lambda: tables.lookup(_batch(ids)).sum().backward()) is None
+        # Nor does a lookup count whose result nobody holds.
+        out = tables.lookup(_batch(ids))
+        del out
+        gc.collect()
+        assert _in_thread("fourth", lambda: tables.lookup(_batch(ids)).sum().backward()) is None
+        want = torch.zeros(ROWS, DIM)
+        want[:8] = -4.0
+        assert torch.equal(tables.read("t"), want)
+
+    run_ranks(2, body, domains=domains)
+
+
+def test_one_thread_may_have_several_lookups_open() -> None:
+    def body(group: ThreadGroup) -> None:
+        tables = ShardedTables(uniform_plan([_spec("sgd")], 2), [("t", "t")], group, SGD(lr=1), 0.5)
+        outs = [tables.lookup(replace(_batch(torch.arange(8)))) for _ in range(40)]
+        sum(out.sum() for out in outs).backward()
+        assert tables.num_steps == 40 and tables.read("t")[0, 0] == -40
+
+    run_ranks(2, body)
