@@ -62,8 +62,8 @@ def _count(about: str, at: str = RUN) -> Variable:
 VARIABLES: dict[str, Variable] = {
     "OPER_DATA": Variable("folder of real data for tests and benchmarks"),
     "OPER_DEBUG": _one_of("1 = show where an error comes from", "0", "1"),
-    "OPER_OUTBOX_BYTES": Variable("largest size of a rank's gradient outbox", "a number of bytes above 0",
-                                  _number(1)),
+    "OPER_OUTBOX_BYTES": Variable("largest size of a rank's gradient outbox",
+                                  "a number of bytes above 0", _number(1)),
     "OPER_DEVICE_HEAP": _one_of("symmetric or virtual: how ranks share device memory",
                                 "symmetric", "virtual"),
     "OPER_FBGEMM": Variable("folder of an fbgemm_gpu package to compare with on a GPU",
