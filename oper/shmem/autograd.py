@@ -59,6 +59,9 @@ class CollectedPasses:
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = weakref.ref(tables)
         self._parts: dict[int, tuple[int, list[Backward]]] = {}  # thread and passes by graph task
+        # A gradient that is there from the start is added to in place, which threads may do at
+        # once.
+        tables.anchor.grad = torch.zeros_like(tables.anchor)
         tables.anchor.register_post_accumulate_grad_hook(self._apply)
 
     def add(self, task: int, part: Backward, thread: int) -> None:
@@ -73,7 +76,8 @@ class CollectedPasses:
                 self._parts.pop(task, None)
 
     def _apply(self, anchor: torch.Tensor) -> None:
-        anchor.grad = None
+        if anchor.grad is None or anchor.grad.requires_grad:  # of a pass with create_graph=True
+            anchor.grad = torch.zeros_like(anchor)
         tables = self._tables()
         _, parts = self._parts.pop(torch._C._current_graph_task_id(), (0, []))
         if tables is not None and parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,11 @@ class BoundsCheck:
         self._counting = threading.Lock()
         self._features = list(features)
         self._num_rows = [specs[table].num_rows for _, table in features]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundsCheck:
+        twin = copy.copy(self)
+        twin._counting = threading.Lock()
+        return twin
 
     def repair(self, batch: Lookup) -> Lookup:
         """The batch with row 0 for every id outside its table; `batch` itself where all fit."""
