@@ -35,6 +35,7 @@ _HEADER = "header.json"
 _NPY_VERSION = (2, 0)
 _ALLOWED_KINDS = "biuf"  # NumPy dtype kinds that may be stored: bool, int, unsigned, float
 _DTYPE = re.compile(r"\|b1|\|[iu]1|[<>](i[248]|u[248]|f[248])")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What zipfile and its helpers raise on files that are cut, damaged or made by others.
 _DAMAGE = (
@@ -144,6 +145,7 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
         with open(path, "wb") as file:
             yield file
         return
+    check_local(path)
     target = Path(os.path.realpath(path))
     with named(path):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -194,8 +196,19 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
+def check_local(path: str | os.PathLike[str]) -> None:
+    """Raise InvalidInputError for a URL, which as a path would name folders such as ``s3:``."""
+    name = os.fspath(path)
+    if isinstance(name, str) and _URL.match(name):
+        raise InvalidInputError(
+            fail("cannot use a URL", "path", name, "a path of this machine's file systems",
+                 "leave 'file://' out" if name.startswith("file:") else
+                 "copy the data to or from a local folder, or mount the store"))
+
+
 def check_target(path: str | os.PathLike[str]) -> None:
     """Raise InvalidInputError unless a file can be written there; before long work for it."""
+    check_local(path)
     target = Path(path).absolute()
     folder = next(p for p in target.parents if p.exists())
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):

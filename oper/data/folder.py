@@ -19,6 +19,7 @@ from oper.tables import TableSpec
 FOLDER_KIND = "oper-preprocessed"
 FOLDER_VERSION = 4
 MANIFEST = "manifest.json"
+LOOKUPS = "lookups.parquet"  # in a folder of synthetic lookups, which is not a preprocessed one
 SPLITS = ("train", "valid", "test")
 
 
@@ -86,9 +87,12 @@ class Folder:
         try:
             manifest = read_json(folder / MANIFEST, what)
         except (FileNotFoundError, NotADirectoryError):
+            todo = "name a folder that 'oper preprocess' wrote"
+            if (folder / LOOKUPS).exists():
+                todo = ("'oper generate' wrote lookups there, which have no labels to train on and "
+                        "whose statistics it has written: " + todo)
             raise FileFormatError(
-                fail(what, "manifest", MANIFEST, "an existing file",
-                     "name a folder that 'oper preprocess' wrote")) from None
+                fail(what, "manifest", MANIFEST, "an existing file", todo)) from None
         try:
             kind, version = manifest["kind"], manifest["version"]
         except (KeyError, TypeError) as error:

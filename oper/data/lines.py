@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.files import check_local
 
 MAX_LINE_BYTES = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # byte order mark
@@ -72,12 +73,13 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
     ``.`` or ``_``), in natural order.
 
     Raises:
-        InvalidInputError: no input, a pattern without a match, a missing file, an empty folder, or
-            a file named twice.
+        InvalidInputError: no input, a pattern without a match, a missing file, an empty folder, a
+            URL, a pipe or device, or a file named twice.
     """
     what = "cannot read the log"
     paths: list[str] = []
     for name in inputs:
+        check_local(name)
         path = Path(name)
         found = [name] if path.exists() else []
         if not found and any(c in path.name for c in "*?["):
@@ -87,7 +89,13 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
         if not found:
             raise InvalidInputError(
                 fail(what, "input", name, "an existing file, a folder of files, or a pattern",
-                     "correct it"))
+                     "write what comes through the pipe into a file first" if name == "-"
+                     else "correct the name"))
+        for file in found:
+            if not os.path.isfile(file):  # it is read more than once, and its size is asked for
+                raise InvalidInputError(
+                    fail(what, "input", file, "an ordinary file, not a pipe or device",
+                         "write what comes through it into a file first"))
         paths += found
     real = [os.path.realpath(p) for p in paths]
     twice = sorted({p for p, r in zip(paths, real, strict=True) if real.count(r) > 1})

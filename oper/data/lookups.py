@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from oper.analysis import CountOptions, TableCounter
 from oper.analysis.presence import Lookups
+from oper.data.folder import LOOKUPS
 from oper.data.generator import Workload
 from oper.errors import InvalidInputError, fail
-from oper.files import atomic_write
+from oper.files import atomic_write, check_local
 from oper.stats import AccessStats
 
 _BATCH = 1 << 14
@@ -36,7 +37,9 @@ def count_workload(workload: Workload, num_samples: int,
     Raises:
         InvalidInputError: no samples, or `folder` holds lookups already.
     """
-    path = None if folder is None else Path(folder) / "lookups.parquet"
+    if folder is not None:
+        check_local(folder)
+    path = None if folder is None else Path(folder) / LOOKUPS
     if path is not None and path.exists():
         raise InvalidInputError(fail("cannot write lookups", "path", str(path), "no such file yet",
                                      "choose another folder"))

@@ -46,7 +46,7 @@ from oper.data.writing import (
     train_codes,
 )
 from oper.errors import FileFormatError, InvalidInputError, OperError, fail
-from oper.files import no_room, read_json, write_text
+from oper.files import check_local, no_room, read_json, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +130,7 @@ def preprocess(
         FileFormatError: more than `max_bad` malformed rows, a damaged file, or another format.
     """
     options = options or PreprocessOptions()
+    check_local(output)
     paths = find_inputs(recipe, inputs)
     _warn_about_order(paths)
     units = plan_units(recipe, paths, options.layout, options.unit_bytes)

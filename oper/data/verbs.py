@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, fail
+from oper.files import check_local
 
 if TYPE_CHECKING:
     from oper.data.recipe import Recipe
@@ -66,6 +67,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
     """Run ``oper preprocess``; raises OperError."""
     from oper.data.preprocessing import PreprocessOptions, preprocess
 
+    check_local(args.output)
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
         max_rows=args.max_rows, hash_rows=args.hash_rows, layout=args.layout, force=args.force,
@@ -154,6 +156,7 @@ def run_analyze(args: argparse.Namespace) -> int:
     """Run ``oper analyze``; raises OperError."""
     from oper.analysis import describe
 
+    check_local(args.output)
     stats = _stats(args)
     stats.save(args.output)
     summary = {**describe(stats), "output": args.output}
@@ -225,7 +228,9 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=100_000, metavar="N",
                         help="samples to draw (default 100000)")
     parser.add_argument("--lookups", metavar="DIR",
-                        help="also write the lookups, as Parquet with one list column per table")
+                        help="also write the lookups, as Parquet with one list column per table: "
+                             "ids without labels or a manifest, which 'oper train' and 'oper "
+                             "analyze' cannot read (their statistics are in STATS, for 'oper plan')")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
@@ -236,6 +241,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from oper.data.generator import load_workload
     from oper.data.lookups import count_workload
 
+    check_local(args.output)
     workload = load_workload(args.workload, args.seed)
     stats = count_workload(workload, args.samples, args.lookups, sys.stderr.isatty())
     stats.save(args.output)

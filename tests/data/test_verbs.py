@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from oper.data import verbs
 from oper.errors import InvalidInputError
 from oper.stats import AccessStats
+from tests.support import run_oper
 
 
 def run(verb: str, *words: str) -> int:
@@ -91,3 +95,42 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table.num_rows == 100 and table.schema.metadata[b"synthetic"] == b"true"
     with pytest.raises(InvalidInputError, match="lookups"):
         run("generate", str(spec), "-o", stats, "--lookups", str(tmp_path / "out"))
+    # What it wrote is no folder for those who need labels, and says so.
+    for words in (["analyze", str(tmp_path / "out"), "-o", stats],
+                  ["train", "--data", str(tmp_path / "out"), "--out", str(tmp_path / "run")]):
+        done = run_oper(*words)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert "oper generate" in done.stderr and "labels" in done.stderr
+
+
+def test_urls_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.csv").write_text("id\n1\n2\n")
+    spec = tmp_path / "w.toml"
+    spec.write_text('name = "two"\n[[table]]\nname = "t"\nrows = 50\nlength = 3\n')
+    before = sorted(p.name for p in tmp_path.iterdir())
+    csv = ["csv", "log.csv", "--sparse", "id"]
+    for verb, words in (("preprocess", [*csv, "-o", "s3://bucket/out"]),
+                        ("preprocess", [*csv, "-o", "file:///tmp/out"]),
+                        ("preprocess", ["csv", "gs://b/log.csv", "--sparse", "id", "-o", "out"]),
+                        ("analyze", ["nothing", "-o", "s3://bucket/stats"]),
+                        ("generate", ["w.toml", "-o", "hdfs://bucket/stats"]),
+                        ("generate", ["w.toml", "-o", "stats", "--lookups", "s3://bucket/l"])):
+        with pytest.raises(InvalidInputError, match="URL.*://"):
+            run(verb, *words)
+        assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_pipes_are_refused_by_name(tmp_path: Path) -> None:
+    """They can be read once, and nothing waits for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "log.csv").write_text("id\n1\n2\n")
+    for recipe in (["csv", "--sparse", "id"], ["criteo-kaggle"]):
+        for name in (str(tmp_path / "pipe"), "-", "/dev/stdin", "/dev/null"):
+            done = subprocess.run(
+                [sys.executable, "-m", "oper", "preprocess", *recipe[:1], name, *recipe[1:], "-o",
+                 str(tmp_path / "out")], input="id\n1\n", capture_output=True, text=True,
+                timeout=60, check=False)
+            assert done.returncode == 1 and done.stderr.count("\n") == 1
+            assert repr(name) in done.stderr and "into a file first" in done.stderr
+            assert not (tmp_path / "out").exists()
