@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pyarrow as pa
 
 import oper
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION
+from oper.data.recipe import Recipe
 from oper.data.rows import MAX_EXAMPLES
 from oper.data.writing import Split
 from oper.errors import FileFormatError
@@ -22,6 +24,7 @@ from oper.files import read_json
 if TYPE_CHECKING:
     from oper.data.preprocessing import Job
 
+_YEAR_S = 365 * 86400
 ABOUT_SUFFIX = ".about.json"  # a file beside a log that says what the log is
 
 
@@ -46,6 +49,7 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
     multi = [n for n, bag in zip(sparse, chunk["bags"] if chunk else [], strict=False) if bag]
     tables = {name: asdict(job.vocabulary(name).facts) for name in sparse}
     valid, test = job.shares
+    found_problems = _problems(recipe, rows, {"valid": valid, "test": test}, tables, split)
     return {
         "kind": FOLDER_KIND, "version": FOLDER_VERSION, "job": job.identity(),
         "recipe": {"name": recipe.name, "title": recipe.title,
@@ -68,9 +72,32 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
         "min_count": job.min_count, "max_rows": options.max_rows, "hash_rows": options.hash_rows,
         "ids_in_hotness_order": options.hash_rows is None,
         "tables": tables,
+        "problems": found_problems,
         "versions": {"oper": oper.__version__, "python": platform.python_version(),
                      "numpy": np.__version__, "pyarrow": pa.__version__},
     }
+
+
+def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
+              tables: dict[str, dict[str, Any]], split: Split) -> list[str]:
+    """What makes a result useless, or nearly so, though nothing has failed; a sentence each."""
+    found = [f"the {part} part is empty although {share} of the rows was asked for: the log is too "
+             "short" + (", or its last minute alone holds more" if split.by == "time" else "")
+             for part, share in shares.items() if share and not rows[part]]
+    found += [f"column {name!r} has no value of its own, all share row 0 of its table: lower "
+              "--min-count" for name, table in tables.items() if table["num_rows"] == 1]
+    if not recipe.names("label"):
+        found.append(f"there is no label, {recipe.label!r} is 1 in every row: a click model learns "
+                     "nothing from that (its AUC is undefined), a recommender may")
+    leaks = {c.name for layout in recipe.layouts for label in layout.of("label")
+             for c in layout.columns if c.kind in ("dense", "sparse")
+             and set(c.sources) & set(label.sources)}
+    found += [f"column {name!r} is made of the label's column: a model reads the answer from it"
+              for name in sorted(leaks)]
+    if "unix_ms" in {c.parse for layout in recipe.layouts for c in layout.of("time")} and (
+            split.by == "time" and 0 <= split.start and split.start + split.span < 2 * _YEAR_S):
+        found.append("all times lie in 1970 or 1971: they look like seconds read as milliseconds")
+    return found
 
 
 def _about(path: str) -> dict[str, Any]:

@@ -112,6 +112,9 @@ def preprocess(
 ) -> dict[str, Any]:
     """Preprocess a log into the folder `output`; returns its manifest.
 
+    The manifest's `problems` tell what makes the result useless though nothing failed (an empty
+    part, a table of row 0 only, no label or one among the features); they are logged as warnings.
+
     The first part of the log trains, the last shares validate and test. Vocabularies and their
     order come from the training part only. `output` appears complete or not at all; work in
     progress lies in ``.NAME.work`` beside it, which is locked while anybody works in it. Processes
@@ -138,16 +141,15 @@ def preprocess(
     if job.is_there():
         # A process of the same job that comes late, or the same command again.
         _log.info("%s is there already, of the same inputs and settings", job.target)
-        return job.read_manifest()
+        return _told(job.read_manifest())
     _check_target(job)
     try:
         with (job.opened(), workers.local(job, options.num_workers - 1),
               workers.on_ray(job, options.num_ray_workers)):
             job.run()
     except OperError:
-        if job.finished():
-            return job.finished()
-        raise
+        if not job.finished():
+            raise
     except OSError as error:
         full = no_room(error)
         if full is None:
@@ -160,7 +162,14 @@ def preprocess(
         _log.warning("interrupted; the same command goes on where it stopped (work so far: %s)",
                      job.work)
         raise
-    return job.finished()
+    return _told(job.finished())
+
+
+def _told(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Warn of what makes a result useless; returns the manifest."""
+    for problem in manifest.get("problems", []):
+        _log.warning("warning: %s", problem)
+    return manifest
 
 
 def _warn_about_order(paths: Sequence[str]) -> None:

@@ -118,6 +118,9 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
         how = f"hashed, {collisions:,} values share a row with another one"
     num_rows = sum(t["num_rows"] for t in tables.values())
     print(f"tables: {len(tables)} with {num_rows:,} rows ({how})")
+    if manifest["problems"]:
+        print(f"problems: {len(manifest['problems'])}, see the warnings above and in "
+              f"{output}/manifest.json")
     print(f"written: {output}")
 
 

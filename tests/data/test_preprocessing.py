@@ -18,6 +18,7 @@ from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, pr
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
+from tests.support import run_oper
 
 KAGGLE = load_recipe("criteo-kaggle")
 
@@ -182,6 +183,42 @@ def test_output_is_whole_or_absent_and_never_somebody_elses(
     with pytest.raises(InvalidInputError, match="something else"):
         preprocess(KAGGLE, [path], other, PreprocessOptions(force=True))
     assert (other / "thesis.txt").exists()
+
+
+def problems_of(tmp_path: Path, text: str, choice: Choice, **options: Any) -> list[str]:
+    (tmp_path / "log.csv").write_text(text)
+    manifest = preprocess(generic_recipe("csv", choice), [str(tmp_path / "log.csv")],
+                          tmp_path / "out", PreprocessOptions(force=True, **options))
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
+    return list(manifest["problems"])
+
+
+def test_results_of_no_use_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = "y,a,b,t\n" + "".join(f"{k % 2},{k % 3},{k % 4},{k * 600}\n" for k in range(60))
+    assert problems_of(tmp_path, good, Choice(["a", "b"], "y")) == []
+    assert caplog.records == [] or all(r.levelname != "WARNING" for r in caplog.records)
+    few = "y,a,b,t\n" + "".join(f"{k % 2},1,{k},99\n" for k in range(9))
+    for text, choice, options, words in (
+            (few, Choice(["a"], "y"), {"valid": "1/10"}, ["valid part is empty"]),
+            (few, Choice(["a"], "y", time="t"), {"valid": "1/3", "test": "1/3"},
+             ["valid part is empty", "test part is empty"]),
+            (few, Choice(["a", "b"], "y"), {"valid": "1/3"}, ["'b' has no value of its own"]),
+            (few, Choice(["a"]), {"valid": "1/3"}, ["no label"]),
+            (good, Choice(["a", "y"], "y"), {}, ["'y' is made of the label's column"]),
+            (good, Choice(["a"], "y", time="t", time_format="unix_ms"), {"valid": "0"},
+             ["seconds read as milliseconds"])):
+        caplog.clear()
+        found = problems_of(tmp_path, text, choice, **options)
+        assert len(found) == len(words), found
+        assert all(w in f for w, f in zip(words, found, strict=True))
+        warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert warned == [f"warning: {f}" for f in found]
+    done = run_oper("preprocess", "csv", str(tmp_path / "log.csv"), "--sparse", "a", "-o",
+                    str(tmp_path / "new"))
+    assert done.returncode == 0 and "warning: there is no label" in done.stderr
+    assert "problems: 1" in done.stdout
 
 
 @pytest.mark.parametrize("options", [
