@@ -8,16 +8,19 @@ A verb lives in a module with two functions, ``configure_<name>(parser)`` and
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
+import io
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from oper import __version__
-from oper.errors import OperError, PlanInfeasibleError
+from oper.errors import OperError, PlanInfeasibleError, UsageError, fail
 
 VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
@@ -63,6 +66,38 @@ def _format_warning(message: Warning | str, category: type[Warning], filename: s
     return _plain_format(message, category, filename, lineno, line)
 
 
+def _open_streams() -> None:
+    """Make stdout and stderr usable for what is printed, whatever they are.
+
+    Text that the stream's encoding lacks, under LANG=C, is escaped; bytes of file names that are no
+    text go out as they came in.
+
+    Raises:
+        OperError: stdout is closed, so that no result could be told.
+    """
+    def spell(error: UnicodeError) -> tuple[str | bytes, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        text = error.object[error.start:error.end]
+        return b"".join(bytes([ord(c) - 0xDC00]) if "\udc80" <= c <= "\udcff"
+                        else c.encode("ascii", "backslashreplace") for c in text), error.end
+
+    codecs.register_error("oper-spell", spell)
+    if sys.stderr is None:  # closed: without this, print() would take stdout in its place
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (for all that follows)
+    if sys.stdout is None:
+        raise OperError(fail("cannot print results", "stdout", "closed", "an open one",
+                             "leave it open, or send it to a file or to /dev/null"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="oper-spell")
+
+
+def _readable(text: str) -> str:
+    """An error's text with bytes of file names that are no text as ``\\xff``, not as Python's
+    stand-ins for them (also where `repr` has spelt these out)."""
+    return re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1",
+                  text.encode("utf-8", "backslashreplace").decode())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code (usage errors exit with 2)."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -72,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A user of the command has no use for the line of code that warns.
     warnings.formatwarning = _format_warning
     try:
+        _open_streams()
         args = build_parser(verb).parse_args(words)
         if args.verb != "doctor":  # which tells all that is wrong
             from oper.environment import check_environment
@@ -91,5 +127,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OperError, OSError) as error:
         if os.environ.get("OPER_DEBUG") == "1":
             raise
-        print(f"oper: {error}", file=sys.stderr)
-        return 3 if isinstance(error, PlanInfeasibleError) else 1
+        print(f"oper: {_readable(str(error))}", file=sys.stderr)
+        kinds = {PlanInfeasibleError: 3, UsageError: 2}
+        return next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)

@@ -14,6 +14,10 @@ class InvalidInputError(OperError, ValueError):
     """An argument, a table, a batch or a configuration breaks a stated constraint."""
 
 
+class UsageError(InvalidInputError):
+    """What stands on a command line is out of range or contradicts itself; the exit code is 2."""
+
+
 class FileFormatError(OperError, ValueError):
     """A file is truncated, damaged, of another kind, or of an unsupported version."""
 

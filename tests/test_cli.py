@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 import oper
 from oper import cli, doctor
-from oper.errors import InvalidInputError, PlanInfeasibleError
+from oper.errors import InvalidInputError, PlanInfeasibleError, UsageError
 from tests.support import ROOT, run_oper
 
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "pandas")
@@ -86,6 +87,74 @@ def test_usage_errors_exit_with_2(words: list[str], capsys: pytest.CaptureFixtur
     assert "usage: oper" in err
 
 
+def numeric_flags() -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Words up to a command, flag and metavar of every flag of every command that takes numbers."""
+    def of(parser: argparse.ArgumentParser, words: tuple[str, ...]
+           ) -> Iterator[tuple[tuple[str, ...], str, str]]:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, sub in action.choices.items():
+                    yield from of(sub, (*words, name))
+            elif action.option_strings and action.type is not None:
+                yield words, action.option_strings[-1], getattr(action.type, "__module__", "")
+
+    for verb in cli.VERBS:
+        yield from (x for x in of(cli.build_parser(verb), ()) if x[0][0] == verb)
+
+
+def test_every_flag_is_checked_where_it_is_parsed() -> None:
+    """A bare int or float would take what the command refuses later, with another exit code."""
+    flags = list(numeric_flags())
+    assert len(flags) > 40
+    assert {(words, flag) for words, flag, kind in flags if kind != "oper.flags"} == set()
+
+
+@pytest.mark.parametrize("words", [
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--batch-size", "0"],
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--batch-size", "1e9"],
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--dim", "0"],
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--target-gap", "nan"],
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--time-budget", "-1"],
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--seed", "-1"],
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--allow", "teleported"],
+    ["explain", "p", "--what-if", "memory=+x"], ["explain", "p", "--overlap", "forward"],
+    ["explain", "p", "--world-size", "0"], ["explain", "p", "--world-size", "2000"],
+    ["simulate", "p", "--steps", "0"],
+    ["simulate", "p", "--in-flight", "0"], ["simulate", "p"],
+    ["report", "drift", "a", "b", "--html", "c", "--copy-gbps", "0"], ["report", "plan", "p"],
+    ["serve", "m", "--port", "99999"], ["serve", "m", "--port", "-1"],
+    ["serve", "m", "--workers", "0"], ["serve", "m", "--max-wait-ms", "inf"],
+    ["serve", "m", "--drain-s", "-1"], ["serve", "m", "--name", "a/b"],
+    ["generate", "w", "-o", "s", "--samples", "0"], ["preprocess", "d", "--workers", "0"],
+    ["analyze", "d", "-o", "s", "--cut", "0"], ["calibrate", "-o", "t", "--world-size", "0"],
+    ["demo", "--rows", "10"], ["bench", "plan", "--seed", "-1"],
+    ["train", "--data", "d", "--batch-size", "0"], ["train", "--data", "d", "--batch-size", "many"],
+    ["train", "--data", "d", "--sharding", "magic"], ["train", "--data", "d", "--set", "x=3"],
+    ["train", "--data", "d", "--set", "model.dim=0"],
+    ["train", "--data", "d", "--set", "model.dim"],
+])
+def test_bad_values_of_flags_are_usage_errors(words: list[str], tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is read, written or begun."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = cli.main(words)
+    except SystemExit as end:
+        code = int(str(end.code))
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert "expected" in err.splitlines()[-1] or "required" in err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_value_in_a_file_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                               ) -> None:
+    (tmp_path / "run.toml").write_text('data = "d"\nbatch_size = 0\n')
+    assert cli.main(["train", str(tmp_path / "run.toml")]) == 1
+    assert "batch_size=0" in capsys.readouterr().err
+
+
 @pytest.fixture
 def verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], int]], None]]:
     """Makes ``oper try`` run a function."""
@@ -108,6 +177,7 @@ def raising(error: BaseException) -> Callable[[], int]:
 
 @pytest.mark.parametrize(("error", "code", "words"), [
     (InvalidInputError("ids are wrong"), 1, "oper: ids are wrong\n"),
+    (UsageError("a flag is wrong"), 2, "oper: a flag is wrong\n"),
     (PlanInfeasibleError("needs 3 GB"), 3, "oper: needs 3 GB\n"),
     (FileNotFoundError(2, "No such file", "x.npz"), 1, "oper: [Errno 2] No such file: 'x.npz'\n"),
     (KeyboardInterrupt(), 130, "oper: interrupted\n"),
@@ -168,6 +238,47 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait(timeout=30) == 1
+
+
+@pytest.mark.parametrize("words", ["doctor", "--version", "explain nothing.json"])
+def test_a_closed_stdout_is_one_error(words: str) -> None:
+    """Told before the work, not after it, and never as success."""
+    done = subprocess.run(["sh", "-c", f"exec {sys.executable} -m oper {words} >&-"], cwd=ROOT,
+                          stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == ("oper: cannot print results: stdout='closed', expected an open one; "
+                           "leave it open, or send it to a file or to /dev/null\n")
+
+
+def test_a_closed_stderr_leaves_stdout_to_results() -> None:
+    done = subprocess.run(["sh", "-c", f"exec {sys.executable} -m oper explain nothing.json 2>&-"],
+                          cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C"}, {
+    "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_names_that_are_no_text_are_told_by_their_bytes(locale: dict[str, str]) -> None:
+    """Not by Python's stand-ins for them, which nobody could find again."""
+    for words in ("explain", "train"):
+        done = subprocess.run([sys.executable, "-m", "oper", words, b"/no/\xff.json"], cwd=ROOT,
+                              capture_output=True, check=False, env={**os.environ, **locale})
+        assert done.returncode == 1
+        assert rb"'/no/\xff.json'" in done.stderr and b"udc" not in done.stderr, done.stderr
+
+
+def test_results_can_be_printed_in_any_locale() -> None:
+    """Bytes of names go out as they came in, letters that the encoding lacks are escaped."""
+    code = ("import sys, types\nfrom oper import cli\n"
+            "m = types.ModuleType('say')\nm.configure_say = lambda p: p.add_argument('name')\n"
+            "m.run_say = lambda a: print('1 \\u00b5s', a.name) or 0\n"
+            "sys.modules['say'] = m\ncli.VERBS['say'] = ('say', 'prints')\n"
+            "sys.exit(cli.main(sys.argv[1:]))")
+    for locale, micro in (({}, "\u00b5".encode()), (
+            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, rb"\xb5")):
+        done = subprocess.run([sys.executable, "-c", code, "say", b"\xff.json"], cwd=ROOT,
+                              capture_output=True, check=False, env={**os.environ, **locale})
+        assert (done.returncode, done.stdout) == (0, b"1 " + micro + b"s \xff.json\n"), done.stderr
 
 
 # ---- doctor --------------------------------------------------------------------------------------

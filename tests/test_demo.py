@@ -60,8 +60,7 @@ def test_differences_are_found(tmp_path: Path) -> None:
 def test_bad_input_is_one_message(tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_text("1\t2\n" * 100)
-    for arguments in (["--data", str(bad)], ["--data", str(tmp_path / "none.txt")],
-                      ["--rows", "10"]):
+    for arguments in (["--data", str(bad)], ["--data", str(tmp_path / "none.txt")]):
         done = run_oper("demo", *arguments, "--out", str(tmp_path / "out"))
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.count("oper: ") == 1

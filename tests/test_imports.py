@@ -20,7 +20,8 @@ MODULES = {
 }
 
 LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "plan", "directory",
-                    "native", "traffic", "locks", "environment"})
+                    "native", "traffic", "locks", "environment",
+                    "flags"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}

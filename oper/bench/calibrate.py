@@ -22,8 +22,8 @@ from oper.bench.calibrate_network import across_hosts, measure_network
 from oper.bench.calibrate_worker import INTERVAL, KINDS, plan_of
 from oper.bench.launch import run_workers
 from oper.bench.workload import Workload
-from oper.errors import InvalidInputError, fail
 from oper.files import check_target, write_text
+from oper.flags import whole
 from oper.plan import Plan
 from oper.search.cost import Evaluation, evaluate
 from oper.search.machine import COMPUTE, MEMORY, make_machine
@@ -103,7 +103,7 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``oper calibrate``."""
     parser.add_argument("-o", "--output", metavar="TOPOLOGY", required=True,
                         help="topology file (TOML) to write")
-    parser.add_argument("--world-size", type=int, default=2, metavar="N",
+    parser.add_argument("--world-size", type=whole(1, 1024), default=2, metavar="N",
                         help="processes that share this machine (default 2)")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: a topology in which every process is a host, with the "
@@ -115,9 +115,6 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure, fit, write the topology, print constants and residuals."""
-    if not 1 <= args.world_size <= 1024:
-        raise InvalidInputError(fail("cannot calibrate", "world_size", args.world_size,
-                                     "1..1024 processes of this machine", "correct it"))
     for path in filter(None, (args.output, args.check)):
         check_target(path)
     load_before = record.load_average()

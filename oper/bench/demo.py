@@ -15,7 +15,8 @@ from typing import Any
 
 from oper.bench import record
 from oper.bench.demo_page import page
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, UsageError, fail
+from oper.flags import whole
 
 WORLD_SIZE = 2
 CHECKED_STEPS = 24     # training steps after which weights are compared; a multiple of 8
@@ -49,20 +50,20 @@ def configure_demo(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper demo``."""
     parser.add_argument("--data", metavar="F", help="a click log in the Criteo-Kaggle format, "
                         "plain or .gz; without it a synthetic one is written")
-    parser.add_argument("--rows", type=int, metavar="N",
+    parser.add_argument("--rows", type=whole(1000), metavar="N",
                         help=f"rows of the synthetic log (default {_ROWS:,})")
     parser.add_argument("--out", metavar="DIR", help="keep everything here (default: a new folder "
                         "under the temporary one)")
     parser.add_argument("--json", metavar="F", help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="a small log, few steps: does it run?")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=whole(0), default=1)
 
 
 def run_demo(args: argparse.Namespace) -> int:
     """Run the demo; 1 when OPER's numbers differ from the unsharded model's."""
-    if args.rows is not None and (args.rows < 1000 or args.data):
-        raise InvalidInputError(fail("cannot run the demo", "--rows", args.rows,
-                                     ">= 1000, and only without --data", "correct it"))
+    if args.rows is not None and args.data:
+        raise UsageError(fail("cannot run the demo", "--rows", args.rows,
+                              "nothing with --data, whose log has its own", "leave one out"))
     folder = Path(args.out or tempfile.mkdtemp(prefix="oper-demo-"))
     rows = args.rows or (_QUICK_ROWS if args.quick else _ROWS)
     job = Job(folder, args.data, rows, args.quick, args.seed)

@@ -25,6 +25,7 @@ from oper.bench.device import EXPONENTS, SHAPES
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import power_law
 from oper.bench.workload import draw_ids
+from oper.flags import number
 from oper.plan import Plan
 from oper.search.cost import evaluate
 from oper.search.planner import plan_problem
@@ -45,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", help="file to write")
     parser.add_argument("--only", default="*", metavar="GLOB", help="cases by name")
-    parser.add_argument("--torchrec-seconds", type=float, default=10.0, metavar="S",
+    parser.add_argument("--torchrec-seconds", type=number(), default=10.0, metavar="S",
                         help="time limit of TorchRec's planner per case (0 = leave it out)")
     args = parser.parse_args()
     topology = topology_preset("h200-8")

@@ -18,6 +18,7 @@ from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload
 from oper.errors import InvalidInputError, fail
 from oper.files import read_json
+from oper.flags import number, whole
 from oper.plan import OBJECTIVES
 from oper.search.baselines import score_peers
 from oper.search.cost import evaluate
@@ -57,12 +58,12 @@ class Case:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of the benchmark beside the common ones."""
-    parser.add_argument("--seed", type=int, default=0,
+    parser.add_argument("--seed", type=whole(0), default=0,
                         help="of the synthetic tables and of the search (default 0)")
-    parser.add_argument("--torchrec-seconds", type=float, default=20.0, metavar="S",
+    parser.add_argument("--torchrec-seconds", type=number(), default=20.0, metavar="S",
                         help="time limit of TorchRec's planner per case (default 20; 0 = leave it "
                              "out)")
-    parser.add_argument("--prove-seconds", type=float, default=20.0, metavar="S",
+    parser.add_argument("--prove-seconds", type=number(), default=20.0, metavar="S",
                         help="how long the bound of a case above the target gap is raised after "
                              "planning (default 20; 0 = not at all)")
     parser.add_argument("--resume", metavar="RECORD", default="",

@@ -20,6 +20,7 @@ from oper.bench import record
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.errors import InvalidInputError, fail
 from oper.files import atomic_write
+from oper.flags import whole
 from oper.rl_rec.evaluation import evaluate_ranking
 from oper.rl_rec.harness import FitOptions, Runs, as_runs, fit, join_runs
 from oper.rl_rec.interactions import DataOptions, Interactions, load_interactions
@@ -100,7 +101,7 @@ def cases(quick: bool) -> list[Case]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments beside those of every benchmark."""
-    parser.add_argument("--seeds", type=int, default=3, metavar="N",
+    parser.add_argument("--seeds", type=whole(1), default=3, metavar="N",
                         help="train every model from seeds 1..N (default 3)")
     parser.add_argument("--runs", metavar="DIR",
                         help="keep every training run there, and take those that are there already")
@@ -109,9 +110,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Train and test the chosen models; yields an entry per case."""
-    if args.seeds < 1:
-        raise InvalidInputError(fail("cannot run the models", "--seeds", args.seeds, ">= 1",
-                                     "train from one seed or more"))
     data: Interactions | None = None
     done: dict[str, Runs] = {}
     name = ""

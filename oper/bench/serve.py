@@ -16,6 +16,7 @@ from oper.bench.serve_forward import ForwardCase
 from oper.bench.serve_live import LiveCase, run_live_case
 from oper.bench.serve_models import ServeWork
 from oper.bench.workload import CRITEO_KAGGLE_ROWS, Workload
+from oper.flags import number
 
 WORLD_SIZE = 2
 Case = ForwardCase | ServerCase | LiveCase
@@ -49,7 +50,7 @@ def _shorter(case: Case) -> Case:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments beside those of every benchmark."""
-    parser.add_argument("--soak-seconds", type=float, metavar="S",
+    parser.add_argument("--soak-seconds", type=number(above=True), metavar="S",
                         help="length of the soak (600; MLPerf asks for as much)")
 
 

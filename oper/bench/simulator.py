@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from oper.bench import record
-from oper.errors import InvalidInputError, fail
+from oper.flags import whole
 from oper.rl_rec.clicks import click_through_rate
 from oper.rl_rec.offline import (
     GRADES,
@@ -62,7 +62,7 @@ def cases(quick: bool) -> list[Case]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments beside those of every benchmark."""
-    parser.add_argument("--seeds", type=int, default=3, metavar="N",
+    parser.add_argument("--seeds", type=whole(1), default=3, metavar="N",
                         help="train from seeds 1..N (default 3)")
     parser.add_argument("--weights", metavar="DIR",
                         help="VirtualTaobao's three weight files; without it a shop of random "
@@ -71,9 +71,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Collect, train and serve; yields an entry per case."""
-    if args.seeds < 1:
-        raise InvalidInputError(fail("cannot train", "--seeds", args.seeds, ">= 1",
-                                     "train from one seed or more"))
     shop = load_virtual_taobao(args.weights) if args.weights else synthetic_shop()
     for case in chosen:
         yield _run_case(case, shop, args.seeds)

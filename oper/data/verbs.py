@@ -7,8 +7,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, UsageError, fail
 from oper.files import check_local
+from oper.flags import whole
 
 if TYPE_CHECKING:
     from oper.data.recipe import Recipe
@@ -25,26 +26,26 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", "--out", required=True, metavar="DIR",
                         help="folder to write; an interrupted run goes on from DIR's sibling "
                              ".DIR.work when the command is given again")
-    parser.add_argument("--min-count", type=int, metavar="N",
+    parser.add_argument("--min-count", type=whole(1), metavar="N",
                         help="values seen fewer than N times in the training part share row 0 "
                              "(default: the recipe's)")
-    parser.add_argument("--max-rows", type=int, metavar="N",
+    parser.add_argument("--max-rows", type=whole(1), metavar="N",
                         help="at most N rows per table; the hottest values keep their own")
-    parser.add_argument("--hash", type=int, metavar="N", dest="hash_rows",
+    parser.add_argument("--hash", type=whole(1), metavar="N", dest="hash_rows",
                         help="hash values into tables of N rows instead; collisions are counted")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
                                  "0.1 (default: the recipe's)")
-    parser.add_argument("--max-bad", type=int, default=0, metavar="N",
+    parser.add_argument("--max-bad", type=whole(0), default=0, metavar="N",
                         help="leave out up to N malformed rows (default 0)")
     parser.add_argument("--layout", metavar="NAME",
                         help="which of the recipe's layouts the files have, where they look alike")
-    parser.add_argument("--workers", type=int, default=1, metavar="N",
+    parser.add_argument("--workers", type=whole(1), default=1, metavar="N",
                         help="processes on this machine (default 1). Processes that are started "
                              "with the same command elsewhere, by torchrun or as an array job, "
                              "share the work too")
-    parser.add_argument("--ray", type=int, metavar="N",
+    parser.add_argument("--ray", type=whole(1), metavar="N",
                         help="also N workers on a Ray cluster that shares this file system")
     parser.add_argument("--no-disk-check", action="store_true",
                         help="begin even if the disk is estimated to be too small")
@@ -136,10 +137,10 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--counts", action="store_true", help="read published value counts")
     kind.add_argument("--merge", action="store_true",
                       help="add up statistics of parts (files, days, workers), in order of time")
-    parser.add_argument("--samples", type=int, metavar="N",
+    parser.add_argument("--samples", type=whole(1), metavar="N",
                         help="with --counts: rows of the log they come from (default: the largest "
                              "sum of any field)")
-    parser.add_argument("--cut", type=int, metavar="N",
+    parser.add_argument("--cut", type=whole(1), metavar="N",
                         help="with --counts: values seen fewer than N times are not in the file "
                              "(default: its least count); their rows are modelled")
     parser.add_argument("--rows", metavar="FIELD=N,...",
@@ -182,8 +183,8 @@ def _stats(args: argparse.Namespace) -> AccessStats:
     from oper.topology import parse_bytes
 
     if args.more and not args.merge:
-        raise InvalidInputError(fail("cannot analyze", "arguments", args.more, "one folder or file",
-                                     "pass --merge to add up statistics files"))
+        raise UsageError(fail("cannot analyze", "arguments", args.more, "one folder or file",
+                              "pass --merge to add up statistics files"))
     if args.merge:
         return merge_stats(AccessStats.load(p) for p in [args.folder, *args.more])
     if args.counts:
@@ -197,8 +198,8 @@ def _stats(args: argparse.Namespace) -> AccessStats:
 def _row_numbers(text: str | None) -> dict[str, int] | None:
     pairs = [item.rpartition("=") for item in (text or "").split(",") if item]
     if not all(name and number.isdigit() for name, _, number in pairs):
-        raise InvalidInputError(fail("cannot analyze", "--rows", text, "FIELD=N,FIELD=N",
-                                     "correct it"))
+        raise UsageError(fail("cannot analyze", "--rows", text, "FIELD=N,FIELD=N",
+                              "name each field once with its rows"))
     return {name: int(number) for name, _, number in pairs} or None
 
 
@@ -228,13 +229,13 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
                                          "file")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
                         help="file for the statistics of the lookups")
-    parser.add_argument("--samples", type=int, default=100_000, metavar="N",
+    parser.add_argument("--samples", type=whole(1), default=100_000, metavar="N",
                         help="samples to draw (default 100000)")
     parser.add_argument("--lookups", metavar="DIR",
                         help="also write the lookups, as Parquet with one list column per table: "
                              "ids without labels or a manifest, which 'oper train' and 'oper "
                              "analyze' cannot read (their statistics are in STATS, for 'oper plan')")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=whole(0), default=1)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 

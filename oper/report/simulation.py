@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, UsageError, fail
+from oper.flags import number, whole
 from oper.plan import Plan
 from oper.search import verbs
 from oper.search.cost import Evaluation, evaluate
@@ -36,35 +37,32 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
                         help="statistics to predict by (default: those of the folder's training "
                              "part); without --trace, batches are drawn from them")
     verbs.add_machine(parser, required=False)
-    parser.add_argument("--batch-size", type=int, metavar="N",
+    parser.add_argument("--batch-size", type=whole(1), metavar="N",
                         help="samples per rank and step (default: the plan's own)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="at most (default 20)")
+    parser.add_argument("--steps", type=whole(1), default=20, metavar="N",
+                        help="at most (default 20)")
     parser.add_argument("--clipped", nargs="+", default=(), metavar="TABLE",
                         help="tables whose rows' gradients are clipped to a norm (max_row_norm); "
                              "'*' = all")
     parser.add_argument("--half-wire", action="store_true",
                         help="32-bit numbers travel between memory domains as 16 bits (OPER_WIRE)")
-    parser.add_argument("--dense-us", type=float, default=0.0, metavar="US",
+    parser.add_argument("--dense-us", type=number(), default=0.0, metavar="US",
                         help="dense compute per step, between lookup and backward (default 0)")
-    parser.add_argument("--in-flight", type=int, default=1, metavar="K",
+    parser.add_argument("--in-flight", type=whole(1), default=1, metavar="K",
                         help="batches under way: id-only work of K - 1 later ones runs beside "
                              "dense compute (default 1)")
     parser.add_argument("--trace-out", metavar="F.json",
                         help="write the events as a Chrome trace, for ui.perfetto.dev")
-    parser.add_argument("--seed", type=int, default=0, help="of drawn batches")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of drawn batches")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Replay, print predicted against replayed, write the trace."""
     if args.trace is None and args.stats is None:
-        raise InvalidInputError(fail("nothing to replay", "trace, stats", None,
-                                     "a preprocessed folder, or statistics to draw from",
-                                     "pass --trace DIR or --stats FILE"))
-    if args.steps < 1:
-        raise InvalidInputError(fail("cannot replay", "steps", args.steps, ">= 1", "correct it"))
-    if args.seed < 0:
-        raise InvalidInputError(fail("cannot replay", "seed", args.seed, ">= 0", "correct it"))
+        raise UsageError(fail("nothing to replay", "trace, stats", None,
+                              "a preprocessed folder, or statistics to draw from",
+                              "pass --trace DIR or --stats FILE"))
     plan, problem = verbs.stated(args, _statistics(args))
     plan.check_for([t.table for t in plan.tables], problem.topology.world_size)
     schedule = Schedule(problem.training, False, args.dense_us, args.in_flight)

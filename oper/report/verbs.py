@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import UsageError, fail
+from oper.flags import number
 from oper.search import verbs
 
 
@@ -40,7 +41,7 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in order of time")
     sub.add_argument("--plan", metavar="PLAN", help="the plan that runs: when does another pay?")
     verbs.add_machine(sub, required=False)
-    sub.add_argument("--copy-gbps", type=float, default=1.0, metavar="GBPS",
+    sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
                      help="rate at which a rank copies rows when the plan changes (default 1)")
     sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
     configure_explain(kinds.add_parser("plan", help="a page about a plan, as explain --html"))
@@ -54,8 +55,8 @@ def run_report(args: argparse.Namespace) -> int:
 
     if args.kind == "plan":
         if args.html is None:
-            raise InvalidInputError(fail("cannot write a page", "--html", None, "a file to write",
-                                         "name one"))
+            raise UsageError(fail("cannot write a page", "--html", None, "a file to write",
+                                  "name one"))
         return run_explain(args)
     if args.kind == "drift":
         text = _drift_page(args)
@@ -75,7 +76,7 @@ def _drift_page(args: argparse.Namespace) -> str:
     from oper.stats import AccessStats
 
     if (args.plan is None) != (args.topology is None):
-        raise InvalidInputError(
+        raise UsageError(
             fail("cannot cost a plan", "--plan, --topology", (args.plan, args.topology), "both",
                  "name the other one too"))
     planned = None if args.plan is None else (

@@ -8,8 +8,9 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, UsageError, fail
 from oper.files import read_json
+from oper.flags import number, text_for, whole
 from oper.plan import OBJECTIVES, Plan
 from oper.search.overlap import overlap_to_json, parse_argument
 from oper.search.problem import Problem, make_problem, with_overlap
@@ -28,29 +29,29 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     _add_tables(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
                         help="what steps are made of (default training)")
-    parser.add_argument("--batch-size", type=int, default=2048, metavar="N",
+    parser.add_argument("--batch-size", type=whole(1), default=2048, metavar="N",
                         help="samples per rank and step (default 2048)")
     parser.add_argument("--constraints", metavar="FILE",
                         help="JSON: tables, keep_together, keep_apart, memory_bytes, reserve_bytes")
-    parser.add_argument("--allow", metavar="NAMES",
+    parser.add_argument("--allow", type=text_for(_allowed), metavar="NAMES",
                         help="what the plan may use, with commas: replicated, striped, owned, "
                              "pull, push, columns, host, per_host, or everything, which is all but "
                              "per_host (default: what runs well on the topology, and host memory "
                              "where rows do not fit without it)")
     parser.add_argument("--effort", choices=("fast", "thorough"), default="fast",
                         help="how long to search and to raise the bound (default fast)")
-    parser.add_argument("--time-budget", type=float, metavar="S", help="seconds to search")
-    parser.add_argument("--target-gap", type=float, default=0.01, metavar="X",
+    parser.add_argument("--time-budget", type=number(), metavar="S", help="seconds to search")
+    parser.add_argument("--target-gap", type=number(), default=0.01, metavar="X",
                         help="stop when the gap to the bound is at most this (default 0.01)")
-    parser.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the search (default 0)")
     parser.add_argument("--start", metavar="PLAN",
                         help="a plan of the same tables and ranks: the new one is never slower")
     parser.add_argument("--search", choices=("relaxation", "markov-chain"), default="relaxation",
                         help="the Markov chain is FlexFlow's, for comparison")
-    parser.add_argument("--request-rate", type=float, metavar="R",
+    parser.add_argument("--request-rate", type=number(above=True), metavar="R",
                         help="with --latency-bound, for inference: samples per second; chooses "
                              "replicas and batching with the least memory")
-    parser.add_argument("--latency-bound", type=float, metavar="MS",
+    parser.add_argument("--latency-bound", type=number(above=True), metavar="MS",
                         help="most that the 99th percentile of the latency may be")
     parser.add_argument("--dense-us", metavar="FIXED,PER_SAMPLE", default="0,0",
                         help="dense compute of a batch, for --latency-bound")
@@ -87,15 +88,15 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
     from oper.search.latency import LatencyGoal, plan_latency
 
     if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
-        raise InvalidInputError(fail(
+        raise UsageError(fail(
             "cannot plan for a latency bound", "request_rate, latency_bound, objective",
             (args.request_rate, args.latency_bound, args.objective),
             "a rate and a bound, with --objective inference", "pass all three"))
     try:
         fixed, per_sample = (float(x) for x in args.dense_us.split(","))
     except ValueError:
-        raise InvalidInputError(fail("cannot plan for a latency bound", "dense_us", args.dense_us,
-                                     "two numbers and a comma", "e.g. 200,1.5")) from None
+        raise UsageError(fail("cannot plan for a latency bound", "dense_us", args.dense_us,
+                              "two numbers and a comma", "e.g. 200,1.5")) from None
     constraints = None if args.constraints is None else read_constraints(args.constraints)
     plan, serving = plan_latency(
         _tables(args, stats), stats, _topology(args),
@@ -121,10 +122,11 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
                                                           "rows of a table equally hot)")
     _add_overlap(parser)
     add_machine(parser, required=False)
-    parser.add_argument("--batch-size", type=int, metavar="N", help="default: the plan's own")
+    parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
     parser.add_argument("--diff", metavar="OTHER", help="what changes from PLAN to another plan "
                                                         "of the same tables")
-    parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE",
+    parser.add_argument("--what-if", action="append", type=text_for(_change), default=[],
+                        metavar="CHANGE",
                         help="plan, bound and a new plan on a changed machine: memory=+10%%, "
                              "link=x2, cross=, read=, host-memory=, host-link=, batch=; several "
                              "add up")
@@ -197,9 +199,9 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         args.world_size = plan.world_size
     batch_size = plan.batch_size if args.batch_size is None else args.batch_size
     if args.batch_size is None and not batch_size:
-        raise InvalidInputError(fail(f"cannot price {args.plan!r}", "batch_size", 0,
-                                     "the samples per rank and step to price it for, which this "
-                                     "plan does not state", "add --batch-size N"))
+        raise UsageError(fail(f"cannot price {args.plan!r}", "batch_size", 0,
+                              "the samples per rank and step to price it for, which this plan does "
+                              "not state", "add --batch-size N"))
     problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
                            objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))
@@ -214,6 +216,7 @@ def _stats(args: argparse.Namespace) -> AccessStats | None:
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlap", action="append", default=[], metavar="PHASE=US",
+                        type=text_for(lambda text: parse_argument([text])),
                         help="dense compute that a phase runs beside, microseconds (one per rank, "
                              "with commas): forward, backward, update, resolve; default none")
 
@@ -222,12 +225,13 @@ def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Arguments that name a machine."""
     parser.add_argument("--topology", metavar="NAME|FILE", required=required,
                         help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file")
-    parser.add_argument("--world-size", type=int, metavar="N",
+    parser.add_argument("--world-size", type=whole(1, 1024), metavar="N",
                         help="ranks of this-host (default 2)")
 
 
 def _add_tables(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dim", type=int, metavar="D", help="columns of every table (default 64)")
+    parser.add_argument("--dim", type=whole(1), metavar="D",
+                        help="columns of every table (default 64)")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS),
                         help="optimizer of every table (default rowwise_adagrad)")
     parser.add_argument("--dtype", choices=DTYPES,
@@ -248,24 +252,30 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
     if args.tables is None:
         coded = args.dtype in CODE_BITS
         if coded and args.objective == "training":
-            raise InvalidInputError(fail("cannot plan training", "--dtype", args.dtype,
-                                         "rows that an optimizer can change",
-                                         "add --objective inference, or choose another type"))
+            raise UsageError(fail("cannot plan training", "--dtype", args.dtype,
+                                  "rows that an optimizer can change",
+                                  "add --objective inference, or choose another type"))
         optimizer = args.optimizer or ("none" if coded else "rowwise_adagrad")
         return [TableSpec(name, t.num_rows, 64 if args.dim is None else args.dim, (name,),
                           optimizer=optimizer, dtype=args.dtype or "float32")
                 for name, t in stats.tables.items()]
     given = [n for n in ("dim", "optimizer", "dtype") if getattr(args, n) is not None]
     if given:
-        raise InvalidInputError(fail("two sources for the tables", "arguments", ["tables", *given],
-                                     "a table file alone, or dim, optimizer and dtype",
-                                     "leave one out"))
+        raise UsageError(fail("two sources for the tables", "arguments", ["tables", *given],
+                              "a table file alone, or dim, optimizer and dtype",
+                              "leave one out"))
     value = read_json(args.tables, f"cannot read {args.tables!r} as tables")
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise InvalidInputError(fail("cannot read tables", "tables", args.tables,
                                      "a JSON list of objects with TableSpec's fields",
                                      "correct it"))
     return [TableSpec.from_json(v) for v in value]
+
+
+def _change(text: str) -> None:
+    from oper.search import what_if
+
+    what_if.parse_change(text)
 
 
 def _allowed(text: str | None) -> frozenset[str] | None:

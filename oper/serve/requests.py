@@ -17,6 +17,14 @@ from oper.errors import InvalidInputError, fail
 WHAT = "cannot score the request"
 
 
+def check_name(name: str) -> None:
+    """Raise InvalidInputError unless a model may be called so."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        raise InvalidInputError(fail("invalid signature", "name", name,
+                                     "1 to 64 of A-Z a-z 0-9 . _ -: it is part of addresses",
+                                     "choose another"))
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """What a model takes.
@@ -39,10 +47,7 @@ class Signature:
             raise InvalidInputError(fail(
                 "invalid signature", "features", self.features,
                 f"different names, {len(self.num_rows)} of them", "correct it"))
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
-            raise InvalidInputError(fail("invalid signature", "name", self.name,
-                                         "1 to 64 of A-Z a-z 0-9 . _ -: it is part of addresses",
-                                         "choose another"))
+        check_name(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,21 @@ class Predictor(Protocol):
     def rows_read(self) -> dict[str, int]:
         """Embedding rows read so far: ``"local"`` and ``"remote"``, by the row's memory domain."""
         ...
+
+
+def check_model(model: Any, what: str = "cannot serve") -> None:
+    """Raise InvalidInputError, beginning with `what`, unless it is something that can be served.
+
+    A `Predictor`, or what opens one in the workers (`oper.serve.server.Source`).
+    """
+    wanted = ["opener", "publish", "close"] if hasattr(model, "opener") else [
+        "epoch", "predict", "rows_read"]
+    missing = [name for name in wanted if not hasattr(model, name)]
+    if missing or not isinstance(getattr(model, "signature", None), Signature):
+        raise InvalidInputError(fail(
+            what, "model", type(model).__name__, "a PublishedModel, or a predictor with a "
+            "Signature as signature, epoch, predict(batch) and rows_read()",
+            f"it lacks {', '.join(missing)}" if missing else "give it an oper.serve.Signature"))
 
 
 def _check_array(name: str, value: Any, dtype: Any, ndim: int) -> None:

@@ -21,7 +21,7 @@ from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError
 from oper.serve import metrics
 from oper.serve.allocator import for_children, give_back
 from oper.serve.batching import BatchOptions
-from oper.serve.requests import Predictor, Signature
+from oper.serve.requests import Predictor, Signature, check_model
 from oper.serve.signals import OURS, Signals
 from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
 
@@ -142,6 +142,7 @@ class Server:
             if importlib.util.find_spec(name) is None:
                 raise MissingDependencyError(fail("cannot serve", "package", name, "installed",
                                                   "install oper[serve]"))
+        check_model(model)
         self.options = options or ServeOptions()
         self.model = model
         self._listener: socket.socket | None = None

@@ -10,6 +10,9 @@ import os
 import sys
 from typing import Any
 
+from oper.flags import number, text_for, whole
+from oper.serve.requests import check_model, check_name
+
 _ROW_DTYPES = ("float32", "float16", "int8", "int4")
 
 
@@ -17,24 +20,26 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper serve``."""
     parser.add_argument("model", metavar="MODEL", help="folder that 'oper train' wrote, or "
                         "MODULE:FUNCTION that makes a predictor (see docs/serving.md)")
-    parser.add_argument("--name", default="dlrm", help="of the model, in addresses (dlrm)")
+    parser.add_argument("--name", type=text_for(check_name), default="dlrm",
+                        help="of the model, in addresses (dlrm)")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8500, help="0 = any free one (8500)")
-    parser.add_argument("--workers", type=int, default=2, help="processes that score (2)")
-    parser.add_argument("--threads", type=int, default=1, help="of each worker's model (1)")
+    parser.add_argument("--port", type=whole(0, 65535), default=8500,
+                        help="0 = any free one (8500)")
+    parser.add_argument("--workers", type=whole(1), default=2, help="processes that score (2)")
+    parser.add_argument("--threads", type=whole(1), default=1, help="of each worker's model (1)")
     parser.add_argument("--row-dtype", choices=_ROW_DTYPES,
                         help="of the tables' rows; as trained by default")
     parser.add_argument("--keep-spare", action="store_true",
                         help="keep the memory for new weights between publications")
-    parser.add_argument("--max-batch", type=int, default=1024, metavar="SAMPLES",
+    parser.add_argument("--max-batch", type=whole(1), default=1024, metavar="SAMPLES",
                         help="scored together at most (1024)")
-    parser.add_argument("--max-wait-ms", type=float, default=0.0, metavar="MS",
+    parser.add_argument("--max-wait-ms", type=number(), default=0.0, metavar="MS",
                         help="that a request may wait for others while the model is idle (0)")
-    parser.add_argument("--max-queued", type=int, default=16_384, metavar="SAMPLES",
+    parser.add_argument("--max-queued", type=whole(1), default=16_384, metavar="SAMPLES",
                         help="that may wait in a worker; more are refused with 503 (16384)")
-    parser.add_argument("--max-bytes", type=int, default=8 << 20, metavar="N",
+    parser.add_argument("--max-bytes", type=whole(1), default=8 << 20, metavar="N",
                         help="of a request (8388608)")
-    parser.add_argument("--drain-s", type=float, default=30.0, metavar="S",
+    parser.add_argument("--drain-s", type=number(), default=30.0, metavar="S",
                         help="for requests in flight after SIGTERM (30)")
     parser.add_argument("--watch", action="store_true",
                         help="publish the folder's weights whenever there are newer ones")
@@ -87,11 +92,15 @@ def _model(args: argparse.Namespace) -> Any:
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        if not callable(make):
+            raise TypeError(f"{function} is of type {type(make).__name__}, and no function")
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise InvalidInputError(fail("cannot serve", "model", args.model,
                                      "a folder, or MODULE:FUNCTION that can be imported",
                                      str(error))) from error
-    return make()
+    model = make()
+    check_model(model, f"cannot serve what {args.model} returns")
+    return model
 
 
 class _Watch:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, UsageError, fail
 from oper.files import read_toml
 from oper.rl_rec.catalogue import Catalogue
 from oper.rl_rec.interactions import DataOptions
@@ -199,6 +199,14 @@ class TrainConfig:
         return values
 
 
+class _KeyError(InvalidInputError):
+    """An error in some keys, from whatever source."""
+
+    def __init__(self, text: str, keys: set[str]) -> None:
+        super().__init__(text)
+        self.keys = keys
+
+
 def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | None = None
                 ) -> TrainConfig:
     """Read a configuration.
@@ -210,7 +218,8 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
 
     Raises:
         FileFormatError: not a TOML file.
-        InvalidInputError: an unknown key, a value of the wrong type or out of range.
+        InvalidInputError: an unknown key, a value of the wrong type or out of range; a UsageError
+            where a flag has given it.
         FileNotFoundError: no such file.
     """
     values: dict[str, Any] = {}
@@ -227,7 +236,12 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
             if not isinstance(place, dict):
                 raise _bad(key, value, "a key inside a section")
         place[name] = value
-    return typing.cast(TrainConfig, _build(TrainConfig, _with_model(values), ""))
+    try:
+        return typing.cast(TrainConfig, _build(TrainConfig, _with_model(values), ""))
+    except _KeyError as error:
+        if error.keys & set(flags or ()):
+            raise UsageError(str(error)) from None
+        raise
 
 
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:
@@ -260,7 +274,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, str]:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
-            raise _bad("--set", setting, "KEY=VALUE")
+            raise UsageError(str(_bad("--set", setting, "KEY=VALUE")))
         pairs[key.strip()] = value.strip()
     return pairs
 
@@ -272,9 +286,10 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise InvalidInputError(fail(
+        raise _KeyError(fail(
             "unknown keys in the training configuration", "keys", [prefix + k for k in unknown],
-            f"among {', '.join(prefix + k for k in hints)}", "correct or remove them"))
+            f"among {', '.join(prefix + k for k in hints)}", "correct or remove them"),
+            {prefix + k for k in unknown})
     built = {}
     for name, value in values.items():
         hint = hints[name]
@@ -320,5 +335,5 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError(
-        fail("invalid training configuration", name, value, expected, "correct it"))
+    return _KeyError(
+        fail("invalid training configuration", name, value, expected, "correct it"), {name})

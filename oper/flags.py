@@ -1,0 +1,55 @@
+"""Values of command-line flags, checked while they are parsed: a bad one is a usage error."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+from oper.errors import OperError
+
+_MOST = 2**63 - 1  # what a signed integer of 64 bits holds
+
+
+def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
+    """A type for ``add_argument``: whole numbers from `least` to `most`."""
+    limits = f">= {least}" if most == _MOST else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number {limits}")
+        return value
+
+    return parse
+
+
+def number(least: float = 0.0, above: bool = False) -> Callable[[str], float]:
+    """A type for ``add_argument``: finite numbers from `least` on, or above it."""
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least < value if above else least <= value) or value == math.inf:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}, expected a number {'>' if above else '>='} {least:g}")
+        return value
+
+    return parse
+
+
+def text_for(check: Callable[[str], Any]) -> Callable[[str], str]:
+    """A type for ``add_argument``: text for which `check` raises no OperError."""
+    def parse(text: str) -> str:
+        try:
+            check(text)
+        except OperError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return parse
