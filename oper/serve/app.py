@@ -30,11 +30,11 @@ _Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class _Refused(Exception):
-    """An answer other than scores: status, outcome for the metrics, text."""
+    """An answer other than scores: status, outcome for the metrics, text, methods allowed."""
 
-    def __init__(self, status: int, outcome: str, text: str) -> None:
+    def __init__(self, status: int, outcome: str, text: str, allow: str = "") -> None:
         super().__init__(text)
-        self.status, self.outcome = status, outcome
+        self.status, self.outcome, self.allow = status, outcome, allow
 
 
 class App:
@@ -77,7 +77,10 @@ class App:
 
     async def _get(self, scope: dict[str, Any], send: _Send) -> None:
         path = scope["path"]
-        if path in ("/v2/health/live", "/v2/health/ready", f"{self._model}/ready"):
+        health = ("/v2/health/live", "/v2/health/ready", f"{self._model}/ready")
+        if path in (*health, "/v2", self._model, "/metrics"):
+            _check_method(scope, "GET, HEAD")
+        if path in health:
             # A worker takes connections once its model is there and none once it drains.
             await _answer(send, 200, b"", _JSON)
         elif path == "/v2":
@@ -132,9 +135,7 @@ class App:
             self.counted.requests.labels(outcome).inc()
 
     async def _score(self, scope: dict[str, Any], receive: _Receive) -> tuple[np.ndarray, int]:
-        if scope["method"] != "POST":
-            raise _Refused(405, "invalid", fail("cannot score", "method", scope["method"], "POST",
-                                                "send a request"))
+        _check_method(scope, "POST")
         headers = dict(scope["headers"])
         try:
             async with asyncio.timeout(self.read_s):
@@ -215,11 +216,20 @@ class App:
 
     async def _refuse(self, error: _Refused, send: _Send) -> None:
         more = []
+        if error.allow:
+            more.append((b"allow", error.allow.encode()))
         if error.status == 503:
             more.append((b"retry-after", b"1"))
         if error.status in (408, 413):
             more.append((b"connection", b"close"))  # the rest of the body is not read
         await _answer(send, error.status, _dump(error=str(error)), _JSON, more)
+
+
+def _check_method(scope: dict[str, Any], allowed: str) -> None:
+    if scope["method"] not in allowed.split(", "):
+        raise _Refused(405, "invalid", fail(
+            f"cannot answer at {scope['path']}", "method", scope["method"], allowed,
+            "send the request by one of these"), allowed)
 
 
 class _GoneError(Exception):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INPUTS = {"dense": ("FP32", 2), "lengths": ("INT32", 2), "ids": ("INT64", 1)}
 _MAX_HEADER = 1 << 20  # bytes of JSON
+_MAX_DIMS = 8
+_LARGE = int(np.finfo(np.float64).max)
 
 
 def encode(tensors: Mapping[str, np.ndarray], direction: str, parameters: Mapping[str, Any],
@@ -71,14 +73,14 @@ def decode(body: bytes, header_length: int | None, direction: str
     size = len(body) if header_length is None else header_length
     if not 0 < size <= min(len(body), _MAX_HEADER):
         raise _bad("header length", size, f"in [1, {min(len(body), _MAX_HEADER)}]")
+    header = _header(body[:size])
     try:
-        header = json.loads(body[:size])
         listed = [(str(t["name"]), str(t["datatype"]), [int(x) for x in t["shape"]], t)
                   for t in header[direction]]
         parameters = dict(header.get("parameters") or {})
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise _bad("header", f"{type(error).__name__}: {error}", f"JSON with {direction}"
-                   ) from None
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise _bad("header", sorted(header), f"{direction}, a list of tensors with name, datatype "
+                   "and shape, and parameters by name") from None
     tensors: dict[str, np.ndarray] = {}
     at = size
     for name, datatype, shape, entry in listed:
@@ -86,12 +88,25 @@ def decode(body: bytes, header_length: int | None, direction: str
             raise _bad("tensor", name, "every name once")
         if datatype not in DTYPES:
             raise _bad(f"datatype of {name!r}", datatype, f"one of {sorted(DTYPES)}")
-        if any(x < 0 for x in shape) or len(shape) > 8:
-            raise _bad(f"shape of {name!r}", shape, "at most 8 numbers >= 0")
+        if any(x < 0 for x in shape) or len(shape) > _MAX_DIMS:
+            raise _bad(f"shape of {name!r}", shape, f"at most {_MAX_DIMS} numbers >= 0")
         tensors[name], at = _tensor(name, datatype, shape, entry, (body, at))
     if at != len(body):
         raise _bad("size of the message", len(body), f"{at} bytes as its header says")
     return {**header, "parameters": parameters}, tensors
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    """The JSON object of a message."""
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        raise _bad("header", "JSON of many levels", "few levels") from None
+    except ValueError as error:
+        raise _bad("header", str(error), "JSON") from None
+    if not isinstance(header, dict):
+        raise _bad("header", header, "a JSON object")
+    return header
 
 
 def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any],
@@ -112,30 +127,39 @@ def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any]
         # A copy: where it lies in the message it is neither aligned nor writable, as PyTorch wants
         # it.
         return np.frombuffer(body, dtype, count, at).reshape(shape).copy(), at + size
-    except (ValueError, OverflowError) as error:  # no bytes, but 10^30 rows of none
-        raise _bad(f"shape of {name!r}", shape, f"one that an array can have ({error})") from None
+    except (ValueError, OverflowError):  # no bytes, but 10^30 rows of none
+        raise _bad(f"shape of {name!r}", shape, "sizes that an array can have") from None
 
 
 def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray:
     """A tensor from numbers in the header; none is rounded to another kind."""
-    dtype = DTYPES[datatype]
+    dtype, what = DTYPES[datatype], f"data of {name!r}"
+    is_whole = dtype.kind == "i"
+    least, most = (np.iinfo(dtype).min, np.iinfo(dtype).max) if is_whole else (-_LARGE, _LARGE)
+    count = 0
+    for value in _leaves(data, what):
+        count += 1
+        kind = type(value)  # not isinstance: true and false are no numbers
+        if (kind is int and least <= value <= most) or (kind is float and not is_whole):
+            continue
+        raise _bad(what, value, f"{'whole ' if is_whole else ''}numbers that {datatype} holds")
     try:
-        found = np.array(data)
-        kinds = "iuf" if dtype.kind == "f" else "iu"
-        if found.size and (found.dtype.kind not in kinds or _has_truth(data)):
-            raise ValueError(f"{found.dtype.name} values, truth values or text")
         with np.errstate(over="ignore"):  # infinity is refused with the request
-            value = found.astype(dtype)
-        if dtype.kind == "i" and not np.array_equal(value, found):
-            raise ValueError(f"a number that is no {dtype.name}")
-        return value.reshape(shape)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise _bad(f"data of {name!r}", str(error), f"{datatype} {shape}") from None
+            return np.array(data, dtype).reshape(shape)
+    except (ValueError, TypeError):
+        raise _bad(what, f"{count} numbers", f"{math.prod(shape)}, as {datatype} {shape}, in lists "
+                   "of equal length") from None
 
 
-def _has_truth(data: Any) -> bool:
-    """Whether there is a true or false in it, which NumPy takes for numbers among numbers."""
-    return any(map(_has_truth, data)) if isinstance(data, list) else isinstance(data, bool)
+def _leaves(data: Any, what: str, depth: int = 0) -> Iterator[Any]:
+    """What nested lists of JSON hold."""
+    if not isinstance(data, list):
+        yield data
+    elif depth == _MAX_DIMS:
+        raise _bad(what, "lists in lists", f"at most {_MAX_DIMS} deep")
+    else:
+        for item in data:
+            yield from _leaves(item, what, depth + 1)
 
 
 def decode_request(body: bytes, header_length: int | None, signature: Signature) -> Request:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -196,3 +197,41 @@ def test_any_value_anywhere_in_a_header_is_refused_or_right(data: st.DataObject)
     text = json.dumps(header).encode()
     with contextlib.suppress(InvalidInputError):
         wire.decode_request(text + body[length:], len(text), SIGNATURE).check(SIGNATURE)
+
+
+@pytest.mark.parametrize(("name", "data", "words"), [
+    ("ids", ["x"], r"data of 'ids'='x', expected whole numbers that INT64 holds"),
+    ("ids", [True, 0, 6], r"data of 'ids'=True, expected whole numbers that INT64 holds"),
+    ("ids", [1.5, 0, 6], r"data of 'ids'=1\.5, expected whole numbers that INT64 holds"),
+    ("ids", [1 << 70, 0, 6], r"data of 'ids'=1180591620717411303424, expected whole numbers"),
+    ("lengths", [1 << 40, 0, 2], r"data of 'lengths'=1099511627776, expected whole numbers that "),
+    ("ids", [1, 2], r"data of 'ids'='2 numbers', expected 3, as INT64 \[3\]"),
+    ("ids", [[1], [2, 3]], r"data of 'ids'='3 numbers', expected 3, .*lists of equal length"),
+    ("ids", None, r"data of 'ids'=None, expected whole numbers"),
+    ("dense", [[0.5, 10 ** 400]], r"data of 'dense'=1000.*numbers that FP32 holds"),
+    ("dense", [[0.5, "1"]], r"data of 'dense'='1', expected numbers that FP32 holds"),
+    ("dense", [[[[[[[[[[0.5]]]]]]]]]], r"lists in lists', expected at most 8 deep"),
+])
+def test_wrong_numbers_are_told_in_the_words_of_the_protocol(name: str, data: object, words: str
+                                                             ) -> None:
+    """The number that is wrong and what it should be, nothing of NumPy or Python."""
+    tensors = {"dense": ("FP32", [1, 2], [[0.5, 1]]), "lengths": ("INT32", [3, 1], [1, 0, 2]),
+               "ids": ("INT64", [3], [99, 0, 6])}
+    body = json.dumps({"inputs": [
+        {"name": n, "datatype": kind, "shape": shape, "data": data if n == name else right}
+        for n, (kind, shape, right) in tensors.items()]}).encode()
+    with pytest.raises(InvalidInputError, match=words) as caught:
+        wire.decode_request(body, None, SIGNATURE)
+    assert not re.search(r"str\d|int64|float\d|Error|array|ndarray|truth", str(caught.value))
+
+
+@pytest.mark.parametrize(("header", "words"), [
+    (b"{", "expected JSON"), (b"[1]", "expected a JSON object"),
+    (b"{}", "inputs, a list of tensors"),
+    (b'{"inputs": [{}]}', "name, datatype and shape"), (b'{"inputs": 3}', "a list of tensors"),
+    (b"[" * 100_000, "JSON"),
+])
+def test_a_wrong_header_is_told_in_the_words_of_the_protocol(header: bytes, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words) as caught:
+        wire.decode_request(header, None, SIGNATURE)
+    assert "Error" not in str(caught.value) and "object is not" not in str(caught.value)

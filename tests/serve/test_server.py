@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from oper import cli
 from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
 from oper.serve.client import ServerError
@@ -180,6 +181,26 @@ def test_health_and_metadata(server: Server, client: Client) -> None:
                                    "num_rows": list(SIGNATURE.num_rows)}
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/sums/ready"):
         assert post(server, b"", path=path, method="GET")[0] == 200
+
+
+@pytest.mark.parametrize(("path", "allowed"), [
+    ("/v2/models/sums/infer", "POST"), *((path, "GET, HEAD") for path in (
+        "/metrics", "/v2", "/v2/models/sums", "/v2/models/sums/ready", "/v2/health/live",
+        "/v2/health/ready"))])
+def test_other_methods_are_refused(server: Server, path: str, allowed: str) -> None:
+    """As RFC 9110 has it: 405, and which methods there are."""
+    host, port = server.address.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "POST", "GET", "HEAD"):
+        if method in allowed:
+            continue
+        connection.request(method, path, b"")
+        answer = connection.getresponse()
+        told = answer.read()
+        assert (answer.status, answer.headers["Allow"]) == (405, allowed), method
+        assert method == "HEAD" or f"method='{method}', expected {allowed}" in json.loads(told)[
+            "error"]
+    connection.close()
 
 
 def test_connections_are_spread_evenly(server: Server) -> None:
@@ -376,6 +397,22 @@ def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err and "interrupted" in err, err
     assert not list(tmp_path.glob("oper-serve-*"))
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    ("os:getcwd", "what os:getcwd returns: model='str', expected a PublishedModel"),
+    ("builtins:dict", "it lacks epoch, predict, rows_read"), ("os:sep", "no function"),
+    ("os:", "MODULE:FUNCTION"), (":make", "MODULE:FUNCTION"), ("..a:make", "MODULE:FUNCTION")])
+def test_what_cannot_be_served_is_one_error(model: str, words: str, tmp_path: Path,
+                                            capsys: pytest.CaptureFixture[str],
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a traceback of each worker, and none is started."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["serve", model, "--port", "0", "--workers", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err
+    with pytest.raises(InvalidInputError, match=r"oper\.serve\.Signature"):
+        Server(type("Nameless", (), {"epoch": 1, "predict": 0, "rows_read": 0, "signature": 1})())
 
 
 def test_a_reader_that_has_gone_ends_the_command(tmp_path: Path) -> None:
