@@ -93,8 +93,7 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
     batches = itertools.chain.from_iterable(
         task.epoch(k, start if k == first else 0) for k in range(first, config.epochs))
     left = itertools.islice(batches, max(total - done, 0))
-    with Interrupt() as interrupt, progress_bar(total, "training", show_progress) as bar:
-        bar.update(done)
+    with Interrupt() as interrupt, progress_bar(total, "training", show_progress, done) as bar:
         for step, (batch, num_samples) in enumerate(left, done + 1):
             task.before_step(engine, step - 1, total)
             loss, _ = engine.step(batch)

@@ -191,8 +191,9 @@ class RecommenderTask:
         return {**means, "users": count}
 
 
-def progress_bar(total: int, what: str, show: bool) -> Any:
-    """A progress bar on stderr, of rank 0."""
+def progress_bar(total: int, what: str, show: bool, done: int = 0) -> Any:
+    """A progress bar on stderr, of rank 0; `done` steps, of an earlier process, took no time."""
     terminal = sys.stderr.isatty()
-    return tqdm(total=total, desc=what, unit=" steps", leave=terminal or what == "training",
-                mininterval=0.2 if terminal else 10.0, disable=not show or ranks()[0] > 0)
+    return tqdm(total=total, initial=done, desc=what, unit=" steps",
+                leave=terminal or what == "training", mininterval=0.2 if terminal else 10.0,
+                disable=not show or ranks()[0] > 0)

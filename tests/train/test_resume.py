@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Prepared  # type: ignore[import-not-found]
+from tqdm import tqdm
 
 from oper.errors import InvalidInputError
 from oper.locks import LOCK
+from oper.train import tasks
 from oper.train.config import load_config
 from oper.train.engines import Engine
 from oper.train.loop import train
@@ -170,6 +172,25 @@ def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp
     done = run_oper(*again, "--force")
     assert done.returncode == 0, done.stderr
     assert lines(out)[-1]["event"] == "end"
+
+
+def test_a_resumed_run_shows_the_speed_of_its_own_steps(
+        prepared: Prepared, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps before the crash are where the bar begins, and no steps of this run."""
+    out = tmp_path / "again"
+    shutil.copytree(calm, out)
+    flags = {**FLAGS, "stats": prepared.stats, "batch_size": 128}
+    bars: list[Any] = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            bars.append(self)
+
+    monkeypatch.setattr(tasks, "tqdm", Bar)
+    train(config(prepared, out, **flags), resume=True)
+    bar = bars[0]
+    assert (bar.initial, bar.n, bar.total) == (28, 30, 30)
 
 
 def test_an_earlier_run_is_kept_and_the_ways_out_are_told(prepared: Prepared, tmp_path: Path
