@@ -191,6 +191,11 @@ class TableStats:
         if not np.diff(np.sort(ids)).all():  # np.unique hashes, which takes ten times as long
             raise InvalidInputError(fail(what, "head_ids", ids, "distinct ids", "count again"))
 
+    def __repr__(self) -> str:
+        return (f"TableStats(num_rows={self.num_rows}, num_accesses={self.num_accesses}, "
+                f"num_touched_rows={self.num_touched_rows}, pooling_factor="
+                f"{self.pooling_factor:.4g})")
+
     @property
     def num_accesses(self) -> int:
         """Ids looked up, all bags together."""
@@ -346,6 +351,10 @@ class AccessStats:
         if self.num_samples < 0:
             raise InvalidInputError(
                 fail("invalid statistics", "num_samples", self.num_samples, ">= 0", "count again"))
+
+    def __repr__(self) -> str:
+        return (f"AccessStats(num_samples={self.num_samples}, {len(self.tables)} tables of "
+                f"{sum(t.num_rows for t in self.tables.values())} rows, source={self.source!r})")
 
     def merge(self, other: AccessStats) -> AccessStats:
         """Statistics of both parts together; raises InvalidInputError when the tables differ."""

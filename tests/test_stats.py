@@ -242,3 +242,13 @@ def test_unchanged_fields_survive_a_replacement() -> None:
     table = TableStats(3, tail_values=np.array([0]), tail_num_rows=np.array([3]))
     with pytest.raises(InvalidInputError, match="rows in head and tail"):
         replace(table, num_rows=4)
+
+
+def test_a_repr_is_a_line_of_figures() -> None:
+    """As it stands in a notebook or an error, without arrays."""
+    table = TableStats(1000, np.arange(300), np.arange(300, 0, -1), np.array([0]), np.array([700]),
+                       np.array([3]), np.array([15_050]))
+    stats = AccessStats(15_050, {f"t{k}": table for k in range(26)}, "a log")
+    assert repr(stats) == "AccessStats(num_samples=15050, 26 tables of 26000 rows, source='a log')"
+    assert repr(table) == ("TableStats(num_rows=1000, num_accesses=45150, num_touched_rows=300, "
+                           "pooling_factor=3)")
