@@ -72,10 +72,10 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
         InvalidInputError: the plan does not tell its batch size, or a rate is not positive.
         PlanError: the topology or the statistics are for other ranks or tables.
     """
-    if plan.batch_size < 1 or not copy_gbps > 0:
-        raise InvalidInputError(
-            fail("cannot weigh another plan", "plan.batch_size, copy_gbps",
-                 (plan.batch_size, copy_gbps), "> 0", "use a plan of make_plan, state a rate"))
+    _check_batch(plan)
+    if not copy_gbps > 0:
+        raise InvalidInputError(fail("cannot weigh another plan", "copy_gbps", copy_gbps, "> 0",
+                                     "state the rate at which a rank copies rows"))
     tables = [t.table for t in plan.tables]
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
                     **dict(options or {}))
@@ -88,8 +88,21 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
         copied, copied / (copy_gbps * 1e3))
 
 
+def _check_batch(plan: Plan) -> None:
+    if plan.batch_size < 1:
+        raise InvalidInputError(fail(
+            "cannot weigh another plan", "plan.batch_size", plan.batch_size,
+            ">= 1, the samples per rank and step that both are priced for",
+            "state it in the plan, or use one that oper plan has made"))
+
+
 def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
-    """Modelled step of a plan on statistics other than those that gave it its order of hotness."""
+    """Modelled step of a plan on statistics other than those that gave it its order of hotness.
+
+    Raises:
+        InvalidInputError: the plan does not tell its batch size.
+    """
+    _check_batch(plan)
     relabelled, entries = {}, []
     for entry in plan.tables:
         found = stats.tables.get(entry.table.name)
@@ -98,7 +111,7 @@ def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
         entries.append(replace(entry, head_ids=np.zeros(0, np.int64)))
     moved = AccessStats(stats.num_samples, relabelled, stats.source)
     problem = make_problem([t.table for t in plan.tables], moved, topology,
-                           objective=plan.objective, batch_size=max(1, plan.batch_size))
+                           objective=plan.objective, batch_size=plan.batch_size)
     return evaluate(replace(plan, tables=tuple(entries)), problem).step_us
 
 

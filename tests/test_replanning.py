@@ -142,7 +142,10 @@ def test_positions_of_the_old_plan_are_used(old_plan: Plan) -> None:
 
 
 def test_what_cannot_be_weighed(old_plan: Plan) -> None:
+    by_hand = replace(old_plan, batch_size=0, step_us=0.0, lower_bound_us=0.0)
     with pytest.raises(InvalidInputError, match="batch_size"):
-        oper.replan(replace(old_plan, batch_size=0), stats(0), TOPOLOGY)
+        oper.replan(by_hand, stats(0), TOPOLOGY)
+    with pytest.raises(InvalidInputError, match="batch_size=0"):
+        step_us(by_hand, stats(0), TOPOLOGY)
     with pytest.raises(InvalidInputError, match="copy_gbps"):
         oper.replan(old_plan, stats(0), TOPOLOGY, copy_gbps=0.0)
