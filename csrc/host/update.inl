@@ -398,7 +398,8 @@ void update_rows(const Context& context, int32_t index, float gradient_scale) {
     constexpr int N = decltype(width)::value;
     using E = decltype(element);
     [[maybe_unused]] RoundingNumbers numbers(table);
-    merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
+    // In line: the gradient stays in registers.
+    const auto update_row = [&](int64_t slot, Row<N>& g) __attribute__((always_inline)) {
       clip_and_decay<E>(context, table, slot, g);
       const float sum = !row_wise                ? 0.0f
                         : table.pieces.empty() ? g.sum_of_squares(table.dim)
@@ -413,7 +414,8 @@ void update_rows(const Context& context, int32_t index, float gradient_scale) {
       ++num_updated;
       if (table.changed) table.changed[slot / 64] |= uint64_t{1} << slot % 64;
       if (touched && replicated(slot)) touched[++touched[0]] = static_cast<uint32_t>(slot);
-    });
+    };
+    merge_all<N>(context, index, gradient_scale, update_row);
   });
   table.counters.add(kUpdatedRows, context.rank, num_updated);
 }
