@@ -95,7 +95,7 @@ def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
     found += [f"column {name!r} is made of the label's column: a model reads the answer from it"
               for name in sorted(leaks)]
     if "unix_ms" in {c.parse for layout in recipe.layouts for c in layout.of("time")} and (
-            split.by == "time" and 0 <= split.start and split.start + split.span < 2 * _YEAR_S):
+            split.by == "time" and split.start >= 0 and split.start + split.span < 2 * _YEAR_S):
         found.append("all times lie in 1970 or 1971: they look like seconds read as milliseconds")
     return found
 

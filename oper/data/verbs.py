@@ -234,7 +234,7 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lookups", metavar="DIR",
                         help="also write the lookups, as Parquet with one list column per table: "
                              "ids without labels or a manifest, which 'oper train' and 'oper "
-                             "analyze' cannot read (their statistics are in STATS, for 'oper plan')")
+                             "analyze' cannot read (STATS has their statistics, for 'oper plan')")
     parser.add_argument("--seed", type=whole(0), default=1)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 

@@ -116,7 +116,7 @@ def test_urls_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                         ("analyze", ["nothing", "-o", "s3://bucket/stats"]),
                         ("generate", ["w.toml", "-o", "hdfs://bucket/stats"]),
                         ("generate", ["w.toml", "-o", "stats", "--lookups", "s3://bucket/l"])):
-        with pytest.raises(InvalidInputError, match="URL.*://"):
+        with pytest.raises(InvalidInputError, match=r"URL.*://"):
             run(verb, *words)
         assert sorted(p.name for p in tmp_path.iterdir()) == before
 
