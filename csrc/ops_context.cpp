@@ -197,7 +197,7 @@ void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> dom
 // `targets`: int64 [K, 4], see ReplicaTarget. `transport`: address of a function, see Transport.
 void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
                           bool pulls, bool refreshes, bool shares_replicas, int64_t wire,
-                          int64_t transport) {
+                          int64_t collection, int64_t transport) {
   Context& context = context_of(handle);
   ExchangeSetup setup;
   setup.near.assign(static_cast<size_t>(context.world_size), false);
@@ -212,6 +212,7 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
   setup.refreshes = refreshes;
   setup.shares_replicas = shares_replicas;
   setup.wire = static_cast<RowType>(wire);
+  setup.collection = static_cast<uint32_t>(collection);
   setup.transport = reinterpret_cast<Transport>(transport);
   context.exchange = std::make_shared<Exchange>(context, std::move(setup));
 }
@@ -251,11 +252,12 @@ std::vector<int64_t> context_duplication(int64_t handle) {
   return result;
 }
 
-std::tuple<int64_t, int64_t> context_barrier(int64_t handle) {
+// `phase`: what for, see oper/shmem/desync.py.
+std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
   Context& context = context_of(handle);
   if (!context.barrier) return {0, -1};
   int32_t culprit = -1;
-  const auto result = context.barrier->arrive(&culprit);
+  const auto result = context.barrier->arrive(static_cast<uint32_t>(phase), &culprit);
   return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
 }
 
@@ -278,6 +280,26 @@ std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
 std::vector<int64_t> context_progress(int64_t handle) {
   const Context& context = context_of(handle);
   return context.barrier ? context.barrier->progress() : std::vector<int64_t>{};
+}
+
+// Per rank of this memory domain: arrivals at barriers, what the last one was for, whether the rank has
+// given up or closed (Absence), whom it then found to be behind. Empty with one.
+std::vector<int64_t> context_positions(int64_t handle) {
+  const Context& context = context_of(handle);
+  return context.barrier ? context.barrier->positions() : std::vector<int64_t>{};
+}
+
+// Per rank: number of its last meeting across memory domains, what it was for, and the collection;
+// as this rank was last told. Empty in a single domain.
+std::vector<int64_t> context_meetings(int64_t handle) {
+  const Context& context = context_of(handle);
+  return context.exchange ? context.exchange->meetings() : std::vector<int64_t>{};
+}
+
+// This rank meets nobody of its memory domain any more; `verdict` says whom it found to be behind.
+void context_give_up(int64_t handle, int64_t verdict) {
+  Context& context = context_of(handle);
+  if (context.barrier) context.barrier->give_up(verdict);
 }
 
 void context_mark_changes(int64_t handle, bool on) { context_of(handle).mark_changes(on); }
@@ -326,11 +348,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
       "()");
   m.def(
       "context_set_exchange(int handle, int[] domain, Tensor targets, bool gathers, "
-      "bool pulls, bool refreshes, bool shares_replicas, int wire, int transport) -> ()");
+      "bool pulls, bool refreshes, bool shares_replicas, int wire, int collection, int transport) "
+      "-> ()");
   m.def("context_set_pull(int handle, int choice, Tensor costs) -> ()");
   m.def("context_duplication(int handle) -> int[]");
   m.def("context_sent_bytes(int handle, bool reset) -> int[]");
-  m.def("context_barrier(int handle) -> (int, int)");
+  m.def("context_barrier(int handle, int phase) -> (int, int)");
+  m.def("context_positions(int handle) -> int[]");
+  m.def("context_meetings(int handle) -> int[]");
+  m.def("context_give_up(int handle, int verdict) -> ()");
   m.def("context_phases(int handle) -> int[]");
   m.def("context_traffic(int handle, bool reset) -> int[]");
   m.def("context_progress(int handle) -> int[]");
@@ -348,6 +374,9 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("context_duplication", TORCH_BOX(&oper::host::context_duplication));
   m.impl("context_sent_bytes", TORCH_BOX(&oper::host::context_sent_bytes));
   m.impl("context_barrier", TORCH_BOX(&oper::host::context_barrier));
+  m.impl("context_positions", TORCH_BOX(&oper::host::context_positions));
+  m.impl("context_meetings", TORCH_BOX(&oper::host::context_meetings));
+  m.impl("context_give_up", TORCH_BOX(&oper::host::context_give_up));
   m.impl("context_phases", TORCH_BOX(&oper::host::context_phases));
   m.impl("context_traffic", TORCH_BOX(&oper::host::context_traffic));
   m.impl("context_progress", TORCH_BOX(&oper::host::context_progress));

@@ -52,6 +52,7 @@ _PUBLIC = {
     "MissingDependencyError": "oper.errors",
     "PeerLostError": "oper.errors",
     "DeadlineError": "oper.errors",
+    "DesyncError": "oper.errors",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from oper.analysis import collect as collect
     from oper.errors import (
         DeadlineError as DeadlineError,
+        DesyncError as DesyncError,
         FileFormatError as FileFormatError,
         InvalidInputError as InvalidInputError,
         MissingDependencyError as MissingDependencyError,

@@ -41,7 +41,13 @@ class PeerLostError(OperError, RuntimeError):
 
 
 class DeadlineError(OperError, TimeoutError):
-    """A peer did not arrive at a collective phase in time; names the rank and the phase."""
+    """A rank did not arrive at a collective phase in time; names rank, phase and collection."""
+
+    rank: int | None = None
+
+
+class DesyncError(OperError, RuntimeError):
+    """Ranks make different collective calls at the same time; names the rank that is off."""
 
     rank: int | None = None
 

@@ -322,6 +322,7 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
         tables = DeviceTables(plan, features, group, optimizers, scale, device=device)
     else:
         tables = ShardedTables(plan, features, group, optimizers, scale)
+    tables.name = target.path
     tables.bounds = BoundsCheck(bounds_check, features, tables.specs)
     if target.is_quantised:
         _load_codes(tables, target, held)

@@ -65,30 +65,49 @@ Barrier::Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vect
       pidfds_(std::move(pidfds)),
       deadline_ms_(deadline_ms),
       // A long spin steals the core that the late rank needs; see the measured costs in docs.
-      spins_(num_cores() >= world_size ? 50 : 0) {}
+      spins_(num_cores() >= world_size ? 50 : 0),
+      process_(static_cast<int>(getpid())) {}
 
-Barrier::Result Barrier::arrive(int32_t* culprit) {
+Barrier::~Barrier() {
+  if (getpid() != process_) return;  // a forked child's copy; its parent goes on
+  BarrierLine& mine = lines_[rank_];
+  uint32_t present = kPresent;
+  if (mine.absent.compare_exchange_strong(present, kClosed)) futex_wake_all(&mine.epoch);
+}
+
+Barrier::Result Barrier::arrive(uint32_t phase, int32_t* culprit) {
   if (failed_ == Result::kOk) {
     reach(FaultPoint::kBarrier);
     const uint32_t target = ++epoch_;
     BarrierLine& mine = lines_[rank_];
+    mine.phase[target & 1].store(phase, std::memory_order_relaxed);
     // seq_cst on both sides: either the waker sees the sleeper or the sleeper sees the epoch.
     mine.epoch.store(target, std::memory_order_seq_cst);
     if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&mine.epoch);
     reach(FaultPoint::kBarrier);  // before and after arrival
+    int32_t other = -1;  // a rank that came for something else
     for (int32_t k = 1; k < world_size_ && failed_ == Result::kOk; ++k) {
       const int32_t peer = (rank_ + k) % world_size_;
       failed_ = wait_for(peer, target);
       if (failed_ != Result::kOk) culprit_ = peer;
+      if (lines_[peer].phase[target & 1].load(std::memory_order_relaxed) != phase) other = peer;
+    }
+    // Only when all are there do all of them see the same words.
+    if (failed_ == Result::kOk && other >= 0) {
+      failed_ = Result::kOtherPhase;
+      culprit_ = other;
     }
   }
   *culprit = culprit_;
   return failed_;
 }
 
-void Barrier::give_up() {
-  lines_[rank_].gave_up.store(1, std::memory_order_seq_cst);
-  futex_wake_all(&lines_[rank_].epoch);
+void Barrier::give_up(int64_t verdict) {
+  BarrierLine& mine = lines_[rank_];
+  if (verdict != 0) mine.verdict.store(verdict, std::memory_order_seq_cst);
+  mine.absent.store(kGaveUp, std::memory_order_seq_cst);
+  futex_wake_all(&mine.epoch);
+  if (failed_ != Result::kOk) return;
   failed_ = Result::kPeerGaveUp;
   culprit_ = rank_;
 }
@@ -105,22 +124,45 @@ std::vector<int64_t> Barrier::progress() const {
   return found;
 }
 
+std::vector<int64_t> Barrier::positions() const {
+  std::vector<int64_t> found;
+  for (int32_t r = 0; r < world_size_; ++r) {
+    const BarrierLine& line = lines_[r];
+    const uint32_t epoch = line.epoch.load(std::memory_order_seq_cst);
+    found.insert(found.end(), {int64_t{epoch}, int64_t{line.phase[epoch & 1].load()},
+                               int64_t{line.absent.load()}, line.verdict.load()});
+  }
+  return found;
+}
+
 Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
   BarrierLine& line = lines_[peer];
+  // A peer that arrived here and gave up, since somebody came too late, goes no further: nor does
+  // this rank, which would update rows that the peer never will.
+  const auto here = [&] {
+    return line.absent.load(std::memory_order_relaxed) == kGaveUp ? Result::kPeerGaveUp
+                                                                 : Result::kOk;
+  };
   for (int i = 0; i < spins_; ++i) {
-    if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;
+    if (reached(line.epoch.load(std::memory_order_acquire), target)) return here();
     pause_core();
   }
   const int64_t start = now_ms();
   for (;;) {
     uint32_t seen = line.epoch.load(std::memory_order_acquire);
-    if (reached(seen, target)) return Result::kOk;
+    if (reached(seen, target)) return here();
     line.sleepers.fetch_add(1, std::memory_order_seq_cst);
     seen = line.epoch.load(std::memory_order_seq_cst);
     if (!reached(seen, target)) futex_wait(&line.epoch, seen, kSliceMs);
     line.sleepers.fetch_sub(1, std::memory_order_relaxed);
-    if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;
-    if (line.gave_up.load(std::memory_order_seq_cst) != 0) return Result::kPeerGaveUp;
+    if (reached(line.epoch.load(std::memory_order_acquire), target)) return here();
+    const uint32_t absent = line.absent.load(std::memory_order_seq_cst);
+    if (absent == kGaveUp) return Result::kPeerGaveUp;
+    if (absent == kClosed) {
+      // It may have arrived just before it closed.
+      if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;
+      return Result::kPeerClosed;
+    }
     if (has_exited(pidfds_[peer])) {
       // It may have arrived just before it ended.
       if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;

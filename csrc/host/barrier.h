@@ -12,32 +12,56 @@ namespace oper::host {
 struct alignas(128) BarrierLine {
   std::atomic<uint32_t> epoch;
   std::atomic<uint32_t> sleepers;
-  std::atomic<uint32_t> gave_up;
+  std::atomic<uint32_t> absent;  // enum Absence
   // Updates of this rank's rows that have begun and ended: while they differ, the rows are of no step.
   std::atomic<uint32_t> begun, ended;
+  // What this rank's last two arrivals were for, by the arrival's number modulo 2: nobody arrives at
+  // a barrier before all have arrived at the one before, so a word stands until all have read it.
+  std::atomic<uint32_t> phase[2];
+  // Whom this rank found to be behind before it gave up (0 = nobody); Python packs it, see desync.py.
+  std::atomic<int64_t> verdict;
 };
+static_assert(sizeof(BarrierLine) == 128);
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
+static_assert(std::atomic<int64_t>::is_always_lock_free);
+
+// Why a rank arrives no more.
+enum Absence : uint32_t { kPresent = 0, kGaveUp = 1, kClosed = 2 };
 
 class Barrier {
  public:
-  enum class Result : int64_t { kOk = 0, kPeerLost = 1, kDeadline = 2, kPeerGaveUp = 6 };
+  enum class Result : int64_t {
+    kOk = 0,
+    kPeerLost = 1,
+    kDeadline = 2,
+    kPeerGaveUp = 6,
+    kOtherPhase = 8,  // all have arrived, but not for the same thing
+    kPeerClosed = 12,
+  };
 
   // `lines` is [world_size] in memory that all ranks map; `pidfds` is [world_size], -1 = not
   // watched (this rank, or a virtual rank of the same process).
   Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vector<int> pidfds,
           int64_t deadline_ms);
+  // Whoever waits for this rank from now on learns that it has closed.
+  ~Barrier();
+  Barrier(const Barrier&) = delete;
+  Barrier& operator=(const Barrier&) = delete;
 
-  // Everything written by any rank before its arrive() is seen by all ranks after theirs.
-  // On failure `culprit` names the rank that is missing. A failed barrier stays failed.
-  Result arrive(int32_t* culprit);
+  // Everything written by any rank before its arrive() is seen by all ranks after theirs. `phase`
+  // says what for, and must be the same on all ranks. On failure `culprit` names the rank that is
+  // missing, or one that came for something else. A failed barrier stays failed.
+  Result arrive(uint32_t phase, int32_t* culprit);
 
-  // This rank will not arrive any more: whoever waits for it fails at once.
-  void give_up();
+  // This rank will not arrive any more: whoever waits for it fails at once and finds `verdict`.
+  void give_up(int64_t verdict = 0);
 
   // This rank's rows are being updated from now on, or no longer.
   void note_update(bool begins);
   // Per rank: arrivals, updates begun, updates ended.
   std::vector<int64_t> progress() const;
+  // Per rank: arrivals, what the last one was for, its Absence, its verdict.
+  std::vector<int64_t> positions() const;
 
  private:
   Result wait_for(int32_t peer, uint32_t target);
@@ -48,6 +72,7 @@ class Barrier {
   int64_t deadline_ms_;
   uint32_t epoch_ = 0;
   int spins_;
+  int process_;
   Result failed_ = Result::kOk;
   int32_t culprit_ = -1;
 };

@@ -281,9 +281,9 @@ class PhaseClock {
   Clock::time_point last_;
 };
 
-Status wait_for_domain(Context& context) {
+Status wait_for_domain(Context& context, uint32_t phase) {
   int32_t culprit = -1;
-  const Barrier::Result result = context.barrier->arrive(&culprit);
+  const Barrier::Result result = context.barrier->arrive(phase, &culprit);
   return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
 }
 
@@ -295,7 +295,7 @@ Status meet(Context& context, Meeting what, const Batch& batch, ParallelFor para
     if (mine.code != 0) {
       context.barrier->give_up();
     } else {
-      mine = wait_for_domain(context);
+      mine = wait_for_domain(context, static_cast<uint32_t>(what));
     }
   }
   return context.exchange ? context.exchange->meet(what, batch, parallel, mine) : mine;
@@ -532,7 +532,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   refresh_replicas(context);
   // Neighbours read them too.
   if (context.exchange && context.exchange->shares_replicas() && context.barrier)
-    status = wait_for_domain(context);
+    status = wait_for_domain(context, kSharing);
   context.count_pass(1);
   clock.end(kRefresh);
   return status;

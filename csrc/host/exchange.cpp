@@ -18,7 +18,7 @@ Exchange::Exchange(Context& context, ExchangeSetup setup)
     : context_(context), setup_(std::move(setup)) {
   const int32_t W = context.world_size;
   const int64_t T = static_cast<int64_t>(context.tables.size());
-  head_width_ = kHeadWidth + T * kCounts;
+  head_width_ = (kHeadWidth + T * kCounts + kHeadUnit - 1) / kHeadUnit * kHeadUnit;
   heads_out_.resize(static_cast<size_t>(W * head_width_));
   heads_in_.resize(heads_out_.size());
   sent_bytes.resize(static_cast<size_t>(kNumSent * W));
@@ -96,9 +96,11 @@ Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
     head[kCulprit] = static_cast<uint32_t>(mine.detail);
     head[kWeighted] = weighted;
     head[kWire] = static_cast<uint32_t>(setup_.wire);
+    head[kCollection] = setup_.collection;
   }
   const std::vector<int64_t> bytes(static_cast<size_t>(W), head_width_ * 4);
-  if (setup_.transport(0, heads_out_.data(), bytes.data(), heads_in_.data(), bytes.data()) != 0)
+  if (setup_.transport(static_cast<int64_t>(what), heads_out_.data(), bytes.data(),
+                       heads_in_.data(), bytes.data()) != 0)
     return failed({7, -1});
   for (int32_t r : far_) sent_bytes[static_cast<size_t>(kSentHeaders * W + r)] += head_width_ * 4;
   if (mine.code != 0) return failed(mine);
@@ -116,13 +118,22 @@ Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
   for (int32_t r = 0; r < W; ++r) {
     const uint32_t* head = heads_in_.data() + r * head_width_;
     if (head[kPhase] != static_cast<uint32_t>(what) || head[kSequence] != sequence_ ||
-        head[kWire] != static_cast<uint32_t>(setup_.wire))
+        head[kCollection] != setup_.collection || head[kWire] != static_cast<uint32_t>(setup_.wire))
       return failed({8, r});
   }
   for (int32_t r : far_)
     for (int64_t t = 0; t < static_cast<int64_t>(context_.tables.size()); ++t)
       if (!counts_fit(what, r, t)) return failed({9, r});
   return {};
+}
+
+std::vector<int64_t> Exchange::meetings() const {
+  std::vector<int64_t> found;
+  for (int32_t r = 0; r < context_.world_size; ++r) {
+    const uint32_t* head = heads_in_.data() + r * head_width_;
+    found.insert(found.end(), {head[kSequence], head[kPhase], head[kCollection]});
+  }
+  return found;
 }
 
 template <class Body>
@@ -187,7 +198,8 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     return failed({11, most - recv_bytes.begin()});
   }
   ++num_exchanges;
-  if (setup_.transport(1, send, send_bytes.data(), raw, recv_bytes.data()) != 0)
+  if (setup_.transport(static_cast<int64_t>(what), send, send_bytes.data(), raw,
+                       recv_bytes.data()) != 0)
     return failed({7, -1});
   if (raw != to)
     run_tasks(context_, num_parts, expanded < kSmallBytes, parallel, [&](int64_t k, Scratch&) {

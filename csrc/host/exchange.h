@@ -16,9 +16,10 @@
 namespace oper::host {
 
 // Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
-// order, sizes in bytes. Returns 0, or anything else after an error, which the caller keeps.
-using Transport = int64_t (*)(int64_t is_payload, const void* send, const int64_t* send_bytes,
-                              void* recv, const int64_t* recv_bytes);
+// order, sizes in bytes. `what` is the Meeting. Returns 0, or anything else after an error, which the
+// caller keeps.
+using Transport = int64_t (*)(int64_t what, const void* send, const int64_t* send_bytes, void* recv,
+                              const int64_t* recv_bytes);
 
 // What is sent, in bytes by kind and receiver; the order is that of SENT in oper/traffic.py.
 enum Sent {
@@ -50,6 +51,7 @@ struct ExchangeSetup {
   bool pulls;                          // whether any rank gathers rows of pulled tiers
   bool shares_replicas;                // whether ranks read replicas of their neighbours
   RowType wire;                        // how fp32 rows and gradients are sent
+  uint32_t collection;                 // its number, the same on all ranks
   Transport transport;
 };
 
@@ -70,13 +72,19 @@ class Exchange {
   // [kNumSent][W] bytes sent since the last reset, and the number of exchanges.
   std::vector<int64_t> sent_bytes;
   int64_t num_exchanges = 0;
+  // Per rank: number of its last meeting, what it was for, its collection, as it last told this rank.
+  std::vector<int64_t> meetings() const;
 
  private:
   static constexpr int kCounts = 3;  // per table, see shapes_of
   static constexpr int64_t kSmallBytes = 64 << 10;  // not worth waking other threads
   // In the place of a count: the requests of the last forward pass hold for this backward pass too.
   static constexpr uint32_t kAsBefore = UINT32_MAX;
-  enum Head { kPhase, kSequence, kCode, kCulprit, kWeighted, kWire, kHeadWidth };
+  // As oper/shmem/exchange.py packs them too. Heads are of whole kHeadUnit words, so that ranks which
+  // meet with different tables, or for different things, can tell: back ends end a process that is
+  // sent more than it expects.
+  enum Head { kPhase, kSequence, kCode, kCulprit, kWeighted, kWire, kCollection, kSpare, kHeadWidth };
+  static constexpr int64_t kHeadUnit = 256;
   static constexpr int kInRows = static_cast<int>(Meeting::kRefreshes) + 1, kNumInboxes = kInRows + 1;  // one per meeting
 
   // One array of a message: `unit` bytes for each of counts[count].

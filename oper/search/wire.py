@@ -18,7 +18,8 @@ from oper.tables import TableSpec
 from oper.traffic import ROW_WISE, SENT
 
 _KIND = {name: k for k, name in enumerate(SENT)}
-_HEAD_NUMBERS, _HEAD_NUMBERS_PER_PIECE = 6, 3  # uint32 each, of a header
+_HEAD_NUMBERS, _HEAD_NUMBERS_PER_PIECE = 8, 3  # uint32 each, of a header
+_HEAD_UNIT_BYTES = 1024  # of which it has whole ones
 
 
 class _Sizes:
@@ -68,7 +69,8 @@ class WireReplay:
         flat = [p for pieces in self._placed for p in pieces]
         self._needs = needs_across([p.directory for p in flat], domain_of)
         self._has_push = any(p.has_push for p in flat)
-        self._head_bytes = 4 * (_HEAD_NUMBERS + _HEAD_NUMBERS_PER_PIECE * len(flat))
+        head = 4 * (_HEAD_NUMBERS + _HEAD_NUMBERS_PER_PIECE * len(flat))
+        self._head_bytes = -(-head // _HEAD_UNIT_BYTES) * _HEAD_UNIT_BYTES
 
     def step(self, ranks: Sequence[RankBatch]) -> np.ndarray:
         """Bytes of one step on these batches, int64 [12, W, W] by kind (`SENT`), sender, receiver.

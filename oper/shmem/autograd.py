@@ -90,10 +90,11 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
                 tables: ShardedTables, batch: Lookup) -> torch.Tensor:
-        out, offsets = tables.forward(batch, collective=anchor.requires_grad)
+        with tables.turns.lock:  # no other thread updates the rows in between
+            ctx.rows = (tables.num_steps, tables.num_published)
+            out, offsets = tables.forward(batch, collective=anchor.requires_grad)
         ctx.call = (tables, batch, offsets, tables.frozen)
         ctx.versions = batch.versions()
-        ctx.rows = (tables.num_steps, tables.num_published)
         ctx.thread = threading.get_ident()
         return out
 
@@ -105,20 +106,25 @@ class _Lookup(torch.autograd.Function):
             _refuse_changes(batch, ctx.versions)
         weights = None
         if ctx.needs_input_grad[1]:
-            if (tables.num_steps, tables.num_published) != ctx.rows:
-                raise InvalidInputError(
-                    fail("cannot take the gradient of per-sample weights",
-                         "updates of the rows since the lookup",
-                         tables.num_steps - ctx.rows[0] + tables.num_published - ctx.rows[1],
-                         "0, since it is made of the rows",
-                         "take all gradients of a step in one backward pass"))
-            weights = tables.weight_gradient(grads[0], batch, offsets)
+            with tables.turns.lock:
+                _check_rows(tables, ctx.rows)
+                weights = tables.weight_gradient(grads[0], batch, offsets)
         if not (ctx.needs_input_grad[0]
                 and torch._C._will_engine_execute_node(ctx.next_functions[0][0])):
             return None, weights, None, None
         tables.collected.add(torch._C._current_graph_task_id(),
                              tables.passed(grads[0], batch, offsets, frozen), ctx.thread)
         return tables.anchor.detach(), weights, None, None
+
+
+def _check_rows(tables: ShardedTables, rows: tuple[int, int]) -> None:
+    """Raise InvalidInputError unless the rows are as they were: `rows` = steps and publications."""
+    since = tables.num_steps - rows[0] + tables.num_published - rows[1]
+    if since:
+        raise InvalidInputError(
+            fail("cannot take the gradient of per-sample weights",
+                 "updates of the rows since the lookup", since, "0, since it is made of the rows",
+                 "take all gradients of a step in one backward pass"))
 
 
 def _refuse_changes(batch: Lookup, versions: tuple[int, int]) -> None:

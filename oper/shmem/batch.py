@@ -172,19 +172,23 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
         outbox_bytes: size of a rank's outbox.
         failed: the batch that was looked up, unless the call had none.
     """
+    peer: PeerLostError | DeadlineError | None = None
     if code == 1:
-        raise PeerLostError(
+        peer = PeerLostError(
             fail("a peer process has ended", "rank", detail, "all ranks alive",
                  "look at that rank's log and start all ranks again"))
     if code == 6:
-        raise PeerLostError(
+        peer = PeerLostError(
             fail("a peer has given up this exchange", "rank", detail, "no error on any rank",
                  "look at that rank's error and start all ranks again"))
     if code == 2:
-        raise DeadlineError(
+        peer = DeadlineError(
             fail("a peer did not arrive at the gradient exchange", "rank", detail,
                  f"arrival within {DEADLINE_ENV}={deadline_s():g} s",
                  "every rank must run the same number of training steps; look at that rank"))
+    if peer is not None:
+        peer.rank = detail
+        raise peer
     if code == 3:
         raise OperError(
             fail("the gradients of a batch do not fit the outbox", OUTBOX_ENV,

@@ -25,6 +25,7 @@ import torch
 from oper.directory import TableDirectory, needs_across
 from oper.shmem.arena import nearest_replica
 from oper.shmem.batch import raise_status
+from oper.shmem.desync import STATE_ACCESS, Spot
 from oper.shmem.device_batch import Prepared, key_ranges, unsigned
 from oper.shmem.exchange import Exchange, wire_format
 from oper.traffic import SENT
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from oper.shmem.device_tables import DeviceTables
 
 _UNIT = 16  # kStagingUnit in csrc/cuda/device.h
-_HEAD = 6  # words before the counts: phase, sequence, code, culprit, weighted, wire
+# Words before the counts: phase, sequence, code, culprit, weighted, wire, collection, none. Heads
+# are of whole units, see csrc/host/exchange.h.
+_HEAD, _HEAD_UNIT = 8, 256
 _COUNTS = 3  # per table, of which one is used here
 _OUTBOX = struct.Struct("<4q")  # OutboxHeader in csrc/cuda/device.h
 _WIRES = (torch.float32, torch.float16, torch.bfloat16)
@@ -99,6 +102,7 @@ class DeviceExchange(Exchange):
 
     def __init__(self, group: Any, domain_of: Sequence[int], device: torch.device) -> None:
         super().__init__(group, domain_of)
+        self._heads: list[list[int]] = []  # of a meeting to which not all have come
         self._device = device
         self.far = [r for r in range(group.world_size) if r not in self.members]
         self._size = group.world_size
@@ -152,6 +156,9 @@ class DeviceExchange(Exchange):
         self._pulled = self._list_stretches(with_pushed=False)
         self._read = self._list_stretches(with_pushed=True)
 
+    def _meetings(self) -> tuple[list[Spot], list[int]]:
+        return [Spot(h[6], h[0]) for h in self._heads], [h[1] for h in self._heads]
+
     def _list_stretches(self, with_pushed: bool) -> _Stretches:
         near = np.isin(np.arange(self._size), self.members)
         found = [(x.owner, x.table, x.begin, x.end, x.base) for x in key_ranges(self._of_key)
@@ -174,22 +181,24 @@ class DeviceExchange(Exchange):
             OperError: what this rank's kernels have found, or another rank's error.
         """
         if self._failed is not None:
-            raise_status(*self._failed, self._tables.arenas.outbox_bytes, None)
+            raise_status(*self.check(*self._failed), self._tables.arenas.outbox_bytes, None)
         code, culprit, _ = self._tables.found_error()
         self._sequence += 1
-        width = _HEAD + counts.shape[1] * _COUNTS
+        end = _HEAD + counts.shape[1] * _COUNTS
+        width = -(-end // _HEAD_UNIT) * _HEAD_UNIT
         heads = np.zeros((self._size, width), np.uint32)
-        heads[:, :_HEAD] = (what, self._sequence, code, culprit & 0xFFFFFFFF, weighted, self._wire)
-        heads[:, _HEAD::_COUNTS] = counts
+        heads[:, :_HEAD] = (what, self._sequence, code, culprit & 0xFFFFFFFF, weighted, self._wire,
+                            self.collection, 0)
+        heads[:, _HEAD:end:_COUNTS] = counts
         theirs = np.zeros_like(heads)
         each = [4 * width] * self._size
         self._guarded(torch.from_numpy(heads.view(np.uint8).reshape(-1)), each,
-                      torch.from_numpy(theirs.view(np.uint8).reshape(-1)), each)
+                      torch.from_numpy(theirs.view(np.uint8).reshape(-1)), each, what)
         self.sent[SENT.index("headers"), self.far] += 4 * width
         if code:
             self._tables.synchronize()  # raises it
         self._look_for_errors(theirs, what)
-        return theirs[:, _HEAD::_COUNTS].astype(np.int64), [bool(x) for x in theirs[:, 4]]
+        return theirs[:, _HEAD:end:_COUNTS].astype(np.int64), [bool(x) for x in theirs[:, 4]]
 
     def _look_for_errors(self, heads: np.ndarray, what: Meeting) -> None:
         found = None
@@ -201,8 +210,9 @@ class DeviceExchange(Exchange):
             if code not in (1, 2, 6):  # the one that all the others speak of
                 break
         if found is None:
-            ahead = [r for r in range(self._size) if tuple(heads[r, [0, 1, 5]]) != (
-                what, self._sequence, self._wire)]
+            ahead = [r for r in range(self._size) if tuple(heads[r, [0, 1, 5, 6]]) != (
+                what, self._sequence, self._wire, self.collection)]
+            self._heads = heads.tolist()
             found = (8, ahead[0]) if ahead else None
         if found is not None:
             self._failed = found
@@ -493,11 +503,11 @@ class DeviceExchange(Exchange):
 
     # ---- rows by slot ----------------------------------------------------------------------------
 
-    def fetch(self, wanted: Any, serve: Callable[[str, int], torch.Tensor]
-              ) -> dict[int, torch.Tensor]:
+    def fetch(self, wanted: Any, serve: Callable[[str, int], torch.Tensor],
+              phase: int = STATE_ACCESS) -> dict[int, torch.Tensor]:
         """As `Exchange.fetch`; the rows come to host memory."""
         rows: Any = lambda part, piece: _OnHost(serve(part, piece))  # noqa: E731
-        return super().fetch(wanted, rows)
+        return super().fetch(wanted, rows, phase)
 
 
 class _OnHost:

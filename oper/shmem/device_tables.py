@@ -67,6 +67,7 @@ class DeviceTables(ShardedTables):
                     "_keys", "_counters")
     _exchange: DeviceExchange | None
     lookups_at_once = False  # they share workspaces
+    is_watched = False
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
@@ -192,7 +193,7 @@ class DeviceTables(ShardedTables):
         self._meet()
         self.synchronize()
         if self._exchange is not None:
-            self._exchange.barrier()
+            self._exchange.barrier(self.phase)
         if self.group.is_local:
             self.group.all_gather(None)
 

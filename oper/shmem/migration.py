@@ -22,6 +22,7 @@ from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import key_bounds
+from oper.shmem.desync import MIGRATION, phase_of
 from oper.shmem.optimizers import STATE_PARTS
 from oper.shmem.table_rows import put_rows
 from oper.tables import format_bytes
@@ -144,6 +145,10 @@ class Migration:
         self._touched = {}
 
     def advance(self) -> bool:
+        with phase_of(self._source, MIGRATION):
+            return self._advance()
+
+    def _advance(self) -> bool:
         """Bring copied rows up to date, copy more, or switch when all is there. Collective.
 
         Returns:

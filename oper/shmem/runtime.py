@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from oper.directory import TableDirectory
@@ -32,27 +31,24 @@ from oper.shmem.batch import (
 from oper.shmem.by_feature import Backward, BoundsCheck, as_one
 from oper.shmem.clipping import GradientClamp
 from oper.shmem.compiled import lookup_in_graph, register
+from oper.shmem.desync import MIGRATION, blame_peers, in_phase, register_of
 from oper.shmem.domains import DomainGroup, find_domains
 from oper.shmem.exchange import Exchange
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
 from oper.shmem.kernel_arguments import KernelArguments
 from oper.shmem.library import load
+from oper.shmem.measured import MeasuredTables
 from oper.shmem.migration import Migration, check_room
 from oper.shmem.optimizers import STATE_PARTS, Optimizer, check_supported
 from oper.shmem.outbox import reserved_bytes
 from oper.shmem.pull import PullCosts, choose_pull
 from oper.shmem.rounding import rounding_key
 from oper.shmem.settings import deadline_s
-from oper.shmem.table_rows import LogicalRows
 from oper.shmem.turns import Turns, backward_in_turn, forward_in_turn, in_turn
-from oper.traffic import SENT, Traffic
-
-# As csrc/host/context.h numbers them.
-PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
 
 
-class ShardedTables(LogicalRows):
+class ShardedTables(MeasuredTables):
     """The tables of one collection, placed by a plan and shared by a group of ranks.
 
     Args:
@@ -73,6 +69,7 @@ class ShardedTables(LogicalRows):
 
     pull: bool | PullCosts = False  # see `choose_pull`
     lookups_at_once = True  # those without gradients, see `Turns`
+    is_watched = True  # ranks of a domain meet at a barrier that tells where they are
     # What a plan decides; the rest stays when the plan changes.
     _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
                                      "_layout", "_heap", "_handle", "_addresses", "_exchange")
@@ -108,6 +105,7 @@ class ShardedTables(LogicalRows):
         check_supported(tables, self.optimizers)
         self.specs = {t.name: t for t in tables}
         self.turns = Turns(group.world_size)
+        self.collection = register_of(group).add(self)
         self.directories = [TableDirectory(t, group.world_size, piece)
                             for t in plan.tables for piece in range(len(t.pieces))]
         self._table_of = [d.table.name for d in self.directories]
@@ -125,6 +123,8 @@ class ShardedTables(LogicalRows):
         self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         domains = find_domains(group)
         self._exchange = self._open_exchange(domains) if len(set(domains)) > 1 else None
+        if self._exchange is not None:
+            self._exchange.collection = self.collection
         self._heap: HostHeap | None = None
         near = self._open_heap()
         self._handle = self._create_context(near)
@@ -408,22 +408,19 @@ class ShardedTables(LogicalRows):
                                   self._table_of)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
-        if self._exchange is not None:
-            code, detail = self._exchange.check(code, detail)
+        code, detail = blame_peers(self, code, detail)
         raise_status(code, detail, self._layout.outbox_bytes,
                      FailedBatch(batch, offsets, self.features, self.specs))
 
     @in_turn
     def barrier(self) -> None:
-        """Wait for all ranks; raises PeerLostError or DeadlineError."""
+        """Wait for all ranks; raises PeerLostError, DeadlineError or DesyncError."""
         self._check_process()
-        code, detail = torch.ops.oper.context_barrier(self._handle)
-        if code and self._exchange is not None:
-            code, detail = self._exchange.check(code, detail)
+        code, detail = torch.ops.oper.context_barrier(self._handle, self.phase)
         if code:
-            raise_status(code, detail, self._layout.outbox_bytes, None)
+            blame_peers(self, code, detail)
         if self._exchange is not None:
-            self._exchange.barrier()
+            self._exchange.barrier(self.phase)
 
     def _check_process(self) -> None:
         """A forked child writes to its parent's rows and would take its place in barriers."""
@@ -434,39 +431,6 @@ class ShardedTables(LogicalRows):
                 fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
                      f"process {self._process}, which made them",
                      "look up under torch.no_grad(), or shard a model in the child"))
-
-    def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
-        """Bytes that this rank has sent to other memory domains, by kind and receiver.
-
-        Args:
-            reset: start again from 0.
-
-        Returns:
-            int [W] for each kind of `oper.traffic.SENT`; empty in a single domain.
-        """
-        _, *flat = torch.ops.oper.context_sent_bytes(self._handle, reset) or [0]
-        size = self.group.world_size
-        return {kind: flat[k * size:(k + 1) * size] for k, kind in enumerate(SENT)} if flat else {}
-
-    def phase_ns(self) -> dict[str, int]:
-        """Nanoseconds of the last forward and backward pass of this rank, by phase."""
-        return dict(zip(PHASES, torch.ops.oper.context_phases(self._handle), strict=True))
-
-    def traffic(self, reset: bool = False) -> Traffic:
-        """What this rank has read since it was built, or since the last reset: rows, ids, sums and
-        gradients by table and by the rank whose memory they came from. Counting never stops; call
-        this between batches. Not collective.
-
-        Args:
-            reset: start again from zero.
-        """
-        if self._heap is None:
-            self._refuse()
-        pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
-        empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
-        forward, backward, *counts = torch.ops.oper.context_traffic(self._handle, reset)
-        return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
-                       num_forward=forward, num_backward=backward)
 
     # ---- another plan ----------------------------------------------------------------------------
 
@@ -479,6 +443,7 @@ class ShardedTables(LogicalRows):
         self.finish_migration()
 
     @in_turn
+    @in_phase(MIGRATION)
     def start_migration(self, plan: Plan, bytes_per_step: int | None = None) -> None:
         """Begin to move rows, replicas and optimizer states to another plan. Collective.
 

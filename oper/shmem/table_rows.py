@@ -11,6 +11,7 @@ import torch
 from oper.directory import TableDirectory, TierLayout
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
 from oper.shmem.arena import ROW_TYPES, ArenaLayout
+from oper.shmem.desync import STATE_ACCESS
 from oper.shmem.exchange import Exchange, Wanted
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
@@ -39,6 +40,8 @@ class LogicalRows:
 
     device = torch.device("cpu")
     optimizers: Mapping[str, Optimizer] | None = None  # by table; None = read-only tables
+    name = ""  # of the collection in its model, e.g. a module's path; for errors
+    phase = STATE_ACCESS  # what `barrier` is called for at present
     num_published = 0  # how often rows were written but by training
     specs: dict[str, TableSpec]
     directories: list[TableDirectory]
@@ -175,7 +178,7 @@ class LogicalRows:
         """
         rounds = len(work)
         if self._exchange is not None:
-            rounds = max(self.group.all_gather(rounds))
+            rounds = max(self.all_gather(rounds))
         for x in work:
             body(x)
         for _ in range(len(work), rounds):
@@ -235,7 +238,8 @@ class LogicalRows:
         if self._exchange is None:
             return {}
         rank = self.group.rank
-        return self._exchange.fetch(wanted, lambda part, piece: self.view(part, piece, rank))
+        return self._exchange.fetch(wanted, lambda part, piece: self.view(part, piece, rank),
+                                    self.phase)
 
     def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows",
               column: int = 0) -> None:

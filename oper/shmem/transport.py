@@ -6,21 +6,28 @@ import contextlib
 import time
 import weakref
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from oper.errors import DeadlineError, PeerLostError, fail
+from oper.errors import OperError, PeerLostError, fail
+from oper.shmem.desync import LATE, Spot, Verdict, raise_verdict
 from oper.shmem.group import Group, ProcessGroup, ThreadGroup
-from oper.shmem.settings import DEADLINE_ENV, deadline_s
-from oper.shmem.watch import Loss, Watch
+from oper.shmem.settings import deadline_s
+from oper.shmem.watch import Watch
 
 _SLICE = timedelta(milliseconds=200)  # how often a waiting rank looks whether its peers still live
 _NAMING_S = 3.0  # how long after an error of the back end the dead peer is looked for
 
 
 class Transport(Protocol):
-    """One all-to-all exchange of bytes at a time."""
+    """One all-to-all exchange of bytes at a time.
+
+    Attributes:
+        spot: what the next exchange is for; whoever calls it sets it.
+    """
+
+    spot: Spot
 
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
@@ -32,19 +39,21 @@ class Transport(Protocol):
                 another must be what that one sends to it.
 
         Raises:
-            PeerLostError: a peer has ended or given up; names it.
-            DeadlineError: a peer did not come in time; names it.
+            PeerLostError: a peer has ended or given up; names it, and all peers are told.
+            DeadlineError: a peer did not come in time; likewise.
         """
 
-    def blame(self, kind: int, rank: int) -> tuple[int, int]:
-        """The status code and rank behind a failure that looked like `kind` of `rank`."""
+    def blame(self, verdict: Verdict) -> Verdict:
+        """What is behind a failure that looked like `verdict`."""
 
-    def give_up(self, kind: int, rank: int) -> None:
+    def give_up(self, verdict: Verdict) -> None:
         """Tell the others that this rank takes no part any more, and whom it blames."""
 
 
 class ThreadTransport:
     """Between virtual ranks."""
+
+    spot = Spot(0, 0)
 
     def __init__(self, group: ThreadGroup) -> None:
         self._group = group
@@ -64,10 +73,10 @@ class ThreadTransport:
             torch.cuda.synchronize(recv.device)
         group.all_gather(None)  # senders may reuse their buffers
 
-    def blame(self, kind: int, rank: int) -> tuple[int, int]:
-        return kind, rank
+    def blame(self, verdict: Verdict) -> Verdict:
+        return verdict
 
-    def give_up(self, kind: int, rank: int) -> None:
+    def give_up(self, verdict: Verdict) -> None:
         pass
 
 
@@ -81,6 +90,8 @@ class CollectiveTransport:
         import torch.distributed as dist
 
         self._dist = dist
+        self._whole = group
+        self.spot = Spot(0, 0)
         self._deadline_s = deadline_s()
         parent = group.process_group or dist.group.WORLD
         self._device = _device_of(dist.get_backend(parent))
@@ -95,7 +106,18 @@ class CollectiveTransport:
 
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
-        self._watch.count += 1
+        watch = self._watch
+        if watch.loss is not None:  # what was left half done would be taken for this exchange
+            self._fail(watch.loss, "earlier")
+        watch.count += 1
+        watch.spot, watch.is_inside = self.spot, True
+        try:
+            self._exchange(send, send_bytes, recv, recv_bytes)
+        finally:
+            watch.is_inside = False
+
+    def _exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
+                  recv_bytes: list[int]) -> None:
         there, back = self._on_device(0, send), self._on_device(1, recv)
         if there is not send:
             there.copy_(send)
@@ -103,9 +125,16 @@ class CollectiveTransport:
             work = self._dist.all_to_all_single(back, there, recv_bytes, send_bytes, self._group,
                                                 async_op=True)
             self._wait(work)
+        except OperError:
+            raise
         except RuntimeError as error:
             loss = self._watch.wait_for_loss(_NAMING_S)
-            raise _lost(loss, str(error)) from error
+            text = str(error).strip().partition("\n")[0]
+            if loss is None:
+                raise PeerLostError(
+                    fail("an exchange between memory domains has failed", "rank", "unknown",
+                         "all ranks alive", f"look at the other ranks' logs ({text})")) from error
+            self._fail(loss, text, error)
         if back is not recv:
             recv.copy_(back)
 
@@ -128,21 +157,26 @@ class CollectiveTransport:
                 work.wait()  # raises what the collective has met
                 return
             if self._watch.loss is not None:
-                raise _lost(self._watch.loss, "it will not take part")
+                self._fail(self._watch.loss, "it will not take part")
             if time.monotonic() - start > self._deadline_s:
-                late = self._watch.behind()
-                raise _late(late[0] if late else None,
-                            f"arrival within {DEADLINE_ENV}={self._deadline_s:g} s")
+                self._fail(self._watch.behind(self._whole.rank))
 
-    def blame(self, kind: int, rank: int) -> tuple[int, int]:
-        if kind == 2 and self._watch.loss is None:
-            late = self._watch.behind()
-            return kind, late[0] if late else rank
-        loss = self._watch.wait_for_loss(_SLICE.total_seconds())
-        return (loss.kind, loss.rank) if loss else (kind, rank)
+    def _fail(self, verdict: Verdict, detail: str = "", cause: BaseException | None = None
+              ) -> NoReturn:
+        """Raise a verdict, of which all peers are told."""
+        self.give_up(verdict)
+        try:
+            raise_verdict(verdict, self._whole, detail=detail)
+        except OperError as error:
+            raise error from cause
 
-    def give_up(self, kind: int, rank: int) -> None:
-        self._watch.give_up(Loss(rank, kind))
+    def blame(self, verdict: Verdict) -> Verdict:
+        if verdict.code == LATE and self._watch.loss is None:
+            return self._watch.behind(verdict.rank)
+        return self._watch.wait_for_loss(_SLICE.total_seconds()) or verdict
+
+    def give_up(self, verdict: Verdict) -> None:
+        self._watch.give_up(verdict)
 
 
 _TRANSPORTS: weakref.WeakKeyDictionary[Any, CollectiveTransport] = weakref.WeakKeyDictionary()
@@ -173,24 +207,3 @@ def _device_of(backend: str) -> torch.device:
     if "gloo" in backend or "mpi" in backend or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _late(rank: int | None, expected: str) -> DeadlineError:
-    error = DeadlineError(
-        fail("a peer did not arrive at an exchange between memory domains", "rank",
-             "unknown" if rank is None else rank, expected,
-             "every rank must run the same lookups and steps; look at that rank"))
-    error.rank = rank
-    return error
-
-
-def _lost(loss: Loss | None, detail: str) -> PeerLostError | DeadlineError:
-    if loss is not None and loss.kind == 2:
-        return _late(loss.rank, "all ranks in every exchange")
-    what = ("a peer process has ended" if loss is None or loss.kind == 1
-            else "a peer has given up this exchange")
-    error = PeerLostError(
-        fail(what, "rank", loss.rank if loss else "unknown", "all ranks alive",
-             f"look at that rank's log and start all ranks again ({detail})"))
-    error.rank = loss.rank if loss else None
-    return error

@@ -15,9 +15,9 @@ import selectors
 import socket
 import struct
 import threading
-from dataclasses import dataclass
 
 from oper.errors import OperError, fail
+from oper.shmem.desync import GAVE_UP, LATE, LOST, Spot, Verdict, outnumbered, register_of
 from oper.shmem.group import Group
 
 _CONNECT_S = 60.0
@@ -26,19 +26,7 @@ _HELLO = struct.Struct("<32sq")
 _ASK, _TELL, _GAVE_UP = b"ask?", b"tell", b"gave"
 _ANSWER_S = 1.0
 _SIOCGIFADDR = 0x8915
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """A peer that will not take part any more.
-
-    Attributes:
-        rank: the one to blame.
-        kind: status code as of the kernels: 1 it has ended, 2 it came too late, 6 it gave up.
-    """
-
-    rank: int
-    kind: int
+_WAITS = 1 << 40  # beside a packed spot
 
 
 class Watch:
@@ -46,15 +34,19 @@ class Watch:
 
     Attributes:
         count: exchanges that this rank has begun; the owner of the watch counts.
-        loss: the first peer that was lost, or None.
+        spot: where the last one was.
+        is_inside: whether it is under way.
+        loss: the first verdict on a rank that takes no part any more, or None.
     """
 
     def __init__(self, group: Group) -> None:
         self.count = 0
-        self.loss: Loss | None = None
+        self.spot = Spot(0, 0)
+        self.is_inside = False
+        self.loss: Verdict | None = None
         self._group = group
         self._peers: dict[int, socket.socket] = {}
-        self._told: dict[int, int] = {}
+        self._told: dict[int, tuple[int, Spot, bool]] = {}
         self._changed = threading.Condition()
         self._connect()
         self._thread = threading.Thread(target=self._listen, name="oper-watch", daemon=True)
@@ -116,19 +108,28 @@ class Watch:
         try:
             what, a, b = _MESSAGE.unpack(_receive(peer, _MESSAGE.size))
         except (OSError, struct.error):
-            self._lose(Loss(rank, 1))
+            self._lose(Verdict(LOST, rank, self.spot))
             return False
         if what == _ASK:
-            self._say(rank, _TELL, self.count, 0)
+            spot, waits = self._place()
+            self._say(rank, _TELL, self.count, spot.pack() + _WAITS * waits)
         elif what == _GAVE_UP:
-            self._lose(Loss(int(a), int(b)))
+            self._lose(Verdict.unpack(int(a)) or Verdict(GAVE_UP, rank, self.spot))
         else:
             with self._changed:
-                self._told[rank] = int(a)
+                self._told[rank] = int(a), Spot.unpack(int(b)), bool(b & _WAITS)
                 self._changed.notify_all()
         return True
 
-    def _lose(self, loss: Loss) -> None:
+    def _place(self) -> tuple[Spot, bool]:
+        """Where this rank is, and whether it waits there: in an exchange, or within its memory
+        domain for a neighbour."""
+        if self.is_inside:
+            return self.spot, True
+        near = register_of(self._group).waits(self._group.rank)
+        return (self.spot, False) if near is None else (near, True)
+
+    def _lose(self, loss: Verdict) -> None:
         with self._changed:
             self.loss = self.loss or loss
             self._changed.notify_all()
@@ -139,28 +140,38 @@ class Watch:
 
     # ---- asking ----------------------------------------------------------------------------------
 
-    def wait_for_loss(self, seconds: float) -> Loss | None:
+    def wait_for_loss(self, seconds: float) -> Verdict | None:
         """The first lost peer, as soon as there is one."""
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, seconds)
             return self.loss
 
-    def behind(self) -> list[int]:
-        """Peers that have begun fewer exchanges than this rank, or do not answer; those first that
-        do not: the others may be waiting for them within their memory domain."""
+    def behind(self, missed: int) -> Verdict:
+        """Who is behind, by what all peers say: one that does not answer, else one that has begun
+        fewer exchanges than this rank and waits for nobody within its memory domain, else one that
+        is elsewhere than most; `missed` where none is."""
         with self._changed:
             self._told.clear()
         for rank in self._peers:
             self._say(rank, _ASK, 0, 0)
         with self._changed:
             self._changed.wait_for(lambda: len(self._told) == len(self._peers), _ANSWER_S)
-            late = [r for r in self._peers if self._told.get(r, -1) < self.count]
-            return sorted(late, key=lambda r: (r in self._told, r))
+            told = dict(self._told)
+        told[self._group.rank] = self.count, *self._place()
+        ranks = sorted(told)
+        waited = [told[r][1] for r in ranks if told[r][2]] or [self.spot]
+        common = outnumbered(LATE, waited, 0).spot
+        silent = [r for r in self._peers if r not in told]
+        late = sorted((r for r in ranks if told[r][0] < self.count),
+                      key=lambda r: (told[r][2], told[r][0], r))
+        if silent or late:
+            return Verdict(LATE, min(silent) if silent else late[0], common)
+        return outnumbered(LATE, [told[r][1] for r in ranks], missed)
 
-    def give_up(self, loss: Loss) -> None:
+    def give_up(self, verdict: Verdict) -> None:
         """Tell all peers that this rank will not take part any more, and who is to blame."""
         for rank in self._peers:
-            self._say(rank, _GAVE_UP, loss.rank, loss.kind)
+            self._say(rank, _GAVE_UP, verdict.pack(), 0)
 
 
 def _receive(peer: socket.socket, num_bytes: int) -> bytes:

@@ -19,6 +19,7 @@ from oper.errors import PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.arena import KernelMaps
 from oper.shmem.batch import Lookup
+from oper.shmem.desync import Spot, Verdict
 from oper.shmem.group import ThreadGroup
 from oper.shmem.optimizers import RowWiseAdagrad
 from oper.shmem.runtime import ShardedTables
@@ -52,6 +53,8 @@ def _batch(rank: int) -> Lookup:
 class _Recorder:
     """Passes messages on to `inner` and keeps what rank 1 has sent."""
 
+    spot = Spot(0, 0)
+
     def __init__(self, inner: Any) -> None:
         self._inner, self.kept = inner, b""
 
@@ -63,6 +66,8 @@ class _Recorder:
 
 class _Player:
     """Gives `data` as rank 1's messages. Where it ends, rank 1 has ended: no message comes."""
+
+    spot = Spot(0, 0)
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -77,10 +82,10 @@ class _Player:
         if part:
             recv[back[0]:] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
 
-    def blame(self, kind: int, rank: int) -> tuple[int, int]:
-        return kind, rank
+    def blame(self, verdict: Verdict) -> Verdict:
+        return verdict
 
-    def give_up(self, kind: int, rank: int) -> None:
+    def give_up(self, verdict: Verdict) -> None:
         pass
 
 

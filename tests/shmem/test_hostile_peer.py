@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from oper.errors import OperError
+from oper.shmem.desync import Spot, Verdict
 from oper.shmem.exchange import _served
 from oper.shmem.group import ThreadGroup
 from tests.runtime_support import (
@@ -30,6 +31,8 @@ ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
 class Hostile:
     """A transport whose n-th message is not what the kernels have written."""
 
+    spot = Spot(0, 0)
+
     def __init__(self, inner: Any, at: int, words: dict[int, int] | None) -> None:
         self._inner, self._at, self._words = inner, at, words
         self.calls = 0
@@ -46,10 +49,10 @@ class Hostile:
                 numbers[place % words] = value
         self._inner.exchange(send, *sizes)
 
-    def blame(self, kind: int, rank: int) -> tuple[int, int]:
-        return kind, rank
+    def blame(self, verdict: Verdict) -> Verdict:
+        return verdict
 
-    def give_up(self, kind: int, rank: int) -> None:
+    def give_up(self, verdict: Verdict) -> None:
         pass
 
 

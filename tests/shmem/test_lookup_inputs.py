@@ -179,10 +179,12 @@ def test_forward_without_gradient_is_not_collective() -> None:
 def test_a_missing_rank_ends_in_a_deadline_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPER_DEADLINE_S", "1")
     plan = uniform_plan(TABLES, 2)
+    kept = []
 
     def body(group) -> str:
         tables = open_tables(CASE, plan, group, SGD(lr=0.1))
         if group.rank == 1:
+            kept.append(tables)  # which would close when nobody refers to them
             return ""
         out = tables.lookup(make_batch(CASE, 0, 4).lookup(CASE))
         start = time.monotonic()

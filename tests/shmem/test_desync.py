@@ -1,0 +1,236 @@
+"""Ranks that make different calls: all of them name the same rank, collection and phase."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import oper
+from oper.errors import DeadlineError, DesyncError, OperError, PeerLostError
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.shmem.desync import LATE, Spot, Verdict, outnumbered
+from oper.shmem.runtime import ShardedTables
+from oper.tables import TableSpec
+from tests.faults.pauses import timed
+from tests.world_support import run_world
+
+DEADLINE_S = 1.5
+ENV = {"OPER_DEADLINE_S": str(DEADLINE_S)}
+Found = dict[str, Any]
+
+
+class Model(nn.Module):
+    """Two collections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.EmbeddingBag(60, 4, mode="sum")
+        self.items = nn.EmbeddingBag(40, 8, mode="sum")
+
+
+def _plan(world_size: int, mode: str) -> Plan:
+    ranks = tuple(range(world_size))
+    tables = [TableSpec("users", 60, 4, ("users",), "sum", optimizer="sgd"),
+              TableSpec("items", 40, 8, ("items",), "sum", optimizer="sgd")]
+    return Plan(world_size, tuple(
+        TablePlan(t, (Piece(0, t.dim, (Tier(0, t.num_rows, "striped", ranks, mode=mode),)),))
+        for t in tables))
+
+
+def _open(rank: int, world_size: int, labels: str, mode: str = "pull") -> Model:
+    if labels:
+        os.environ["OPER_DOMAIN"] = labels[rank]
+    model = oper.shard(Model(), plan=_plan(world_size, mode), optimizer=oper.SGD(lr=0.1))
+    for name in ("users", "items"):  # warm, and all together
+        _step(model, name)
+    return model
+
+
+def _step(model: Model, name: str) -> None:
+    getattr(model, name)(torch.arange(20).reshape(5, 4)).sum().backward()
+
+
+def _told(call: Any) -> Found:
+    """What an error says, and how long it took to come."""
+    begin = time.monotonic()
+    try:
+        call()
+    except OperError as error:
+        return {"kind": type(error).__name__, "text": str(error),
+                "rank": getattr(error, "rank", None), "time": time.monotonic() - begin}
+    return {"kind": "", "text": "", "rank": None, "time": time.monotonic() - begin}
+
+
+def _check(found: list[Found], kind: type[OperError], rank: int, meeting: str) -> None:
+    """All ranks say the same."""
+    for who, one in enumerate(found):
+        assert one["kind"] == kind.__name__, (who, one)
+        assert one["rank"] == rank and f"rank={rank}," in one["text"], (who, one)
+        assert f"the {meeting}" in one["text"], (who, one)
+        assert ("this rank" in one["text"]) == (who == rank), (who, one)
+
+
+# ---- a rank skips a step -------------------------------------------------------------------------
+
+
+def _skip(rank: int, world_size: int, labels: str, mode: str, alone: bool) -> Found:
+    """Rank 1 leaves a step out, is elsewhere until the others have given up, and goes on. `alone`:
+    the others' process ends meanwhile."""
+    model = _open(rank, world_size, labels, mode)
+
+    def go_on() -> None:
+        for _ in range(3):
+            _step(model, "users")
+            _step(model, "items")
+
+    if rank == 1:
+        _step(model, "users")
+        time.sleep(2.5 * DEADLINE_S)
+    found = _told(go_on)
+    if not alone:  # what ends is a dead rank, which says less than one that waits
+        time.sleep(3 * DEADLINE_S if rank != 1 else 0)
+    return found
+
+
+@pytest.mark.parametrize("world_size, alone", [(2, False), (2, True), (3, False)])
+@timed
+def test_a_rank_that_skips_a_step(world_size: int, alone: bool) -> None:
+    found = run_world(world_size, _skip, "", "pull", alone, env=ENV)
+    _check(found, DeadlineError, 1, "gradient exchange of collection 'items' (tables items)")
+    assert found[0]["time"] < DEADLINE_S + 2
+
+
+@timed
+def test_a_rank_that_skips_a_lookup_that_owners_pool() -> None:
+    found = run_world(2, _skip, "", "push", False, env=ENV)
+    _check(found, DeadlineError, 1, "forward lookup of collection 'items' (tables items)")
+
+
+@pytest.mark.parametrize("labels", ["ab", "aab", "aba"])
+@timed
+def test_a_rank_of_another_domain_that_skips_a_step(labels: str) -> None:
+    found = run_world(len(labels), _skip, labels, "pull", False, env=ENV)
+    _check(found, DeadlineError, 1, "forward lookup of collection 'items' (tables items)")
+
+
+# ---- another order -------------------------------------------------------------------------------
+
+
+def _order(rank: int, world_size: int, labels: str) -> Found:
+    model = _open(rank, world_size, labels)
+    names = ("items", "users") if rank == 1 else ("users", "items")
+    outs = [getattr(model, name)(torch.arange(20).reshape(5, 4)).sum()
+            for name in (names if labels else ("users", "items"))]
+    found = _told(lambda: [out.backward() for out in (
+        outs if labels or rank != 1 else reversed(outs))])
+    time.sleep(2 * DEADLINE_S)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@timed
+def test_a_rank_that_runs_collections_in_another_order(world_size: int) -> None:
+    found = run_world(world_size, _order, "", env=ENV)
+    _check(found, DeadlineError, 1, "gradient exchange of collection 'users' (tables users)")
+    assert "it waits in the gradient exchange of collection 'items'" in found[0]["text"]
+
+
+def _order_far(rank: int, world_size: int, labels: str) -> Found:
+    model = _open(rank, world_size, labels)
+    names = ("items", "users") if rank == 1 else ("users", "items")
+    found = _told(lambda: [_step(model, name) for name in names])
+    time.sleep(2 * DEADLINE_S)
+    return found
+
+
+@pytest.mark.parametrize("labels", ["ab", "abc"])
+@timed
+def test_another_order_between_domains_is_noticed_at_once(labels: str) -> None:
+    found = run_world(len(labels), _order_far, labels, env={"OPER_DEADLINE_S": "60"})
+    _check(found, DesyncError, 1, "forward lookup of collection 'users' (tables users)")
+
+
+# ---- another phase -------------------------------------------------------------------------------
+
+
+def _phase(rank: int, world_size: int, labels: str) -> Found:
+    """Rank 1 saves while the others train."""
+    model = _open(rank, world_size, labels)
+    found = _told(lambda: model.state_dict() and model.users.tables.barrier()
+                  if rank == 1 else _step(model, "users"))
+    time.sleep(1)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@timed
+def test_a_rank_that_reads_while_the_others_train(world_size: int) -> None:
+    found = run_world(world_size, _phase, "", env={"OPER_DEADLINE_S": "60"})
+    _check(found, DesyncError, 1, "gradient exchange of collection 'users' (tables users)")
+    assert all(one["time"] < 5 for one in found), "nobody waits for the deadline"
+
+
+@pytest.mark.parametrize("labels, kind", [
+    ("ab", DesyncError), ("abb", DeadlineError)])  # rank 1 waits for its neighbour first
+@timed
+def test_a_rank_of_another_domain_that_reads_while_the_others_train(
+        labels: str, kind: type[OperError]) -> None:
+    found = run_world(len(labels), _phase, labels, env={"OPER_DEADLINE_S": "3"})
+    _check(found, kind, 1, "forward lookup of collection 'users' (tables users)")
+
+
+def _close(rank: int, world_size: int) -> Found:
+    model = _open(rank, world_size, "")
+    if rank == 1:
+        model.users.tables.close()
+        time.sleep(2)
+        return _told(lambda: None)
+    return _told(lambda: _step(model, "users"))
+
+
+@timed
+def test_a_rank_that_has_closed_is_not_waited_for() -> None:
+    waited, _ = run_world(2, _close, env={"OPER_DEADLINE_S": "60"})
+    assert waited["kind"] == PeerLostError.__name__ and waited["rank"] == 1
+    assert "has closed its tables" in waited["text"]
+    assert "gradient exchange of collection 'users'" in waited["text"] and waited["time"] < 5
+
+
+def _migrate(rank: int, world_size: int) -> Found:
+    model = _open(rank, world_size, "")
+    tables: ShardedTables = model.users.tables
+    plan = Plan(world_size, (_plan(world_size, "pull").tables[0],))
+    found = _told(lambda: tables.start_migration(plan) if rank == 0 else _step(model, "users"))
+    time.sleep(1)
+    return found
+
+
+@timed
+def test_a_rank_that_moves_tables_alone() -> None:
+    found = run_world(2, _migrate, env={"OPER_DEADLINE_S": "60"})
+    _check(found, DesyncError, 1, "migration of collection 'users' (tables users)")
+    assert "it was last seen in the gradient exchange" in found[0]["text"]
+
+
+# ---- the verdict ---------------------------------------------------------------------------------
+
+
+def test_verdicts_survive_their_words() -> None:
+    for verdict in (Verdict(2, 0, Spot(0, 0)), Verdict(12, 65535, Spot((1 << 24) - 1, 8))):
+        assert Verdict.unpack(verdict.pack()) == verdict
+        assert 0 < verdict.pack() < 1 << 63
+    assert Verdict.unpack(0) is None
+
+
+def test_the_many_are_right_and_of_as_many_the_lowest_rank() -> None:
+    a, b, c = Spot(1, 3), Spot(2, 3), Spot(1, 7)
+    assert outnumbered(LATE, [a, b], 0) == Verdict(LATE, 1, a)
+    assert outnumbered(LATE, [a, b, b], 0) == Verdict(LATE, 0, b)
+    assert outnumbered(LATE, [a, b, c], 0) == Verdict(LATE, 1, a)
+    assert outnumbered(LATE, [a, b, c], 0, [5, 5, 4]) == Verdict(LATE, 2, a)
+    assert outnumbered(LATE, [a, a], 1) == Verdict(LATE, 1, a)
