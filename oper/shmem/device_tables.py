@@ -27,6 +27,7 @@ from oper.shmem.device_heap import DeviceHeap
 from oper.shmem.device_requests import PushMessages
 from oper.shmem.device_traffic import DeviceCounters
 from oper.shmem.group import Group
+from oper.shmem.kernel_arguments import feature_rows
 from oper.shmem.optimizers import Optimizer
 from oper.shmem.runtime import ShardedTables
 from oper.shmem.settings import deadline_s, outbox_bytes
@@ -130,10 +131,11 @@ class DeviceTables(ShardedTables):
             outboxes = np.where(far, mirrors["outboxes"], outboxes)
             touched = np.where(far, mirrors["touched"], touched)
             squares = np.where(far, mirrors["squares"], squares)
+        features, self.output_columns = feature_rows(self)
         handle = int(torch.ops.oper.device_context_create(
             group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
             as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
-            self._feature_rows(), as_tensor(maps.refreshes),
+            features, as_tensor(maps.refreshes),
             as_tensor(touched), as_tensor(squares), as_tensor(outboxes), arenas.outbox_bytes,
             [as_tensor(h).to(self.device) for h in maps.heads], as_tensor(arenas.pads),
             int(deadline_s() * 1000),

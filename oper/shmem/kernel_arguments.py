@@ -1,14 +1,18 @@
-"""What the kernels are told of the tables' optimizers, kept from step to step."""
+"""What the kernels are told of the tables' features and optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oper.errors import PlanError, fail
 from oper.shmem.optimizers import Optimizer
 from oper.tables import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from oper.shmem.runtime import ShardedTables
 
 
 class KernelArguments:
@@ -55,3 +59,26 @@ class KernelArguments:
         if self._is_rounded:
             found[:, -1] = step
         return found
+
+
+def feature_rows(tables: ShardedTables) -> tuple[torch.Tensor, int]:
+    """Where the features' embeddings go.
+
+    Returns:
+        int64 [F, 4]: directory, output column, feature and first column of the piece, of every
+        column piece of every feature; and the number of output columns.
+
+    Raises:
+        PlanError: a feature of a table that the plan lacks.
+    """
+    column, features = 0, []
+    for number, (name, table) in enumerate(tables.features):
+        if table not in tables.specs:
+            raise PlanError(
+                fail("a feature names a table that the plan lacks", "feature, table",
+                     (name, table), f"one of {list(tables.specs)[:8]}", "plan for this model"))
+        for k in tables.pieces[table]:
+            start = tables.directories[k].column
+            features.append([k, column + start, number, start])
+        column += tables.specs[table].dim
+    return torch.tensor(features, dtype=torch.int64), column

@@ -19,6 +19,8 @@ class MeasuredTables(LogicalRows):
     """Base of `ShardedTables`: counters that its kernels keep."""
 
     _handle: int
+    num_steps: int  # backward passes that updated
+    _skipped: dict[str, int]  # by table, how many of them it sat out
 
     def _check_open(self) -> None:
         if self._heap is None:
@@ -56,3 +58,24 @@ class MeasuredTables(LogicalRows):
         forward, backward, *counts = torch.ops.oper.context_traffic(self._handle, reset)
         return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
                        num_forward=forward, num_backward=backward)
+
+    def memory_bytes(self) -> dict[str, list[int]]:
+        """Bytes of rows, replicas and optimizer states by kind of memory and rank, without the
+        outbox: ``{"device": [W], "host": [W]}``."""
+        return self._layout.memory_bytes(self.directories)
+
+    @property
+    def page_kind(self) -> str:
+        """Kind of the pages behind the rows in device memory."""
+        return self._heap.page_kind if self._heap else "closed"
+
+    def table_steps(self, table: str) -> int:
+        """Updates that a table has taken part in: the t of bias corrections."""
+        return self.num_steps - self._skipped[table]
+
+    def set_table_steps(self, table: str, steps: int) -> None:
+        """Let a table go on as after `steps` updates, as a loaded state demands."""
+        for name in self._skipped:  # the others keep their number
+            self._skipped[name] += steps - self.num_steps
+        self.num_steps = steps
+        self._skipped[table] = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
 import weakref
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from oper.directory import TableDirectory
-from oper.errors import InvalidInputError, OperError, PlanError, fail
+from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import Plan
 from oper.shmem.arena import ArenaLayout, KernelMaps
 from oper.shmem.autograd import CollectedPasses, trained_lookup
@@ -31,16 +30,17 @@ from oper.shmem.batch import (
 from oper.shmem.by_feature import Backward, BoundsCheck, as_one
 from oper.shmem.clipping import GradientClamp
 from oper.shmem.compiled import lookup_in_graph, register
+from oper.shmem.copying import copied
 from oper.shmem.desync import MIGRATION, blame_peers, in_phase, register_of
 from oper.shmem.domains import DomainGroup, find_domains
 from oper.shmem.exchange import Exchange
 from oper.shmem.group import Group
 from oper.shmem.heap import HostHeap
-from oper.shmem.kernel_arguments import KernelArguments
+from oper.shmem.kernel_arguments import KernelArguments, feature_rows
 from oper.shmem.library import load
 from oper.shmem.measured import MeasuredTables
 from oper.shmem.migration import Migration, check_room
-from oper.shmem.optimizers import STATE_PARTS, Optimizer, check_supported
+from oper.shmem.optimizers import Optimizer, check_supported
 from oper.shmem.outbox import reserved_bytes
 from oper.shmem.pull import PullCosts, choose_pull
 from oper.shmem.rounding import rounding_key
@@ -174,33 +174,17 @@ class ShardedTables(MeasuredTables):
         """Tables whose rows' gradients are clipped to a norm."""
         return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
 
-    def _feature_rows(self) -> torch.Tensor:
-        """int64 [F, 4]: directory, output column, feature and first column of the piece, of every
-        column piece of every feature."""
-        column = 0
-        features = []
-        for logical, (name, table) in enumerate(self.features):
-            if table not in self.specs:
-                raise PlanError(
-                    fail("a feature names a table that the plan lacks", "feature, table",
-                         (name, table), f"one of {list(self.specs)[:8]}", "plan for this model"))
-            for k in self.pieces[table]:
-                start = self.directories[k].column
-                features.append([k, column + start, logical, start])
-            column += self.specs[table].dim
-        self.output_columns = column
-        return torch.tensor(features, dtype=torch.int64)
-
     def _create_context(self, near: list[int]) -> int:
         heap, group = self._heap, self.group
         assert heap is not None
         maps = KernelMaps.build(self.directories, self._layout, self._addresses, group.rank)
         outboxes = [a + o for a, o in zip(self._addresses, self._layout.outbox, strict=True)]
         as_tensor = torch.from_numpy
+        features, self.output_columns = feature_rows(self)
         handle = int(torch.ops.oper.context_create(
             group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
             as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
-            self._feature_rows(), as_tensor(maps.refreshes),
+            features, as_tensor(maps.refreshes),
             as_tensor(maps.touched), as_tensor(maps.squares),
             torch.tensor(outboxes, dtype=torch.int64), self._layout.outbox_bytes,
             [as_tensor(h) for h in maps.heads]))
@@ -390,17 +374,6 @@ class ShardedTables(MeasuredTables):
             self._raise(code, detail, batch, offsets)
         return gradient
 
-    def table_steps(self, table: str) -> int:
-        """Updates that a table has taken part in: the t of bias corrections."""
-        return self.num_steps - self._skipped[table]
-
-    def set_table_steps(self, table: str, steps: int) -> None:
-        """Let a table go on as after `steps` updates, as a loaded state demands."""
-        for name in self._skipped:  # the others keep their number
-            self._skipped[name] += steps - self.num_steps
-        self.num_steps = steps
-        self._skipped[table] = 0
-
     def _optimizer_arguments(self, frozen: frozenset[str]) -> torch.Tensor:
         """float64 [T, 13], what every table's optimizer needs in the coming update, until the next
         call."""
@@ -538,16 +511,6 @@ class ShardedTables(MeasuredTables):
         self._heap.collapse([self._layout.used_bytes[r] for r in near], self.barrier)
         return self._heap.page_kind
 
-    def memory_bytes(self) -> dict[str, list[int]]:
-        """Bytes of rows, replicas and optimizer states by kind of memory and rank, without the
-        outbox: ``{"device": [W], "host": [W]}``."""
-        return self._layout.memory_bytes(self.directories)
-
-    @property
-    def page_kind(self) -> str:
-        """Kind of the pages behind the rows in device memory."""
-        return self._heap.page_kind if self._heap else "closed"
-
     @in_turn
     def close(self) -> None:
         """Release the arenas of this rank. Peers that still read keep the memory alive."""
@@ -565,23 +528,7 @@ class ShardedTables(MeasuredTables):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTables:
         """Tables of their own under the same plan: rows, states and steps as they are. Collective.
         """
-        self.barrier()  # peers may still be updating
-        other = memo[id(self)] = self.prepare(self.plan)
-        for name in ("num_steps", "frozen", "gradient_scale", "seed", "_rounding_keys",
-                     "_arguments"):
-            setattr(other, name, getattr(self, name))
-        other._skipped = dict(self._skipped)
-        other._pending = list(self._pending)
-        other.bounds = copy.deepcopy(self.bounds, memo)
-        other.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}
-                              for group in self.param_groups]
-        if self.pull is not False:
-            choose_pull(other, self.pull)
-        rank = self.group.rank
-        for k, d in enumerate(self.directories):
-            for part in ("rows", *(name for name, _ in STATE_PARTS[d.table.optimizer])):
-                other.view(part, k, rank).copy_(self.view(part, k, rank))
-        other.publish()
+        other = memo[id(self)] = copied(self, memo)
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
