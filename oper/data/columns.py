@@ -101,6 +101,8 @@ def _floats(column: Column, array: pa.Array) -> np.ndarray:
 def labels(column: Column, array: pa.Array) -> np.ndarray:
     """int8 [n], 0 or 1; raises MalformedError."""
     _require(array.null_count == 0, column)
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        array = array.cast(pa.binary())
     if column.parse == "binary" and not pa.types.is_binary(array.type):  # of a Parquet file
         _require(pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
                  or pa.types.is_boolean(array.type), column)
@@ -226,6 +228,8 @@ def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:
 
 def times(column: Column, array: pa.Array) -> np.ndarray:
     """int64 [n], seconds since 1970 (UTC), rounded down; raises MalformedError."""
+    if pa.types.is_date(array.type):
+        array = array.cast(pa.timestamp("us"))  # midnight, UTC
     if pa.types.is_timestamp(array.type):  # of a Parquet file: any unit and zone
         array = array.cast(pa.timestamp("us", array.type.tz))
     elif pa.types.is_integer(array.type) and column.parse in ("unix", "unix_ms"):

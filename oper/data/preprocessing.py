@@ -30,6 +30,7 @@ from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, SPLITS
 from oper.data.lines import natural_key
 from oper.data.merging import RunMerger
 from oper.data.pagecache import is_large
+from oper.data.probing import check_first_rows
 from oper.data.readers import Unit
 from oper.data.recipe import Recipe, parse_share
 from oper.data.sharing import is_done, share
@@ -143,6 +144,7 @@ def preprocess(
         _log.info("%s is there already, of the same inputs and settings", job.target)
         return _told(job.read_manifest())
     _check_target(job)
+    check_first_rows(recipe, units, options.max_bad)
     try:
         with (job.opened(), workers.local(job, options.num_workers - 1),
               workers.on_ray(job, options.num_ray_workers)):

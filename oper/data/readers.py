@@ -34,6 +34,8 @@ from oper.data.text import no_rows, parse_block, rows_of, text_layout
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 _BATCH_ROWS = 1 << 16
+_FIRST_ROWS = 1000        # of a Parquet file, looked at before work begins
+_FIRST_BYTES = 1 << 17    # of a text file
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,48 @@ def read_unit(unit: Unit, recipe: Recipe, progress: Progress, reuse: bool = Fals
     reader = {"jsonl": _read_jsonl, "bags": _read_bags, "parquet": _read_parquet,
               "npy": _read_npy}[layout.format]
     yield from reader(unit, recipe, layout, progress)
+
+
+def read_first(unit: Unit, recipe: Recipe) -> Rows | None:
+    """Some of the first rows of a unit, read at once; None where it has none.
+
+    Raises:
+        FileFormatError: as of `read_unit`.
+        InvalidInputError: a Parquet column of a type that its parse does not take.
+    """
+    layout = recipe.layout(unit.layout)
+    if layout.format == "text":
+        line = first_line(unit.path, layout.encoding)
+        if not line and is_empty(unit.path):
+            return None
+        text = text_layout(recipe, layout, line, unit.path)
+        blocks = read_blocks(Span(unit.path, unit.start, unit.stop), layout.header, _nobody,
+                             Quoting(layout.quote, layout.escape), _FIRST_BYTES)
+        return next((parse_block(b, text) for b in blocks), None)
+    if layout.format == "parquet":
+        file = open_parquet(unit.path)
+        names = [n for c in layout.columns for n in c.sources if n in file.schema_arrow.names]
+        for batch in file.iter_batches(_FIRST_ROWS, columns=names):
+            columns = _arrow_columns(recipe, layout, pa.table(batch), unit.path)
+            _check_types(columns, unit.path)
+            return _arrow_rows(columns, recipe, np.arange(batch.num_rows))
+    return None
+
+
+def _nobody(_: int) -> None:
+    """Progress that nobody follows."""
+
+
+def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None:
+    for column, array in columns.values():
+        kind = array.type
+        kind = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+        is_fraction = pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+        if column.kind == "sparse" and is_fraction and column.parse in ("string", "hex32"):
+            raise InvalidInputError(
+                fail(f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
+                     "integers, texts or lists of these", 'for ids written as 17850.0 use a recipe '
+                     'file in which the column has parse = "integral", or convert them'))
 
 
 def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:

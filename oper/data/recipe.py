@@ -333,6 +333,8 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
          character(layout.quote) and character(layout.escape), "a character or nothing"),
         ("encoding", layout.encoding, layout.encoding in ENCODINGS, f"one of {ENCODINGS}"),
         ("columns", names, len(set(names)) == len(names), "unique names"),
+        ("columns", names, not any(set(n) & set("/\0") for n in names),
+         "names without '/', after which files can be named"),
         ("labels", [c.name for c in labels], len(labels) <= 1, "at most one label column"),
         ("sparse", layout.columns and [c.name for c in layout.of("sparse")],
          bool(layout.of("sparse")), "at least one"),

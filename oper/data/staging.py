@@ -253,11 +253,12 @@ class _Arrays:
         return np.require(found, requirements="A")  # of a file of odd lengths it is a copy
 
 
-def too_many_bad(count: int, max_bad: int, listed: list[str]) -> None:
+def too_many_bad(count: int, max_bad: int, listed: list[str],
+                 advice: str = "correct the log or raise --max-bad") -> None:
     """Raise FileFormatError about malformed rows."""
     raise FileFormatError(
-        f"cannot preprocess: malformed rows={count}, expected <= max_bad={max_bad}; correct the "
-        f"log or raise --max-bad; the first: {'; '.join(listed)}")
+        f"cannot preprocess: malformed rows={count}, expected <= max_bad={max_bad}; {advice}; "
+        f"the first: {'; '.join(listed)}")
 
 
 def _chunks(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:

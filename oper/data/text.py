@@ -23,6 +23,7 @@ from oper.data.recipe import Column, Layout, Recipe
 from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
 from oper.errors import FileFormatError, InvalidInputError, fail
 
+SEPARATORS = (",", "\t", ";", "|", "::", " ")
 _UNIT_SEPARATOR = "\x1f"  # stands in for separators of several characters
 
 
@@ -98,8 +99,26 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
     if missing:
         raise FileFormatError(
             fail(f"cannot read {path!r}", "header", ",".join(header),
-                 f"each of the columns {missing[:8]} once", "pass the right file"))
+                 f"each of the columns {missing[:8]} once", _other_separator(layout, header)))
     return tuple(wanted.get(k, Column(f"skip {k}", "skip")) for k in range(len(header))), also
+
+
+def _other_separator(layout: Layout, header: Sequence[str]) -> str:
+    """What to do about a header that lacks columns."""
+    line = layout.separator.join(header)
+    for separator in SEPARATORS:
+        names = [name.strip() for name in line.split(separator)]
+        if separator != layout.separator and all(
+                any(s in names for s in c.sources) for c in layout.columns if c.kind != "skip"):
+            return separator_advice(separator)
+    return "name the columns of its header, or pass the right file"
+
+
+def separator_advice(separator: str) -> str:
+    """What to do about a file with this separator."""
+    shown = "\\t" if separator == "\t" else separator
+    return (f"its fields are separated by {separator!r}: pass --separator '{shown}' (recipe csv), "
+            "or correct the recipe's separator")
 
 
 def parse_block(block: Block, text: TextLayout) -> Rows:

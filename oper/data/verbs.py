@@ -61,7 +61,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--time-format", default="unix", metavar="F",
                      choices=("unix", "unix_ms", "iso", "iso_zone"),
                      help="unix (seconds, the default), unix_ms, iso or iso_zone")
-    own.add_argument("--separator", default=",", metavar="C", help="of CSV files (default ,)")
+    own.add_argument("--separator", default=",", metavar="C",
+                     help=r"of CSV files (default ,); TAB is '\t'")
 
 
 def run_preprocess(args: argparse.Namespace) -> int:
@@ -99,7 +100,16 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     check_generic_inputs(args.recipe, args.inputs)
     return generic_recipe(args.recipe, Choice(
         _names(own["sparse"]), own["label"], _names(own["dense"]), own["time"], args.time_format,
-        "\t" if args.separator == "\\t" else args.separator))
+        _separator(args.separator)))
+
+
+def _separator(text: str) -> str:
+    separator = "\t" if text in ("\\t", "tab") else text
+    if len(separator) != 1 or not separator.isascii():
+        raise InvalidInputError(
+            fail("cannot read csv files", "--separator", text, "one ASCII character",
+                 r"write TAB as --separator '\t'; for others use a recipe file"))
+    return separator
 
 
 def _names(text: str | None) -> list[str]:
