@@ -41,6 +41,8 @@ _FIELD = {
 TOP_SECONDS = 1 << 36  # the year 4147
 _TOP_WHOLE = 2.0**53
 MAX_TEXT_BYTES = 1024  # of an id
+_TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
+          pa.types.is_large_string)
 _NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
 _ONES = np.uint64(0x0101010101010101)
 
@@ -172,8 +174,6 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
     kind = array.type
     if pa.types.is_fixed_size_binary(kind):
         return _hexadecimal(column, array)
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return array.cast(pa.binary())
     if pa.types.is_dictionary(kind):
         return _whole(column, array.dictionary_decode())
     if pa.types.is_boolean(kind):
@@ -189,10 +189,14 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
         _require(low is None or 0 <= low <= high < 2**32, column)
     if pa.types.is_integer(kind):
         return array if kind in (pa.int64(), pa.uint64()) else array.cast(pa.int64())
-    _require(pa.types.is_binary(kind) or pa.types.is_large_binary(kind), column)
+    _require(any(is_kind(kind) for is_kind in _TEXTS), column)
     array = array.cast(pa.binary())
-    longest = pc.max(pc.binary_length(array)).as_py() or 0
-    _require(longest <= MAX_TEXT_BYTES and not (_text(array) == 0).any(), column)
+    lengths = pc.binary_length(array)
+    bounds = pc.min_max(lengths)
+    _require((bounds["max"].as_py() or 0) <= MAX_TEXT_BYTES
+             and not (_text(array) == 0).any(), column)
+    if bounds["min"].as_py() == 0:  # of a Parquet or JSON file: an empty text is a missing field
+        array = pc.if_else(pc.equal(lengths, 0), pa.scalar(None, pa.binary()), array)
     return array
 
 

@@ -119,6 +119,17 @@ def test_parquet_columns_of_odd_types(tmp_path: Path) -> None:
         assert set(table["label"].to_pylist()) == {0, 1}
 
 
+def test_an_empty_text_is_missing_in_parquet_files_too(tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"id": ["", "x", None, "", None, "y"] * 3}), path)
+    manifest = preprocess(generic_recipe("parquet", Choice(["id"])), [str(path)], tmp_path / "out",
+                          PreprocessOptions(valid="0"))
+    assert manifest["tables"]["id"]["missing_id"] == 1
+    words = pq.read_table(tmp_path / "out" / "vocabulary" / "id.parquet").to_pydict()
+    assert words == {"value": [None, "x", "y"], "id": [1, 2, 3], "count": [12, 3, 3]}
+    assert pq.read_table(tmp_path / "out" / "train")["id"].to_pylist() == [1, 2, 1, 1, 1, 3] * 3
+
+
 def test_a_column_that_no_file_can_be_named_after(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="a/b"):
         generic_recipe("parquet", Choice(["a/b"]))
