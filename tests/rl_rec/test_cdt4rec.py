@@ -13,6 +13,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from oper.rl_rec.interactions import Interactions
 from oper.rl_rec.models.base import Candidates, Histories, Sequences, look_up, make_kjt
 from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, ContinuousCDT4Rec, Trajectories
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
@@ -297,6 +298,51 @@ def test_sasrec_predicts_the_next_item_from_those_before() -> None:
                     first + k:first + k + 1] - 1))
                 count += 1
     assert float(model(batch)[0].detach()) == pytest.approx(total / count, rel=1e-4)
+
+
+def made_for(kind: str, data: Interactions) -> CDT4Rec | SASRec:
+    """A small sequence model of 7 steps and a window of 5."""
+    torch.manual_seed(0)
+    if kind == "sasrec":
+        return SASRec(SASRecConfig(dim=16, steps=7, window=5, dropout=0.0), data.num_items)
+    return CDT4Rec(CDT4RecConfig(**SMALL | {"backbone": kind}), data.num_users, data.num_items,
+                   (4.0, 3.0))
+
+
+@pytest.mark.parametrize("kind", ["causal", "interleaved", "sasrec"])
+def test_users_are_queried_at_positions_that_were_trained(kind: str) -> None:
+    """Whatever the length of the history: no row of positions is without a gradient in an epoch of
+    training, and a history that is longer than the context is read at one of them."""
+    data = invented(num_users=20, num_items=60, mean=25)
+    model = made_for(kind, data)
+    positions = model.position if isinstance(model, SASRec) else model.backbone.time
+    config = model.config
+    for batch in SequenceBatches(data, config.steps, config.window, config.gamma).epoch(
+            0, Share(4)):
+        model(batch)[0].backward()
+    assert positions.grad is not None
+    trained = positions.grad.abs().sum(dim=1) > 0
+    assert bool(trained.all()), f"rows without a gradient: {(~trained).nonzero().tolist()}"
+    for length in (1, 4, 11, 12, 13, 40):
+        positions.grad = None
+        history = sequences([length], [0], num_items=data.num_items)
+        model.scores(model.encode(history), torch.arange(1, data.num_items)).sum().backward()
+        asked = positions.grad.abs().sum(dim=1) > 0 if positions.grad is not None else ~trained
+        assert bool((asked <= trained).all())
+        assert int(asked.sum()) == min(length + (kind != "sasrec"), positions.shape[0])
+
+
+def test_sasrec_is_asked_as_it_was_trained() -> None:
+    """The query of a long history is the one that training makes of its last items in the last
+    step of a full stretch, and no item before these matters."""
+    torch.manual_seed(0)
+    model = SASRec(SASRecConfig(dim=16, steps=7, window=5, dropout=0.0, negatives=0), 41).eval()
+    stretch = dataclasses.replace(sequences([12], [5]), rewards=torch.eye(12)[11])
+    before = Histories(torch.tensor([1]), torch.cat([torch.tensor([8, 9, 10]), stretch.items[:11]]),
+                       torch.ones(14), torch.tensor([14]))
+    scores = model.scores(model.encode(before), torch.arange(1, 41))
+    wanted = nn.functional.cross_entropy(scores, stretch.items[11:] - 1)
+    torch.testing.assert_close(model(stretch)[0], wanted)
 
 
 # ---- batches -------------------------------------------------------------------------------------

@@ -83,7 +83,9 @@ class SASRec(Recommender):
         super().__init__()
         self.config = config
         self.candidates = Candidates(num_items, config.negatives)
-        dim, self.context = config.dim, config.steps + config.window
+        # The last item of a stretch is only predicted: the longest history that training asks
+        # about is one item shorter than the stretch.
+        dim, self.context = config.dim, config.steps + config.window - 1
         self.start = nn.Parameter(0.02 * torch.randn(dim))
         self.position = nn.Parameter(0.02 * torch.randn(self.context, dim))
         self.dropout = nn.Dropout(config.dropout)
@@ -107,7 +109,7 @@ class SASRec(Recommender):
         found = self.items(kjt)
         rows = found["seen"].values()
         # The query of the k-th item is the output after the k - 1 before it.
-        queries = self._outputs(rows, batch.lengths)[:, :-1]
+        queries = self._outputs(padded(rows, batch.lengths)[:, :-1])
         inside = torch.arange(queries.shape[1])
         kept = inside < batch.lengths[:, None]
         wanted = (inside >= batch.skip[:, None])[kept]
@@ -118,9 +120,9 @@ class SASRec(Recommender):
         loss = losses.sum() / wanted.sum().clamp(min=1)
         return loss, {"action": loss.detach()}
 
-    def _outputs(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Outputs float32 [B, P + 1, D] after the first 0, 1, ..., P items of each sequence."""
-        items = padded(rows, lengths)
+    def _outputs(self, items: torch.Tensor) -> torch.Tensor:
+        """Outputs float32 [B, P + 1, D] after the first 0, 1, ..., P <= `context` items of each
+        sequence [B, P, D]."""
         start = self.start.expand(items.shape[0], 1, -1)
         x = torch.cat([start, items], dim=1)
         positions = torch.cat([torch.zeros_like(self.start)[None], self.position])
@@ -131,10 +133,10 @@ class SASRec(Recommender):
         return out
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Queries float32 [B, D] for the next item of each user."""
+        """Queries float32 [B, D] for the next item of each user; uses the last `context` items."""
         recent = last(histories, self.context)
         rows = self.items(self._kjt(recent, torch.zeros(0, dtype=torch.int64)))["seen"].values()
-        out = self._outputs(rows, recent.lengths)
+        out = self._outputs(padded(rows, recent.lengths))
         return out[torch.arange(recent.num_users), recent.lengths]
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
