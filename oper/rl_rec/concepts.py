@@ -8,7 +8,7 @@ import torch
 from oper.errors import InvalidInputError, fail
 from oper.rl_rec.evaluation import training_histories
 from oper.rl_rec.interactions import Interactions
-from oper.rl_rec.models.cadvae import CaDVAEConfig, Concepts, log_odds
+from oper.rl_rec.models.cadvae import CaDVAEConfig, Concepts, log_counts, without
 from oper.rl_rec.models.causal_graph import fit_graph
 from oper.rl_rec.models.item_tables import positives
 
@@ -19,16 +19,18 @@ ROUNDS = 50
 def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
     """What `CaDVAE` needs to know of the concepts before training.
 
-    Item concepts (`config.concepts`), the log-odds' mean and standard deviation over the training
-    users, and the graph fitted on those labels (`config.graph`). The labels are standardised
-    before, so that directions among them are one reading of several.
+    Item concepts (`config.concepts`), the labels' weights of activity, mean and standard deviation
+    over the training users, and the graph fitted on those labels (`config.graph`). The labels are
+    standardised before, so that directions among them are one reading of several.
     """
     k = config.num_concepts
     if config.concepts == "learned":
         return Concepts(graph=torch.zeros(k, k) if config.graph == "none" else None)
     shares = item_clusters(data, k, sharpness=config.sharpness)
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
-    labels = log_odds(shares, items, lengths)[lengths > 0]
+    counts = log_counts(shares, items, lengths)[lengths > 0]
+    activity = activity_weights(counts)
+    labels = without(activity, counts)
     mean, std = labels.mean(0), labels.std(0, correction=0)
     std = torch.where(std > 1e-6, std, 1.0)
     graph: torch.Tensor | None = torch.zeros(k, k)
@@ -36,7 +38,36 @@ def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
         graph = None
     elif config.graph == "fit":
         graph = fit_graph((labels - mean) / std, threshold=config.threshold).float()
-    return Concepts(shares, graph, mean, std)
+    return Concepts(shares, graph, mean, std, activity)
+
+
+def activity_weights(counts: torch.Tensor) -> torch.Tensor:
+    """Weights w, float32 [K], with which ``x - (x @ w)`` is free of what all concepts share.
+
+    Who does more has more of everything: activity correlates concepts that have nothing to do with
+    each other. One factor, ``x_k = a + r_k`` with independent r_k of variance d_k, has the
+    covariance v = Var(a) between every two concepts. Here v is the median covariance of the pairs
+    (the lower one, at least 0), so that fewer than half of the pairs may be related otherwise;
+    negative ones never make it smaller than 0. The factor is estimated by the mean with weights
+    ``t / d_k``, ``t = 1 / sum 1 / d_k``, and taken off ``1 - sqrt(t / (v + t))`` times: with that,
+    and neither with less nor with more, the covariances between concepts become 0. Counts that are
+    independent have v = 0 and stay as they are. With K = 2 any positive covariance is activity.
+
+    Args:
+        counts: log counts, float [N, K].
+    """
+    k = counts.shape[1]
+    centred = counts.double() - counts.double().mean(0)
+    covariance = centred.T @ centred / max(1, len(counts))
+    variance = covariance.diagonal()
+    if k < 2 or not float(variance.max()) > 0:
+        return torch.zeros(k)
+    pairs = covariance[torch.ones(k, k).triu(1) > 0]
+    shared = pairs.median().clamp(min=0)
+    own = (variance - shared).clamp(min=1e-3 * float(variance.max()))
+    noise = 1 / (1 / own).sum()
+    taken = 1 - (noise / (shared + noise)).sqrt()
+    return (taken * noise / own).float()
 
 
 def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0.0,

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("torchrec")
 from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig, Concepts, log_odds, solve
+from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig, Concepts, log_counts, solve
 from oper.rl_rec.models.causal_graph import descendants
 from oper.rl_rec.models.item_tables import (
     Drawn,
@@ -220,12 +220,19 @@ def test_the_divergence_of_z_is_that_of_its_marginals() -> None:
     assert float(parts["kl_z"]) == pytest.approx(float(want), rel=0.02)
 
 
-def test_labels_are_log_odds_against_the_last_concept() -> None:
+def test_labels_are_log_counts_without_activity() -> None:
     shares = torch.eye(3)[torch.tensor([0, 0, 1, 2])]
-    found = log_odds(shares, torch.tensor([1, 2, 2, 3]), torch.tensor([3, 0, 1]))
-    want = torch.tensor([[math.log(1.5 / 0.5), math.log(2.5 / 0.5), 0], [0, 0, 0],
-                         [math.log(0.5 / 1.5), math.log(0.5 / 1.5), 0]])
+    items, lengths = torch.tensor([1, 2, 2, 3]), torch.tensor([3, 0, 1])
+    found = log_counts(shares, items, lengths)
+    want = torch.tensor([[1.5, 2.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 1.5]]).log()
     assert torch.allclose(found, want)
+    weights, mean, std = torch.tensor([0.2, 0.3, 0.1]), torch.randn(3), torch.tensor([1.0, 2, 3])
+    model = CaDVAE(4, CaDVAEConfig(num_concepts=3, hidden=4, dim=4),
+                   Concepts(shares, torch.zeros(3, 3), mean, std, weights))
+    labels = model.labels(items, lengths)
+    assert labels is not None
+    activity = (want * weights).sum(1, keepdim=True)
+    assert torch.allclose(labels, (want - activity - mean) / std)
 
 
 def test_a_free_graph_becomes_acyclic_and_finds_the_order_of_labels() -> None:
@@ -321,7 +328,8 @@ def test_bad_concepts_and_options_are_refused() -> None:
             (Concepts(good[1:]), "concepts of items"), (Concepts(good * 2), "sum to 1"),
             (Concepts(good, torch.zeros(3, 3)), "graph"),
             (Concepts(good, torch.tensor([[0, 1.0], [1.0, 0]])), "cycle"),
-            (Concepts(good, torch.zeros(2, 2), torch.zeros(3), torch.ones(2)), "label_mean")):
+            (Concepts(good, torch.zeros(2, 2), torch.zeros(3), torch.ones(2)), "label_mean"),
+            (Concepts(good, torch.zeros(2, 2), activity=torch.zeros(3)), "activity")):
         with pytest.raises(ValueError, match=match):
             CaDVAE(NUM_ITEMS, config, concepts)
     for bad in ({"layer": "cubic"}, {"dim": 0}, {"temperature": 0.0}, {"graph": "some"},

@@ -8,7 +8,8 @@ concepts of items and the decoder. It is not a reproduction and claims none of t
 B users, K concepts, d columns per concept, H columns of the encoder, n candidate items; S_u are the
 items that user u liked. c [n, K], rows that sum to 1, says how much an item belongs to a concept.
 
-    labels      u_k = standardised log-odds of concept k among S_u against the last concept   [B, K]
+    labels      u_k = x_k - sum_j w_j x_j, standardised                                       [B, K]
+                x_k = log(sum_{i in S_u} c_{i,k} + 1/2); w takes the user's activity out
     encoder     y_k = |S_u|^(-1/2) sum_{i in drop(S_u)} c_{i,k} W_in[i]                    [B, K, H]
                 (mu_k, log sigma_k^2) = W_2 tanh(y_k + b) + b_2          shared over k     [B, K, d]
                 ``unit_mean``: mu_k to length 1, sigma_k times prior_std, as MacridVAE
@@ -30,9 +31,10 @@ items that user u liked. c [n, K], rows that sum to 1, says how much an item bel
 
 Choices that keep A meaningful: it is fitted on the labels first, cut at a threshold, and only the
 kept edges are trained on (``graph`` given; h(A) = 0 throughout); the map of labels has unit gain,
-so that it cannot rescale A'u while A shrinks; log-odds against one concept instead of shares,
-which sum to 1. CausalVAE applies its non-linear layer once; here it defines the structural
-equations, so that interventions are exact in both layers.
+so that it cannot rescale A'u while A shrinks. Labels are counts of each concept by itself, not
+shares of a user's items: ratios to one concept, to the mean or to the sum have their denominator in
+common, and correlate although the counts are independent. CausalVAE applies its non-linear layer
+once; here it defines the structural equations, so that interventions are exact in both layers.
 
 K = 1, A = 0, ``similarity="dot"``, tau = 1, no labels: MultVAE without a hidden decoder layer.
 """
@@ -140,14 +142,16 @@ class Concepts:
         shares: c, float32 [num_items, K], rows that sum to 1; None = learned.
         graph: A to start from, float [K, K], whose non-zero entries are the edges; None = all
             edges may be used (a free graph).
-        label_mean, label_std: of the log-odds over the training users, float32 [K]; None = labels
-            are not used.
+        label_mean, label_std: of the labels over the training users, before they are standardised,
+            float32 [K]; None = labels are not used.
+        activity: w, the weights of a user's activity, float32 [K]; None = 0.
     """
 
     shares: torch.Tensor | None = None
     graph: torch.Tensor | None = None
     label_mean: torch.Tensor | None = None
     label_std: torch.Tensor | None = None
+    activity: torch.Tensor | None = None
 
 
 class CaDVAE(Recommender):
@@ -164,6 +168,7 @@ class CaDVAE(Recommender):
     shares: torch.Tensor | None
     label_mean: torch.Tensor | None
     label_std: torch.Tensor | None
+    activity: torch.Tensor
     edges: torch.Tensor
     lagrange: torch.Tensor
 
@@ -182,6 +187,8 @@ class CaDVAE(Recommender):
         self.prototypes = nn.Parameter(torch.randn(k, c.dim)) if known.shares is None else None
         self.register_buffer("label_mean", known.label_mean)
         self.register_buffer("label_std", known.label_std)
+        self.register_buffer("activity", torch.zeros(k) if known.activity is None
+                             else known.activity.float())
         off_diagonal = 1 - torch.eye(k)
         self.free = known.graph is None
         start = (0.1 * torch.randn(k, k) if known.graph is None else known.graph.float())
@@ -210,7 +217,8 @@ class CaDVAE(Recommender):
         """u, float32 [B, K], or None without label statistics."""
         if self.shares is None or self.label_mean is None or self.label_std is None:
             return None
-        return (log_odds(self.shares, items, lengths) - self.label_mean) / self.label_std
+        counts = log_counts(self.shares, items, lengths)
+        return (without(self.activity, counts) - self.label_mean) / self.label_std
 
     def item_concepts(self, items: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """c of items int64 [n], float32 [n, K]; `rows` float32 [n, d] are needed to learn c."""
@@ -404,11 +412,11 @@ def solve(a: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve(_unmixing(a), eps)
 
 
-def log_odds(shares: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Concepts among each user's items: ``log((n_k + 1/2) / (n_K + 1/2))``, float32 [B, K].
+def log_counts(shares: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Log of how much of each concept users have, ``log(n_k + 1/2)``, float32 [B, K].
 
-    The last concept is the reference, so its column is 0: shares of all concepts would be
-    collinear. 1/2 is Haldane's correction for concepts that a user has not met.
+    Each column is a concept's own: counts that are independent stay so. 1/2 is Haldane's
+    correction for concepts that a user has not met.
 
     Args:
         shares: c, float32 [num_items, K].
@@ -416,8 +424,13 @@ def log_odds(shares: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -
         lengths: int64 [B].
     """
     count = torch.zeros(lengths.numel(), shares.shape[1]).index_add(
-        0, rows_of(lengths), shares[items]) + 0.5
-    return (count / count[:, -1:]).log()
+        0, rows_of(lengths), shares[items])
+    return (count + 0.5).log()
+
+
+def without(activity: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Log counts [B, K] less the users' activity, their mean by the weights [K]."""
+    return counts - (counts @ activity)[:, None]
 
 
 def _unmixing(a: torch.Tensor) -> torch.Tensor:
@@ -437,6 +450,7 @@ def _check(known: Concepts, num_items: int, k: int) -> None:
             raise ValueError(f"concepts of items, {tuple(known.shares.shape)}: expected "
                              f"[{num_items}, {k}], >= 0, rows that sum to 1")
     for name, value, shape in (("graph", known.graph, (k, k)), ("label_mean", known.label_mean,
-                               (k,)), ("label_std", known.label_std, (k,))):
+                               (k,)), ("label_std", known.label_std, (k,)),
+                              ("activity", known.activity, (k,))):
         if value is not None and tuple(value.shape) != shape:
             raise ValueError(f"{name} of shape {tuple(value.shape)}: expected {shape}")
