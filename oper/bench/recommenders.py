@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import numpy as np
 
 from oper.bench import record
 from oper.data import PreprocessOptions, load_recipe, preprocess
+from oper.data.recipe import Column
 from oper.errors import InvalidInputError, fail
 from oper.files import atomic_write
 from oper.flags import whole
 from oper.rl_rec.evaluation import evaluate_ranking
 from oper.rl_rec.harness import FitOptions, Runs, as_runs, fit, join_runs
 from oper.rl_rec.interactions import DataOptions, Interactions, load_interactions
-from oper.rl_rec.models.cadvae import CaDVAEConfig
+from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig, DecisionTransformerConfig
 from oper.rl_rec.models.macridvae import MacridVAEConfig
 from oper.rl_rec.models.multvae import MultVAEConfig
@@ -33,6 +35,8 @@ from oper.rl_rec.models.sasrec import SASRecConfig
 
 REPORTED = ("ndcg@10", "recall@10", "ndcg@20", "mrr@20")
 ODD_BLOCK = 997  # items scored at once when a result is checked
+# Modules of `oper.rl_rec` beside the models that a result depends on once the log has been read.
+_TRAINS = ("concepts", "evaluation", "harness", "jagged", "ranking", "registry", "sequences")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +46,29 @@ class DataSet:
     Attributes:
         recipe: of ``oper preprocess``.
         files: pattern below the data folder.
-        options: how it becomes interactions.
+        protocols: how it becomes interactions, and what is held out, by name.
+        columns: what the protocols need beside the recipe's columns, as ids of texts.
     """
 
     recipe: str
     files: str
-    options: DataOptions = field(default_factory=DataOptions)
+    protocols: Mapping[str, DataOptions]
+    columns: tuple[str, ...] = ()
 
 
+# A film is rated by itself: the last two ratings can be held out. The products of an invoice are
+# bought together: which of its lines comes last says how invoices are typed, not what is bought.
+_FILMS = {"last-two": DataOptions(), "time": DataOptions(protocol="time")}
+_PRODUCTS = DataOptions(user="CustomerID", item="StockCode", protocol="time")
 DATA_SETS = {
-    "movietweetings": DataSet("movietweetings", "movietweetings*/ratings.dat*"),
-    "online-retail": DataSet("online-retail", "online_retail/online_retail.csv*",
-                             DataOptions(user="CustomerID", item="StockCode")),
-    "movielens": DataSet("movielens", "movielens*/ratings.*"),
+    "movietweetings": DataSet("movietweetings", "movietweetings*/ratings.dat*", _FILMS),
+    "online-retail": DataSet(
+        "online-retail", "online_retail/online_retail.csv*",
+        {"last-invoice": dataclasses.replace(_PRODUCTS, protocol="leave_last_baskets",
+                                             basket="InvoiceNo"),
+         "time": _PRODUCTS},
+        columns=("InvoiceNo",)),
+    "movielens": DataSet("movielens", "movielens*/ratings.*", _FILMS),
 }
 _FIT = FitOptions(epochs=60, lr=2e-3, eval_every=3, patience=3)
 _FIT_SEQUENCES = FitOptions(epochs=14, batch_size=64, lr=3e-3, eval_every=2, patience=2)
@@ -73,25 +87,28 @@ MODELS: dict[str, tuple[Any, FitOptions]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model on one data set.
+    """One model on one data set under one protocol.
 
     Attributes:
-        name: ``data/model``.
+        name: ``data/protocol/model``.
         data: key of `DATA_SETS`.
+        protocol: key of its protocols.
         model: key of `MODELS`.
         quick: one seed and few passes.
     """
 
     name: str
     data: str
+    protocol: str
     model: str
     quick: bool
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every model on every data set that is there, one data set after another."""
-    found = [Case(f"{data}/{model}", data, model, quick) for data in DATA_SETS
-             if _files(data) for model in MODELS]
+    """Every model on every data set that is there under each of its protocols in turn."""
+    found = [Case(f"{data}/{protocol}/{model}", data, protocol, model, quick)
+             for data, source in DATA_SETS.items() if _files(data)
+             for protocol in source.protocols for model in MODELS]
     if not found:
         raise InvalidInputError(fail(
             "no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
@@ -104,7 +121,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=whole(1), default=3, metavar="N",
                         help="train every model from seeds 1..N (default 3)")
     parser.add_argument("--runs", metavar="DIR",
-                        help="keep every training run there, and take those that are there already")
+                        help="keep every training run there, and take those of the same data and "
+                             "sources that are there already")
     parser.epilog = "Logs are looked for in the folder that OPER_DATA names."
 
 
@@ -112,11 +130,11 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
     """Train and test the chosen models; yields an entry per case."""
     data: Interactions | None = None
     done: dict[str, Runs] = {}
-    name = ""
+    at = ("", "")
     for case in chosen:
-        if data is None or case.data != name:
-            name, done = case.data, {}
-            data = load(name)
+        if data is None or (case.data, case.protocol) != at:
+            at, done = (case.data, case.protocol), {}
+            data = load(*at)
         entry, runs = _run_case(case, data, 1 if case.quick else args.seeds, args.runs)
         entry["against"] = {other: {m: runs.against(earlier)[m].to_json() for m in REPORTED}
                             for other, earlier in done.items()}
@@ -124,17 +142,22 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
         yield entry
 
 
-def load(name: str) -> Interactions:
+def load(name: str, protocol: str) -> Interactions:
     """The interactions of a data set, preprocessed from the raw log; raises InvalidInputError."""
     files, source = _files(name), DATA_SETS[name]
     if not files:
         raise InvalidInputError(fail(f"no log of {name}", "OPER_DATA",
                                      os.environ.get("OPER_DATA", ""),
                                      f"a folder with {source.files}", "set it"))
+    recipe, more = load_recipe(source.recipe), tuple(
+        Column(name, "sparse", "string") for name in source.columns)
+    recipe = dataclasses.replace(recipe, layouts=tuple(
+        dataclasses.replace(layout, columns=(*layout.columns, *more))
+        for layout in recipe.layouts))
     with tempfile.TemporaryDirectory() as folder:
-        preprocess(load_recipe(source.recipe), files, Path(folder) / "data",
+        preprocess(recipe, files, Path(folder) / "data",
                    PreprocessOptions(min_count=1, valid="0", test="0"))
-        return load_interactions(Path(folder) / "data", source.options)
+        return load_interactions(Path(folder) / "data", source.protocols[protocol])
 
 
 def _files(name: str) -> list[str]:
@@ -148,11 +171,14 @@ def _run_case(case: Case, data: Interactions, num_seeds: int, keep: str | None
     if case.quick:
         options = dataclasses.replace(options, epochs=4, eval_every=2)
     about = {"name": case.name, "model": case.model, "config": dataclasses.asdict(config),
-             "fit": dataclasses.asdict(options), "data": _about(data)}
+             "fit": dataclasses.asdict(options), "protocol": dataclasses.asdict(
+                 DATA_SETS[case.data].protocols[case.protocol]), "data": _about(data)}
     parts = []
     for seed in range(1, num_seeds + 1):
-        key = json.dumps([about, seed], sort_keys=True)
-        place = Path(keep, f"{case.name.replace('/', '-')}-{_digest(key)}.npz") if keep else None
+        key = json.dumps([about["config"], about["fit"], seed, _contents(data), _code()],
+                         sort_keys=True)
+        place = Path(keep, f"{case.name.replace('/', '-')}-{_digest(key.encode())}.npz"
+                     ) if keep else None
         found = _kept(place, case.model, seed) if place else None
         if found is None:
             found = _train_and_test(case, data, seed, options)
@@ -175,11 +201,38 @@ def _train_and_test(case: Case, data: Interactions, seed: int, options: FitOptio
     first = done.test.summary()
     runs = as_runs(case.model, seed, done)
     runs.fitted[0]["verified"] = all(abs(again[m] - first[m]) < 1e-3 for m in REPORTED)
+    if isinstance(done.model, CaDVAE):
+        runs.fitted[0]["graph"] = [[round(float(x), 3) for x in row]
+                                   for row in done.model.adjacency.detach()]
     return runs
 
 
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:12]
+def _digest(*parts: Any) -> str:
+    """Of bytes or arrays of bytes."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:12]
+
+
+def _contents(data: Interactions) -> str:
+    """A digest of all that models see of a log: equal counts do not make equal logs."""
+    arrays = [data.users, data.items, data.rewards, data.offsets, data.train_stop]
+    for held in (data.valid, data.test):
+        arrays += [held.users, held.stop, held.targets, held.target_lengths]
+    return _digest(*(np.ascontiguousarray(a).data for a in arrays))
+
+
+def training_sources() -> list[Path]:
+    """The sources that train and rank: kept runs are of these."""
+    folder = Path(sys.modules["oper.rl_rec"].__path__[0])
+    return sorted([*(folder / "models").glob("*.py"),
+                   *(folder / f"{name}.py" for name in _TRAINS)])
+
+
+@functools.cache
+def _code() -> str:
+    return _digest(*(path.read_bytes() for path in training_sources()))
 
 
 def _keep(place: Path, runs: Runs) -> None:
@@ -205,12 +258,13 @@ def _threads() -> int:
 
 
 def _about(data: Interactions) -> dict[str, Any]:
-    lengths = (data.train_stop - data.offsets[:-1])[1:]
+    lengths, held = (data.train_stop - data.offsets[:-1])[1:], data.held_out("test")
     return {"source": data.source, "users": data.num_users - 1, "items": data.num_items - 1,
             "interactions": int(data.users.size), "left_out": data.left_out,
             "training_interactions": int(lengths.sum()),
             "training_interactions_per_user": round(float(np.mean(lengths)), 2),
-            "test_users": int(data.held_out("test").users.size)}
+            "test_users": int(held.users.size),
+            "targets_per_test_user": round(held.targets.size / max(1, held.users.size), 2)}
 
 
 def report(entries: Sequence[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from oper.data import Folder
 from oper.data.folder import SPLITS
 from oper.errors import InvalidInputError, fail
 
-PROTOCOLS = ("leave_last_two", "time")
+PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time")
 REPEATS = ("first", "keep")
 
 
@@ -28,8 +28,14 @@ class DataOptions:
         user, item: sparse columns of the folder.
         k_core: users and items with fewer interactions are left out, until none is.
         protocol: ``"leave_last_two"``: the last two positive interactions of a user are its
-            validation and its test target, what comes before trains. ``"time"``: the same two
-            points in time for all users.
+            validation and its test target, what comes before trains. ``"leave_last_baskets"``: the
+            same with a user's last two baskets that hold a positive item which no earlier one
+            does: all of these are targets. For logs whose rows come several at a time, where the
+            last row of a basket is no later than the one before. ``"time"``: the same two points
+            in time for all users.
+        basket: sparse column whose equal values are one basket of a user, such as an invoice's or
+            a session's number (``"leave_last_baskets"`` only). A basket stands where its first row
+            does, with its rows together.
         valid, test: shares of the interactions after those points (``"time"`` only).
         repeats: ``"first"``: a user's interactions with an item count once, at their first time;
             ``"keep"``: all of them.
@@ -42,6 +48,7 @@ class DataOptions:
     valid: float = 0.1
     test: float = 0.1
     repeats: str = "first"
+    basket: str = ""
 
     def __post_init__(self) -> None:
         shares = self.valid + self.test
@@ -49,6 +56,8 @@ class DataOptions:
                 ("k_core", self.k_core >= 1, ">= 1"),
                 ("protocol", self.protocol in PROTOCOLS, f"one of {PROTOCOLS}"),
                 ("repeats", self.repeats in REPEATS, f"one of {REPEATS}"),
+                ("basket", bool(self.basket) == (self.protocol == "leave_last_baskets"),
+                 "a column with protocol='leave_last_baskets', and none with another"),
                 ("valid", 0 < self.valid < 1, "a share between 0 and 1"),
                 ("test", 0 < self.test < 1 and shares < 1, "a share, with valid below 1")):
             if not ok:
@@ -74,17 +83,23 @@ class HeldOut:
 
 
 class Log(NamedTuple):
-    """Rows in the order of the log: raw ids int64 [N], rewards float32 [N], seconds int64 [N]."""
+    """Rows in the order of the log: raw ids int64 [N], rewards float32 [N], seconds int64 [N], and
+    raw ids of baskets int64 [N] where there are some."""
 
     users: np.ndarray
     items: np.ndarray
     rewards: np.ndarray
     times: np.ndarray
+    baskets: np.ndarray | None = None
+
+    def rows(self, chosen: np.ndarray) -> Log:
+        """The chosen rows: numbers, or bool [N]."""
+        return Log(*(c if c is None else c[chosen] for c in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """Interactions in order of user, time, place in the log.
+    """Interactions in order of user, time (of the basket, where there are some), place in the log.
 
     Attributes:
         users, items: int64 [N], ids from 1 by training interactions, descending; 0 never occurs:
@@ -154,14 +169,15 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
     folder = Folder.open(path)
     what = f"cannot read interactions from {os.fspath(path)!r}"
     single = [name for name in folder.sparse if name not in folder.multi_hot]
-    for name in (options.user, options.item):
-        if name not in single:
-            raise InvalidInputError(fail(what, "column", name, f"one of {single}",
-                                         "set interactions.user and interactions.item"))
+    for key in ("user", "item", *(["basket"] if options.basket else [])):
+        if getattr(options, key) not in single:
+            raise InvalidInputError(fail(what, "column", getattr(options, key),
+                                         f"one of {single}", f"set interactions.{key}"))
     if not folder.time:
         raise InvalidInputError(fail(what, "time column", None, "a log with times",
                                      "name the log's time column in its recipe"))
-    columns = (options.user, options.item, folder.label, folder.time)
+    columns = tuple(filter(None, (options.user, options.item, folder.label, folder.time,
+                                  options.basket)))
     tables = [folder.read_part(part, columns)
               for split in SPLITS for part in folder.parts(split)]
 
@@ -175,7 +191,7 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
         return np.where(ids == folder.missing_ids[name], 0, ids)
 
     log = Log(known(options.user), known(options.item), column(folder.label, np.float32),
-              column(folder.time, np.int64))
+              column(folder.time, np.int64), known(options.basket) if options.basket else None)
     recipe = folder.manifest.get("recipe", {}).get("name", "?")
     return from_log(log, options, f"recipe {recipe}")
 
@@ -184,18 +200,21 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     """Interactions from rows in any order; raw ids of 0 are left out.
 
     Raises:
-        InvalidInputError: nothing is left.
+        InvalidInputError: nothing is left, or baskets are held out and there are none.
     """
     left_out = {}
 
     def keep(kept: np.ndarray, reason: str) -> None:
         nonlocal log
         left_out[reason] = int(kept.size - kept.sum())
-        log = Log(*(column[kept] for column in log))
+        log = log.rows(kept)
 
     keep((log.users > 0) & (log.items > 0), "without user or item")
     order = np.lexsort((log.times, log.users))  # stable: equal times keep the order of the log
-    log = Log(*(column[order] for column in log))
+    log = log.rows(order)
+    if options.basket:
+        keep(_baskets_of(log) > 0, "without basket")
+        log = log.rows(_by_basket(log))
     if options.repeats == "first":
         keep(_first_of_pairs(log), "repeats")
     keep(_core(log, options.k_core), f"outside the {options.k_core}-core")
@@ -213,6 +232,22 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     item_ids[ranks[1]] = raw_items
     return replace(_numbered(log, cut, ranks[0], ranks[1]), item_ids=item_ids, source=source,
                    left_out=left_out)
+
+
+def _baskets_of(log: Log) -> np.ndarray:
+    """int64 [N]; raises InvalidInputError where there are none."""
+    if log.baskets is None:
+        raise InvalidInputError(fail("cannot hold out baskets", "baskets of the log", None,
+                                     "an id per row", "give a Log with baskets"))
+    return log.baskets
+
+
+def _by_basket(log: Log) -> np.ndarray:
+    """Row numbers int64 [N] with each user's baskets together, in the order of their first rows;
+    rows are in order of user already."""
+    pairs = np.stack([log.users, _baskets_of(log)])
+    _, first, basket = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+    return np.argsort(first[basket.reshape(-1)], kind="stable")
 
 
 def _first_of_pairs(log: Log) -> np.ndarray:
@@ -263,20 +298,24 @@ class _Cut:
         offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users, minlength=num_users))])
         if options.protocol == "time":
             return _Cut._at_times(log, options, offsets)
-        positive = np.flatnonzero(log.rewards > 0)
-        ends = np.cumsum(np.bincount(log.users[positive], minlength=num_users))
-        counts = np.diff(ends, prepend=0)
-        has_two = counts >= 2
-        last = np.where(has_two, positive[ends - 1], 0) if positive.size else 0 * ends
-        before = np.where(has_two, positive[np.maximum(ends - 2, 0)], 0) if positive.size else last
-        # A user without a history before the validation target only trains.
-        asked = has_two & (before > offsets[:-1])
-        targets = []
-        for rows in (before, last):
-            mask = np.zeros(log.users.size, bool)
-            mask[rows[asked]] = True
-            targets.append(mask)
-        return _Cut(np.where(asked, before, offsets[1:]), (before, last), (targets[0], targets[1]))
+        at, wanted = np.arange(log.users.size), log.rewards > 0
+        begins = at  # of what is held out: a row, or a basket
+        if options.protocol == "leave_last_baskets":
+            new = np.ones(at.size, bool)
+            new[1:] = (np.diff(log.users) != 0) | (np.diff(_baskets_of(log)) != 0)
+            begins = np.maximum.accumulate(np.where(new, at, 0))
+            wanted = wanted & _first_of_pairs(log)  # with repeats kept: not in the history
+        points = np.unique(begins[wanted])
+        ends = np.cumsum(np.bincount(log.users[points], minlength=num_users))
+        has_two = np.diff(ends, prepend=0) >= 2
+        stops = [np.zeros(num_users, np.int64) for _ in range(2)]
+        for back, stop in zip((2, 1), stops, strict=True):
+            stop[has_two] = points[ends[has_two] - back]
+        # A user without a history before the validation targets only trains.
+        asked = has_two & (stops[0] > offsets[:-1])
+        targets = [wanted & asked[log.users] & (begins == stop[log.users]) for stop in stops]
+        return _Cut(np.where(asked, stops[0], offsets[1:]), (stops[0], stops[1]),
+                    (targets[0], targets[1]))
 
     @staticmethod
     def _at_times(log: Log, options: DataOptions, offsets: np.ndarray) -> _Cut:

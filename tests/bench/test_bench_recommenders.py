@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,43 +14,85 @@ import pytest
 from tests.support import run_oper
 
 pytest.importorskip("torchrec")
+from oper.bench import recommenders
+
+BENCH = ("bench", "recommenders", "--quick", "--only")
 
 
-def write_log(folder: Path) -> None:
-    """Two tastes, 80 users, 40 films."""
+def write_log(folder: Path, forwards: bool = True) -> None:
+    """Two tastes, 80 users, 40 films; backwards the same ratings in the opposite order."""
     rng = np.random.default_rng(0)
-    lines = [f"{u}::{1 + 2 * i + u % 2:07d}::{rng.integers(6, 11)}::{1_380_000_000 + 100 * u + t}"
+    lines = [f"{u}::{1 + 2 * i + u % 2:07d}::{8 + i % 3}::"
+             f"{1_380_000_000 + 1000 * (t if forwards else 10 - t) + u}"
              for u in range(1, 81) for t, i in enumerate(rng.permutation(20)[:10])]
-    (folder / "movietweetings").mkdir(parents=True)
+    (folder / "movietweetings").mkdir(parents=True, exist_ok=True)
     (folder / "movietweetings" / "ratings.dat").write_text("\n".join(lines) + "\n")
+
+
+def run(folder: Path, cases: str, record: str = "record.json"
+        ) -> tuple[list[dict[str, Any]], str]:
+    """The entries of a record, and what was printed."""
+    out = folder / record
+    done = run_oper(*BENCH, cases, "--runs", str(folder / "runs"), "--json", str(out),
+                    env={"OPER_DATA": str(folder), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())["cases"], done.stdout
 
 
 def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None:
     write_log(tmp_path)
-    out = tmp_path / "record.json"
-    done = run_oper("bench", "recommenders", "--quick", "--only", "movietweetings/[pm]*[ye]",
-                    "--runs", str(tmp_path / "runs"), "--json", str(out),
-                    env={"OPER_DATA": str(tmp_path), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    entries = json.loads(out.read_text())["cases"]
+    entries, printed = run(tmp_path, "movietweetings/last-two/[pm]*[ye]")
     assert [e["model"] for e in entries] == ["popularity", "multvae", "macridvae"]
     for entry in entries:
         assert entry["verified"] and [r["seed"] for r in entry["runs"]] == [1]
         found = entry["metrics"]["ndcg@10"]
         assert 0 <= found["low"] <= found["mean"] <= found["high"] <= 1
-        assert entry["data"]["test_users"] == 80
+        assert entry["data"]["test_users"] == 80 and entry["data"]["targets_per_test_user"] == 1
+        assert entry["protocol"]["protocol"] == "leave_last_two"
     assert set(entries[2]["against"]) == {"popularity", "multvae"}
     less = entries[1]["against"]["popularity"]["ndcg@10"]
     assert less["mean"] == pytest.approx(
         entries[1]["metrics"]["ndcg@10"]["mean"] - entries[0]["metrics"]["ndcg@10"]["mean"],
         abs=2e-6)
-    assert "movietweetings/macridvae less multvae: nDCG@10" in done.stdout
-    again = run_oper("bench", "recommenders", "--quick", "--only", "movietweetings/[pm]*[ye]",
-                     "--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "again.json"),
-                     env={"OPER_DATA": str(tmp_path), "OMP_NUM_THREADS": "1"})
-    assert again.stdout.replace("again.json", "record.json") == done.stdout  # nothing trained anew
-    kept = json.loads((tmp_path / "again.json").read_text())["cases"]
+    assert "movietweetings/last-two/macridvae less multvae: nDCG@10" in printed
+    kept, again = run(tmp_path, "movietweetings/last-two/[pm]*[ye]", "again.json")
+    assert again.replace("again.json", "record.json") == printed  # nothing trained anew
     assert [e["runs"] for e in kept] == [e["runs"] for e in entries]
+
+
+def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:
+    """Though it has as many users, items and interactions."""
+    entries = []
+    for forwards in (True, False):
+        write_log(tmp_path, forwards)
+        entries += run(tmp_path, "movietweetings/last-two/popularity")[0]
+    assert entries[0]["data"] == entries[1]["data"]
+    assert entries[0]["metrics"] != entries[1]["metrics"]
+
+
+def test_runs_of_other_sources_are_not_taken() -> None:
+    """A digest of every module that a model's result depends on."""
+    loaded = {name for name in sys.modules if name.startswith("oper.rl_rec.")}
+    read = {path.stem for path in recommenders.training_sources()}
+    assert {"sasrec", "cadvae", "concepts", "harness", "sequences"} <= read
+    reading = {"interactions", "intervals", "models", "bandit", "catalogue"}
+    assert {name.rsplit(".")[-1] for name in loaded} - reading <= read
+
+
+def test_protocols_stand_beside_each_other_and_the_graph_in_the_record(tmp_path: Path) -> None:
+    write_log(tmp_path)
+    entries, printed = run(tmp_path, "movietweetings/*/cadvae")
+    assert [e["name"] for e in entries] == [f"movietweetings/{p}/cadvae"
+                                            for p in ("last-two", "time")]
+    assert [e["protocol"]["protocol"] for e in entries] == ["leave_last_two", "time"]
+    assert all(e["against"] == {} for e in entries)  # other users: nothing to pair
+    for entry in entries:
+        graph = np.array(entry["runs"][0]["graph"])
+        assert graph.shape == (4, 4) and not graph.diagonal().any()
+    assert {p["protocol"] for p in map(
+        dataclasses.asdict, recommenders.DATA_SETS["online-retail"].protocols.values())} == {
+            "leave_last_baskets", "time"}
+    assert "movietweetings/time/cadvae" in printed
 
 
 def test_without_logs_there_is_nothing_to_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
+from oper.data.recipe import Column
 from oper.errors import InvalidInputError, OperError
 from oper.rl_rec.bandit import BanditColumns, load_bandit
 from oper.rl_rec.interactions import (
@@ -120,6 +122,91 @@ def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int)
     assert splits == [{}, {}]
 
 
+Bought = tuple[int, int, float, int, int]  # user, item, reward, time, basket
+
+
+@st.composite
+def purchases(draw: st.DrawFn) -> list[Bought]:
+    """Few users; baskets that take more than one moment, begin at the same one or overlap."""
+    row = st.tuples(st.integers(0, 4), st.integers(0, 8), st.sampled_from([0.0, 1.0, 1.0]),
+                    st.integers(0, 12), st.integers(0, 6))
+    return draw(st.lists(row, min_size=1, max_size=70))
+
+
+def with_baskets(rows: list[Bought]) -> Log:
+    return Log(*arrays([r[:4] for r in rows])[:4], np.array([r[4] for r in rows]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(purchases(), st.sampled_from(["first", "keep"]), st.integers(1, 3))
+def test_the_last_baskets(rows: list[Bought], repeats: str, k_core: int) -> None:
+    """A basket is one event at its first moment: its new and positive items are the targets, and
+    no row of it is history or trains."""
+    options = DataOptions(k_core=k_core, protocol="leave_last_baskets", basket="b",
+                          repeats=repeats)
+    whole = [r for r in rows if r[0] and r[1] and r[4]]
+    ordered: list[Bought] = []
+    for user in sorted({r[0] for r in whole}):
+        mine = sorted((r for r in whole if r[0] == user), key=lambda r: r[3])
+        for basket in dict.fromkeys(r[4] for r in mine):
+            ordered += [r for r in mine if r[4] == basket]
+    basket_of = dict(enumerate(ordered))
+    # Places stand for times: `retold` leaves rows out and keeps this order.
+    users = retold([(*r[:3], at) for at, r in enumerate(ordered)], options)
+    if not users:
+        with pytest.raises(InvalidInputError, match="no interactions"):
+            from_log(with_baskets(rows), options)
+        return
+    data = from_log(with_baskets(rows), options)
+    assert data.left_out["without basket"] == sum(r[0] > 0 < r[1] and not r[4] for r in rows)
+    expected = {}  # user: items, training length, (history, targets) of both splits
+    for user, rest in users.items():
+        items, baskets = [r[1] for r in rest], [basket_of[r[3]][4] for r in rest]
+        new = [r[2] > 0 and r[1] not in items[:k] for k, r in enumerate(rest)]
+        last = list(dict.fromkeys(b for b, n in zip(baskets, new, strict=True) if n))[-2:]
+        stops, found = [baskets.index(b) for b in last], []
+        if len(last) == 2 and stops[0]:
+            found = [(stop, [i for i, b, n in zip(items, baskets, new, strict=True)
+                             if n and b == basket])
+                     for stop, basket in zip(stops, last, strict=True)]
+        expected[user] = (items, stops[0] if found else len(rest), found)
+    got = [held(data, data.valid), held(data, data.test)]
+    by_count = sorted(users, key=lambda u: (-expected[u][1], u))
+    for number, old in enumerate(by_count, 1):
+        items, train, found = expected[old]
+        first, stop = data.offsets[number], data.offsets[number + 1]
+        assert data.item_ids[data.items[first:stop]].tolist() == items
+        assert data.train_stop[number] - first == train
+        for split, want in zip(got, found or [None, None], strict=True):
+            history = split.pop(number, None)
+            assert (history and (history[0], data.item_ids[history[1]].tolist())) == want
+    assert got == [{}, {}]
+
+
+def test_lines_of_an_invoice_are_held_out_together(tmp_path: Path) -> None:
+    """From the log of a shop, whose customers buy five products at a time."""
+    lines = ["InvoiceNo,StockCode,Description,Quantity,InvoiceDate,UnitPrice,CustomerID,Country"]
+    lines += [f"{100 * c + v},{10 * v + k},x,1,2011-0{v}-01 08:2{k // 3}:00,2.5,{c}.0,UK"
+              for c in range(1, 7) for v in range(1, 5) for k in range(5)]
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    recipe = load_recipe("online-retail")
+    with_invoices = replace(recipe, layouts=tuple(replace(layout, columns=(
+        *layout.columns, Column("InvoiceNo", "sparse", "string"))) for layout in recipe.layouts))
+    preprocess(with_invoices, [str(tmp_path / "log.csv")], tmp_path / "data", WHOLE)
+    data = load_interactions(tmp_path / "data", DataOptions(
+        user="CustomerID", item="StockCode", protocol="leave_last_baskets", basket="InvoiceNo"))
+    for split, history in ((data.valid, 10), (data.test, 15)):
+        assert split.target_lengths.tolist() == [5] * 6
+        assert (split.stop - data.offsets[split.users]).tolist() == [history] * 6
+    assert data.training_rows().size == 60 and data.left_out["without basket"] == 0
+    with pytest.raises(InvalidInputError, match=r"no invoice.*interactions\.basket"):
+        load_interactions(tmp_path / "data", DataOptions(
+            user="CustomerID", item="StockCode", protocol="leave_last_baskets",
+            basket="no invoice"))
+    with pytest.raises(InvalidInputError, match="baskets"):
+        from_log(arrays([(1, 1, 1.0, 0)]), DataOptions(protocol="leave_last_baskets", basket="b"))
+
+
 def test_from_a_preprocessed_log(tmp_path: Path) -> None:
     """Times to the second survive preprocessing, whatever the order of the file."""
     rows = [(u, 100 + (u * 7 + k) % 9, 9 if k % 3 else 4, 1_400_000_000 + 50 * k + u)
@@ -158,9 +245,12 @@ def test_a_log_without_times_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_are_checked() -> None:
-    for bad in ({"k_core": 0}, {"protocol": "x"}, {"repeats": "last"}, {"valid": 0.6, "test": 0.5}):
+    for bad in ({"k_core": 0}, {"protocol": "x"}, {"basket": "invoice"}, {"repeats": "last"},
+                {"valid": 0.6, "test": 0.5}):
         with pytest.raises(InvalidInputError, match=next(iter(bad))):
             DataOptions(**bad)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="basket=''"):
+        DataOptions(protocol="leave_last_baskets")
     data = from_log(Log(np.ones(3, int), np.arange(1, 4), np.ones(3, np.float32), np.arange(3)),
                     DataOptions(k_core=1))
     with pytest.raises(InvalidInputError, match="valid or test"):
