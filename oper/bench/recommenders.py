@@ -35,8 +35,10 @@ from oper.rl_rec.models.sasrec import SASRecConfig
 
 REPORTED = ("ndcg@10", "recall@10", "ndcg@20", "mrr@20")
 ODD_BLOCK = 997  # items scored at once when a result is checked
-# Modules of `oper.rl_rec` beside the models that a result depends on once the log has been read.
-_TRAINS = ("concepts", "evaluation", "harness", "jagged", "ranking", "registry", "sequences")
+# Modules of `oper.rl_rec` that the result of every model depends on once the log has been read, and
+# what some models are built with.
+_TRAINS = ("evaluation", "harness", "jagged", "ranking", "registry", "sequences")
+_BUILT_WITH = {"cadvae": "concepts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,8 @@ def _run_case(case: Case, data: Interactions, num_seeds: int, keep: str | None
                  DATA_SETS[case.data].protocols[case.protocol]), "data": _about(data)}
     parts = []
     for seed in range(1, num_seeds + 1):
-        key = json.dumps([about["config"], about["fit"], seed, _contents(data), _code()],
+        key = json.dumps([about["config"], about["fit"], seed, _contents(data),
+                          _code(case.model)],
                          sort_keys=True)
         place = Path(keep, f"{case.name.replace('/', '-')}-{_digest(key.encode())}.npz"
                      ) if keep else None
@@ -223,16 +226,22 @@ def _contents(data: Interactions) -> str:
     return _digest(*(np.ascontiguousarray(a).data for a in arrays))
 
 
-def training_sources() -> list[Path]:
-    """The sources that train and rank: kept runs are of these."""
-    folder = Path(sys.modules["oper.rl_rec"].__path__[0])
-    return sorted([*(folder / "models").glob("*.py"),
-                   *(folder / f"{name}.py" for name in _TRAINS)])
-
-
 @functools.cache
-def _code() -> str:
-    return _digest(*(path.read_bytes() for path in training_sources()))
+def training_sources(model: str) -> list[Path]:
+    """The sources that train and rank a model: kept runs are of these."""
+    found = {f"oper.rl_rec.{name}" for name in _TRAINS}
+    left = [type(MODELS[model][0]).__module__, f"oper.rl_rec.{_BUILT_WITH.get(model, 'jagged')}"]
+    while left:
+        name = left.pop()
+        if name not in found and name.startswith("oper.rl_rec.") and "interactions" not in name:
+            found.add(name)
+            left += [str(getattr(used, "__module__", "")) for used in vars(
+                sys.modules[name]).values()]
+    return sorted(Path(str(sys.modules[name].__file__)) for name in found)
+
+
+def _code(model: str) -> str:
+    return _digest(*(path.read_bytes() for path in training_sources(model)))
 
 
 def _keep(place: Path, runs: Runs) -> None:

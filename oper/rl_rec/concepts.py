@@ -8,7 +8,7 @@ import torch
 from oper.errors import InvalidInputError, fail
 from oper.rl_rec.evaluation import training_histories
 from oper.rl_rec.interactions import Interactions
-from oper.rl_rec.models.cadvae import CaDVAEConfig, Concepts, log_counts, without
+from oper.rl_rec.models.cadvae import CaDVAEConfig, Concepts, log_counts, tags, without
 from oper.rl_rec.models.causal_graph import fit_graph
 from oper.rl_rec.models.item_tables import positives
 
@@ -28,7 +28,7 @@ def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
         return Concepts(graph=torch.zeros(k, k) if config.graph == "none" else None)
     shares = item_clusters(data, k, sharpness=config.sharpness)
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
-    counts = log_counts(shares, items, lengths)[lengths > 0]
+    counts = log_counts(tags(shares), items, lengths)[lengths > 0]
     activity = activity_weights(counts)
     labels = without(activity, counts)
     mean, std = labels.mean(0), labels.std(0, correction=0)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("torchrec")
 from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig, Concepts, log_counts, solve
+from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig, Concepts, log_counts, solve, tags
 from oper.rl_rec.models.causal_graph import descendants
 from oper.rl_rec.models.item_tables import (
     Drawn,
@@ -221,13 +221,16 @@ def test_the_divergence_of_z_is_that_of_its_marginals() -> None:
 
 
 def test_labels_are_log_counts_without_activity() -> None:
-    shares = torch.eye(3)[torch.tensor([0, 0, 1, 2])]
+    shares = torch.tensor([[1.0, 0, 0], [0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0, 0.4, 0.6],
+                           [0.5, 0.5, 0]])
+    assert torch.equal(tags(shares), torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1],
+                                                   [0.5, 0.5, 0]]))
     items, lengths = torch.tensor([1, 2, 2, 3]), torch.tensor([3, 0, 1])
-    found = log_counts(shares, items, lengths)
+    found = log_counts(tags(shares), items, lengths)
     want = torch.tensor([[1.5, 2.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 1.5]]).log()
     assert torch.allclose(found, want)
     weights, mean, std = torch.tensor([0.2, 0.3, 0.1]), torch.randn(3), torch.tensor([1.0, 2, 3])
-    model = CaDVAE(4, CaDVAEConfig(num_concepts=3, hidden=4, dim=4),
+    model = CaDVAE(5, CaDVAEConfig(num_concepts=3, hidden=4, dim=4),
                    Concepts(shares, torch.zeros(3, 3), mean, std, weights))
     labels = model.labels(items, lengths)
     assert labels is not None

@@ -68,6 +68,19 @@ def test_independent_counts_have_no_edges(k: int, activity: float, seed: int,
 
 
 @pytest.mark.parametrize("activity", [0.0, 0.8])
+def test_items_of_several_concepts_make_no_edges(activity: float, monkeypatch: pytest.MonkeyPatch
+                                                 ) -> None:
+    """Concepts 0 and 3 share items, and 1 and 2; users' tastes know nothing of that."""
+    mixed = torch.tensor([[0.4, 0.15, 0.1, 0.35], [0.1, 0.4, 0.35, 0.15], [0.15, 0.35, 0.4, 0.1],
+                          [0.35, 0.1, 0.15, 0.4]])
+    data = drawn(expected_counts({}, 4, activity, 0), 0)
+    monkeypatch.setattr(concepts, "item_clusters",
+                        lambda *a, **b: known_clusters(4, data) @ mixed)
+    graph = concepts_from(data, CaDVAEConfig(num_concepts=4)).graph
+    assert graph is not None and not graph.any()
+
+
+@pytest.mark.parametrize("activity", [0.0, 0.8])
 @pytest.mark.parametrize("edges", [
     {(0, 1): 0.8}, {(0, 1): 0.8, (1, 3): -0.8}, {(0, 1): 0.8, (0, 2): 0.8},
     {(0, 1): 0.8, (2, 3): 0.8}, {(0, 3): 0.8, (3, 2): 0.8}])

@@ -9,7 +9,8 @@ B users, K concepts, d columns per concept, H columns of the encoder, n candidat
 items that user u liked. c [n, K], rows that sum to 1, says how much an item belongs to a concept.
 
     labels      u_k = x_k - sum_j w_j x_j, standardised                                       [B, K]
-                x_k = log(sum_{i in S_u} c_{i,k} + 1/2); w takes the user's activity out
+                x_k = log(1/2 + how many of S_u have their largest c at k); w takes the user's
+                activity out
     encoder     y_k = |S_u|^(-1/2) sum_{i in drop(S_u)} c_{i,k} W_in[i]                    [B, K, H]
                 (mu_k, log sigma_k^2) = W_2 tanh(y_k + b) + b_2          shared over k     [B, K, d]
                 ``unit_mean``: mu_k to length 1, sigma_k times prior_std, as MacridVAE
@@ -31,10 +32,11 @@ items that user u liked. c [n, K], rows that sum to 1, says how much an item bel
 
 Choices that keep A meaningful: it is fitted on the labels first, cut at a threshold, and only the
 kept edges are trained on (``graph`` given; h(A) = 0 throughout); the map of labels has unit gain,
-so that it cannot rescale A'u while A shrinks. Labels are counts of each concept by itself, not
-shares of a user's items: ratios to one concept, to the mean or to the sum have their denominator in
-common, and correlate although the counts are independent. CausalVAE applies its non-linear layer
-once; here it defines the structural equations, so that interventions are exact in both layers.
+so that it cannot rescale A'u while A shrinks. Labels are counts of each concept by itself, and an
+item counts for one concept. Ratios to one concept, to the mean or to the sum have their denominator
+in common, and items that count for several concepts are in all of their labels: either correlates
+labels of independent tastes. CausalVAE applies its non-linear layer once; here it defines the
+structural equations, so that interventions are exact in both layers.
 
 K = 1, A = 0, ``similarity="dot"``, tau = 1, no labels: MultVAE without a hidden decoder layer.
 """
@@ -217,7 +219,7 @@ class CaDVAE(Recommender):
         """u, float32 [B, K], or None without label statistics."""
         if self.shares is None or self.label_mean is None or self.label_std is None:
             return None
-        counts = log_counts(self.shares, items, lengths)
+        counts = log_counts(tags(self.shares), items, lengths)
         return (without(self.activity, counts) - self.label_mean) / self.label_std
 
     def item_concepts(self, items: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -412,19 +414,24 @@ def solve(a: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve(_unmixing(a), eps)
 
 
-def log_counts(shares: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Log of how much of each concept users have, ``log(n_k + 1/2)``, float32 [B, K].
+def tags(shares: torch.Tensor) -> torch.Tensor:
+    """The concept of each item's largest share as 1, float32 [num_items, K]; ties are split."""
+    top = (shares == shares.amax(1, keepdim=True)).float()
+    return top / top.sum(1, keepdim=True)
+
+
+def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Log of how many items of each concept users have, ``log(n_k + 1/2)``, float32 [B, K].
 
     Each column is a concept's own: counts that are independent stay so. 1/2 is Haldane's
     correction for concepts that a user has not met.
 
     Args:
-        shares: c, float32 [num_items, K].
+        tags: of items, float32 [num_items, K].
         items: int64 [L].
         lengths: int64 [B].
     """
-    count = torch.zeros(lengths.numel(), shares.shape[1]).index_add(
-        0, rows_of(lengths), shares[items])
+    count = torch.zeros(lengths.numel(), tags.shape[1]).index_add(0, rows_of(lengths), tags[items])
     return (count + 0.5).log()
 
 
