@@ -1,0 +1,56 @@
+"""Optimizers of the programs: for the sharded side by tag or argument, and as the oracle's formula.
+
+A row of `KINDS` adds one: oper's class, the class that ``apply_optimizer_in_backward`` is given, and
+the arguments that are drawn. The formula is that of `tests.optimizer_support.update_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec.optim import RowWiseAdagrad, optimizers as theirs
+
+import oper
+from oper.shmem.optimizers import STATE_PARTS
+
+# eps is never tiny: a gradient of nearly 0 would make steps of any sign.
+KINDS: dict[str, tuple[Any, Any, dict[str, list[Any]]]] = {
+    "sgd": (oper.SGD, torch.optim.SGD, {"lr": [0.25, 0.1]}),
+    "rowwise_adagrad": (oper.RowWiseAdagrad, RowWiseAdagrad,
+                        {"lr": [0.1], "eps": [1e-2], "weight_decay": [0.0, 0.0, 0.1]}),
+    "adagrad": (oper.Adagrad, torch.optim.Adagrad, {"lr": [0.1], "eps": [1e-2]}),
+    "adam": (oper.Adam, torch.optim.Adam, {"lr": [0.05], "eps": [1e-2],
+                                           "betas": [(0.9, 0.999), (0.5, 0.75)]}),
+    "partial_rowwise_adam": (oper.PartialRowWiseAdam, theirs.PartialRowWiseAdam,
+                             {"lr": [0.05], "eps": [1e-2], "weight_decay": [0.0, 0.1]}),
+}
+
+
+def draw_optimizer(rng: np.random.Generator) -> dict[str, Any]:
+    """An optimizer as data: its kind, how it is given, its arguments."""
+    kind = str(rng.choice(list(KINDS)))
+    ours, peer, choices = KINDS[kind]
+    by = "tag" if peer is not None and rng.random() < 0.5 else "argument"
+    arguments = {name: values[int(rng.integers(len(values)))] for name, values in choices.items()}
+    return {"kind": kind, "by": by, "arguments": arguments}
+
+
+def make(optimizer: dict[str, Any]) -> Any:
+    """oper's optimizer."""
+    return KINDS[optimizer["kind"]][0](**optimizer["arguments"])
+
+
+def tag(optimizer: dict[str, Any], model: nn.Module, keys: set[str]) -> None:
+    """Tag a model's tables as TorchRec's users do."""
+    tables = [p for name, p in model.named_parameters() if name in keys]
+    _apply_optimizer_in_backward(KINDS[optimizer["kind"]][1], tables, dict(optimizer["arguments"]))
+
+
+def empty_state(kind: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state of a table that was never trained, float32."""
+    return {part: torch.zeros(weight.shape[:1] if by_row else weight.shape)
+            for part, by_row in STATE_PARTS[kind]}

@@ -1,0 +1,264 @@
+"""Runs a program on both sides and compares them after every action."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from oper.errors import OperError
+from tests.programs.program import Program
+from tests.programs.sharded import Sharded
+from tests.programs.sides import Talk, Unsharded
+from tests.programs.table import ACTIONS, Action, Seen
+
+# What an action came to. The last three are failures.
+AGREED, BOTH, ALONE, DIFFERENT, RAW, ACCEPTED = (
+    "agreed", "refused on both sides", "refused by OPER alone", "different", "raw error",
+    "accepted by OPER alone")
+OUTCOMES = (AGREED, BOTH, ALONE, DIFFERENT, RAW, ACCEPTED)
+_CLOSE = {False: (2e-5, 5e-6), True: (1e-2, 1e-2)}  # rtol and atol, by whether 16 bits are involved
+
+
+@dataclass
+class Finding:
+    """A failure.
+
+    Attributes:
+        kind: DIFFERENT, RAW or ACCEPTED.
+        action: the name of the action that showed it; "shard" for the first.
+        number: its place in the program.
+        text: what was seen.
+    """
+
+    kind: str
+    action: str
+    number: int
+    text: str
+
+    @property
+    def signature(self) -> tuple[str, str, str]:
+        """What stays the same while a program is shrunk."""
+        return self.kind, self.action, self.text.split(":")[0]
+
+
+@dataclass
+class Report:
+    """What a program came to.
+
+    Attributes:
+        counts: by action and outcome.
+        refusals: texts of refusals by OPER alone, by action.
+        finding: the failure that ended it, or None.
+    """
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    finding: Finding | None = None
+
+
+class _Failure(Exception):
+    """Carries a finding's kind and text."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind, self.text = kind, text
+
+
+def run(program: Program, talk: Talk) -> Report:
+    """Run a program; on several ranks, all of them call this."""
+    report = Report()
+    with warnings.catch_warnings(), _group(program), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(program.model["seed"])
+        sharded: Sharded | None = None
+        number, name = -1, "shard"
+        try:
+            sharded, error = _attempt(lambda: Sharded(program.model, program.optimizer, talk,
+                                                      program.plan, program.wrapper))
+            if error is not None:
+                if not isinstance(error, OperError):
+                    raise _Failure(RAW, _told(error))
+                _count(report, name, ALONE, error)
+                return report
+            assert sharded is not None
+            sides = _Sides(sharded, Unsharded(program.model, program.optimizer, talk), talk)
+            sides.compare(exact=True)
+            report.counts[name, AGREED] += 1
+            for number, (name, args) in enumerate(program.actions):  # noqa: B007
+                sides.act(ACTIONS[name], args, report)
+        except _Failure as failure:
+            report.counts[name, failure.kind] += 1
+            report.finding = Finding(failure.kind, name, number, failure.text)
+        finally:
+            if sharded is not None:
+                with contextlib.suppress(Exception):  # of a model that a finding has left behind
+                    sharded.close()
+    return report
+
+
+@contextlib.contextmanager
+def _group(program: Program) -> Iterator[None]:
+    """A process group of one rank, where a program wants it."""
+    if program.world_size > 1 or not program.dist:
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _attempt(what: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return what(), None
+    except Exception as error:
+        # Frames would keep tensors of a graph alive, and with them the tables' last batch.
+        error.text = "".join(traceback.format_exception(error)[-6:])  # type: ignore[attr-defined]
+        return None, error.with_traceback(None)
+
+
+def _told(error: BaseException) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def _count(report: Report, name: str, outcome: str, error: Exception | None = None) -> None:
+    report.counts[name, outcome] += 1
+    if outcome == ALONE and error is not None:
+        report.refusals[name, str(error).partition(":")[0]] += 1
+
+
+class _Sides:
+    """Both sides, kept together."""
+
+    def __init__(self, sharded: Sharded, reference: Unsharded, talk: Talk) -> None:
+        self.sharded, self.reference, self.talk = sharded, reference, talk
+        self.half = any(t.half for t in sharded.tables)
+
+    def act(self, action: Action, args: dict[str, Any], report: Report) -> None:
+        """One action on both sides, and the comparison."""
+        got, error = _attempt(lambda: action.run(self.sharded, args))
+        codes = self.talk.exchange(int(error is not None))
+        failure: _Failure | None = None
+        try:
+            if any(codes):
+                if not all(codes):
+                    raise _Failure(DIFFERENT, "ranks: one has raised "
+                                   f"{_told(error) if error else 'nothing'}")
+                assert error is not None
+                outcome = self._refused(action, args, error)
+            else:
+                self._accepted(action, args, got or {})
+                outcome = AGREED
+            _count(report, action.name, outcome, error)
+        except _Failure as found:
+            failure = found
+        codes = self.talk.exchange(int(failure is not None))
+        if failure is None and any(codes):
+            failure = _Failure(DIFFERENT, "ranks: another rank has found a difference")
+        if failure is not None:
+            raise failure
+
+    def _accepted(self, action: Action, args: dict[str, Any], got: Seen) -> None:
+        want, error = _attempt(lambda: action.run(self.reference, args))
+        if error is not None:
+            raise _Failure(ACCEPTED, f"accepted: torch raises {_told(error)}")
+        _compare_seen(got, want or {}, self.half)
+        self.compare(action.exact)
+
+    def _refused(self, action: Action, args: dict[str, Any], error: Exception) -> str:
+        """The sharded side has raised: find out what the other one does."""
+        other = self.reference.clone()
+        _, theirs = _attempt(lambda: action.run(other, args))
+        ours = isinstance(error, OperError)
+        if theirs is None:
+            if not ours:
+                raise _Failure(RAW, f"raw error: {_told(error)}\n{getattr(error, 'text', '')}")
+            if not action.may_refuse(args):
+                raise _Failure(RAW, f"refused, though it must work: {_told(error)}")
+            self.compare(True, "after a refusal, ")
+            return ALONE
+        if not ours and not isinstance(theirs, type(error)) and not isinstance(
+                error, type(theirs)):
+            raise _Failure(RAW, f"raw error: {_told(error)}, where torch raises {_told(theirs)}\n"
+                           f"{getattr(error, 'text', '')}")
+        before = self.reference
+        try:
+            self.compare(action.exact, "after a refusal, ")
+            return BOTH
+        except _Failure:
+            self.reference = other
+        try:
+            self.compare(action.exact)
+        except _Failure:
+            self.reference = before
+            self.compare(action.exact, "after an error on both sides, ")
+        return BOTH
+
+    def compare(self, exact: bool, when: str = "") -> None:
+        """Rows, optimizer states and the dense layer; the reference goes on from the sharded
+        numbers, which agree with its own."""
+        found, error = _attempt(lambda: (self.sharded.rows(), self.sharded.states(),
+                                         self.sharded.dense_state()))
+        if error is not None:
+            raise _Failure(RAW, f"{when}the state cannot be read: {_told(error)}\n"
+                           f"{getattr(error, 'text', '')}")
+        rows, states, dense = found
+        for what, got, want, is_exact in (
+                ("rows", rows, self.reference.rows(), exact),
+                ("state", states, self.reference.states(), False),
+                ("dense", dense, self.reference.dense_state(), False)):
+            if got.keys() != want.keys():
+                raise _Failure(DIFFERENT, f"{when}{what}: names {list(got)}, want {list(want)}")
+            for name, x in got.items():
+                problem = _differs(x, want[name], is_exact, self.half)
+                if problem:
+                    raise _Failure(DIFFERENT, f"{when}{what}: {name} {problem}")
+        self.reference.adopt(rows, states, dense)
+
+
+def _compare_seen(got: Seen, want: Seen, half: bool) -> None:
+    if got.keys() != want.keys():
+        raise _Failure(DIFFERENT, f"seen: {sorted(got.keys() ^ want.keys())} on one side only")
+    for name, value in got.items():
+        problem = _differs(value, want[name], name.startswith("="), half)
+        if problem:
+            raise _Failure(DIFFERENT, f"{name.lstrip('=')}: {problem}")
+
+
+def _differs(got: Any, want: Any, exact: bool, half: bool) -> str | None:
+    """What is different about two values, or None."""
+    if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
+        return None if _same(got, want) else f"is {_short(got)}, want {_short(want)}"
+    kinds = [(x.device.type, x.dtype, tuple(x.shape)) for x in (got, want)]
+    if kinds[0] != kinds[1]:
+        return f"is {kinds[0]}, want {kinds[1]}"
+    got, want = got.detach().double(), want.detach().double()
+    rtol, atol = (0.0, 0.0) if exact else _CLOSE[half]
+    if torch.allclose(got, want, rtol, atol, equal_nan=True):
+        return None
+    gap = (got - want).abs().nan_to_num(float("inf"))
+    at = int(gap.argmax())
+    return (f"differs by {gap.max():.3g}: {got.reshape(-1)[at]:.6g}, want "
+            f"{want.reshape(-1)[at]:.6g} at {at}, {int((gap > 0).sum())} of {gap.numel()} numbers")
+
+
+def _same(got: Any, want: Any) -> bool:
+    """Equality of plain values; numbers in them may be nan."""
+    return bool(got == want) or repr(got) == repr(want)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 300 else text[:300] + "..."
+

@@ -1,0 +1,131 @@
+"""Runs many programs, adds up what they came to, and shrinks what fails."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.programs.oracle import OUTCOMES, Finding
+from tests.programs.program import Program, draw_program
+from tests.programs.shrink import shrink
+from tests.programs.workers import BROKEN, Local, Processes
+
+
+@dataclass
+class Totals:
+    """What many programs came to.
+
+    Attributes:
+        counts: by action and outcome.
+        refusals: by action and text, of refusals by OPER alone.
+        findings: the first program of every way to fail, and how many there were.
+    """
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    findings: dict[tuple[str, str, str], tuple[int, Program, Finding]] = field(
+        default_factory=dict)
+    failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    programs: int = 0
+
+    def add(self, seed: int, program: Program, report: Any) -> None:
+        """One more program."""
+        self.programs += 1
+        self.counts += report.counts
+        self.refusals += report.refusals
+        if report.finding is not None:
+            signature = report.finding.signature
+            self.failures[signature] += 1
+            self.findings.setdefault(signature, (seed, program, report.finding))
+
+    def table(self) -> str:
+        """Actions by what they came to."""
+        names = sorted({name for name, _ in self.counts})
+        heads = ["tried", "agreed", "both refused", "OPER refused", "failed"]
+        lines = [f"{'action':<20}" + "".join(f"{h:>14}" for h in heads)]
+        for name in names:
+            found = [self.counts[name, outcome] for outcome in (*OUTCOMES, BROKEN)]
+            numbers = [sum(found), *found[:3], sum(found[3:])]
+            lines.append(f"{name:<20}" + "".join(f"{n:>14,}" for n in numbers))
+        return "\n".join(lines)
+
+
+def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None, skip: Collection[str] = (), jobs: int = 1,
+              fault: str | None = None, stop_at: int | None = None, quiet: bool = False) -> Totals:
+    """Run the programs of some seeds.
+
+    Args:
+        seeds: of programs.
+        world_size: ranks.
+        only: an action that is to be drawn often.
+        skip: actions that are not to be drawn.
+        jobs: processes (W = 1) or groups of them; 0 = in this process (W = 1 only).
+        fault: one of `faults.FAULTS`.
+        stop_at: stop after so many findings of different kinds.
+        quiet: no progress.
+    """
+    totals, lock, left = Totals(), threading.Lock(), iter(seeds)
+    begin = shown = time.monotonic()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        nonlocal shown
+        worker: Any = Local(fault) if jobs == 0 else Processes(world_size, fault)
+        try:
+            while True:
+                with lock:
+                    enough = stop_at is not None and len(totals.findings) >= stop_at
+                    seed = None if enough or errors else next(left, None)
+                if seed is None:
+                    return
+                program = draw_program(seed, world_size, only, skip)
+                report = worker.run(program)
+                with lock:
+                    totals.add(seed, program, report)
+                    now = time.monotonic()
+                    if not quiet and now - shown > 5:
+                        shown = now
+                        print(f"{totals.programs:,} programs, {totals.programs / (now - begin):.1f} "
+                              f"a second, {sum(totals.failures.values())} failed "
+                              f"({len(totals.findings)} ways)", file=sys.stderr, flush=True)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            worker.close()
+
+    if jobs == 0:
+        work()
+    else:
+        threads = [threading.Thread(target=work) for _ in range(jobs)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    if errors:
+        raise errors[0]
+    return totals
+
+
+def smallest(program: Program, finding: Finding, *, fault: str | None = None, local: bool = False,
+             budget: int = 250) -> tuple[Program, Finding]:
+    """A failing program made small, and what it then shows."""
+    worker: Any = Local(fault) if local else Processes(program.world_size, fault)
+    last = finding
+
+    def fails(candidate: Program) -> bool:
+        nonlocal last
+        found = worker.run(candidate).finding
+        same = found is not None and found.signature == finding.signature
+        if same:
+            last = found
+        return same
+
+    try:
+        return shrink(program, fails, budget), last
+    finally:
+        worker.close()

@@ -1,0 +1,86 @@
+"""The table of actions: what a user may do, and what the oracle allows.
+
+An action is a function of a side and of drawn arguments that returns what a user would see. It is
+written once and run on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.programs.models import SHAPES, Spec
+
+Seen = dict[str, Any]  # what an action has shown; names that begin with "=" are compared exactly
+
+
+@dataclass(frozen=True)
+class Action:
+    """One kind of action.
+
+    Attributes:
+        name: in programs and reports.
+        run: ``run(side, args)``.
+        weight: how often it is drawn.
+        choices: arguments beside the common ones, each drawn from a sequence.
+        may_refuse: whether OPER may answer with an `OperError` where torch goes on, by arguments.
+        exact: whether rows must agree bit for bit afterwards.
+        fits: whether a program may hold it, by program.
+        difference: its number in `differences.DIFFERENCES`, whose behaviour `run` expects.
+    """
+
+    name: str
+    run: Callable[[Any, dict[str, Any]], Seen | None]
+    weight: float
+    choices: Mapping[str, Sequence[Any]]
+    may_refuse: Callable[[dict[str, Any]], bool]
+    exact: bool
+    fits: Callable[[Any], bool]
+    difference: int | None = None
+
+    def draw(self, rng: np.random.Generator, world_size: int) -> dict[str, Any]:
+        """Arguments as plain data."""
+        args: dict[str, Any] = {
+            "seed": int(rng.integers(0, 1 << 20)),
+            "shapes": [str(rng.choice(SHAPES)) for _ in range(world_size)],
+            "table": int(rng.integers(0, 6)), "value": int(rng.integers(-8, 9)) / 8}
+        for name, values in self.choices.items():
+            args[name] = values[int(rng.integers(len(values)))]
+        return args
+
+
+ACTIONS: dict[str, Action] = {}
+
+
+def action(weight: float = 1.0, may_refuse: bool | Callable[[dict[str, Any]], bool] = False,
+           exact: bool = False, fits: Callable[[Any], bool] = lambda program: True,
+           difference: int | None = None, **choices: Sequence[Any]) -> Any:
+    """Enter a function into the table under its own name."""
+    def enter(run: Any) -> Any:
+        allowed = may_refuse if callable(may_refuse) else (lambda args: bool(may_refuse))
+        assert run.__name__ not in ACTIONS, run.__name__
+        ACTIONS[run.__name__] = Action(run.__name__, run, weight, choices, allowed, exact, fits,
+                                       difference)
+        return run
+
+    return enter
+
+
+def is_wrapped(program: Any) -> bool:
+    """Whether the sharded model is inside a data-parallel wrapper."""
+    return bool(program.wrapper)
+
+
+def has_dense(program: Any) -> bool:
+    """Whether there is a dense layer."""
+    return bool(program.model["dense"])
+
+
+def has_weights(program: Any) -> bool:
+    """Whether a module takes per-sample weights in a way that the program can reach."""
+    model: Spec = program.model
+    return any(e.get("weighted") for e in model["embs"]) and (
+        model["container"] != "sequential" or model["embs"][0]["kind"] == "ebc")

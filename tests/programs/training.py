@@ -1,0 +1,378 @@
+"""Actions that run the model: training, evaluation, hooks, errors in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from tests.programs.models import Batch, names_of, tensors_of
+from tests.programs.table import Seen, action, has_dense, has_weights, is_wrapped
+
+
+def step(side: Any, args: dict[str, Any], offset: int = 0,
+         between: Callable[[Batch], Any] | None = None, dense: bool = True) -> Seen:
+    """One step of training; `between` sees every batch between the forward and backward pass."""
+    batches = side.batches(args, offset)
+    outs = [side.outputs(b) for b in batches]
+    seen = shown(outs[side.mine])
+    loss = side.loss(outs, batches, args.get("square", 0.0))
+    for batch in batches if between else []:
+        between(batch)
+    if loss.requires_grad:
+        loss.backward()
+    if dense:
+        side.step_dense()
+    return seen
+
+
+def shown(outs: list[torch.Tensor]) -> Seen:
+    """Outputs, and whether they carry gradients."""
+    seen: Seen = {f"output {k}": x.detach().clone() for k, x in enumerate(outs)}
+    return seen | {"=requires_grad": [x.requires_grad for x in outs]}
+
+
+@action(8.0, square=(0.0, 0.0, 0.25))
+def train(side: Any, args: dict[str, Any]) -> Seen:
+    """A step of training."""
+    return step(side, args)
+
+
+@action(2.0)
+def forward_only(side: Any, args: dict[str, Any]) -> Seen:
+    """A forward pass with gradients, and no backward pass."""
+    result = [side.call(b) for b in side.batches(args)][side.mine]
+    return shown(tensors_of(result)) | {"=names": names_of(result)}
+
+
+@action(2.0, mode=("no_grad", "inference_mode"), evals=(True, False))
+def evaluate(side: Any, args: dict[str, Any]) -> Seen:
+    """A forward pass without gradients, in eval or train mode."""
+    side.net.train(not args["evals"])
+    with getattr(torch, args["mode"])():
+        result = [side.call(b) for b in side.batches(args)][side.mine]
+        seen = {f"output {k}": x.clone() for k, x in enumerate(tensors_of(result))}
+    side.net.train()
+    return seen | {"=names": names_of(result)}
+
+
+@action(2.0, may_refuse=True, what=("ids", "ids", "lengths", "weights"), by=("add", "fill", "view"))
+def change_inputs(side: Any, args: dict[str, Any]) -> Seen:
+    """Ids, lengths or weights change in place between the forward and the backward pass."""
+    def change(batch: Batch) -> None:
+        for k, rows in enumerate(batch.rows):
+            x = getattr(batch, args["what"])[k]
+            if x is None or not x.numel():
+                continue
+            if args["what"] == "weights":
+                x.mul_(2.0)
+            elif args["what"] == "lengths":
+                x.zero_()
+            elif args["by"] == "fill":
+                x.fill_((int(x.reshape(-1)[0]) + 1) % rows)
+            else:
+                part = x.view(-1)[:1] if args["by"] == "view" and x.is_contiguous() else x
+                part.add_(1).remainder_(rows)
+
+    return step(side, args, between=change)
+
+
+@action(1.0, what=("ids", "lengths", "weights"))
+def reuse_inputs(side: Any, args: dict[str, Any]) -> Seen:
+    """The tensors of a batch are filled anew after its backward pass, as input pipelines do."""
+    seen = step(side, args)
+    for batch in side.batches(args):
+        outs = side.outputs(batch)
+        side.loss([outs], [batch]).detach()
+        for x in getattr(batch, args["what"]):
+            if x is not None:
+                x.zero_()
+    return seen
+
+
+@action(1.5, fits=has_weights)
+def weight_gradients(side: Any, args: dict[str, Any]) -> Seen:
+    """Per-sample weights get gradients."""
+    batches = side.batches(args)
+    for batch in batches:
+        for w in batch.weights:
+            if w is not None:
+                w.requires_grad_()
+    outs = [side.outputs(b) for b in batches]
+    side.loss(outs, batches).backward()
+    side.step_dense()
+    seen = shown(outs[side.mine])
+    for k, w in enumerate(batches[side.mine].weights):
+        if w is not None:
+            grad = torch.zeros(w.shape) if w.grad is None else w.grad.float()
+            seen[f"gradient of weights {k}"] = grad * len(batches)
+    return seen
+
+
+@action(1.5, may_refuse=True)
+def two_lookups(side: Any, args: dict[str, Any]) -> Seen:
+    """Two forward passes, one backward pass of both."""
+    both, outs = [], []
+    for offset in (0, 1):
+        batches = side.batches(args, offset)
+        outs.append([side.outputs(b) for b in batches])
+        both.append(batches)
+    loss = side.loss(outs[0], both[0]) + side.loss(outs[1], both[1])
+    if loss.requires_grad:
+        loss.backward()
+    side.step_dense()
+    return shown(outs[0][side.mine] + outs[1][side.mine])
+
+
+@action(0.7, may_refuse=True, fits=lambda p: not is_wrapped(p))
+def backward_twice(side: Any, args: dict[str, Any]) -> Seen:
+    """A graph is kept and gone through a second time."""
+    batches = side.batches(args)
+    outs = [side.outputs(b) for b in batches]
+    loss = side.loss(outs, batches)
+    if loss.requires_grad:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    side.step_dense()
+    return shown(outs[side.mine])
+
+
+@action(1.0, may_refuse=True, of=("outputs", "dense", "weights", "table"),
+        fits=lambda p: not is_wrapped(p))
+def autograd_grad(side: Any, args: dict[str, Any]) -> Seen:
+    """``torch.autograd.grad``, which accumulates nothing and so trains nothing."""
+    batches = side.batches(args)
+    for batch in batches if args["of"] == "weights" else []:
+        for w in batch.weights:
+            if w is not None:
+                w.requires_grad_()
+    outs = [side.outputs(b) for b in batches]
+    loss = side.loss(outs, batches)
+    of = {"outputs": [x for x in outs[side.mine] if x.requires_grad], "dense": side.dense(),
+          "weights": [w for w in batches[side.mine].weights if w is not None],
+          "table": [side.weight(side.table(args["table"]))]}[args["of"]]
+    if not of or not loss.requires_grad:
+        return {}
+    grads = torch.autograd.grad(loss, of, allow_unused=True)
+    if args["of"] in ("dense", "table") and side.world_size > 1:
+        return {"=given": [g is not None for g in grads]}
+    return {f"gradient {k}": None if g is None else g.to_dense().float() * len(batches)
+            for k, g in enumerate(grads)}
+
+
+@action(1.5, passes=(1, 2), zero=(False, False, True))
+def accumulate(side: Any, args: dict[str, Any]) -> Seen:
+    """Passes under ``no_sync``, of which ``zero_grad`` may forget the tables' part; one outside."""
+    seen: Seen = {}
+    with side.no_sync():
+        for k in range(args["passes"]):
+            seen |= {f"pass {k} {n}": x for n, x in step(side, args, k, dense=False).items()
+                     if n != "=requires_grad"}
+    if args["zero"]:
+        side.drop_gradients()
+    return seen | step(side, args, args["passes"])
+
+
+@action(1.5, fits=has_dense, by=("norm", "value", "torchrec norm", "torchrec value"))
+def clip(side: Any, args: dict[str, Any]) -> Seen:
+    """Gradients are clipped before the dense step; tables have been updated by then."""
+    seen = step(side, args, dense=False)
+    side.average_dense()
+    parameters = list(side.core.parameters())
+    if args["by"] == "norm":
+        seen["norm"] = nn.utils.clip_grad_norm_(parameters, 0.1).detach()
+    elif args["by"] == "value":
+        nn.utils.clip_grad_value_(parameters, 0.05)
+    if args["by"] in ("norm", "value"):
+        torch.optim.SGD(side.dense(), lr=0.05).step()
+    else:
+        named = {f"dense.{k}": p for k, p in enumerate(side.dense())}
+        clipping = getattr(GradientClipping, args["by"].split()[1].upper())
+        GradientClippingOptimizer(
+            KeyedOptimizerWrapper(named, lambda ps: torch.optim.SGD(ps, lr=0.05)),
+            clipping=clipping, max_gradient=0.05).step()
+    for p in side.dense():
+        p.grad = None
+    return seen
+
+
+@action(1.0, fits=has_dense, kind=("SGD", "Adam", "AdamW"))
+def step_all_parameters(side: Any, args: dict[str, Any]) -> Seen:
+    """A dense optimizer over ``model.parameters()``, with decay, which finds no table gradient."""
+    optimizer = getattr(torch.optim, args["kind"])(side.core.parameters(), lr=0.05,
+                                                   weight_decay=0.1)
+    seen = step(side, args, dense=False)
+    side.average_dense()
+    optimizer.step()
+    optimizer.zero_grad()
+    return seen
+
+
+@action(0.7, to_none=(True, False))
+def zero_grad(side: Any, args: dict[str, Any]) -> Seen:
+    """``zero_grad`` of the model between the passes."""
+    batches = side.batches(args)
+    outs = [side.outputs(b) for b in batches]
+    side.net.zero_grad(set_to_none=args["to_none"])
+    loss = side.loss(outs, batches)
+    if loss.requires_grad:
+        loss.backward()
+    side.step_dense()
+    return shown(outs[side.mine])
+
+
+@action(1.0, may_refuse=True, how=("attribute", "named"), fits=lambda p: not is_wrapped(p))
+def regulariser(side: Any, args: dict[str, Any]) -> Seen:
+    """A loss on the weight itself."""
+    batches = side.batches(args)
+    outs = [side.outputs(b) for b in batches]
+    loss = side.loss(outs, batches)
+    loss = loss + 0.125 * side.weight(side.table(args["table"]), args["how"]).square().sum()
+    loss.backward()
+    side.step_dense()
+    return shown(outs[side.mine])
+
+
+# ---- hooks ---------------------------------------------------------------------------------------
+
+
+@action(2.0, kind=("forward", "forward change", "forward pre", "backward", "backward pre change",
+                   "tensor change", "tensor retain"), where=("module", "model"),
+        fits=lambda p: not is_wrapped(p))
+def hooks(side: Any, args: dict[str, Any]) -> Seen:
+    """Hooks that record or change what passes."""
+    module = side.core if args["where"] == "model" else side.module(side.table(args["table"]))
+    count = [0]
+    seen: list[torch.Tensor] = []
+
+    def record(values: Any) -> None:
+        count[0] += 1
+        with contextlib.suppress(AttributeError, TypeError):
+            seen.extend(x.detach().clone() for x in values if isinstance(x, torch.Tensor))
+
+    kind = args["kind"]
+    if kind == "forward":
+        handle = module.register_forward_hook(lambda m, i, o: record(tensors_of(o)))
+    elif kind == "forward change":
+        handle = module.register_forward_hook(
+            lambda m, i, o: o * 0.5 if isinstance(o, torch.Tensor) else None)
+    elif kind == "forward pre":
+        handle = module.register_forward_pre_hook(lambda m, i: record(()))
+    elif kind == "backward":
+        handle = module.register_full_backward_hook(lambda m, i, o: record(o))
+    elif kind == "backward pre change":
+        handle = module.register_full_backward_pre_hook(
+            lambda m, o: tuple(x if x is None else x * 0.5 for x in o))
+    else:
+        handle = module.register_forward_pre_hook(lambda m, i: None)
+    try:
+        batches = side.batches(args)
+        outs = [side.outputs(b) for b in batches]
+        for out in outs if kind.startswith("tensor") else []:
+            for x in out:
+                if x.requires_grad:
+                    x.register_hook(lambda g: g * 0.5)
+                    x.retain_grad()
+        loss = side.loss(outs, batches)
+        if loss.requires_grad:
+            loss.backward()
+    finally:
+        handle.remove()
+    side.step_dense()
+    told = {} if kind == "forward pre" or len(batches) > 1 or side.world_size > 1 else {
+        f"hook {k}": x for k, x in enumerate(seen)}
+    if kind == "tensor retain":
+        told |= {f"gradient {k}": x.grad * len(batches) for k, x in enumerate(outs[side.mine])
+                 if x.grad is not None}
+    return shown(outs[side.mine]) | told | {"=calls": count[0] // len(batches)}
+
+
+@action(0.7, may_refuse=True, fits=lambda p: not is_wrapped(p), what=("hook", "accumulated"))
+def weight_hook(side: Any, args: dict[str, Any]) -> Seen:
+    """A hook on a table's weight sees its gradient."""
+    weight = side.weight(side.table(args["table"]))
+    calls: list[int] = []
+    if args["what"] == "hook":
+        handle = weight.register_hook(lambda g: calls.append(1))
+    else:
+        handle = weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
+    try:
+        seen = step(side, args)
+    finally:
+        handle.remove()
+    return seen | {"=calls": len(calls)}
+
+
+# ---- errors in the middle ------------------------------------------------------------------------
+
+
+@action(2.0, what=("too large", "negative", "float", "bool", "offsets"))
+def bad_batch(side: Any, args: dict[str, Any]) -> Seen:
+    """An id outside of its table, or inputs of another type."""
+    batches = [_with_ids(side, args, rank) for rank in side.computed_ranks()]
+    inputs = []
+    for batch in batches:
+        features, offsets, weights = (*batch.inputs[0], None, None)[:3]
+        changed = batch.ids[0].clone()
+        what = args["what"]
+        if what == "offsets" and offsets is not None:
+            offsets = offsets.clone().fill_(changed.numel() + 5)
+        elif what in ("too large", "offsets"):
+            changed.view(-1)[-1] = 1000
+        elif what == "negative":
+            changed.view(-1)[0] = -1
+        else:
+            changed = changed.to(getattr(torch, what))
+        if hasattr(features, "keys"):
+            batch.inputs[0] = (type(features)(
+                features.keys(), changed, features.weights_or_none(), lengths=features.lengths(),
+                stride=features.stride()),)
+        else:
+            batch.inputs[0] = (changed, offsets, weights)[:len(batch.inputs[0])]
+        inputs.append(batch)
+    outs = [side.outputs(b) for b in inputs]
+    side.loss(outs, inputs).backward()
+    side.step_dense()
+    return shown(outs[side.mine])
+
+
+def _with_ids(side: Any, args: dict[str, Any], rank: int) -> Batch:
+    """A batch of a rank with at least one id for the first module."""
+    tries = (Batch(side.spec, args["seed"] + 101 * rank + k, "usual") for k in range(1000))
+    return next(b for b in tries if b.ids[0].numel())
+
+
+@action(1.0, fits=lambda p: not is_wrapped(p))
+def raise_in_backward(side: Any, args: dict[str, Any]) -> Seen:
+    """A hook that raises while gradients are on their way to the tables."""
+    def refuse(grad: torch.Tensor) -> None:
+        raise ArithmeticError("a user's hook")
+
+    batches = side.batches(args)
+    outs = [side.outputs(b) for b in batches]
+    for out in outs:
+        for x in out[-1:]:
+            if x.requires_grad:
+                x.register_hook(refuse)
+    for p in side.dense():
+        p.grad = None
+    try:
+        loss = side.loss(outs, batches)
+        if loss.requires_grad:
+            loss.backward()
+    finally:
+        for p in side.dense():
+            p.grad = None
+    return shown(outs[side.mine])
+
+
+@action(0.7)
+def raise_after_forward(side: Any, args: dict[str, Any]) -> Seen:
+    """An error between the passes; the graph is dropped."""
+    outs = [side.outputs(b) for b in side.batches(args)]
+    raise ArithmeticError(f"a user's error after {len(outs) > 0}")

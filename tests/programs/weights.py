@@ -1,0 +1,266 @@
+"""Actions on tables as parameters: reading, writing, freezing, replacing, counting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.programs.table import Seen, action, is_wrapped
+from tests.programs.training import shown, step
+
+HOW = ("attribute", "named", "get")
+
+
+def _random(side: Any, args: dict[str, Any], number: int | None = None) -> torch.Tensor:
+    """New values for a table, in its dtype."""
+    table = side.table(args["table"] if number is None else number)
+    rng = torch.Generator().manual_seed(args["seed"] + (number or 0))
+    values = torch.randn(table.rows, table.dim, generator=rng) * 0.5
+    return values.half() if table.half else values
+
+
+@action(2.0, exact=True, how=HOW)
+def read_weight(side: Any, args: dict[str, Any]) -> Seen:
+    """A table's numbers, read as its users read them."""
+    w = side.weight(side.table(args["table"]), args["how"])
+    return {"=weight": w.detach().clone(), "=row": w[1].tolist(), "=shape": tuple(w.shape),
+            "=dtype": w.dtype, "=device": w.device.type, "=requires_grad": w.requires_grad,
+            "sum": w.detach().float().sum(), "=is_leaf": w.is_leaf, "=grad": w.grad is None,
+            "=numpy": w.detach().numpy().tolist(), "=len": len(w)}
+
+
+def _xavier(x: torch.Tensor) -> None:
+    nn.init.xavier_uniform_(x)
+
+
+WRITES = {
+    "fill_": lambda w, x, v: w.fill_(v),
+    "w[i] = x": lambda w, x, v: w.__setitem__(1, x[1]),
+    "w[mask] = x": lambda w, x, v: w.__setitem__(w[:, 0] > 0, v),
+    "w[:, j] = x": lambda w, x, v: w.__setitem__((slice(None), 0), v),
+    "copy_": lambda w, x, v: w.copy_(x),
+    "data.copy_": lambda w, x, v: w.data.copy_(x),
+    "data = x": lambda w, x, v: setattr(w, "data", x.clone()),
+    "data[i] += 1": lambda w, x, v: w.data.__setitem__(2, w.data[2] + 1),
+    "data[i] add": lambda w, x, v: w.data[0].add_(1),
+    "data mul": lambda w, x, v: w.data.mul_(0.5),
+    "mul_": lambda w, x, v: w.mul_(0.5),
+    "view": lambda w, x, v: w[:2].zero_(),
+    "view of view": lambda w, x, v: w[1:][0].copy_(x[1]),
+    "flat view": lambda w, x, v: w.view(-1)[:3].fill_(v),
+    "transposed": lambda w, x, v: w.t()[0].fill_(v),
+    "detach": lambda w, x, v: w.detach().copy_(x),
+    "detach row": lambda w, x, v: w.detach()[1].fill_(v),
+    "numpy": lambda w, x, v: w.detach().numpy().__setitem__(1, v),
+    "init zeros": lambda w, x, v: nn.init.zeros_(w),
+    "init normal": lambda w, x, v: nn.init.normal_(w),
+    "init xavier": lambda w, x, v: _xavier(w),
+    "clamp": lambda w, x, v: w.clamp_(-0.1, 0.1),
+    "torch.add out": lambda w, x, v: torch.add(x, x, out=w),
+    "index_copy_": lambda w, x, v: w.index_copy_(0, torch.tensor([2, 0]), x[:2]),
+    "index_fill_": lambda w, x, v: w.index_fill_(0, torch.tensor([1]), v),
+    "foreach": lambda w, x, v: torch._foreach_add_([w], 1.0),
+    "kept": lambda w, x, v: (w.fill_(v), w[0].add_(1), w[:1].mul_(2)),
+}
+
+
+@action(4.0, exact=True, how=HOW, write=tuple(WRITES), no_grad=(True, True, True, False),
+        may_refuse=lambda a: a["write"] in ("data = x", "numpy", "torch.add out", "foreach"))
+def write_weight(side: Any, args: dict[str, Any]) -> Seen:
+    """A table's numbers, written as their users write them."""
+    values = _random(side, args)
+    torch.manual_seed(args["seed"])
+    with torch.set_grad_enabled(not args["no_grad"] and "init" not in args["write"]):
+        weight = side.weight(side.table(args["table"]), args["how"])
+        WRITES[args["write"]](weight, values, args["value"])
+    return {"=read again": weight.detach().clone()}
+
+
+@action(1.0, exact=True)
+def write_old_handle(side: Any, args: dict[str, Any]) -> Seen:
+    """A weight fetched before a step of training is read and written after it."""
+    table = side.table(args["table"])
+    weight = side.weight(table)
+    row = weight.detach()[0]
+    step(side, args)
+    with torch.no_grad():
+        seen: Seen = {"old": weight.detach().clone(), "old row": row.clone()}
+        weight.fill_(args["value"])
+        weight[1] = 0.5
+    return seen
+
+
+@action(1.5, exact=True, how=("hasattr", "isinstance", "parameters", "named", "reset"))
+def initialise(side: Any, args: dict[str, Any]) -> Seen | None:
+    """``model.apply(init)`` and its kin."""
+    def init(module: nn.Module) -> None:
+        is_table = hasattr(module, "weight") if args["how"] == "hasattr" else (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag))
+        if is_table:
+            nn.init.constant_(module.weight, args["value"])
+
+    if args["how"] in ("hasattr", "isinstance"):
+        side.core.apply(init)
+    elif args["how"] == "parameters":
+        for p in side.core.parameters():
+            nn.init.constant_(p, args["value"])
+    elif args["how"] == "named":
+        for name, p in side.core.named_parameters():
+            if not name.endswith("bias"):
+                nn.init.constant_(p, args["value"])
+    else:
+        torch.manual_seed(args["seed"])
+        for table in side.tables:
+            if table.kind in ("bag", "embedding"):
+                side.module(table).reset_parameters()
+    return None
+
+
+# ---- freezing ------------------------------------------------------------------------------------
+
+
+@action(3.0, how=("parameter", "named", "module", "model", "requires_grad ="),
+        on=(False, False, True))
+def freeze(side: Any, args: dict[str, Any]) -> Seen:
+    """``requires_grad_`` of a table, its module or the model, off or on, and a step."""
+    table, on = side.table(args["table"]), args["on"]
+    how = args["how"]
+    if how == "module":
+        target = side.module(table)
+        if target is side.core or not side.dense():
+            target.requires_grad_(on)
+        else:
+            target.requires_grad_(on)
+    elif how == "model":
+        side.core.requires_grad_(on)
+        for p in side.dense():  # which wrappers have to know of
+            p.requires_grad_()
+    elif how == "requires_grad =":
+        side.weight(table).requires_grad = on
+    else:
+        side.weight(table, "named" if how == "named" else "attribute").requires_grad_(on)
+    return step(side, args)
+
+
+@action(1.5, on=(False, True))
+def freeze_between(side: Any, args: dict[str, Any]) -> Seen:
+    """``requires_grad_`` between the forward and the backward pass."""
+    table = side.table(args["table"])
+    weight = side.weight(table)
+    weight.requires_grad_(not args["on"])
+    batches = side.batches(args)
+    outs = [side.outputs(b) for b in batches]
+    seen = shown(outs[side.mine])
+    loss = side.loss(outs, batches)
+    side.weight(table).requires_grad_(args["on"])
+    if loss.requires_grad:
+        loss.backward()
+    side.step_dense()
+    return seen
+
+
+@action(1.5)
+def unfreeze_all(side: Any, args: dict[str, Any]) -> Seen:
+    """``requires_grad_()`` of everything, and a step."""
+    side.core.requires_grad_(True)
+    return step(side, args)
+
+
+# ---- counting and grouping -----------------------------------------------------------------------
+
+
+@action(2.0, exact=True)
+def count(side: Any, args: dict[str, Any]) -> Seen:
+    """What lists of parameters and states tell."""
+    named = dict(side.core.named_parameters())
+    return {
+        "=names": list(named), "=numel": sum(p.numel() for p in side.core.parameters()),
+        "=trained": [n for n, p in named.items() if p.requires_grad],
+        "=shapes": {n: tuple(p.shape) for n, p in named.items()},
+        "=dtypes": {n: p.dtype for n, p in named.items()},
+        "=are parameters": [n for n, p in named.items() if isinstance(p, nn.Parameter)],
+        "=state": list(side.core.state_dict()),
+        "=state shapes": {n: tuple(x.shape) for n, x in side.core.state_dict().items()},
+        "=buffers": [n for n, _ in side.core.named_buffers()],
+        "=grads": [n for n, p in named.items() if p.grad is not None]}
+
+
+@action(1.0, exact=True)
+def state_dict(side: Any, args: dict[str, Any]) -> Seen:
+    """The values of ``state_dict``, whole."""
+    found = side.core.state_dict()
+    return {f"={name}": whole(x) for name, x in found.items()}
+
+
+def whole(value: Any) -> torch.Tensor:
+    """A state_dict value as one plain tensor, copied."""
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    return value.detach().clone()
+
+
+# ---- replacing -----------------------------------------------------------------------------------
+
+
+@action(1.0, may_refuse=True, exact=True)
+def functional_call(side: Any, args: dict[str, Any]) -> Seen:
+    """``torch.func.functional_call`` with other numbers for a table."""
+    batch = side.batches(args)[side.mine]
+    inputs = (batch.inputs,) if side.spec["container"] == "named" else batch.inputs[0]
+    with torch.no_grad():
+        from tests.programs.models import tensors_of
+
+        out = torch.func.functional_call(
+            side.core, {side.table(args["table"]).key: _random(side, args)}, tuple(inputs))
+        return {f"output {k}": x.clone() for k, x in enumerate(tensors_of(out))}
+
+
+@action(0.7, may_refuse=True, exact=True)
+def swap_tensors(side: Any, args: dict[str, Any]) -> None:
+    """``torch.utils.swap_tensors`` of a table and new numbers."""
+    other = nn.Parameter(_random(side, args))
+    torch.utils.swap_tensors(side.weight(side.table(args["table"])), other)
+
+
+@action(1.5, may_refuse=True, exact=True, what=("parameter", "tensor", "delete", "none", "register"))
+def assign_weight(side: Any, args: dict[str, Any]) -> None:
+    """A weight is assigned or deleted."""
+    table = side.table(args["table"])
+    owner = side.module(table)
+    if table.kind == "ebc":
+        owner = owner.embedding_bags[table.own]
+    elif table.kind == "ec":
+        owner = owner.embeddings[table.own]
+    values = _random(side, args)
+    if args["what"] == "parameter":
+        owner.weight = nn.Parameter(values)
+    elif args["what"] == "tensor":
+        owner.weight = values
+    elif args["what"] == "delete":
+        del owner.weight
+    elif args["what"] == "none":
+        owner.weight = None
+    else:
+        owner.register_parameter("weight", nn.Parameter(values))
+
+
+@action(2.0, exact=True, fits=lambda p: not is_wrapped(p),
+        call=("cpu", "to cpu", "float", "half", "double", "to float16", "to meta", "bfloat16",
+              "type", "share", "to_empty"),
+        may_refuse=lambda a: a["call"] not in ("cpu", "to cpu"))
+def convert(side: Any, args: dict[str, Any]) -> Seen | None:
+    """``.to`` and its kin."""
+    model, name = side.core, args["call"]
+    if name in ("cpu", "float", "half", "double", "bfloat16"):
+        getattr(model, name)()
+    elif name == "share":
+        model.share_memory()
+    elif name == "to_empty":
+        model.to_empty(device="meta")
+    elif name == "type":
+        model.type(torch.float64)
+    else:
+        model.to({"to cpu": "cpu", "to float16": torch.float16, "to meta": "meta"}[name])
+    return {"=dtypes": [p.dtype for p in side.dense()]}
