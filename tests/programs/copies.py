@@ -80,7 +80,8 @@ def move_to_fresh(side: Any, args: dict[str, Any]) -> None:
     side.restart(args)
 
 
-@action(1.5, exact=True, plan=tuple(range(40)), budget=(None, 64, 4096))
+@action(1.5, exact=lambda a: a["budget"] is None, plan=tuple(range(40)),
+        budget=(None, 64, 4096))
 def migrate(side: Any, args: dict[str, Any]) -> Seen | None:
     """Tables move to another plan, at once or while two steps are trained."""
     if side.is_sharded:
@@ -225,7 +226,7 @@ def wrap(side: Any, args: dict[str, Any]) -> Seen:
     return step(side, args)
 
 
-@action(0.7, exact=True)
+@action(0.3, exact=True)
 def checkpoint(side: Any, args: dict[str, Any]) -> Seen:
     """A checkpoint is written, the model trained on, and the checkpoint loaded."""
     seen: Seen = {}

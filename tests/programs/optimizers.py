@@ -1,7 +1,8 @@
-"""Optimizers of the programs: for the sharded side by tag or argument, and as the oracle's formula.
+"""Optimizers of the programs: given to OPER by tag or argument, and the oracle's formulas.
 
-A row of `KINDS` adds one: oper's class, the class that ``apply_optimizer_in_backward`` is given, and
-the arguments that are drawn. The formula is that of `tests.optimizer_support.update_rows`.
+A row of `KINDS` adds one: oper's class, the class that ``apply_optimizer_in_backward`` is given
+(None = there is none), and the arguments that are drawn. The formula is that of
+`tests.optimizer_support.update_rows`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, list[Any]]]] = {
 def draw_optimizer(rng: np.random.Generator) -> dict[str, Any]:
     """An optimizer as data: its kind, how it is given, its arguments."""
     kind = str(rng.choice(list(KINDS)))
-    ours, peer, choices = KINDS[kind]
+    _, peer, choices = KINDS[kind]
     by = "tag" if peer is not None and rng.random() < 0.5 else "argument"
     arguments = {name: values[int(rng.integers(len(values)))] for name, values in choices.items()}
     return {"kind": kind, "by": by, "arguments": arguments}

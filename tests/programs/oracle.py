@@ -173,8 +173,9 @@ class _Sides:
         want, error = _attempt(lambda: action.run(self.reference, args))
         if error is not None:
             raise _Failure(ACCEPTED, f"accepted: torch raises {_told(error)}")
+        self.reference.prepare()
         _compare_seen(got, want or {}, self.half)
-        self.compare(action.exact)
+        self.compare(action.exact(args))
 
     def _refused(self, action: Action, args: dict[str, Any], error: Exception) -> str:
         """The sharded side has raised: find out what the other one does."""
@@ -194,15 +195,16 @@ class _Sides:
                            f"{getattr(error, 'text', '')}")
         before = self.reference
         try:
-            self.compare(action.exact, "after a refusal, ")
+            self.compare(action.exact(args), "after a refusal, ")
             return BOTH
         except _Failure:
             self.reference = other
+            other.prepare()
         try:
-            self.compare(action.exact)
+            self.compare(action.exact(args))
         except _Failure:
             self.reference = before
-            self.compare(action.exact, "after an error on both sides, ")
+            self.compare(action.exact(args), "after an error on both sides, ")
         return BOTH
 
     def compare(self, exact: bool, when: str = "") -> None:

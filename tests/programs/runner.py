@@ -43,6 +43,11 @@ class Totals:
             self.failures[signature] += 1
             self.findings.setdefault(signature, (seed, program, report.finding))
 
+    def progress(self, seconds: float) -> str:
+        """One line while it goes on."""
+        return (f"{self.programs:,} programs, {self.programs / seconds:.1f} a second, "
+                f"{sum(self.failures.values()):,} failed ({len(self.findings)} ways)")
+
     def table(self) -> str:
         """Actions by what they came to."""
         names = sorted({name for name, _ in self.counts})
@@ -55,8 +60,9 @@ class Totals:
         return "\n".join(lines)
 
 
-def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None, skip: Collection[str] = (), jobs: int = 1,
-              fault: str | None = None, stop_at: int | None = None, quiet: bool = False) -> Totals:
+def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
+              skip: Collection[str] = (), jobs: int = 1, fault: str | None = None,
+              stop_at: int | None = None, quiet: bool = False) -> Totals:
     """Run the programs of some seeds.
 
     Args:
@@ -90,9 +96,7 @@ def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
                     now = time.monotonic()
                     if not quiet and now - shown > 5:
                         shown = now
-                        print(f"{totals.programs:,} programs, {totals.programs / (now - begin):.1f} "
-                              f"a second, {sum(totals.failures.values())} failed "
-                              f"({len(totals.findings)} ways)", file=sys.stderr, flush=True)
+                        print(totals.progress(now - begin), file=sys.stderr, flush=True)
         except BaseException as error:
             errors.append(error)
         finally:

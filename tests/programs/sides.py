@@ -209,20 +209,24 @@ class Unsharded(Side):
         self.core = self.net = build(spec)
         self.rule = optimizers.make(optimizer)
         self.holds = False
+        self.hooked: dict[str, torch.Tensor] = {}
         self.steps = dict.fromkeys((t.key for t in self.tables), 0)
         parameters = dict(self.core.named_parameters())
         self.state = {t.key: optimizers.empty_state(self.rule.name, parameters[t.key])
                       for t in self.tables}
-        self._prepare()
+        self.prepare()
 
-    def _prepare(self) -> None:
-        """Updates in the backward pass."""
+    def prepare(self) -> None:
+        """Update all tables in the backward pass, whatever parameters they have by now."""
         for module in self.core.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = module.weight.dtype == torch.float32  # torch cannot add others
         parameters = dict(self.core.named_parameters())
         for table in self.tables:
-            parameters[table.key].register_post_accumulate_grad_hook(self._updater(table.key))
+            parameter = parameters.get(table.key)
+            if parameter is not None and self.hooked.get(table.key) is not parameter:
+                self.hooked[table.key] = parameter
+                parameter.register_post_accumulate_grad_hook(self._updater(table.key))
 
     def _updater(self, key: str) -> Callable[[torch.Tensor], None]:
         def update(parameter: torch.Tensor) -> None:
@@ -256,13 +260,13 @@ class Unsharded(Side):
         """An independent copy, for actions that may come to nothing."""
         other: Unsharded = copy.copy(self)
         other.core = copy.deepcopy(self.core)
-        other.net = other.core
+        other.net, other.hooked = other.core, {}
         other.state, other.steps = copy.deepcopy(self.state), dict(self.steps)
         other.dense_optimizer = None
         other.clock = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         other.clock.param_groups[0].update(
             {k: v for k, v in self.clock.param_groups[0].items() if k != "params"})
-        other._prepare()
+        other.prepare()
         return other
 
     def computed_ranks(self) -> list[int]:

@@ -27,7 +27,7 @@ class Action:
         weight: how often it is drawn.
         choices: arguments beside the common ones, each drawn from a sequence.
         may_refuse: whether OPER may answer with an `OperError` where torch goes on, by arguments.
-        exact: whether rows must agree bit for bit afterwards.
+        exact: whether rows must agree bit for bit afterwards, by arguments.
         fits: whether a program may hold it, by program.
         difference: its number in `differences.DIFFERENCES`, whose behaviour `run` expects.
     """
@@ -37,7 +37,7 @@ class Action:
     weight: float
     choices: Mapping[str, Sequence[Any]]
     may_refuse: Callable[[dict[str, Any]], bool]
-    exact: bool
+    exact: Callable[[dict[str, Any]], bool]
     fits: Callable[[Any], bool]
     difference: int | None = None
 
@@ -56,17 +56,22 @@ ACTIONS: dict[str, Action] = {}
 
 
 def action(weight: float = 1.0, may_refuse: bool | Callable[[dict[str, Any]], bool] = False,
-           exact: bool = False, fits: Callable[[Any], bool] = lambda program: True,
+           exact: bool | Callable[[dict[str, Any]], bool] = False,
+           fits: Callable[[Any], bool] = lambda program: True,
            difference: int | None = None, **choices: Sequence[Any]) -> Any:
     """Enter a function into the table under its own name."""
     def enter(run: Any) -> Any:
-        allowed = may_refuse if callable(may_refuse) else (lambda args: bool(may_refuse))
+        allowed, bitwise = (f if callable(f) else _always(f) for f in (may_refuse, exact))
         assert run.__name__ not in ACTIONS, run.__name__
-        ACTIONS[run.__name__] = Action(run.__name__, run, weight, choices, allowed, exact, fits,
+        ACTIONS[run.__name__] = Action(run.__name__, run, weight, choices, allowed, bitwise, fits,
                                        difference)
         return run
 
     return enter
+
+
+def _always(value: bool) -> Callable[[dict[str, Any]], bool]:
+    return lambda args: value
 
 
 def is_wrapped(program: Any) -> bool:

@@ -246,6 +246,8 @@ def regulariser(side: Any, args: dict[str, Any]) -> Seen:
         fits=lambda p: not is_wrapped(p))
 def hooks(side: Any, args: dict[str, Any]) -> Seen:
     """Hooks that record or change what passes."""
+    # An unsharded collection has no forward pass for no samples.
+    args = args | {"shapes": ["usual" if s == "empty_batch" else s for s in args["shapes"]]}
     module = side.core if args["where"] == "model" else side.module(side.table(args["table"]))
     count = [0]
     seen: list[torch.Tensor] = []
@@ -311,7 +313,8 @@ def weight_hook(side: Any, args: dict[str, Any]) -> Seen:
 # ---- errors in the middle ------------------------------------------------------------------------
 
 
-@action(2.0, what=("too large", "negative", "float", "bool", "offsets"))
+@action(2.0, what=("too large", "negative", "float", "bool", "offsets"),
+        may_refuse=lambda a: a["what"] == "bool")  # which some of torch's lookups take
 def bad_batch(side: Any, args: dict[str, Any]) -> Seen:
     """An id outside of its table, or inputs of another type."""
     batches = [_with_ids(side, args, rank) for rank in side.computed_ranks()]

@@ -224,7 +224,8 @@ def swap_tensors(side: Any, args: dict[str, Any]) -> None:
     torch.utils.swap_tensors(side.weight(side.table(args["table"])), other)
 
 
-@action(1.5, may_refuse=True, exact=True, what=("parameter", "tensor", "delete", "none", "register"))
+@action(1.5, may_refuse=True, exact=True,
+        what=("parameter", "tensor", "delete", "none", "register"))
 def assign_weight(side: Any, args: dict[str, Any]) -> None:
     """A weight is assigned or deleted."""
     table = side.table(args["table"])
