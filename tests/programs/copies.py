@@ -51,7 +51,8 @@ def load_state_dict(side: Any, args: dict[str, Any]) -> Seen:
         state = {}
     elif args["what"] == "parameters":
         state = {n: torch.nn.Parameter(x) for n, x in state.items()}
-    found = side.core.load_state_dict(state, strict=args["strict"], assign=args["assign"])
+    assign = args["assign"] and not side.wrapper  # which would keep the old parameters
+    found = side.core.load_state_dict(state, strict=args["strict"], assign=assign)
     return {"=missing": sorted(found.missing_keys), "=unexpected": sorted(found.unexpected_keys)}
 
 
@@ -220,10 +221,13 @@ def _other_model(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.0, fits=lambda p: p.model["dense"] and p.wrapper == "" and p.dist)
 def wrap(side: Any, args: dict[str, Any]) -> Seen:
-    """The model goes into DistributedDataParallel from now on, or out of it and into it again."""
+    """Two steps inside DistributedDataParallel, and out of it again."""
     if side.is_sharded:
         side.wrap("ddp after")
-    return step(side, args)
+    seen = step(side, args) | {f"second {n}": x for n, x in step(side, args, 1).items()}
+    if side.is_sharded:
+        side.net, side.wrapper = side.core, ""
+    return seen
 
 
 @action(0.3, exact=True)

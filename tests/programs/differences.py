@@ -1,13 +1,25 @@
 """What changes after sharding: the differences from the unsharded model that the oracle allows.
 
-The same list, with the reasons, is docs/what-changes.md; a test compares numbers and headings.
+The same list, with the reasons, is docs/what-changes.md; a test compares numbers and headings. An
+action that runs into one says so where it expects it.
 """
 
 from __future__ import annotations
 
-SNAPSHOTS = 1
+NO_GRAD, SNAPSHOTS, NO_STORAGE, NOT_REPLACED, DTYPE, NO_PICKLE = range(1, 7)
+COLLECTIVE, BATCH, MODULES, FROZEN_TOGETHER, NO_RESHARD = range(7, 12)
 
 # Number: heading.
 DIFFERENCES: dict[int, str] = {
+    NO_GRAD: "Tables have no `.grad`",
     SNAPSHOTS: "`state_dict()` values are snapshots",
+    NO_STORAGE: "`weight` has no storage of its own",
+    NOT_REPLACED: "`weight` cannot be replaced",
+    DTYPE: "Tables keep their dtype and device",
+    NO_PICKLE: "No pickling, no TorchScript",
+    COLLECTIVE: "What is collective",
+    BATCH: "A batch must not change before its backward pass",
+    MODULES: "Which modules are replaced",
+    FROZEN_TOGETHER: "Frozen tables and accumulated gradients",
+    NO_RESHARD: "`DistributedModelParallel.reshard`",
 }

@@ -64,6 +64,7 @@ class Side:
     Attributes:
         core: the model.
         net: the model, or a wrapper around it.
+        wrapper: which, on the sharded side; "" for none.
         tables: its tables.
     """
 
@@ -75,6 +76,7 @@ class Side:
         self.tables: list[Table] = tables_of(spec)
         self.core: Any = None
         self.net: Any = None
+        self.wrapper = ""
         self.dense_optimizer: torch.optim.Optimizer | None = None
         # Learning rates of tables that no torch optimizer stands for.
         lr = float(optimizers.make(optimizer).lr)
@@ -226,7 +228,10 @@ class Unsharded(Side):
             parameter = parameters.get(table.key)
             if parameter is not None and self.hooked.get(table.key) is not parameter:
                 self.hooked[table.key] = parameter
+                trains = parameter.requires_grad
+                parameter.requires_grad_()  # without it torch takes no hook
                 parameter.register_post_accumulate_grad_hook(self._updater(table.key))
+                parameter.requires_grad_(trains)
 
     def _updater(self, key: str) -> Callable[[torch.Tensor], None]:
         def update(parameter: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ class Action:
         may_refuse: whether OPER may answer with an `OperError` where torch goes on, by arguments.
         exact: whether rows must agree bit for bit afterwards, by arguments.
         fits: whether a program may hold it, by program.
+        otherwise: what OPER may do as well where torch refuses: another ``run``, or None.
         difference: its number in `differences.DIFFERENCES`, whose behaviour `run` expects.
     """
 
@@ -39,6 +40,7 @@ class Action:
     may_refuse: Callable[[dict[str, Any]], bool]
     exact: Callable[[dict[str, Any]], bool]
     fits: Callable[[Any], bool]
+    otherwise: Callable[[Any, dict[str, Any]], Seen | None] | None = None
     difference: int | None = None
 
     def draw(self, rng: np.random.Generator, world_size: int) -> dict[str, Any]:
@@ -58,13 +60,13 @@ ACTIONS: dict[str, Action] = {}
 def action(weight: float = 1.0, may_refuse: bool | Callable[[dict[str, Any]], bool] = False,
            exact: bool | Callable[[dict[str, Any]], bool] = False,
            fits: Callable[[Any], bool] = lambda program: True,
-           difference: int | None = None, **choices: Sequence[Any]) -> Any:
+           otherwise: Any = None, difference: int | None = None, **choices: Sequence[Any]) -> Any:
     """Enter a function into the table under its own name."""
     def enter(run: Any) -> Any:
         allowed, bitwise = (f if callable(f) else _always(f) for f in (may_refuse, exact))
         assert run.__name__ not in ACTIONS, run.__name__
         ACTIONS[run.__name__] = Action(run.__name__, run, weight, choices, allowed, bitwise, fits,
-                                       difference)
+                                       otherwise, difference)
         return run
 
     return enter

@@ -53,6 +53,7 @@ class Processes:
         self._folder = tempfile.TemporaryDirectory(prefix="programs-")
         self._world: World | None = None
         self._pipes: list[Any] = []
+        self._broken = 0  # programs in a row that the processes have not survived
 
     def run(self, program: Program) -> Any:
         """The program's `oracle.Report`: rank 0's, with the first finding of any rank."""
@@ -72,8 +73,12 @@ class Processes:
         except (EOFError, OSError) as error:
             text = f"{type(error).__name__}: {error} {self._why()}"
             self._stop()
+            self._broken += 1
+            if self._broken > 20:
+                raise RuntimeError(f"no program runs any more; the last says {text}") from error
             finding = Finding(BROKEN, _last(program), len(program.actions) - 1, text)
             return Report(Counter({(finding.action, BROKEN): 1}), Counter(), finding)
+        self._broken = 0
         found = [r for r in reports if r.finding is not None]
         # A rank that only heard of a finding knows less than the one that made it.
         found.sort(key=lambda r: r.finding.text.startswith("ranks: another"))
