@@ -164,6 +164,9 @@ class _Sides:
                 self._accepted(action, args, got or {})
                 outcome = AGREED
             _count(report, action.name, outcome, error)
+            if error is not None or action.otherwise is not None:  # what a careful user does
+                for p in (*self.sharded.dense(), *self.reference.dense()):
+                    p.grad = None
         except _Failure as found:
             failure = found
         codes = self.talk.exchange(int(failure is not None))
