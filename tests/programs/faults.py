@@ -11,8 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from oper.integration import ddp, table_module, table_tensor, targets, torch_modules
-from oper.integration import torchrec_modules as edge
+from torch import nn
+
+from oper.integration import (
+    ddp,
+    table_module,
+    table_tensor,
+    targets,
+    torch_modules,
+    torchrec_modules as edge,
+)
 from oper.shmem import autograd, batch, runtime
 
 _TABLES = runtime.ShardedTables
@@ -122,7 +130,8 @@ def gradients_of_weights_are_forgotten() -> Any:
 @fault("convert")
 def conversions_are_ignored() -> Any:
     """``half()`` and its kin do nothing."""
-    return mock.patch.object(table_module.TableModule, "_apply", lambda self, fn, recurse=True: self)
+    return mock.patch.object(table_module.TableModule, "_apply",
+                             lambda self, fn, recurse=True: self)
 
 
 @fault("deepcopy", "average")
@@ -189,11 +198,19 @@ def gradients_of_weights_are_late() -> Any:
 @fault("shard")
 def subclasses_are_taken_apart() -> Any:
     """The bags inside a subclass of a collection are sharded one by one."""
-    def changed(original: Any, target: Any) -> str:
-        found: str = original(target)
-        return found or ("a subclass" if type(target.module) is not target.kind else "")
+    def changed(original: Any, module: Any) -> list[Any]:
+        found: list[Any] = []
+        for target in original(module):
+            if target.is_collection and type(target.module) is not target.kind:
+                dot = f"{target.path}." if target.path else ""
+                found += [targets.Target(f"{dot}{path}", child, False, kind=nn.EmbeddingBag)
+                          for path, child in target.module.named_modules()
+                          if isinstance(child, nn.EmbeddingBag)]
+            else:
+                found.append(target)
+        return found
 
-    return _around(targets, "_own_behaviour", changed)
+    return _around(targets, "all_targets", changed)
 
 
 @fault("train", "wrap")

@@ -74,7 +74,7 @@ def draw_embedding(rng: np.random.Generator) -> Spec:
     emb = {"kind": kind, "tables": tables, "half": half}
     if kind == "ebc":
         emb["weighted"] = weighted
-        emb["subclass"] = str(rng.choice(["", "plain", "scaled"], p=[0.94, 0.03, 0.03]))
+        emb["subclass"] = str(rng.choice(["", "plain", "scaled"], p=[0.91, 0.06, 0.03]))
     else:
         emb["need_indices"] = bool(rng.random() < 0.3)
     return emb

@@ -33,15 +33,17 @@ class Totals:
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     programs: int = 0
 
-    def add(self, seed: int, program: Program, report: Any) -> None:
-        """One more program."""
+    def add(self, seed: int, program: Program, report: Any) -> bool:
+        """One more program; returns whether it failed in a new way."""
         self.programs += 1
         self.counts += report.counts
         self.refusals += report.refusals
-        if report.finding is not None:
-            signature = report.finding.signature
-            self.failures[signature] += 1
-            self.findings.setdefault(signature, (seed, program, report.finding))
+        if report.finding is None:
+            return False
+        signature = report.finding.signature
+        self.failures[signature] += 1
+        self.findings.setdefault(signature, (seed, program, report.finding))
+        return self.failures[signature] == 1
 
     def progress(self, seconds: float) -> str:
         """One line while it goes on."""
@@ -92,7 +94,10 @@ def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
                 program = draw_program(seed, world_size, only, skip)
                 report = worker.run(program)
                 with lock:
-                    totals.add(seed, program, report)
+                    if totals.add(seed, program, report) and not quiet:
+                        print(f"seed {seed}, {report.finding.action}: "
+                              f"{report.finding.text.partition(chr(10))[0]}",
+                              file=sys.stderr, flush=True)
                     now = time.monotonic()
                     if not quiet and now - shown > 5:
                         shown = now

@@ -164,7 +164,6 @@ class Sharded(Side):
         self.talk.exchange(0)  # all have read
         self.close()
         self.core = self.net = self.build(args["plan"])
-        self.dense_optimizer = None
         if args["by"] == "checkpoint":
             oper.load_checkpoint(path, self.core, self._combined() if args["optimizer"] else None)
             if args["optimizer"]:

@@ -77,7 +77,6 @@ class Side:
         self.core: Any = None
         self.net: Any = None
         self.wrapper = ""
-        self.dense_optimizer: torch.optim.Optimizer | None = None
         # Learning rates of tables that no torch optimizer stands for.
         lr = float(optimizers.make(optimizer).lr)
         self.clock = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
@@ -141,13 +140,11 @@ class Side:
 
     def step_dense(self) -> None:
         """One step of the dense layer's optimizer."""
-        if not self.dense():
-            return
-        if self.dense_optimizer is None:
-            self.dense_optimizer = torch.optim.SGD(self.dense(), lr=DENSE_LR)
-        self.average_dense()
-        self.dense_optimizer.step()
-        self.dense_optimizer.zero_grad()
+        if self.dense():
+            self.average_dense()
+            optimizer = torch.optim.SGD(self.dense(), lr=DENSE_LR)
+            optimizer.step()
+            optimizer.zero_grad()
 
     def average_dense(self) -> None:
         """Gradients of the dense layer, averaged over ranks if nothing else does it."""
@@ -267,7 +264,6 @@ class Unsharded(Side):
         other.core = copy.deepcopy(self.core)
         other.net, other.hooked = other.core, {}
         other.state, other.steps = copy.deepcopy(self.state), dict(self.steps)
-        other.dense_optimizer = None
         other.clock = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         other.clock.param_groups[0].update(
             {k: v for k, v in self.clock.param_groups[0].items() if k != "params"})
@@ -306,7 +302,6 @@ class Unsharded(Side):
 
     def restart(self, args: dict[str, Any]) -> None:
         self.core.requires_grad_(True)
-        self.dense_optimizer = None
         for p in self.core.parameters():
             p.grad = None
         self.set_lr(float(self.rule.lr))

@@ -1,0 +1,136 @@
+"""The quick profile of the program fuzzer, and that it finds what it should.
+
+The long one: ``python -m tests.programs --seeds 0:20000`` and ``--world-size 2 --seeds 0:2000``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.programs.differences import DIFFERENCES
+from tests.programs.faults import FAULTS
+from tests.programs.oracle import Finding, Report
+from tests.programs.program import Program, draw_program
+from tests.programs.runner import Totals, run_seeds, smallest
+from tests.programs.shrink import shrink
+from tests.programs.table import ACTIONS
+from tests.programs.workers import BROKEN, Local, Processes
+from tests.support import ROOT
+
+QUICK = {1: range(150), 2: range(40)}
+
+
+def check(totals: Totals, world_size: int) -> None:
+    """Fail with the smallest program of the first failure."""
+    for seed, program, finding in totals.findings.values():
+        program, finding = smallest(program, finding, local=world_size == 1, budget=60)
+        pytest.fail(f"seed {seed}: {finding.text}\n{program.text()}", pytrace=False)
+
+
+def test_one_rank() -> None:
+    totals = run_seeds(QUICK[1], 1, jobs=0, quiet=True)
+    check(totals, 1)
+    tried = {name for name, _ in totals.counts}
+    assert {name for name, action in ACTIONS.items() if action.weight >= 0.5} <= tried
+    assert totals.programs == len(QUICK[1])
+
+
+def test_two_ranks() -> None:
+    check(run_seeds(QUICK[2], 2, quiet=True), 2)
+
+
+@pytest.fixture(scope="module")
+def clean() -> Iterator[dict[int, Finding | None]]:
+    """What programs come to without a fault, by seed, filled as needed."""
+    yield {}
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_planted_faults_are_found(name: str, clean: dict[int, Finding | None]) -> None:
+    """By a program of the quick seeds that finds nothing otherwise."""
+    actions, _ = FAULTS[name]
+    sound, faulty = Local(), Local(name)
+    try:
+        for seed in QUICK[1]:
+            program = draw_program(seed, 1)
+            if actions != ("shard",) and not set(actions) & {a for a, _ in program.actions}:
+                continue  # only to be quick
+            if faulty.run(program).finding is None:
+                continue
+            if seed not in clean:
+                clean[seed] = sound.run(program).finding
+            if clean[seed] is None:
+                return
+    finally:
+        sound.close()
+        faulty.close()
+    pytest.fail(f"nothing found among seeds {QUICK[1]}")
+
+
+def test_a_fault_of_two_ranks_is_found() -> None:
+    totals = run_seeds(QUICK[2], 2, fault="frozen tables are trained", only="freeze", stop_at=1,
+                       quiet=True)
+    (finding,) = [f for _, _, f in totals.findings.values()]
+    assert finding.action.startswith("freeze")
+
+
+def test_processes_that_end_are_a_finding_and_are_replaced() -> None:
+    """And the program after them runs."""
+    worker = Processes(1)
+    try:
+        program = draw_program(0, 1)
+        worker.run(Program(program.model, program.optimizer))
+        assert worker._world is not None
+        worker._world.processes[0].kill()
+        worker._world.processes[0].join()
+        report = worker.run(program)
+        assert report.finding is not None and report.finding.kind == BROKEN
+        assert worker.run(Program(program.model, program.optimizer)).finding is None
+    finally:
+        worker.close()
+
+
+def test_programs_are_shrunk_to_what_they_need() -> None:
+    """Two actions of a long program, and one of its tables' options."""
+    program = next(p for p in map(lambda s: draw_program(s, 1), range(1000)) if (
+        {"train", "freeze"} <= {a for a, _ in p.actions}
+        and len(p.actions) > 8 and p.model["embs"][0]["kind"] == "bag"))
+
+    def fails(candidate: Program) -> bool:
+        names = [a for a, _ in candidate.actions]
+        return "freeze" in names and "train" in names and candidate.model["embs"][0][
+            "kind"] == "bag"
+
+    small = shrink(program, fails)
+    assert sorted(a for a, _ in small.actions) == ["freeze", "train"]
+    assert len(small.model["embs"]) == 1 and small.model["embs"][0]["rows"] == 4
+    assert small.wrapper == "" and small.model["dense"] == ""
+
+
+def test_programs_print_as_what_makes_them_again() -> None:
+    for seed in range(20):
+        for world_size in (1, 2):
+            program = draw_program(seed, world_size)
+            assert program == draw_program(seed, world_size)
+            assert eval(program.text(), {"Program": Program}) == program
+
+
+def test_totals_count_ways_to_fail_once() -> None:
+    totals, program = Totals(), draw_program(0, 1)
+    finding = Finding("different", "train", 0, "rows: t0 differs")
+    report: Any = Report(finding=finding)
+    report.counts["train", "different"] += 1
+    assert [totals.add(seed, program, report) for seed in (3, 4)] == [True, False]
+    assert totals.findings[finding.signature][0] == 3 and totals.programs == 2
+    assert re.search(r"train +2 +0 +0 +0 +2", totals.table())
+
+
+def test_the_differences_are_those_of_the_documentation() -> None:
+    text = (ROOT / "docs/what-changes.md").read_text()
+    found = {int(n): heading for n, heading in re.findall(r"^## (\d+)\. (.+)$", text, re.MULTILINE)}
+    assert found == DIFFERENCES
+    assert {a.difference for a in ACTIONS.values()} - {None} <= set(DIFFERENCES)
