@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 
 from oper.integration import (
@@ -175,21 +176,31 @@ def zero_grad_forgets_nothing() -> Any:
 
 
 @fault("weight_gradients")
-def gradients_of_weights_are_late() -> Any:
-    """Gradients of per-sample weights are made of the rows after the update."""
-    def changed(original: Any, ctx: Any, *grads: Any) -> Any:
-        tables, lookup, offsets, _ = ctx.call
-        found = list(original(ctx, *grads))
-        if found[1] is not None:
-            found[1] = tables.weight_gradient(grads[0], lookup, offsets)
-        return tuple(found)
+def gradients_of_weights_are_of_other_rows() -> Any:
+    """Gradients of per-sample weights are too small."""
+    return _around(_TABLES, "weight_gradient", lambda original, *args: original(*args) * 0.5)
 
-    original = autograd._Lookup.backward
 
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return changed(original, ctx, *grads)
+@fault("two_lookups")
+def every_lookup_updates() -> Any:
+    """Two lookups of one backward pass make two updates."""
+    def changed(original: Any, self: Any, parts: list[Any]) -> None:
+        for part in parts:
+            original(self, [part])
 
-    return mock.patch.object(autograd._Lookup, "backward", staticmethod(backward))
+    return _around(_TABLES, "apply_all", changed)
+
+
+@fault("autograd_grad")
+def gradients_asked_for_train() -> Any:
+    """``torch.autograd.grad`` updates what it passes."""
+    patches = contextlib.ExitStack()
+    patches.enter_context(mock.patch.object(torch._C, "_will_engine_execute_node",
+                                            lambda node: True))
+    patches.enter_context(mock.patch.object(
+        autograd.CollectedPasses, "add",
+        lambda self, task, part, thread: self._tables().apply_all([part])))
+    return patches
 
 
 # ---- modules, optimizers, state ------------------------------------------------------------------
@@ -257,7 +268,5 @@ def loaded_rows_do_not_reach_replicas() -> Any:
     def changed(original: Any, self: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(_TABLES, "publish", lambda self: None):
             return original(self, state, *args, **kwargs)
-
-    import torch
 
     return _around(torch.nn.Module, "load_state_dict", changed)

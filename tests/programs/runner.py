@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -108,6 +109,7 @@ def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
             worker.close()
 
     if jobs == 0:
+        gc.freeze()  # what was imported need not be looked through again and again
         work()
     else:
         threads = [threading.Thread(target=work) for _ in range(jobs)]

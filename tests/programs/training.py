@@ -17,9 +17,10 @@ from tests.programs.table import Seen, action, has_dense, has_weights, is_wrappe
 
 
 def step(side: Any, args: dict[str, Any], offset: int = 0,
-         between: Callable[[Batch], Any] | None = None, dense: bool = True) -> Seen:
+         between: Callable[[Batch], Any] | None = None, dense: bool = True,
+         batches: list[Batch] | None = None) -> Seen:
     """One step of training; `between` sees every batch between the forward and backward pass."""
-    batches = side.batches(args, offset)
+    batches = side.batches(args, offset) if batches is None else batches
     outs = [side.outputs(b) for b in batches]
     seen = shown(outs[side.mine])
     loss = side.loss(outs, batches, args.get("square", 0.0))
@@ -63,7 +64,7 @@ def evaluate(side: Any, args: dict[str, Any]) -> Seen:
     return seen | {"=names": names_of(result)}
 
 
-@action(2.0, may_refuse=True, otherwise=step, difference=BATCH,
+@action(2.0, may_refuse=True, otherwise=lambda side, args: _unchanged(side, args), difference=BATCH,
         # Torch stops in the middle of what it updates, OPER between two modules.
         fits=lambda p: len(p.model["embs"]) == 1 and not is_wrapped(p),
         what=("ids", "ids", "lengths", "weights"), by=("add", "fill", "view"))
@@ -84,7 +85,15 @@ def change_inputs(side: Any, args: dict[str, Any]) -> Seen:
                 part = x.view(-1)[:1] if args["by"] == "view" and x.is_contiguous() else x
                 part.add_(1).remainder_(rows)
 
-    return step(side, args, between=change)
+    # All ranks or none: one that refuses leaves the others waiting for it.
+    return step(side, args, between=change,
+                batches=[_with_ids(side, args, rank) for rank in side.computed_ranks()])
+
+
+def _unchanged(side: Any, args: dict[str, Any]) -> Seen:
+    """The step of `change_inputs` without the change."""
+    return step(side, args,
+                batches=[_with_ids(side, args, rank) for rank in side.computed_ranks()])
 
 
 @action(1.0, what=("ids", "lengths", "weights"))
@@ -147,7 +156,7 @@ def backward_twice(side: Any, args: dict[str, Any]) -> Seen:
     return shown(outs[side.mine])
 
 
-@action(1.0, may_refuse=True, of=("outputs", "dense", "weights", "table"),
+@action(1.0, may_refuse=True, of=("dense", "weights", "table"),
         fits=lambda p: not is_wrapped(p))
 def autograd_grad(side: Any, args: dict[str, Any]) -> Seen:
     """``torch.autograd.grad``, which accumulates nothing and so trains nothing."""
@@ -158,7 +167,7 @@ def autograd_grad(side: Any, args: dict[str, Any]) -> Seen:
                 w.requires_grad_()
     outs = [side.outputs(b) for b in batches]
     loss = side.loss(outs, batches)
-    of = {"outputs": [x for x in outs[side.mine] if x.requires_grad], "dense": side.dense(),
+    of = {"dense": side.dense(),
           "weights": [w for w in batches[side.mine].weights if w is not None],
           "table": [side.weight(side.table(args["table"]))]}[args["of"]]
     if not of or not loss.requires_grad:

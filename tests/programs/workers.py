@@ -15,8 +15,9 @@ from typing import Any
 from tests.programs.program import Program
 from tests.world_support import _CONTEXT, World
 
-# A program takes milliseconds; OPER's own deadline, which it may run into, is shorter.
-DEADLINE_S, OPER_DEADLINE_S = 60.0, 8
+# A program takes milliseconds; OPER's own deadline, which it may run into, is shorter. All on a
+# machine that may be busy with other things.
+START_S, DEADLINE_S, OPER_DEADLINE_S = 600.0, 120.0, 15
 BROKEN = "crash or hang"
 
 
@@ -59,11 +60,11 @@ class Processes:
         """The program's `oracle.Report`: rank 0's, with the first finding of any rank."""
         from tests.programs.oracle import Finding, Report
 
-        if self._world is None:
-            self._start()
-        until = time.monotonic() + DEADLINE_S
         reports = []
         try:
+            if self._world is None:
+                self._start()
+            until = time.monotonic() + DEADLINE_S
             for pipe in self._pipes:
                 pipe.send(program)
             for rank, pipe in enumerate(self._pipes):
@@ -92,6 +93,9 @@ class Processes:
                             env={"OPER_DEADLINE_S": str(OPER_DEADLINE_S), "OMP_NUM_THREADS": "1"})
         for pipe in theirs:
             pipe.close()
+        for rank, pipe in enumerate(self._pipes):  # they import torch first
+            if not pipe.poll(START_S) or pipe.recv() != "ready":
+                raise EOFError(f"rank {rank} does not start")
 
     def _why(self) -> str:
         """What the ranks have said before they ended."""
@@ -127,10 +131,14 @@ def _serve(rank: int, world_size: int, pipes: list[Any], folder: str, fault: str
     """The body of one rank: programs in, reports out, until it is ended."""
     import torch.distributed as dist
 
+    from tests.programs import oracle  # which imports the rest
+
+    assert oracle
     if world_size == 1:
         dist.destroy_process_group()  # programs make their own
     gc.collect()
     gc.freeze()
+    pipes[rank].send("ready")
     while True:
         pipes[rank].send(_run(pipes[rank].recv(), rank, folder, fault))
 
