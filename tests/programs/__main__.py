@@ -22,7 +22,8 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=1, choices=[1, 2])
     parser.add_argument("--only", choices=sorted(ACTIONS), help="draw this action often")
     parser.add_argument("--skip", default="", help="actions, separated by commas, not to be drawn")
-    parser.add_argument("--jobs", type=int, default=1, help="groups of processes; 0: in this process (one rank)")
+    parser.add_argument("--jobs", type=int, default=1,
+                        help="groups of processes; 0: in this process (one rank)")
     parser.add_argument("--budget", type=int, default=250, help="programs tried to shrink one")
     parser.add_argument("--run", help="run the program in this file instead")
     parser.add_argument("--debug", action="store_true", help="with --run: in this process")

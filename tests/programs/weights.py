@@ -128,11 +128,7 @@ def freeze(side: Any, args: dict[str, Any]) -> Seen:
     table, on = side.table(args["table"]), args["on"]
     how = args["how"]
     if how == "module":
-        target = side.module(table)
-        if target is side.core or not side.dense():
-            target.requires_grad_(on)
-        else:
-            target.requires_grad_(on)
+        side.module(table).requires_grad_(on)
     elif how == "model":
         side.core.requires_grad_(on)
         for p in side.dense():  # which wrappers have to know of
