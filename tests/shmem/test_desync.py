@@ -19,7 +19,7 @@ from oper.tables import TableSpec
 from tests.faults.pauses import timed
 from tests.world_support import run_world
 
-DEADLINE_S = 1.5
+DEADLINE_S = 3.0
 ENV = {"OPER_DEADLINE_S": str(DEADLINE_S)}
 Found = dict[str, Any]
 
@@ -102,7 +102,7 @@ def _skip(rank: int, world_size: int, labels: str, mode: str, alone: bool) -> Fo
 def test_a_rank_that_skips_a_step(world_size: int, alone: bool) -> None:
     found = run_world(world_size, _skip, "", "pull", alone, env=ENV)
     _check(found, DeadlineError, 1, "gradient exchange of collection 'items' (tables items)")
-    assert found[0]["time"] < DEADLINE_S + 2
+    assert found[0]["time"] < 2.4 * DEADLINE_S, "it waited for rank 1 to come back"
 
 
 @timed
@@ -172,7 +172,7 @@ def _phase(rank: int, world_size: int, labels: str) -> Found:
 def test_a_rank_that_reads_while_the_others_train(world_size: int) -> None:
     found = run_world(world_size, _phase, "", env={"OPER_DEADLINE_S": "60"})
     _check(found, DesyncError, 1, "gradient exchange of collection 'users' (tables users)")
-    assert all(one["time"] < 5 for one in found), "nobody waits for the deadline"
+    assert all(one["time"] < 30 for one in found), "nobody waits for the deadline"
 
 
 @pytest.mark.parametrize("labels, kind", [
