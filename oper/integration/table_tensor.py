@@ -208,8 +208,18 @@ class TableParameter(TableTensor):
             tables.frozen = tables.frozen - {self._rows.name} if value else (
                 tables.frozen | {self._rows.name})
         if value and not self._post_accumulate_grad_hooks:
-            self.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            super().register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _refuse_gradient)
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refused: no gradient of the table is ever made."""
+        raise InvalidInputError(
+            fail(f"cannot hook the gradient of table {self._rows.name!r}", "hook", hook,
+                 "no hooks, since lookups update the rows without such a gradient",
+                 "clip with the optimizer's max_gradient or max_row_norm; tag tables with an "
+                 "optimizer before they are sharded"))
+
+    register_post_accumulate_grad_hook = register_hook
 
     def requires_grad_(self, requires_grad: bool = True) -> TableParameter:
         """Train the table from now on, or leave it as it is; the same on all ranks."""

@@ -161,6 +161,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "pickled": lambda m: torch.save(m, io.BytesIO()),
     "scripted": torch.jit.script,
     "traced": lambda m: torch.jit.trace(m, (torch.tensor([[1]]),)),
+    "gradient hook": lambda m: m.weight.register_hook(lambda g: 2 * g),
+    "accumulation hook": lambda m: m.weight.register_post_accumulate_grad_hook(lambda p: None),
     "no ids": lambda m: m(None),
     "ids of three dimensions": lambda m: m(torch.zeros(1, 1, 1, dtype=torch.int64)),
 }
