@@ -26,6 +26,7 @@ from oper.flags import whole
 from oper.rl_rec.evaluation import evaluate_ranking
 from oper.rl_rec.harness import FitOptions, Runs, as_runs, fit, join_runs
 from oper.rl_rec.interactions import DataOptions, Interactions, load_interactions
+from oper.rl_rec.intervals import difference
 from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig, DecisionTransformerConfig
 from oper.rl_rec.models.macridvae import MacridVAEConfig
@@ -35,6 +36,7 @@ from oper.rl_rec.models.sasrec import SASRecConfig
 
 REPORTED = ("ndcg@10", "recall@10", "ndcg@20", "mrr@20")
 ODD_BLOCK = 997  # items scored at once when a result is checked
+MOST_SEEDS = 16  # looked for among kept runs
 # Modules of `oper.rl_rec` that the result of every model depends on once the log has been read, and
 # what some models are built with.
 _TRAINS = ("evaluation", "harness", "jagged", "ranking", "registry", "sequences")
@@ -120,8 +122,9 @@ def cases(quick: bool) -> list[Case]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments beside those of every benchmark."""
-    parser.add_argument("--seeds", type=whole(1), default=3, metavar="N",
-                        help="train every model from seeds 1..N (default 3)")
+    parser.add_argument("--seeds", type=whole(0), default=3, metavar="N",
+                        help="train every model from seeds 1..N (default 3); 0: train nothing, "
+                             "report what --runs holds")
     parser.add_argument("--runs", metavar="DIR",
                         help="keep every training run there, and take those of the same data and "
                              "sources that are there already")
@@ -130,20 +133,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Train and test the chosen models; yields an entry per case."""
-    data: Interactions | None = None
     done: dict[str, Runs] = {}
     at = ("", "")
     for case in chosen:
-        if data is None or (case.data, case.protocol) != at:
+        if (case.data, case.protocol) != at:
             at, done = (case.data, case.protocol), {}
-            data = load(*at)
-        entry, runs = _run_case(case, data, 1 if case.quick else args.seeds, args.runs)
-        entry["against"] = {other: {m: runs.against(earlier)[m].to_json() for m in REPORTED}
-                            for other, earlier in done.items()}
+        entry, runs = _run_case(case, load(*at), _seeds(case, args), args.runs)
+        entry["against"] = {other: {m: difference(runs.per_user[m], earlier.per_user[m]).to_json()
+                                    for m in REPORTED} for other, earlier in done.items()}
         done[case.model] = runs
         yield entry
 
 
+def ordered(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
+    """The cases; where nothing is to be trained, those of which runs are kept."""
+    found = [case for case in chosen if args.seeds or _seeds(case, args)]
+    if not found:
+        raise InvalidInputError(fail("no kept runs to report", "--runs", args.runs,
+                                     "a folder with runs of today's sources and logs",
+                                     "name it, or train with --seeds 1 or more"))
+    return found
+
+
+def _seeds(case: Case, args: argparse.Namespace) -> list[int]:
+    """To train from, or, for ``--seeds 0``, that runs are kept of."""
+    if args.seeds:
+        return list(range(1, 2 if case.quick else args.seeds + 1))
+    data = load(case.data, case.protocol)
+    return [seed for seed in range(1, MOST_SEEDS + 1)
+            if args.runs and _place(case, data, seed, args.runs).exists()]
+
+
+@functools.cache
 def load(name: str, protocol: str) -> Interactions:
     """The interactions of a data set, preprocessed from the raw log; raises InvalidInputError."""
     files, source = _files(name), DATA_SETS[name]
@@ -167,21 +188,28 @@ def _files(name: str) -> list[str]:
     return sorted(str(p) for p in Path(folder).glob(DATA_SETS[name].files)) if folder else []
 
 
-def _run_case(case: Case, data: Interactions, num_seeds: int, keep: str | None
+def _options(case: Case) -> FitOptions:
+    options = MODELS[case.model][1]
+    return dataclasses.replace(options, epochs=4, eval_every=2) if case.quick else options
+
+
+def _place(case: Case, data: Interactions, seed: int, keep: str) -> Path:
+    """Where the run is kept: its name holds a digest of all that the result depends on."""
+    key = json.dumps([dataclasses.asdict(MODELS[case.model][0]),
+                      dataclasses.asdict(_options(case)), seed, _contents(data),
+                      _code(case.model)], sort_keys=True)
+    return Path(keep, f"{case.name.replace('/', '-')}-{_digest(key.encode())}.npz")
+
+
+def _run_case(case: Case, data: Interactions, seeds: Sequence[int], keep: str | None
               ) -> tuple[dict[str, Any], Runs]:
-    config, options = MODELS[case.model]
-    if case.quick:
-        options = dataclasses.replace(options, epochs=4, eval_every=2)
+    config, options = MODELS[case.model][0], _options(case)
     about = {"name": case.name, "model": case.model, "config": dataclasses.asdict(config),
              "fit": dataclasses.asdict(options), "protocol": dataclasses.asdict(
                  DATA_SETS[case.data].protocols[case.protocol]), "data": _about(data)}
     parts = []
-    for seed in range(1, num_seeds + 1):
-        key = json.dumps([about["config"], about["fit"], seed, _contents(data),
-                          _code(case.model)],
-                         sort_keys=True)
-        place = Path(keep, f"{case.name.replace('/', '-')}-{_digest(key.encode())}.npz"
-                     ) if keep else None
+    for seed in seeds:
+        place = _place(case, data, seed, keep) if keep else None
         found = _kept(place, case.model, seed) if place else None
         if found is None:
             found = _train_and_test(case, data, seed, options)
@@ -218,6 +246,7 @@ def _digest(*parts: Any) -> str:
     return found.hexdigest()[:12]
 
 
+@functools.cache
 def _contents(data: Interactions) -> str:
     """A digest of all that models see of a log: equal counts do not make equal logs."""
     arrays = [data.users, data.items, data.rewards, data.offsets, data.train_stop]
@@ -286,8 +315,8 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
              for e in entries for other, found in e["against"].items()]
     return "\n".join([
         record.table(headers, rows),
-        "full ranking; percentile bootstrap over users and seeds; differences are paired by user "
-        "and seed", *notes]) + "\n"
+        "full ranking; percentile bootstrap over users and seeds; differences are paired by user, "
+        "and by seed where both models have as many", *notes]) + "\n"
 
 
 def _text(interval: dict[str, float]) -> str:

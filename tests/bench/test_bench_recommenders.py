@@ -15,8 +15,6 @@ from tests.support import run_oper
 pytest.importorskip("torchrec")
 from oper.bench import recommenders
 
-BENCH = ("bench", "recommenders", "--quick", "--only")
-
 
 def write_log(folder: Path, forwards: bool = True) -> None:
     """Two tastes, 80 users, 40 films; backwards the same ratings in the opposite order."""
@@ -28,11 +26,12 @@ def write_log(folder: Path, forwards: bool = True) -> None:
     (folder / "movietweetings" / "ratings.dat").write_text("\n".join(lines) + "\n")
 
 
-def run(folder: Path, cases: str, record: str = "record.json"
+def run(folder: Path, cases: str, record: str = "record.json", *more: str
         ) -> tuple[list[dict[str, Any]], str]:
     """The entries of a record, and what was printed."""
     out = folder / record
-    done = run_oper(*BENCH, cases, "--runs", str(folder / "runs"), "--json", str(out),
+    done = run_oper("bench", "recommenders", "--only", cases, *(more or ["--quick"]), "--runs",
+                    str(folder / "runs"), "--json", str(out),
                     env={"OPER_DATA": str(folder), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())["cases"], done.stdout
@@ -57,6 +56,20 @@ def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None
     kept, again = run(tmp_path, "movietweetings/last-two/[pm]*[ye]", "again.json")
     assert again.replace("again.json", "record.json") == printed  # nothing trained anew
     assert [e["runs"] for e in kept] == [e["runs"] for e in entries]
+
+
+def test_kept_runs_alone(tmp_path: Path) -> None:
+    """`--seeds 0` reports what is there, and trains nothing."""
+    write_log(tmp_path)
+    for seeds, cases in (("2", "*/last-two/popularity"), ("1", "*/time/popularity")):
+        run(tmp_path, cases, f"{seeds}.json", "--seeds", seeds)
+    (tmp_path / "runs" / "movietweetings-time-sasrec-0123.npz").write_bytes(b"of other sources")
+    entries, _ = run(tmp_path, "*", "kept.json", "--seeds", "0")
+    assert [(e["name"], [r["seed"] for r in e["runs"]]) for e in entries] == [
+        ("movietweetings/last-two/popularity", [1, 2]), ("movietweetings/time/popularity", [1])]
+    done = run_oper("bench", "recommenders", "--seeds", "0", "--runs", str(tmp_path),
+                    env={"OPER_DATA": str(tmp_path)})
+    assert done.returncode == 1 and "no kept runs" in done.stderr
 
 
 def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:

@@ -409,7 +409,7 @@ def test_tags_are_honoured() -> None:
     assert_bitwise(dict(still.state_dict()), before, "weights at the tag's rate 0")
     for kind, arguments, word in (
             (torch.optim.RMSprop, {"lr": 0.1}, "RMSprop"),
-            (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "momentum")):
+            (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "nesterov")):
         collection = tagged(kind, **arguments)
         with pytest.raises(InvalidInputError, match=word):
             oper.shard(collection, plan=plan_for(collection, 1))

@@ -108,11 +108,11 @@ def test_forgotten_tables_give_everything_back() -> None:
     assert len(segments()) == before
 
 
-def test_tables_are_not_copied_by_accident() -> None:
-    """A copy would be a second handle on the same rows, and training one would train both."""
+def test_tables_are_not_shared_by_accident() -> None:
+    """That would be a second handle on the same rows, and training one would train both."""
     case = dlrm_case("sgd")
     tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD())
-    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+    for attempt in (copy.copy, pickle.dumps):
         with pytest.raises(OperError, match="state_dict"):
             attempt(tables)
 
@@ -145,12 +145,12 @@ def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
                                                 ) -> None:
     monkeypatch.setattr(library, "__file__", str(tmp_path / "oper" / "shmem" / "library.py"))
     with pytest.raises(MissingDependencyError, match="make setup"):
-        library.load.__wrapped__()
+        library.register.__wrapped__()
     folder = tmp_path / "oper" / "_lib"
     folder.mkdir(parents=True)
     (folder / "liboper_host.so").write_bytes(b"not a library")
     with pytest.raises(MissingDependencyError, match="build it again"):
-        library.load.__wrapped__()
+        library.register.__wrapped__()
 
 
 def test_out_of_memory_names_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
