@@ -302,7 +302,8 @@ def hooks(side: Any, args: dict[str, Any]) -> Seen:
     side.step_dense()
     told = {} if kind == "forward pre" or len(batches) > 1 or side.world_size > 1 else {
         f"hook {k}": x for k, x in enumerate(seen)}
-    if kind == "tensor retain":
+    # Outputs of frozen tables have none, where a collection has several outputs.
+    if kind == "tensor retain" and all(e["kind"] != "ec" for e in side.spec["embs"]):
         told |= {f"gradient {k}": x.grad * len(batches) for k, x in enumerate(outs[side.mine])
                  if x.grad is not None}
     return shown(outs[side.mine]) | told | {"=calls": count[0] // len(batches)}
