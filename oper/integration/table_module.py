@@ -98,9 +98,9 @@ class TableModule(nn.Module):
         if self.loaded_by_parent:
             self.loaded_by_parent = False
             return
-        refuse_assignment(local_metadata, state_dict, prefix, {"weight": self.weight.dtype})
         load_tables(self.weight.tables, state_dict, prefix, {"weight": self._name}, missing_keys,
-                    unexpected_keys, error_msgs)
+                    unexpected_keys, error_msgs,
+                    bool(local_metadata.get("assign_to_params_buffers")))
 
 
 class TableBag(TableModule, nn.EmbeddingBag):
@@ -141,24 +141,6 @@ class TableModules(nn.ModuleDict):
         """None: TorchRec's sharders ask this of collections inside of other modules, for tables
         that they are to shard. The collection's and the model's ``named_parameters`` show all."""
         return iter(())
-
-
-def refuse_assignment(local_metadata: Mapping[str, Any], state_dict: Mapping[str, Any],
-                      prefix: str, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise InvalidInputError where ``load_state_dict(assign=True)`` would change a dtype.
-
-    Args:
-        local_metadata, state_dict, prefix: as ``_load_from_state_dict`` gets them.
-        dtypes: of the tables, by parameter name.
-    """
-    if not local_metadata.get("assign_to_params_buffers"):
-        return
-    for name, dtype in dtypes.items():
-        value = state_dict.get(f"{prefix}{name}")
-        if isinstance(value, torch.Tensor) and value.dtype != dtype:
-            raise InvalidInputError(
-                fail(f"cannot assign {prefix + name!r} to a sharded table", "dtype", value.dtype,
-                     f"{dtype}", "load without assign=True, which converts values"))
 
 
 def leave_alone(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, fail
 from oper.integration.on_demand import (
     CHUNK_BYTES,
     TableRows,
@@ -137,13 +137,15 @@ def shard_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
 
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                 names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
-                error_msgs: list[str]) -> None:
+                error_msgs: list[str], assign: bool = False) -> None:
     """The work of ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
 
     Args:
         tables: the tables. Collective.
         state_dict, prefix, missing_keys, unexpected_keys, error_msgs: as torch passes them.
         names: table by parameter name (without prefix).
+        assign: whether values are to take the parameters' place, which a table cannot give up:
+            values of its dtype are copied, others are errors.
     """
     tables.barrier()  # peers may still be reading
     for name, table in names.items():
@@ -151,7 +153,13 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
             missing_keys.append(f"{prefix}{name}")
             continue
         try:
-            load_entry(tables, table, state_dict[f"{prefix}{name}"])
+            value = state_dict[f"{prefix}{name}"]
+            if assign and isinstance(value, torch.Tensor) and value.dtype != tables.dtype(table):
+                raise InvalidInputError(
+                    fail(f"cannot assign {prefix + name!r} to a sharded table", "dtype",
+                         value.dtype, f"{tables.dtype(table)}",
+                         "load without assign=True, which converts values"))
+            load_entry(tables, table, value)
         except InvalidInputError as error:
             error_msgs.append(str(error))
     wanted = {f"{prefix}{name}" for name in names}

@@ -48,7 +48,6 @@ from oper.integration.table_module import (
     TableEmbedding,
     TableModules,
     leave_alone,
-    refuse_assignment,
     refuse_script,
     refuse_trace,
 )
@@ -394,11 +393,10 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
                               missing_keys: list[str], unexpected_keys: list[str],
                               error_msgs: list[str]) -> None:
         # All tables at once; torch then calls this of the modules inside.
-        refuse_assignment(local_metadata, state_dict, prefix, {
-            name: self.tables.dtype(self._names[t]) for t, name in self._parameters_of.items()})
         load_tables(self.tables, state_dict, prefix,
                     {name: self._names[table] for table, name in self._parameters_of.items()},
-                    missing_keys, unexpected_keys, error_msgs)
+                    missing_keys, unexpected_keys, error_msgs,
+                    bool(local_metadata.get("assign_to_params_buffers")))
         for module in (getattr(self, self.kind.prefix), *self._table_modules.values()):
             module.loaded_by_parent = True
 
