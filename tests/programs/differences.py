@@ -7,7 +7,7 @@ action that runs into one says so where it expects it.
 from __future__ import annotations
 
 NO_GRAD, SNAPSHOTS, NO_STORAGE, NOT_REPLACED, DTYPE, NO_PICKLE = range(1, 7)
-COLLECTIVE, BATCH, MODULES, FROZEN_TOGETHER, NO_RESHARD = range(7, 12)
+COLLECTIVE, BATCH, MODULES, FROZEN_TOGETHER, ENDS, THREADS, NO_RESHARD = range(7, 14)
 
 # Number: heading.
 DIFFERENCES: dict[int, str] = {
@@ -21,5 +21,7 @@ DIFFERENCES: dict[int, str] = {
     BATCH: "A batch must not change before its backward pass",
     MODULES: "Which modules are replaced",
     FROZEN_TOGETHER: "Frozen tables and accumulated gradients",
+    ENDS: "A refused batch ends training on several ranks",
+    THREADS: "Threads",
     NO_RESHARD: "`DistributedModelParallel.reshard`",
 }

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from oper.errors import OperError
+from oper.errors import OperError, PeerLostError
+from tests.programs import differences
 from tests.programs.program import Program
 from tests.programs.sharded import Sharded
 from tests.programs.sides import Talk, Unsharded
@@ -95,6 +96,8 @@ def run(program: Program, talk: Talk) -> Report:
             report.counts[name, AGREED] += 1
             for number, (name, args) in enumerate(program.actions):  # noqa: B007
                 sides.act(ACTIONS[name], args, report)
+        except _Ended:
+            pass
         except _Failure as failure:
             report.counts[name, failure.kind] += 1
             report.finding = Finding(failure.kind, name, number, failure.text)
@@ -141,17 +144,28 @@ def _count(report: Report, name: str, outcome: str, error: Exception | None = No
         report.refusals[name, str(error).partition(":")[0]] += 1
 
 
+class _Ended(Exception):
+    """The program ends here, by difference 11."""
+
+
 class _Sides:
     """Both sides, kept together."""
 
     def __init__(self, sharded: Sharded, reference: Unsharded, talk: Talk) -> None:
         self.sharded, self.reference, self.talk = sharded, reference, talk
         self.half = any(t.half for t in sharded.tables)
+        self.refused_batch = False  # on several ranks, after which training may have ended
 
     def act(self, action: Action, args: dict[str, Any], report: Report) -> None:
         """One action on both sides, and the comparison."""
         got, error = _attempt(lambda: action.run(self.sharded, args))
-        codes = self.talk.exchange(int(error is not None))
+        lost = isinstance(error, PeerLostError) or "given up this exchange" in str(error)
+        codes = self.talk.exchange(2 if lost else int(error is not None))
+        if self.refused_batch and 2 in codes:
+            _count(report, action.name, ALONE, error)
+            raise _Ended
+        self.refused_batch |= (any(codes) and action.difference == differences.ENDS
+                               and self.talk.world_size > 1)
         failure: _Failure | None = None
         try:
             if any(codes):

@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from tests.programs.differences import BATCH
+from tests.programs.differences import BATCH, ENDS
 from tests.programs.models import Batch, names_of, tensors_of
 from tests.programs.table import Seen, action, has_dense, has_weights, is_wrapped
 
@@ -328,8 +328,9 @@ def weight_hook(side: Any, args: dict[str, Any]) -> Seen:
 # ---- errors in the middle ------------------------------------------------------------------------
 
 
-@action(2.0, what=("too large", "negative", "float", "bool", "offsets"),
-        may_refuse=lambda a: a["what"] == "bool")  # which some of torch's lookups take
+# Some of torch's lookups take ids of type bool.
+@action(2.0, what=("too large", "negative", "float", "bool", "offsets"), difference=ENDS,
+        may_refuse=lambda a: a["what"] == "bool")
 def bad_batch(side: Any, args: dict[str, Any]) -> Seen:
     """An id outside of its table, or inputs of another type."""
     batches = [_with_ids(side, args, rank) for rank in side.computed_ranks()]
