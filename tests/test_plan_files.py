@@ -277,7 +277,7 @@ def test_explain_asks_for_what_a_plan_by_hand_does_not_state(
         value["tables"][1]["pieces"][0]["tiers"][0].pop("memory")
 
     words = ["explain", str(edited(tmp_path, edit)), "--topology", "this-host"]
-    assert cli.main(words) == 1
+    assert cli.main(words) == 2
     assert "--batch-size" in capsys.readouterr().err
     assert cli.main([*words, "--batch-size", "64"]) == 0
     assert "us" in capsys.readouterr().out

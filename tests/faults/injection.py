@@ -121,7 +121,7 @@ def _arm(injection: Injection, note: str) -> None:
                                  int(_SIGNALS[injection.fault]),
                                  int(SLOW_S * 1e6) if injection.fault == "slow" else 0, fd)
         return
-    owner, name = {"update": (ShardedTables, "apply_gradients"),
+    owner, name = {"update": (ShardedTables, "apply_all"),
                    "checkpoint write": (checkpoint.SavePlanner, "resolve_data"),
                    "migration": (Migration, "_copy")}[injection.phase]
     original = getattr(owner, name)

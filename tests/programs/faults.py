@@ -87,7 +87,7 @@ def freezing_counts_in_the_forward_pass_only() -> Any:
         finally:
             self.frozen = before
 
-    return _around(_TABLES, "apply_gradients", changed)
+    return _around(_TABLES, "passed", changed)
 
 
 @fault("write_weight", "initialise")
@@ -256,8 +256,8 @@ def optimizer_states_are_not_loaded() -> Any:
 def unexpected_keys_are_taken() -> Any:
     """``load_state_dict`` tells no unexpected key of a table's module."""
     def changed(original: Any, *args: Any) -> Any:
-        *rest, _, errors = args
-        return original(*rest, [], errors)
+        *rest, _, errors, assign = args
+        return original(*rest, [], errors, assign)
 
     return _around(table_module, "load_tables", changed)
 

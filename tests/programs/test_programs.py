@@ -31,7 +31,6 @@ def check(totals: Totals, world_size: int) -> None:
         pytest.fail(f"seed {seed}: {finding.text}\n{program.text()}", pytrace=False)
 
 
-@pytest.mark.xfail(strict=True, reason="autograd.grad of a table's weight is None")
 def test_one_rank() -> None:
     totals = run_seeds(QUICK[1], 1, jobs=0, quiet=True)
     check(totals, 1)
@@ -40,7 +39,6 @@ def test_one_rank() -> None:
     assert totals.programs == len(QUICK[1])
 
 
-@pytest.mark.xfail(strict=True, reason="autograd.grad of a table's weight is None")
 def test_two_ranks() -> None:
     check(run_seeds(QUICK[2], 2, quiet=True), 2)
 

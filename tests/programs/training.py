@@ -156,10 +156,13 @@ def backward_twice(side: Any, args: dict[str, Any]) -> Seen:
     return shown(outs[side.mine])
 
 
-@action(1.0, may_refuse=True, of=("dense", "weights", "table"),
+@action(1.0, may_refuse=True, of=("dense", "weights"),
         fits=lambda p: not is_wrapped(p))
 def autograd_grad(side: Any, args: dict[str, Any]) -> Seen:
-    """``torch.autograd.grad``, which accumulates nothing and so trains nothing."""
+    """``torch.autograd.grad``, which accumulates nothing and so trains nothing.
+
+    Not of a table: that it has no gradient is difference `NO_GRAD`.
+    """
     batches = side.batches(args)
     for batch in batches if args["of"] == "weights" else []:
         for w in batch.weights:
@@ -168,12 +171,11 @@ def autograd_grad(side: Any, args: dict[str, Any]) -> Seen:
     outs = [side.outputs(b) for b in batches]
     loss = side.loss(outs, batches)
     of = {"dense": side.dense(),
-          "weights": [w for w in batches[side.mine].weights if w is not None],
-          "table": [side.weight(side.table(args["table"]))]}[args["of"]]
+          "weights": [w for w in batches[side.mine].weights if w is not None]}[args["of"]]
     if not of or not loss.requires_grad:
         return {}
     grads = torch.autograd.grad(loss, of, allow_unused=True)
-    if args["of"] in ("dense", "table") and side.world_size > 1:
+    if args["of"] == "dense" and side.world_size > 1:
         return {"=given": [g is not None for g in grads]}
     return {f"gradient {k}": None if g is None else g.to_dense().float() * len(batches)
             for k, g in enumerate(grads)}
