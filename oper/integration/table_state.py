@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.on_demand import (
     CHUNK_BYTES,
     TableRows,
@@ -144,8 +145,8 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
         tables: the tables. Collective.
         state_dict, prefix, missing_keys, unexpected_keys, error_msgs: as torch passes them.
         names: table by parameter name (without prefix).
-        assign: whether values are to take the parameters' place, which a table cannot give up:
-            values of its dtype are copied, others are errors.
+        assign: whether values are to take the parameters' place, which a table cannot give up: they
+            are copied, and one warning says so where their dtype is another.
     """
     tables.barrier()  # peers may still be reading
     for name, table in names.items():
@@ -155,10 +156,9 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
         try:
             value = state_dict[f"{prefix}{name}"]
             if assign and isinstance(value, torch.Tensor) and value.dtype != tables.dtype(table):
-                raise InvalidInputError(
-                    fail(f"cannot assign {prefix + name!r} to a sharded table", "dtype",
-                         value.dtype, f"{tables.dtype(table)}",
-                         "load without assign=True, which converts values"))
+                warnings.warn(
+                    f"{prefix}{name} of {value.dtype} is converted: a sharded table keeps its "
+                    f"dtype {tables.dtype(table)}, with assign=True as well", stacklevel=2)
             load_entry(tables, table, value)
         except InvalidInputError as error:
             error_msgs.append(str(error))

@@ -32,8 +32,7 @@ def _new_state(side: Any, args: dict[str, Any]) -> dict[str, torch.Tensor]:
 LOADS = ("all", "all", "missing", "unexpected", "shape", "dtype", "none", "parameters")
 
 
-@action(3.0, exact=True, what=LOADS, strict=(True, False), assign=(False, False, False, True),
-        may_refuse=lambda a: a["assign"])
+@action(3.0, exact=True, what=LOADS, strict=(True, False), assign=(False, False, False, True))
 def load_state_dict(side: Any, args: dict[str, Any]) -> Seen:
     """``load_state_dict`` of states that fit, and of others."""
     state = _new_state(side, args)
@@ -51,7 +50,8 @@ def load_state_dict(side: Any, args: dict[str, Any]) -> Seen:
         state = {}
     elif args["what"] == "parameters":
         state = {n: torch.nn.Parameter(x) for n, x in state.items()}
-    assign = args["assign"] and not side.wrapper  # which would keep the old parameters
+    # A wrapper would keep the old parameters; another dtype is difference `DTYPE`.
+    assign = args["assign"] and not side.wrapper and args["what"] != "dtype"
     found = side.core.load_state_dict(state, strict=args["strict"], assign=assign)
     return {"=missing": sorted(found.missing_keys), "=unexpected": sorted(found.unexpected_keys)}
 
