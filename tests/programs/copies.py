@@ -219,7 +219,7 @@ def _other_model(side: Any, args: dict[str, Any]) -> Seen:
     return seen
 
 
-@action(1.0, fits=lambda p: p.model["dense"] and p.wrapper == "" and p.dist)
+@action(8.0, fits=lambda p: p.model["dense"] and p.wrapper == "" and p.dist)
 def wrap(side: Any, args: dict[str, Any]) -> Seen:
     """Two steps inside DistributedDataParallel, and out of it again."""
     if side.is_sharded:

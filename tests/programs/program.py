@@ -68,7 +68,7 @@ def draw_program(seed: int, world_size: int, only: str | None = None,
     if model["dense"] and rng.random() < (0.3 if world_size > 1 else 0.1):
         choices = ["ddp before", "ddp after"] + ["dmp"] * (world_size > 1)
         wrapper = str(rng.choice(choices))
-    dist |= bool(wrapper) or rng.random() < 0.05
+    dist |= bool(wrapper) or rng.random() < 0.15
     program = Program(model, optimizer, [], int(rng.integers(0, 1 << 20)), world_size, wrapper,
                       dist)
     fitting = [a for a in ACTIONS.values() if a.fits(program) and a.name not in skip]
