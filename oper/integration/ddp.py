@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oper.errors import InvalidInputError, fail
@@ -50,6 +50,8 @@ def wrappers_of(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
     Raises:
         InvalidInputError: one of them would have nothing left to average.
     """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
     ours = list(modules)
     inside = {id(m) for m in ours}
     tables = {id(p) for m in ours for p in m.parameters()}
