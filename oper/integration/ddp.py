@@ -40,7 +40,7 @@ def ignore_tables() -> None:
 
 
 def _table_names(module: nn.Module) -> set[str]:
-    return {name for name, p in module.named_parameters(remove_duplicate=False)
+    return {name for name, p in module.named_parameters()
             if isinstance(p, TableParameter)}
 
 

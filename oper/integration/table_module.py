@@ -136,6 +136,12 @@ class TableModules(nn.ModuleDict):
             super()._load_from_state_dict(*args)
         self.loaded_by_parent = False
 
+    def requires_grad_(self, requires_grad: bool = True) -> TableModules:
+        """As of any module, although `named_parameters` is empty."""
+        for module in self.values():
+            module.requires_grad_(requires_grad)
+        return self
+
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """None: TorchRec's sharders ask this of collections inside of other modules, for tables

@@ -56,9 +56,10 @@ class TableTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, rows: TableRows, shape: torch.Tensor, path: tuple[_Step, ...] = (),
                 requires_grad: bool = False) -> TableTensor:
-        new: TableTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape.shape, strides=shape.stride(), storage_offset=shape.storage_offset(),
-            dtype=shape.dtype, device=rows.tables.device, requires_grad=requires_grad)
+        with torch.inference_mode(False):  # views of it count versions
+            new: TableTensor = torch.Tensor._make_wrapper_subclass(
+                cls, shape.shape, strides=shape.stride(), storage_offset=shape.storage_offset(),
+                dtype=shape.dtype, device=rows.tables.device, requires_grad=requires_grad)
         new._rows, new._shape, new._path = rows, shape, path
         return new
 
@@ -139,6 +140,15 @@ class TableTensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         values = self.numpy()
         return values if dtype is None else values.astype(dtype)
+
+    def _refuse_storage(self, *_: Any, **__: Any) -> NoReturn:
+        raise InvalidInputError(
+            fail(f"cannot give out the memory of table {self._rows.name!r}", "tensor",
+                 type(self).__name__, "a tensor with storage: rows lie where the plan has put them",
+                 "take a copy: weight.detach().clone()"))
+
+    data_ptr = untyped_storage = storage = share_memory_ = apply_ = _refuse_storage
+    __dlpack__ = __dlpack_device__ = _refuse_storage
 
     def tolist(self) -> list[Any]:
         """As ``torch.Tensor.tolist``."""

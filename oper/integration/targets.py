@@ -110,6 +110,8 @@ def _own_behaviour(target: Target) -> str:
             return f"{type(module).__name__} overrides {method}"
     if not target.is_collection and [n for n, _ in module.named_parameters()] != ["weight"]:
         return f"{type(module).__name__} has parameters beside weight, or computes it"
+    if not target.is_collection and (module._buffers or module._modules):
+        return f"{type(module).__name__} has buffers or modules of its own"
     return ""
 
 

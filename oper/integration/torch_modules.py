@@ -55,6 +55,13 @@ class _ShardedModule(TableModule):
         self.tables = tables
         self._key_of = torch.zeros(1, dtype=torch.int64)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("max_norm", "scale_grad_by_freq") and value:
+            raise InvalidInputError(
+                fail(f"cannot change sharded table {self._name!r}", name, value,
+                     "None or False, as when it was sharded", "leave it as it is"))
+        super().__setattr__(name, value)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups; writing ``["lr"]`` takes effect in the next backward pass."""

@@ -180,8 +180,9 @@ def test_what_cannot_be_measured_or_kept_is_told_before(words: list[str], tmp_pa
     parser = argparse.ArgumentParser()
     calibrate.configure_calibrate(parser)
     words = ["-o", str(tmp_path / "out.toml"), *(w.format(tmp_path) for w in words)]
-    with pytest.raises(InvalidInputError, match=r"world_size=|cannot write the result"):
+    with pytest.raises((InvalidInputError, SystemExit)) as error:
         calibrate.run_calibrate(parser.parse_args(words))
+    assert error.value.args == (2,) or "cannot write the result" in str(error.value)
 
 
 def test_hosts_pay_for_what_they_exchange(tmp_path: Path) -> None:

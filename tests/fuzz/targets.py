@@ -37,6 +37,7 @@ from oper.plan import Plan, uniform_plan
 from oper.search.constraints import parse_constraints
 from oper.search.verbs import read_constraints
 from oper.serve import wire as serve_wire
+from oper.shmem.desync import Spot
 from oper.shmem.group import ThreadGroup
 from oper.shmem.optimizers import RowWiseAdagrad
 from oper.shmem.runtime import ShardedTables
@@ -178,6 +179,7 @@ class _Peers:
     def __init__(self) -> None:
         self.watch = Watch.__new__(Watch)
         self.watch.count, self.watch.loss = 1, None
+        self.watch.spot, self.watch.is_inside = Spot(0, 0), True
         self.watch._told = {}
         self.watch._changed = threading.Condition()
         self.watch._group = type("Two", (), {"rank": 0, "world_size": 3})()

@@ -129,6 +129,42 @@ def test_reading() -> None:
     assert "10, 4" in repr(sharded) and "table='weight'" in repr(weight)
 
 
+@pytest.mark.parametrize("read", [
+    lambda w: w[2:4], lambda w: w.data, lambda w: w.t(), lambda w: w[3], lambda w: w.detach()])
+def test_reading_in_inference_mode(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    want, sharded = bag(), shard(bag())
+    with torch.inference_mode():
+        assert torch.equal(read(sharded.weight).clone(), read(want.weight))
+        sharded.weight.data[1] = 3.0
+    assert sharded.weight[1].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("take", [
+    lambda w: w.data_ptr(), lambda w: w.untyped_storage(), torch.from_dlpack,
+    lambda w: w.share_memory_(), lambda w: w.apply_(lambda x: 2 * x)])
+def test_memory_of_its_own_is_not_given_out(take: Callable[[torch.Tensor], Any]) -> None:
+    sharded = shard(bag())
+    for tensor in (sharded.weight, sharded.weight.data):
+        with pytest.raises(OperError, match="memory of table"):
+            take(tensor)
+
+
+def test_a_collections_tables_are_frozen_together() -> None:
+    model = shard(collection())
+    model.embedding_bags.requires_grad_(False)
+    assert not model(kjt(torch.tensor([1, 2, 3, 4]))).values().requires_grad
+
+
+def test_options_cannot_be_set_later() -> None:
+    sharded = shard(bag())
+    with pytest.raises(InvalidInputError, match="max_norm"):
+        sharded.max_norm = 1.0
+    buffered = bag()
+    buffered.register_buffer("use", torch.zeros(3))
+    with pytest.raises(InvalidInputError, match="buffers"):
+        shard(buffered, modules=[""])
+
+
 def test_parameters_are_those_of_the_unsharded_model() -> None:
     def model() -> nn.Module:
         return nn.ModuleDict({"c": collection(), "bag": bag(), "dense": nn.Linear(3, 2)})
