@@ -119,8 +119,8 @@ def test_diff_names_the_tables_that_moved_and_what_it_costs():
 
 def test_verb_compares_two_plan_files(tmp_path, capsys):
     specs, _ = tables_and_stats(3, 3)
-    uniform_plan(specs, 2, "striped", topology="this-host-2").save(tmp_path / "a.json")
-    uniform_plan(specs, 2, "owned", topology="this-host-2").save(tmp_path / "b.json")
+    for kind, name in (("striped", "a.json"), ("owned", "b.json")):
+        uniform_plan(specs, 2, kind, topology="this-host-2", batch_size=64).save(tmp_path / name)
     parser = argparse.ArgumentParser()
     configure_explain(parser)
     for more in ([], ["--json"]):
