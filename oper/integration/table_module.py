@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.integration.table_state import load_tables, table_entry
+from oper.integration.table_state import load_tables, table_entry, warn_of_conversions
 from oper.integration.table_tensor import TableParameter
 from oper.shmem.runtime import ShardedTables
 
@@ -98,9 +98,11 @@ class TableModule(nn.Module):
         if self.loaded_by_parent:
             self.loaded_by_parent = False
             return
-        load_tables(self.weight.tables, state_dict, prefix, {"weight": self._name}, missing_keys,
-                    unexpected_keys, error_msgs,
-                    bool(local_metadata.get("assign_to_params_buffers")))
+        names = {"weight": self._name}
+        if local_metadata.get("assign_to_params_buffers"):
+            warn_of_conversions(self.weight.tables, state_dict, prefix, names)
+        load_tables(self.weight.tables, state_dict, prefix, names, missing_keys, unexpected_keys,
+                    error_msgs)
 
 
 class TableBag(TableModule, nn.EmbeddingBag):

@@ -136,17 +136,29 @@ def shard_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(num_rows, rank * size), min(num_rows, (rank + 1) * size)
 
 
+def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
+                        names: Mapping[str, str]) -> None:
+    """Warn of values that ``load_state_dict(assign=True)`` cannot put in place as they are.
+
+    Arguments as for `load_tables`.
+    """
+    for name, table in names.items():
+        value = state_dict.get(f"{prefix}{name}")
+        if isinstance(value, torch.Tensor) and value.dtype != tables.dtype(table):
+            warnings.warn(f"{prefix}{name} of {value.dtype} is converted: a sharded table keeps "
+                          f"its dtype {tables.dtype(table)}, with assign=True as well",
+                          stacklevel=3)
+
+
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                 names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
-                error_msgs: list[str], assign: bool = False) -> None:
+                error_msgs: list[str]) -> None:
     """The work of ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
 
     Args:
         tables: the tables. Collective.
         state_dict, prefix, missing_keys, unexpected_keys, error_msgs: as torch passes them.
         names: table by parameter name (without prefix).
-        assign: whether values are to take the parameters' place, which a table cannot give up: they
-            are copied, and one warning says so where their dtype is another.
     """
     tables.barrier()  # peers may still be reading
     for name, table in names.items():
@@ -154,12 +166,7 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
             missing_keys.append(f"{prefix}{name}")
             continue
         try:
-            value = state_dict[f"{prefix}{name}"]
-            if assign and isinstance(value, torch.Tensor) and value.dtype != tables.dtype(table):
-                warnings.warn(
-                    f"{prefix}{name} of {value.dtype} is converted: a sharded table keeps its "
-                    f"dtype {tables.dtype(table)}, with assign=True as well", stacklevel=2)
-            load_entry(tables, table, value)
+            load_entry(tables, table, state_dict[f"{prefix}{name}"])
         except InvalidInputError as error:
             error_msgs.append(str(error))
     wanted = {f"{prefix}{name}" for name in names}

@@ -51,7 +51,12 @@ from oper.integration.table_module import (
     refuse_script,
     refuse_trace,
 )
-from oper.integration.table_state import load_optimizer_entries, load_tables, optimizer_entries
+from oper.integration.table_state import (
+    load_optimizer_entries,
+    load_tables,
+    optimizer_entries,
+    warn_of_conversions,
+)
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
 from oper.shmem.runtime import ShardedTables
@@ -393,10 +398,11 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
                               missing_keys: list[str], unexpected_keys: list[str],
                               error_msgs: list[str]) -> None:
         # All tables at once; torch then calls this of the modules inside.
-        load_tables(self.tables, state_dict, prefix,
-                    {name: self._names[table] for table, name in self._parameters_of.items()},
-                    missing_keys, unexpected_keys, error_msgs,
-                    bool(local_metadata.get("assign_to_params_buffers")))
+        names = {name: self._names[table] for table, name in self._parameters_of.items()}
+        if local_metadata.get("assign_to_params_buffers"):
+            warn_of_conversions(self.tables, state_dict, prefix, names)
+        load_tables(self.tables, state_dict, prefix, names, missing_keys, unexpected_keys,
+                    error_msgs)
         for module in (getattr(self, self.kind.prefix), *self._table_modules.values()):
             module.loaded_by_parent = True
 

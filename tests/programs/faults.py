@@ -256,8 +256,8 @@ def optimizer_states_are_not_loaded() -> Any:
 def unexpected_keys_are_taken() -> Any:
     """``load_state_dict`` tells no unexpected key of a table's module."""
     def changed(original: Any, *args: Any) -> Any:
-        *rest, _, errors, assign = args
-        return original(*rest, [], errors, assign)
+        *rest, _, errors = args
+        return original(*rest, [], errors)
 
     return _around(table_module, "load_tables", changed)
 
