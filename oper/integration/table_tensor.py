@@ -147,8 +147,14 @@ class TableTensor(torch.Tensor):
                  type(self).__name__, "a tensor with storage: rows lie where the plan has put them",
                  "take a copy: weight.detach().clone()"))
 
-    data_ptr = untyped_storage = storage = share_memory_ = apply_ = _refuse_storage
+    data_ptr = storage = share_memory_ = apply_ = _refuse_storage
     __dlpack__ = __dlpack_device__ = _refuse_storage
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refused but for tracers, which only ask for its size: it has no memory."""
+        if not torch.compiler.is_compiling():
+            self._refuse_storage()
+        return super().untyped_storage()
 
     def tolist(self) -> list[Any]:
         """As ``torch.Tensor.tolist``."""

@@ -149,12 +149,13 @@ def test_open_bandit(tmp_path: Path) -> None:
     random, bts = (replace(both, **{f: getattr(both, f)[s] for f in (
         "context", "actions", "positions", "rewards", "propensities")})
         for s in (is_random, ~is_random))
-    assert random.actions.size == bts.actions.size == 10_000
+    # Three of Thompson sampling's records have the random policy's propensity.
+    assert (random.actions.size, bts.actions.size) == (10_003, 9_997)
     found = estimate(random, action_shares(random, bts))
     own = bootstrap(bts.rewards)
     for value in (found.snips, found.doubly_robust):
         assert 0 < value.mean < 0.02
         assert value.low <= own.high and own.low <= value.high
     assert found.effective_rows > 1_000
-    uniform = np.full((10_000, 46), 1 / 46)
+    uniform = np.full((random.actions.size, 46), 1 / 46)
     assert estimate(random, uniform).snips.mean == pytest.approx(random.rewards.mean(), rel=1e-6)
