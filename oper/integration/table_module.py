@@ -16,8 +16,8 @@ from oper.integration.table_tensor import TableParameter
 from oper.shmem.runtime import ShardedTables
 
 
-class _FixedParameters(dict[str, Any]):
-    """The parameters of a module, none of which can be replaced or taken away."""
+class FixedEntries(dict[str, Any]):
+    """Parameters or children of a module, none of which can be replaced or taken away."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         # torch.export looks at a program with tensors that stand for the parameters.
@@ -31,18 +31,23 @@ class _FixedParameters(dict[str, Any]):
         _refuse_replacement(name, "nothing")
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Refused for the parameters that are there."""
+        """Refused for entries that are there."""
         if name in self:
             del self[name]
         return super().pop(name, *default)
 
+    def clear(self) -> None:
+        """Refused."""
+        for name in self:
+            del self[name]
+
 
 def _refuse_replacement(name: str, value: str) -> NoReturn:
     raise InvalidInputError(
-        fail("cannot replace the parameter of a sharded table", name, value,
-             "the table itself, whose rows the plan has placed",
-             "copy values into it (weight.data.copy_(values), load_state_dict), or leave this "
-             "module out of modules="))
+        fail("cannot replace a part of a sharded module", name, value,
+             "the one that is there, whose rows the plan has placed",
+             "copy values into its weight (weight.data.copy_(values), load_state_dict), or leave "
+             "this module out of modules="))
 
 
 class TableModule(nn.Module):
@@ -59,8 +64,7 @@ class TableModule(nn.Module):
     def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
         nn.Module.__init__(self)
         self._name = name
-        self._parameters = _FixedParameters(weight=TableParameter(tables, name, trains))
-        self.loaded_by_parent = False  # its values, just now: by a collection, all at once
+        self._parameters = FixedEntries(weight=TableParameter(tables, name, trains))
         leave_alone(self)
 
     def extra_repr(self) -> str:
@@ -95,9 +99,6 @@ class TableModule(nn.Module):
                               local_metadata: Mapping[str, Any], strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str],
                               error_msgs: list[str]) -> None:
-        if self.loaded_by_parent:
-            self.loaded_by_parent = False
-            return
         names = {"weight": self._name}
         if local_metadata.get("assign_to_params_buffers"):
             warn_of_conversions(self.weight.tables, state_dict, prefix, names)
@@ -108,6 +109,11 @@ class TableModule(nn.Module):
 class TableBag(TableModule, nn.EmbeddingBag):
     """A table of a pooled collection; lookups go through the collection."""
 
+    def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
+        super().__init__(tables, name, trains)
+        self.num_embeddings, self.embedding_dim = self.weight.shape
+        self.mode = tables.specs[name].pooling
+
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Refused."""
         _refuse_lookup(self)
@@ -115,6 +121,10 @@ class TableBag(TableModule, nn.EmbeddingBag):
 
 class TableEmbedding(TableModule, nn.Embedding):
     """A table of an unpooled collection; lookups go through the collection."""
+
+    def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
+        super().__init__(tables, name, trains)
+        self.num_embeddings, self.embedding_dim = self.weight.shape
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Refused."""
@@ -131,12 +141,9 @@ def _refuse_lookup(module: TableModule) -> NoReturn:
 class TableModules(nn.ModuleDict):
     """The tables of a collection as modules, ``<table>.weight``."""
 
-    loaded_by_parent = False
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        if not self.loaded_by_parent:
-            super()._load_from_state_dict(*args)
-        self.loaded_by_parent = False
+    def __init__(self, modules: Mapping[str, TableModule]) -> None:
+        super().__init__(modules)
+        self._modules = FixedEntries(self._modules)
 
     def requires_grad_(self, requires_grad: bool = True) -> TableModules:
         """As of any module, although `named_parameters` is empty."""

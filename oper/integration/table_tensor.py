@@ -88,6 +88,8 @@ class TableTensor(torch.Tensor):
         if not self._path:
             return 0, num_rows
         func, args, kwargs, _ = self._path[0]
+        if any(step[0] is _aten.as_strided.default for step in self._path):
+            return 0, num_rows  # its offset counts from the table's first row
         if func is _aten.select.int and args[0] == 0 and not kwargs:
             row = args[1] % num_rows
             return row, row + 1
@@ -151,10 +153,9 @@ class TableTensor(torch.Tensor):
     __dlpack__ = __dlpack_device__ = _refuse_storage
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Refused but for tracers, which only ask for its size: it has no memory."""
-        if not torch.compiler.is_compiling():
-            self._refuse_storage()
-        return super().untyped_storage()
+        """Storage of the table's size on the meta device; tracers ask for that, and whether two
+        tensors are views of one."""
+        return self._shape.untyped_storage()
 
     def tolist(self) -> list[Any]:
         """As ``torch.Tensor.tolist``."""
@@ -270,7 +271,12 @@ def _refuse_gradient(parameter: TableParameter) -> NoReturn:
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: frozenset[str]
              ) -> Any:
     """Carry out an operator on copies of rows, and write back what it changes."""
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, TableTensor)]
+    leaves = tree_leaves((args, kwargs))
+    given = [x for x in leaves if isinstance(x, TableTensor)]
+    if func.overloadpacket is _aten.set_:
+        given[0]._refuse_storage()
+    if written and torch.is_grad_enabled():
+        _refuse_tracked(given[0], [x for x in leaves if isinstance(x, torch.Tensor)])
     copies: dict[tuple[int, str], _Copy] = {}
     for x in given:
         copies.setdefault((id(x._rows.tables), x._rows.name), _Copy(x._rows)).take(x)
@@ -297,6 +303,16 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: 
             _note_reader(x)
     same = {id(plain_of[id(x)]): x for x in changed}
     return tree_map(lambda x: same.get(id(x), x), out)
+
+
+def _refuse_tracked(table: TableTensor, arguments: list[torch.Tensor]) -> None:
+    """Raise InvalidInputError where autograd would record what is written to a table."""
+    for x in arguments:
+        if not isinstance(x, TableTensor) and x.requires_grad:
+            raise InvalidInputError(
+                fail(f"cannot write to table {table._rows.name!r}", "requires_grad of the values",
+                     True, "False, since rows are no part of a graph",
+                     "write values.detach(), or under torch.no_grad()"))
 
 
 class _Copy:

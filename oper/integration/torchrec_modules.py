@@ -44,6 +44,7 @@ from oper.errors import InvalidInputError, fail
 from oper.integration.ahead import Ahead
 from oper.integration.on_demand import rows_on_demand
 from oper.integration.table_module import (
+    FixedEntries,
     TableBag,
     TableEmbedding,
     TableModules,
@@ -53,9 +54,7 @@ from oper.integration.table_module import (
 )
 from oper.integration.table_state import (
     load_optimizer_entries,
-    load_tables,
     optimizer_entries,
-    warn_of_conversions,
 )
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
@@ -292,6 +291,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
             c.name: table_module(tables, names[c.name], trains.get(c.name, False))
             for c in self._configs}
         setattr(self, self.kind.prefix, TableModules(self._table_modules))
+        self._modules = FixedEntries(self._modules)
         self._optimizer = _FusedOptimizer(
             tables, names, self._parameters_of,
             {name: m.weight for name, m in self._table_modules.items()})
@@ -384,6 +384,13 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         for name in self._parameters_of.values():
             yield f"{prefix}.{name}" if prefix and not prefix.endswith(".") else f"{prefix}{name}"
 
+    def reset_parameters(self) -> None:
+        """Initialise all tables anew by their ``init_fn``, as the unsharded collection does. The
+        same call on all ranks."""
+        for config in self._configs:
+            assert config.init_fn is not None
+            config.init_fn(self._table_modules[config.name].weight)
+
     def update_shards(self, *_: Any) -> NoReturn:
         """What ``DistributedModelParallel.reshard`` asks for."""
         raise InvalidInputError(
@@ -392,19 +399,6 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
-                              local_metadata: Mapping[str, Any], strict: bool,
-                              missing_keys: list[str], unexpected_keys: list[str],
-                              error_msgs: list[str]) -> None:
-        # All tables at once; torch then calls this of the modules inside.
-        names = {name: self._names[table] for table, name in self._parameters_of.items()}
-        if local_metadata.get("assign_to_params_buffers"):
-            warn_of_conversions(self.tables, state_dict, prefix, names)
-        load_tables(self.tables, state_dict, prefix, names, missing_keys, unexpected_keys,
-                    error_msgs)
-        for module in (getattr(self, self.kind.prefix), *self._table_modules.values()):
-            module.loaded_by_parent = True
 
 
 class ShardedEmbeddingBags(_ShardedCollection):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from oper.errors import InvalidInputError, fail
 from oper.shmem.batch import Lookup
@@ -99,6 +100,7 @@ class _Lookup(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor
                  ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         tables, batch, offsets, frozen = ctx.call

@@ -1,0 +1,45 @@
+"""Small modules with tables, unsharded and sharded, for tests of what programs do to them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import oper
+
+pytest.importorskip("torchrec")
+import torchrec
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as KJT
+
+LR = 0.5
+
+
+def bag(rows: int = 10, dim: int = 4, **fields: Any) -> nn.EmbeddingBag:
+    torch.manual_seed(3)
+    return nn.EmbeddingBag(rows, dim, **{"mode": "sum"} | fields)
+
+
+def shard(module: nn.Module, **fields: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*without statistics.*")
+        warnings.filterwarnings("ignore", message=".*table sizes.*")
+        return oper.shard(module, **{"optimizer": oper.SGD(lr=LR)} | fields)
+
+
+def collection(names: tuple[str, ...] = ("a", "b"), **fields: Any) -> Any:
+    torch.manual_seed(5)
+    return torchrec.EmbeddingBagCollection(tables=[
+        torchrec.EmbeddingBagConfig(name=n, num_embeddings=10, embedding_dim=4,
+                                    feature_names=[f"f_{n}"]) for n in names], **fields)
+
+
+def kjt(ids: torch.Tensor, keys: tuple[str, ...] = ("f_a", "f_b")) -> KJT:
+    return KJT(list(keys), ids, lengths=torch.full((len(keys),), ids.numel() // len(keys)))
+
+
+def rows(module: nn.Module) -> torch.Tensor:
+    return module.get_parameter("weight").detach().clone()

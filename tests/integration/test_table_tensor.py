@@ -1,0 +1,210 @@
+"""A table as a tensor: reads and writes reach the rows, or are refused by name."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from oper.errors import InvalidInputError, OperError
+from tests.integration.module_support import LR, bag, collection, kjt, rows, shard
+
+pytest.importorskip("torchrec")
+
+
+# ---- reading and writing -------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "fill_": lambda w: w.fill_(2.0),
+    "a row": lambda w: w.__setitem__(3, 7.0),
+    "rows by index": lambda w: w.__setitem__(torch.tensor([1, 5]), torch.ones(2, 4)),
+    "a mask": lambda w: w.__setitem__(w > 0, 0.0),
+    "a view of rows": lambda w: w[2:6].mul_(3),
+    "a view of a view": lambda w: w[2:6][1].add_(1),
+    "negative row": lambda w: w[-1].zero_(),
+    "strided rows": lambda w: w[1:9:3].fill_(4),
+    "columns": lambda w: w[:, 1:3].add_(1),
+    "transposed": lambda w: w.t()[0].fill_(3),
+    "flat": lambda w: w.view(-1)[7:9].fill_(5),
+    "split": lambda w: w.split(4)[1].zero_(),
+    "init": nn.init.ones_,
+    "copy_": lambda w: w.copy_(torch.arange(40.0).view(10, 4)),
+    "itself": lambda w: w.mul_(w),
+    "foreach": lambda w: torch._foreach_lerp_([w], [torch.zeros(10, 4)], 0.25),
+    "out=": lambda w: torch.add(w, 1.0, out=w),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_reach_the_rows(name: str) -> None:
+    want, sharded = bag(), shard(bag())
+    for module in (want, sharded):
+        with torch.no_grad():
+            WRITES[name](module.weight)
+        WRITES[name](module.weight.data)
+    assert torch.equal(rows(sharded), want.weight)
+    ids = torch.tensor([[0, 3, 9]])
+    assert torch.equal(sharded(ids), want(ids))
+
+
+def test_initialisers_and_assigned_data() -> None:
+    want, sharded = nn.Sequential(bag(), nn.Linear(4, 2)), nn.Sequential(bag(), nn.Linear(4, 2))
+    shard(sharded)
+
+    def start(module: nn.Module) -> None:
+        if hasattr(module, "weight"):
+            nn.init.constant_(module.weight, 0.5)
+            module.weight.data = module.weight.data * 3
+
+    for model in (want, sharded):
+        model.apply(start)
+    assert torch.equal(rows(sharded[0]), want[0].weight)
+    with pytest.raises(InvalidInputError, match="cannot set the data"):
+        sharded[0].weight.data = torch.zeros(3, 4)
+
+
+def test_reading() -> None:
+    want, sharded = bag(), shard(bag())
+    weight = sharded.weight
+    assert isinstance(weight, nn.Parameter) and weight.is_leaf
+    assert (weight.shape, weight.dtype, weight.device) == (
+        want.weight.shape, want.weight.dtype, want.weight.device)
+    assert torch.equal(weight.norm(), want.weight.norm())
+    assert weight[3].tolist() == want.weight[3].tolist()
+    values = weight.detach().numpy()
+    assert (values == want.weight.detach().numpy()).all()
+    with pytest.raises(ValueError, match="read-only"):
+        values[0] = 1.0
+    with pytest.raises(RuntimeError, match="requires grad"):
+        weight.numpy()
+    file = io.BytesIO()
+    torch.save({"w": weight}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["w"], want.weight)
+    assert "10, 4" in repr(sharded) and "table='weight'" in repr(weight)
+
+
+@pytest.mark.parametrize("read", [
+    lambda w: w[2:4], lambda w: w.data, lambda w: w.t(), lambda w: w[3], lambda w: w.detach()])
+def test_reading_in_inference_mode(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    want, sharded = bag(), shard(bag())
+    with torch.inference_mode():
+        assert torch.equal(read(sharded.weight).clone(), read(want.weight))
+        sharded.weight.data[1] = 3.0
+    assert sharded.weight[1].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("take", [
+    lambda w: w.data_ptr(), lambda w: w.storage(), torch.from_dlpack,
+    lambda w: w.data.set_(torch.zeros(10, 4)), lambda w: torch.zeros(0).set_(w.detach()),
+    lambda w: w.share_memory_(), lambda w: w.apply_(lambda x: 2 * x)])
+def test_memory_of_its_own_is_not_given_out(take: Callable[[torch.Tensor], Any]) -> None:
+    sharded = shard(bag())
+    for tensor in (sharded.weight, sharded.weight.data):
+        with pytest.raises(OperError, match="memory of table"):
+            take(tensor)
+
+
+def test_a_collections_tables_are_frozen_together() -> None:
+    model = shard(collection())
+    model.embedding_bags.requires_grad_(False)
+    assert not model(kjt(torch.tensor([1, 2, 3, 4]))).values().requires_grad
+
+
+def test_options_cannot_be_set_later() -> None:
+    sharded = shard(bag())
+    with pytest.raises(InvalidInputError, match="max_norm"):
+        sharded.max_norm = 1.0
+    buffered = bag()
+    buffered.register_buffer("use", torch.zeros(3))
+    with pytest.raises(InvalidInputError, match="buffers"):
+        shard(buffered, modules=[""])
+
+
+def test_parameters_are_those_of_the_unsharded_model() -> None:
+    def model() -> nn.Module:
+        return nn.ModuleDict({"c": collection(), "bag": bag(), "dense": nn.Linear(3, 2)})
+
+    want, sharded = model(), shard(model())
+    assert [(n, p.shape, p.requires_grad) for n, p in sharded.named_parameters()] == [
+        (n, p.shape, p.requires_grad) for n, p in want.named_parameters()]
+    assert list(sharded.state_dict()) == list(want.state_dict())
+    assert "embedding_bags" in repr(sharded) and "10, 4" in repr(sharded)
+    assert sharded["c"].fused_optimizer.params["embedding_bags.a.weight"] is (
+        sharded["c"].embedding_bags["a"].weight)
+
+
+def replaced(module: nn.Module) -> Any:
+    module.weight = nn.Parameter(torch.zeros(10, 4))
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "assigned": replaced,
+    "deleted": lambda m: delattr(m, "weight"),
+    "swapped": lambda m: torch.utils.swap_tensors(m.weight, nn.Parameter(torch.zeros(10, 4))),
+    "functional_call": lambda m: torch.func.functional_call(
+        m, {"weight": torch.zeros(10, 4)}, (torch.tensor([[1]]),)),
+    "half": lambda m: m.half(),
+    "double": lambda m: m.double(),
+    "meta": lambda m: m.to("meta"),
+    "gradient of the weight": lambda m: m.weight.pow(2).sum().backward(),
+    "tied projection": lambda m: torch.nn.functional.linear(
+        torch.ones(4), m.weight).sum().backward(),
+    "pickled": lambda m: torch.save(m, io.BytesIO()),
+    "scripted": torch.jit.script,
+    "traced": lambda m: torch.jit.trace(m, (torch.tensor([[1]]),)),
+    "gradient hook": lambda m: m.weight.register_hook(lambda g: 2 * g),
+    "accumulation hook": lambda m: m.weight.register_post_accumulate_grad_hook(lambda p: None),
+    "no ids": lambda m: m(None),
+    "ids of three dimensions": lambda m: m(torch.zeros(1, 1, 1, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_refused_and_nothing_changes(name: str) -> None:
+    sharded = shard(bag())
+    before = rows(sharded)
+    with pytest.raises(OperError):
+        REFUSED[name](sharded)
+    assert torch.equal(rows(sharded), before) and sharded.weight.grad is None
+    sharded(torch.tensor([[1]])).sum().backward()
+    before[1] -= LR
+    assert torch.equal(rows(sharded), before)
+
+
+def test_conversions_that_change_nothing() -> None:
+    sharded = shard(nn.Sequential(bag()))
+    assert sharded.to("cpu").float().cpu() is sharded
+    sharded.share_memory()
+
+
+def test_a_value_that_a_graph_keeps_is_not_silently_updated() -> None:
+    sharded = shard(bag())
+    x = torch.ones(4, requires_grad=True)
+    kept = (sharded.weight.detach() * x).sum()
+    sharded(torch.tensor([[1]])).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_strides_of_a_row_slice_count_from_the_table() -> None:
+    want, sharded = bag(), shard(bag())
+    for take in (lambda w: w[2:4].as_strided((4,), (1,), 0), lambda w: w[3].as_strided((2,), (4,))):
+        assert torch.equal(take(sharded.weight.detach()), take(want.weight.detach()))
+
+
+def test_values_that_need_a_gradient_are_not_written() -> None:
+    """They would make the rows a part of a graph."""
+    sharded = shard(bag()).requires_grad_(False)
+    before = rows(sharded)
+    with pytest.raises(InvalidInputError, match="cannot write to table"):
+        sharded.weight[3] = torch.ones(4, requires_grad=True)
+    assert not sharded.weight.requires_grad and torch.equal(rows(sharded), before)
+    with torch.no_grad():
+        sharded.weight[3] = torch.ones(4, requires_grad=True)
+    assert sharded.weight[3].tolist() == [1.0] * 4
