@@ -291,7 +291,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
             c.name: table_module(tables, names[c.name], trains.get(c.name, False))
             for c in self._configs}
         setattr(self, self.kind.prefix, TableModules(self._table_modules))
-        self._modules = FixedEntries(self._modules)
+        self._modules: dict[str, torch.nn.Module | None] = FixedEntries(self._modules)
         self._optimizer = _FusedOptimizer(
             tables, names, self._parameters_of,
             {name: m.weight for name, m in self._table_modules.items()})

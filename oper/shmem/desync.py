@@ -13,7 +13,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -120,13 +120,19 @@ class Register:
         return found
 
     def waits(self, rank: int) -> Spot | None:
-        """Where a rank of this rank's memory domain waits for others of the domain."""
+        """Where a rank of this rank's memory domain waits for others of the domain, or did when it
+        gave up."""
         for number, board in self.boards().items():
             exchange = self._live[number]._exchange
             mine = board[rank if exchange is None else exchange.members.index(rank)]
-            if not mine.absent and any(x.arrivals < mine.arrivals for x in board):
+            if _is_ahead(mine, board):
                 return Spot(number, mine.phase)
         return None
+
+
+def _is_ahead(line: Line, board: list[Line]) -> bool:
+    """Whether a rank waits for another one at a collection, or did when it gave up."""
+    return line.absent != _CLOSED and any(x.arrivals < line.arrivals for x in board)
 
 
 def _title(tables: ShardedTables) -> str:
@@ -181,6 +187,8 @@ def judge(tables: ShardedTables, code: int, rank: int) -> Verdict:
         return Verdict(code, rank, Spot(own, STATE_ACCESS))
     here = Spot(own, boards[own][me].phase)
     known = None if code in (ELSEWHERE, CLOSED) else _left_by_others(boards, own, me, rank)
+    if known is None and code == LATE:  # of a rank that waited elsewhere, for another one
+        known = _first_verdict(line for board in boards.values() for line in board)
     if known is not None:
         found = known
     elif code == LATE:
@@ -199,6 +207,10 @@ def _left_by_others(boards: dict[int, list[Line]], own: int, me: int, peer: int)
     another collection."""
     lines = [boards[own][me], boards[own][peer], *(b[peer] for b in boards.values())]
     lines += [x for x in boards[own] if x.absent == _GAVE_UP]
+    return _first_verdict(lines)
+
+
+def _first_verdict(lines: Iterable[Line]) -> Verdict | None:
     return next((v for v in map(Verdict.unpack, (x.verdict for x in lines)) if v), None)
 
 
@@ -209,7 +221,7 @@ def _latest(boards: dict[int, list[Line]], here: Spot, missed: int) -> Verdict:
     waits: list[Spot | None] = [None] * size
     for number, board in boards.items():
         for r, line in enumerate(board):
-            if not line.absent and any(x.arrivals < line.arrivals for x in board):
+            if _is_ahead(line, board):
                 waits[r] = Spot(number, line.phase)
     arrivals = [sum(board[r].arrivals for board in boards.values()) for r in range(size)]
     free = [r for r in range(size) if waits[r] is None]

@@ -25,7 +25,6 @@ import torchrec
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-
 # ---- copies --------------------------------------------------------------------------------------
 
 

@@ -132,8 +132,6 @@ def _order(rank: int, world_size: int, labels: str) -> Found:
     return found
 
 
-@pytest.mark.xfail(strict=False, reason="ranks that wait in two collections, and whose deadlines "
-                   "end in the same moment, may name each other: no verdict is shared by then")
 @pytest.mark.parametrize("world_size", [2, 3])
 @timed
 def test_a_rank_that_runs_collections_in_another_order(world_size: int) -> None:
