@@ -9,6 +9,7 @@ import numpy as np
 
 from oper.plan import Plan
 from oper.search.bottleneck import bottlenecks
+from oper.search.certified import REASON
 from oper.search.constraints import Constraints, violations
 from oper.search.cost import Evaluation, Phase, evaluate, is_ordered
 from oper.search.machine import GROUPS, TERMS
@@ -41,6 +42,7 @@ def as_json(plan: Plan, problem: Problem) -> dict[str, Any]:
         "objective": problem.objective, "world_size": problem.machine.world_size,
         "batch_size": problem.batch_size, "step_us": found.step_us,
         "lower_bound_us": plan.lower_bound_us, "gap": _number(plan.gap),
+        "not_certified": plan.notes.get(REASON),
         "imbalance": found.imbalance, "fits": found.fits,
         "bottlenecks": [x.to_json() for x in bottlenecks(plan, problem)],
         "broken_constraints": violations(plan, problem.constraints),
@@ -92,6 +94,8 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation) -> str:
         gap = found.step_us / plan.lower_bound_us - 1.0
         lines += [f"lower bound {plan.lower_bound_us:12.1f} us   no plan of this space is faster",
                   f"gap         {100 * gap:12.3f} %"]
+    elif REASON in plan.notes:
+        lines.append(f"not certified: {plan.notes[REASON]}")
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from oper.plan import Piece, Plan
 from oper.search.baselines import replicate_or_partition
 from oper.search.bound import Bound, solve_relaxation
 from oper.search.branching import Branching
+from oper.search.certified import PROBLEM, certified, digest
 from oper.search.constraints import Constraints, check_constraints, violations
 from oper.search.cost import CostModel, evaluate
 from oper.search.groups import plan_with_groups
@@ -143,7 +144,9 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     if start is None and not problem.training and plan.gap > _CLOSE:
         # Often the optimum but for the rounding of stripes, where its rows fill memory to the last.
         start = replicate_or_partition(problem)
-    return plan if start is None else _not_slower(plan, start, problem)
+    if start is not None:
+        plan = _not_slower(plan, start, problem)
+    return certified(plan, problem, plan.step_us, plan.lower_bound_us, notes["relaxation_us"])
 
 
 def _not_slower(plan: Plan, start: Plan, problem: Problem) -> Plan:
@@ -171,8 +174,7 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Pla
              "gap_kind": "branching" if any(x.solved for x in fitting) else "relaxation",
              "bound_boxes": sum(x.solved for x in fitting),
              "relaxation_us": min(x.root_us for x in fitting)}
-    # Boxes bound the plans that are faster than a known one, so that this step caps the bound;
-    # `relaxation_us` is not capped and shows a bound that is wrong.
+    # Branching leaves out plans that are no faster than this one: with none left, it is the best.
     return replace(plan, step_us=step_us, lower_bound_us=min(lower_us, step_us), notes=notes)
 
 
@@ -195,11 +197,13 @@ def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: in
     branches = _bounds(problem, deadline)
     boxes = _tighten(branches, max_boxes, step_us, step_us / (1 + goal_gap), deadline,
                      partial(_Branch.prove, patiently=True))
-    lower_us = min(step_us, max(plan.lower_bound_us, min(x.lower_bound_us for x in branches)))
+    lower_us = min(x.lower_bound_us for x in branches)
+    if plan.notes.get(PROBLEM) == digest(problem):
+        lower_us = max(lower_us, plan.lower_bound_us)
     notes = {**plan.notes, "gap_kind": "branching" if boxes else plan.notes.get("gap_kind"),
              "bound_boxes": boxes}
-    return replace(plan, batch_size=problem.batch_size, step_us=step_us, lower_bound_us=lower_us,
-                   notes=notes)
+    return certified(replace(plan, notes=notes), problem, step_us, lower_us,
+                     min(x.root_us for x in branches))
 
 
 def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:
@@ -210,7 +214,8 @@ def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int) -> 
     if plan is None:
         raise PlanInfeasibleError(no_plan_found(problem, budget.max_trials))
     step_us = evaluate(plan, problem).step_us
-    return replace(plan, step_us=step_us, lower_bound_us=min(bounds[0].lower_bound_us, step_us))
+    return replace(plan, step_us=step_us, lower_bound_us=min(bounds[0].lower_bound_us, step_us),
+                   notes={**plan.notes, "relaxation_us": bounds[0].lower_bound_us})
 
 
 def _bounds(problem: Problem, deadline: float | None) -> list[_Branch]:
@@ -339,6 +344,8 @@ def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
     differ, or ranks differ much."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
+    if any((model.hidden[:, r] != model.hidden[:, r[:1]]).any() for r in relaxation.classes.ranks):
+        return None  # hosts beside whose ranks unequal dense compute runs are not interchangeable
     number = int(of_rank.max()) + 1
     members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
     if not (relaxation.owner_rows and number > 1

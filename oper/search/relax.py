@@ -25,7 +25,7 @@ from oper.plan import Piece
 from oper.search import native
 from oper.search.copies import CopyRows, copy_sets
 from oper.search.cost import CostModel
-from oper.search.machine import GROUPS, by_group, rank_classes
+from oper.search.machine import GROUPS, RankClasses, by_group, rank_classes
 from oper.search.owner_rows import (
     COPIES,
     HOST,
@@ -38,10 +38,10 @@ from oper.search.owner_rows import (
     row_makers,
 )
 from oper.search.pieces import COLUMN_STEP, Box, Pieces
-from oper.search.problem import IDS, NUM_FEATURES, TableProblem
+from oper.search.problem import IDS, NUM_FEATURES, Problem, TableProblem
 from oper.search.tally import HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
 
-_MAX_HIDDEN_SETS = 4
+_MAX_OVERLAPS = 4  # distinct ones, by which ranks are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,29 @@ class Columns:
     cheaper: np.ndarray
 
 
-def _equally_hidden(hidden: np.ndarray) -> list[list[int]]:
+def symmetry_classes(problem: Problem, apart: Load | None = None) -> RankClasses:
+    """Ranks that the relaxation takes means over.
+
+    Args:
+        problem: the problem.
+        apart: see `Relaxation`.
+    """
+    held = problem.constraints.tables.values()
+    sets = [*(c.ranks for c in held if c.ranks is not None),
+            *(tier.ranks for c in held if c.tiers is not None for tier in c.tiers),
+            *_equal_overlaps(problem)]
+    if apart is not None:
+        sets.append(first_neighbourhood(problem.machine))
+    return rank_classes(problem.machine, sets)
+
+
+def _equal_overlaps(problem: Problem) -> list[list[int]]:
     """Ranks with equal dense compute beside every phase, where there are a few such sets; with
     many, means over unequal ranks bound more loosely but keep the relaxation small."""
     sets: dict[tuple[float, ...], list[int]] = {}
-    for rank, column in enumerate(hidden.T.tolist()):
-        sets.setdefault(tuple(column), []).append(rank)
-    return list(sets.values()) if len(sets) <= _MAX_HIDDEN_SETS else []
+    for rank, column in enumerate(zip(*problem.overlap.values(), strict=True)):
+        sets.setdefault(column, []).append(rank)
+    return list(sets.values()) if len(sets) <= _MAX_OVERLAPS else []
 
 
 class Relaxation:
@@ -116,11 +132,7 @@ class Relaxation:
         held = self.problem.constraints.tables
         pinned = {n: c.tiers for n, c in held.items() if c.tiers is not None}
         self.tables = tuple(t for t in self.problem.tables if t.spec.name not in pinned)
-        self.classes = rank_classes(
-            model.machine, [*(c.ranks for c in held.values() if c.ranks is not None),
-                            *(tier.ranks for tiers in pinned.values() for tier in tiers),
-                            *_equally_hidden(model.hidden), *([] if apart is None else
-                                                              [first_neighbourhood(model.machine)])])
+        self.classes = symmetry_classes(self.problem, apart)
         self.apart = apart
         self._build_options()
         self._build_rows()

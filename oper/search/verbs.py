@@ -177,17 +177,17 @@ def _print_diff(args: argparse.Namespace, plan: Plan, problem: Problem) -> int:
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
+    from oper.search.certified import PROBLEM, certified, digest
     from oper.search.cost import evaluate
     from oper.search.planner import space_bound
 
     plan, problem = stated(args, _stats(args))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     step_us = evaluate(plan, problem).step_us
-    if abs(step_us - plan.step_us) > 1e-6 * step_us:
-        # Another machine, batch or statistics: the bound in the file is not about this problem.
-        plan = replace(plan, step_us=step_us, lower_bound_us=min(space_bound(problem), step_us),
-                       batch_size=problem.batch_size)
-    return plan, problem
+    known = plan.notes.get(PROBLEM) == digest(problem)
+    # For another machine, batch or statistics, the bound in the file says nothing.
+    bound_us = plan.lower_bound_us if known else space_bound(problem)
+    return certified(plan, problem, step_us, bound_us), problem
 
 
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:
