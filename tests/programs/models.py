@@ -344,7 +344,7 @@ def call_unsharded(model: Any, spec: Spec, batch: Batch) -> Any:
     for name, emb, args in zip(NAMES, spec["embs"], batch.inputs, strict=False):
         outs += tensors_of(_empty(getattr(model, name), emb, args))
     if hasattr(model, "dense"):
-        outs.insert(0, model.dense(outs[0].float()))
+        outs.insert(0, model.dense(outs[0].to(model.dense.weight.dtype)))
     return outs
 
 
@@ -362,6 +362,10 @@ def _empty(module: Any, emb: Spec, args: tuple[Any, ...]) -> Any:
         return {name: JaggedTensor(module.embeddings[f"t{k}"](none).float(), lengths=none,
                                    weights=none if need else None)
                 for name, (_, k) in zip(names, named, strict=True)}
-    parts = [module.embedding_bags[f"t{k}"](none, offsets) for _, k in named]
+    weights = args[0].weights() if emb.get("weighted") else None
+    parts = []
+    for _, k in named:
+        bag = module.embedding_bags[f"t{k}"]
+        parts.append(bag(none, offsets, None if weights is None else weights.to(bag.weight.dtype)))
     scale = 0.5 if emb["subclass"] == "scaled" else 1.0
     return KeyedTensor(names, [p.shape[1] for p in parts], torch.cat(parts, 1).float() * scale)
