@@ -46,14 +46,15 @@ def _plan(found: Mapping[str, Any]) -> str:
              for phase in plan["phases"]]
     heads = ["load, us (modelled)", *(f"rank {r}" for r in range(plan["world_size"]))]
     held = " ".join(format_bytes(b) for b in plan["domain_bytes"])
+    bound = f"not certified: {plan['not_certified']}" if found["plan_gap"] is None else (
+        f"lower bound of any plan {plan['lower_bound_us']:.0f} us: gap "
+        f"{100 * found['plan_gap']:.2f} %")
     return "\n".join([
         f"PLAN  for {plan['topology']} ({plan['source']} constants), {plan['batch_size']:,} "
         f"samples per rank, memory {held}",
         f"tiers: {tiers}",
         table(heads, loads),
-        f"modelled step {plan['step_us']:.0f} us, lower bound of any plan "
-        f"{plan['lower_bound_us']:.0f} us: gap {100 * (found['plan_gap'] or 0):.2f} %, "
-        f"imbalance {plan['imbalance']:.3f}"])
+        f"modelled step {plan['step_us']:.0f} us, {bound}, imbalance {plan['imbalance']:.3f}"])
 
 
 def _correctness(found: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from oper.report import figures
 from oper.report.page import Plot, Table, Text, render
 from oper.search.baselines import peers
 from oper.search.bottleneck import bottlenecks
-from oper.search.certified import REASON
+from oper.search.certificate import not_certified
 from oper.search.cost import Evaluation, evaluate
 from oper.search.explain import KEY, replica_share, summary
 from oper.search.machine import TERMS
@@ -89,11 +89,12 @@ def _tiles(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation |
     share_rows, share_ids = replica_share(plan, problem)
     full = found.fullest
     tiles = [("step", f"{found.step_us:,.1f} us")]
-    if plan.lower_bound_us > 0:
+    why = not_certified(plan, problem)
+    if why:
+        tiles.append(("not certified", why))
+    else:
         tiles += [("lower bound", f"{plan.lower_bound_us:,.1f} us"),
                   ("gap", f"{100 * (found.step_us / plan.lower_bound_us - 1):.2f} %")]
-    elif REASON in plan.notes:
-        tiles.append(("bound", f"not certified: {plan.notes[REASON]}"))
     if before is not None:
         tiles.append(("whole tables instead", f"{before.step_us:,.1f} us"))
     return [*tiles, ("imbalance", f"{found.imbalance:.3f}"),

@@ -116,6 +116,7 @@ class Bound:
         overflow: least excess of the relaxed solution over the memory (0 = it fits).
         num_rounds: rounds of column generation.
         box: the plans that it bounds.
+        is_infeasible: whether prices of memory alone prove that no plan fits (Farkas).
     """
 
     lower_bound_us: float
@@ -126,6 +127,7 @@ class Bound:
     overflow: float
     num_rounds: int
     box: Box
+    is_infeasible: bool = False
 
     def phase_us(self, phase: int) -> float:
         """What the relaxed solution puts on a phase."""
@@ -177,7 +179,7 @@ def solve_relaxation(relaxation: Relaxation, tolerance: float = 1e-4, max_rounds
         over = max(0.0, float(relaxation.base[relaxation.phase_of == -1].max()) - 1.0)
         step = relaxation.step_us(relaxation.base)
         prices = _peaks(relaxation, relaxation.base)
-        return Bound(step, step, prices, relaxation, pool, over, 0, box)
+        return Bound(step, step, prices, relaxation, pool, over, 0, box, over > 1e-6)
     if not relaxation.alike and any(o.kind == PUSH for o in relaxation.options):
         tolerance = max(tolerance, _SEVERAL)
     everything = np.arange(len(relaxation.tables))
@@ -186,7 +188,7 @@ def solve_relaxation(relaxation: Relaxation, tolerance: float = 1e-4, max_rounds
         pool.add(relaxation.cheapest(prices), relaxation.starts, missing)
     master = _Master(relaxation, pool)
     best, best_prices, relaxed, over = 0.0, np.zeros(relaxation.num_rows), np.inf, 0.0
-    rounds = 0
+    rounds, solved = 0, None
     while rounds < max_rounds:
         rounds += 1
         solved = master.solve()
@@ -206,7 +208,15 @@ def solve_relaxation(relaxation: Relaxation, tolerance: float = 1e-4, max_rounds
         master.add(new)
     master.store_weights()
     # Rounding of a few thousand additions stays far below this margin.
-    return Bound(best * (1 - 1e-9), relaxed, best_prices, relaxation, pool, over, rounds, box)
+    return Bound(best * (1 - 1e-9), relaxed, best_prices, relaxation, pool, over, rounds, box,
+                 over > 0 and solved is not None and _overflows(relaxation, solved[2]))
+
+
+def _overflows(relaxation: Relaxation, prices: np.ndarray) -> bool:
+    """Whether memory at these prices (float64 [R]) is less than all tables need at least."""
+    memory = np.where(relaxation.phase_of == -1, np.maximum(prices, 0.0), 0.0)
+    need = relaxation.cheapest(memory).value.sum() + float(memory @ relaxation.base)
+    return bool(need > float(memory.sum()) * (1 + 1e-9))
 
 
 def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:

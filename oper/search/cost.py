@@ -354,7 +354,7 @@ class CostModel:
         """
         total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)), {})
         for piece in pieces:
-            total = total.plus(self._piece(t, piece, ordered))
+            total = total.plus(self.piece_tally(t, piece, ordered))
         split = len(pieces) > 1 and self.training and t.spec.optimizer in ROW_WISE
         rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
         return Tally(rows, total.partial_replicas, total.num_pushed, (len(pieces) - 1) * split)
@@ -388,7 +388,17 @@ class CostModel:
         pushed rows goes through its ids to count them, to write its requests, and to add up."""
         return PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns
 
-    def _piece(self, t: TableProblem, piece: Piece, ordered: bool) -> Tally:
+    def piece_tally(self, t: TableProblem, piece: Piece, ordered: bool, alone: bool = True
+                    ) -> Tally:
+        """Tally of the tiers of one column piece.
+
+        Args:
+            t: the table.
+            piece: its columns, and tiers of all or some of its rows.
+            ordered: whether positions are hotness ranks (else they are ids).
+            alone: whether no other rows of the table are pushed; else partial sums and own
+                requests, which are concave in what an owner holds, are left out.
+        """
         width, world = piece.stop - piece.start, self.machine.world_size
         rows, num_pushed = np.zeros((NUM_ROWS, world)), 0
         replicas: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
@@ -410,7 +420,7 @@ class CostModel:
                 key = tuple(sorted(tier.ranks))
                 old = replicas.get(key, (0.0, np.zeros(world)))
                 replicas[key] = (old[0] + need, old[1] + send)
-        if num_pushed:
+        if num_pushed and alone:
             # One partial sum per bag and owner, however many tiers the owner holds.
             rows[PARTIALS] += self.partial_bytes(t, width, pushed_ids)
             rows[list(self._extra[:2])] += self.own_requests(pushed_ids, float(t.total[IDS]))

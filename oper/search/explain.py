@@ -9,7 +9,7 @@ import numpy as np
 
 from oper.plan import Plan
 from oper.search.bottleneck import bottlenecks
-from oper.search.certified import REASON
+from oper.search.certificate import not_certified
 from oper.search.constraints import Constraints, violations
 from oper.search.cost import Evaluation, Phase, evaluate, is_ordered
 from oper.search.machine import GROUPS, TERMS
@@ -37,12 +37,13 @@ def as_json(plan: Plan, problem: Problem) -> dict[str, Any]:
     """The figures of `summary` as JSON-able values."""
     found = evaluate(plan, problem)
     share_rows, share_ids = replica_share(plan, problem)
+    why = not_certified(plan, problem)
     return {
         "topology": problem.topology.name, "source": problem.topology.source,
         "objective": problem.objective, "world_size": problem.machine.world_size,
         "batch_size": problem.batch_size, "step_us": found.step_us,
-        "lower_bound_us": plan.lower_bound_us, "gap": _number(plan.gap),
-        "not_certified": plan.notes.get(REASON),
+        "lower_bound_us": 0.0 if why else plan.lower_bound_us,
+        "gap": None if why else _number(plan.gap), "not_certified": why or None,
         "imbalance": found.imbalance, "fits": found.fits,
         "bottlenecks": [x.to_json() for x in bottlenecks(plan, problem)],
         "broken_constraints": violations(plan, problem.constraints),
@@ -90,12 +91,13 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation) -> str:
              f"batch size per rank {problem.batch_size}, {tables} table{'s' * (tables != 1)}, "
              f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}",
              f"step        {found.step_us:12.1f} us"]
-    if plan.lower_bound_us > 0:
+    why = not_certified(plan, problem)
+    if why:
+        lines.append(f"not certified: {why}")
+    else:
         gap = found.step_us / plan.lower_bound_us - 1.0
         lines += [f"lower bound {plan.lower_bound_us:12.1f} us   no plan of this space is faster",
                   f"gap         {100 * gap:12.3f} %"]
-    elif REASON in plan.notes:
-        lines.append(f"not certified: {plan.notes[REASON]}")
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
 

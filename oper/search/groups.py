@@ -19,24 +19,26 @@ from oper.search.machine import rank_classes
 from oper.search.problem import Problem
 
 
-def plan_with_groups(problem: Problem, make: Callable[[Problem], Plan]) -> Plan:
-    """A plan of a problem whose constraints may bind several tables at once.
+def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, float]]
+                     ) -> tuple[Plan, float]:
+    """A plan of a problem whose constraints may bind several tables at once, and the bound (us) of
+    all plans, whatever ranks they name for the groups.
 
     Args:
         problem: the problem.
-        make: plans a problem without looking at `keep_together` and `keep_apart`.
+        make: plan and bound of a problem without looking at `keep_together` and `keep_apart`.
 
     Raises:
         PlanInfeasibleError: nothing fits, or no way of naming ranks keeps every group.
     """
     held = problem.constraints
-    plan = make(problem)
+    plan, lower_us = make(problem)
     if not group_violations(plan, held):
-        return plan
+        return plan, lower_us
     best: Plan | None = None
     for tables in _assignments(problem):
         try:
-            found = make(replace(problem, constraints=replace(held, tables=tables)))
+            found, _ = make(replace(problem, constraints=replace(held, tables=tables)))
         except (PlanInfeasibleError, InvalidInputError):
             continue  # these ranks are too few, or leave nothing to choose
         if not group_violations(found, held) and (best is None or found.step_us < best.step_us):
@@ -47,8 +49,7 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], Plan]) -> Plan:
             group_violations(plan, held), "ranks for every group within memory and pinned ranks",
             "without keep_together and keep_apart it fits: remove a table from a group, or pin "
             "fewer tables"))
-    # The bound is about all plans, whatever ranks they name for the groups.
-    return replace(best, lower_bound_us=min(plan.lower_bound_us, best.step_us))
+    return best, lower_us
 
 
 @dataclass(frozen=True, slots=True)

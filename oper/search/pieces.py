@@ -70,8 +70,9 @@ def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int,
     dim = t.spec.dim
     if not split:
         return [(dim, dim)]
-    widths = np.arange(-(-dim // COLUMN_STEP) * COLUMN_STEP - COLUMN_STEP, MIN_COLUMNS - 1,
-                       -COLUMN_STEP)
+    # Multiples of the step, and what is left of a row beside them.
+    widths = np.array([w for w in range(dim - 1, MIN_COLUMNS - 1, -1)
+                       if w % COLUMN_STEP == 0 or (dim - w) % COLUMN_STEP == 0], np.int64)
     if not widths.size:
         return [(dim, dim)]
     # Intervals that grow with the width, the narrow ones of a single width.

@@ -15,7 +15,7 @@ from oper.plan import Piece, Plan
 from oper.search.baselines import replicate_or_partition
 from oper.search.bound import Bound, solve_relaxation
 from oper.search.branching import Branching
-from oper.search.certified import PROBLEM, certified, digest
+from oper.search.certificate import is_for, with_bound
 from oper.search.constraints import Constraints, check_constraints, violations
 from oper.search.cost import CostModel, evaluate
 from oper.search.groups import plan_with_groups
@@ -49,6 +49,7 @@ _RISEN = 1.05  # unless its bound has risen so far since, and with it where a se
 _SETTLED = 3e-3  # what steps of searches that find no more differ by
 _ENOUGH = 0.03  # gap above which a search has a third turn, and bounds are raised for longer
 _NOTHING_LEFT = 0.2  # of the target gap: a branch this close to its own bound is searched once
+_OVERFLOW = 1e-6  # of a memory, up to which a relaxed solution fits
 _TURN = 6  # boxes of one branch before another may have its turn: one cut at every load tried
 SEARCHES = ("relaxation", "markov-chain")
 
@@ -127,12 +128,12 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
                                      "correct it"))
     make = _plan if search == "relaxation" else _chained
     try:
-        plan = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
+        plan, lower_us = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
     except PlanInfeasibleError:
         if not problem.last_resort:
             raise
         problem = problem.in_need()
-        plan = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
+        plan, lower_us = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
     check_constraints(plan, problem.constraints)
     notes = {**plan.notes, "effort": effort, "seed": seed, "search": search,
              "allow": sorted(problem.allow)}
@@ -141,12 +142,11 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     if problem.overlap:
         notes["overlap_us"] = overlap_to_json(problem.overlap)
     plan = replace(plan, notes=notes)
-    if start is None and not problem.training and plan.gap > _CLOSE:
+    if start is None and not problem.training and plan.step_us > lower_us * (1 + _CLOSE):
         # Often the optimum but for the rounding of stripes, where its rows fill memory to the last.
         start = replicate_or_partition(problem)
-    if start is not None:
-        plan = _not_slower(plan, start, problem)
-    return certified(plan, problem, plan.step_us, plan.lower_bound_us, notes["relaxation_us"])
+    plan = plan if start is None else _not_slower(plan, start, problem)
+    return with_bound(plan, problem, lower_us)
 
 
 def _not_slower(plan: Plan, start: Plan, problem: Problem) -> Plan:
@@ -156,26 +156,25 @@ def _not_slower(plan: Plan, start: Plan, problem: Problem) -> Plan:
     if not (allowed and found.fits and found.step_us < plan.step_us):
         return plan
     tables = tuple(start.table(t.spec.name) for t in problem.tables)
-    return replace(plan, tables=tables, step_us=found.step_us,
-                   lower_bound_us=min(plan.lower_bound_us, found.step_us))
+    return replace(plan, tables=tables, step_us=found.step_us)
 
 
-def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:
-    """The search, without the constraints that bind several tables."""
+def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tuple[Plan, float]:
+    """The search and the bound, without the constraints that bind several tables."""
     fitting = _bounds(problem, budget.deadline)
     best = _search_branches(fitting, budget, target_gap, seed)
     if not best[1].evaluation.fits:
         raise explain_plan(problem, best[1].evaluation)
-    lower_us = min(x.lower_bound_us for x in fitting)
+    root_us = min(x.root_us for x in fitting)
+    lower_us = max(root_us, min(x.lower_bound_us for x in fitting))
     plan = _assemble(problem, best[0].bound, best[1])
     step_us = best[1].evaluation.step_us
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
              "gap_kind": "branching" if any(x.solved for x in fitting) else "relaxation",
              "bound_boxes": sum(x.solved for x in fitting),
-             "relaxation_us": min(x.root_us for x in fitting)}
-    # Branching leaves out plans that are no faster than this one: with none left, it is the best.
-    return replace(plan, step_us=step_us, lower_bound_us=min(lower_us, step_us), notes=notes)
+             "relaxation_us": root_us}
+    return replace(plan, step_us=step_us, notes=notes), lower_us
 
 
 def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: int = 2000,
@@ -197,25 +196,24 @@ def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: in
     branches = _bounds(problem, deadline)
     boxes = _tighten(branches, max_boxes, step_us, step_us / (1 + goal_gap), deadline,
                      partial(_Branch.prove, patiently=True))
-    lower_us = min(x.lower_bound_us for x in branches)
-    if plan.notes.get(PROBLEM) == digest(problem):
-        lower_us = max(lower_us, plan.lower_bound_us)
+    lower_us = max(plan.lower_bound_us if is_for(plan, problem) else 0.0,
+                   min(x.lower_bound_us for x in branches), min(x.root_us for x in branches))
     notes = {**plan.notes, "gap_kind": "branching" if boxes else plan.notes.get("gap_kind"),
              "bound_boxes": boxes}
-    return certified(replace(plan, notes=notes), problem, step_us, lower_us,
-                     min(x.root_us for x in branches))
+    plan = replace(plan, batch_size=problem.batch_size, step_us=step_us, lower_bound_us=0.0,
+                   notes=notes)
+    return with_bound(plan, problem, lower_us)
 
 
-def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int) -> Plan:
+def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int
+             ) -> tuple[Plan, float]:
     """The Markov chain's plan with the bound of the space."""
     bounds = _bounds(problem, budget.deadline)
     plan = markov_chain(problem, seed, budget.max_trials, deadline=budget.deadline,
                         goal_us=bounds[0].lower_bound_us * (1 + target_gap))
     if plan is None:
         raise PlanInfeasibleError(no_plan_found(problem, budget.max_trials))
-    step_us = evaluate(plan, problem).step_us
-    return replace(plan, step_us=step_us, lower_bound_us=min(bounds[0].lower_bound_us, step_us),
-                   notes={**plan.notes, "relaxation_us": bounds[0].lower_bound_us})
+    return replace(plan, step_us=evaluate(plan, problem).step_us), bounds[0].lower_bound_us
 
 
 def _bounds(problem: Problem, deadline: float | None) -> list[_Branch]:
@@ -225,10 +223,9 @@ def _bounds(problem: Problem, deadline: float | None) -> list[_Branch]:
         if not any(x.takes_in(part) for x in branches):
             branches.append(_Branch(part, deadline))
     branches.sort(key=lambda x: x.lower_bound_us)
-    fitting = [x for x in branches if x.bound.overflow <= 1e-6]
-    if not fitting:
+    if all(x.bound.overflow > _OVERFLOW for x in branches):
         raise explain_bound(problem, branches[0].bound)
-    return fitting
+    return [x for x in branches if not x.bound.is_infeasible]
 
 
 class _Branch:
@@ -239,6 +236,7 @@ class _Branch:
         hosts: boxes of the relaxation with the host of the largest piece apart; None before
             `prove`, or where that is no other relaxation.
         extra_us: barriers that every plan of the branch pays and the relaxation does not see.
+        cutoff_us: the least known step that any box was bounded below; slower plans may be missing.
         root_us: the bound before any branching, of which no known step is a part.
     """
 
@@ -250,10 +248,11 @@ class _Branch:
         is_cheap = (len(set(problem.machine.host)) <= _MANY_HOSTS
                     or len(bound.relaxation.tables) <= _FEW)
         self._host_boxes = 1 if is_cheap else _HOST_BOXES
-        base = bound.relaxation.base_tally
+        base = bound.relaxation.fixed_tally
         barriers = ("push" in problem.allow and not base.num_pushed) + (
             {"push", "columns"} <= problem.allow and not base.num_split and _splits_pay(problem))
         self.extra_us = problem.topology.costs.phase_us * barriers * bool(bound.relaxation.tables)
+        self.cutoff_us = np.inf
         self.root_us = self.lower_bound_us
 
     @property
@@ -265,7 +264,7 @@ class _Branch:
     def lower_bound_us(self) -> float:
         """No plan of the branch is faster."""
         by_hosts = 0.0 if self.hosts is None else self.hosts.bound.lower_bound_us
-        return max(self.bound.lower_bound_us, by_hosts) + self.extra_us
+        return min(max(self.bound.lower_bound_us, by_hosts) + self.extra_us, self.cutoff_us)
 
     @property
     def solved(self) -> int:
@@ -300,6 +299,7 @@ class _Branch:
     def tighten(self, max_boxes: int, step_us: float, goal_us: float,
                 deadline: float | None) -> None:
         """Raise the bound; only plans faster than `step_us` count."""
+        self.cutoff_us = min(self.cutoff_us, step_us)
         self.boxes.run(max_boxes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                        deadline=deadline)
 
@@ -311,6 +311,7 @@ class _Branch:
                 or not (patiently or self.hosts or _is_short(self.bound.relaxation))):
             self.tighten(max_boxes, step_us, goal_us, deadline)
             return
+        self.cutoff_us = min(self.cutoff_us, step_us)
         if self.hosts is None:
             model = CostModel(self.bound.relaxation.problem)
             self.hosts = Branching(solve_relaxation(Relaxation(model, self._apart),
@@ -344,11 +345,9 @@ def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
     differ, or ranks differ much."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
-    if any((model.hidden[:, r] != model.hidden[:, r[:1]]).any() for r in relaxation.classes.ranks):
-        return None  # hosts beside whose ranks unequal dense compute runs are not interchangeable
     number = int(of_rank.max()) + 1
     members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
-    if not (relaxation.owner_rows and number > 1
+    if not (relaxation.owner_rows and number > 1 and relaxation.is_symmetric
             and len(relaxation.classes.ranks) <= _MANY_CLASSES
             and all((n == n[0]).all() for n in members)):
         return None
@@ -477,11 +476,19 @@ def _may_rest(problem: Problem, name: str) -> bool:
     return "replicated" in places or ("pull" in problem.modes_of(name) and bool(places))
 
 
-def space_bound(problem: Problem) -> float:
-    """Certified lower bound (us) over all plans of the space; 0 where memory fits none."""
-    found = [b.lower_bound_us for b in (_Branch(p, None) for p in _branches(problem))
-             if b.bound.overflow <= 1e-6]
-    return min(found, default=0.0)
+def space_bound(problem: Problem, max_boxes: int = 0) -> float:
+    """Certified lower bound (us) over all plans of the space; 0 where memory fits none.
+
+    Args:
+        problem: the problem.
+        max_boxes: relaxations to solve while branching, about, without the cutoff of a known step.
+    """
+    found = [x for x in (_Branch(p, None) for p in _branches(problem)) if not x.bound.is_infeasible]
+    if all(x.bound.overflow > _OVERFLOW for x in found):
+        return 0.0
+    if max_boxes:
+        _tighten(found, max_boxes, np.inf, np.inf, None, partial(_Branch.prove, patiently=True))
+    return min(x.lower_bound_us for x in found)
 
 
 def _assemble(problem: Problem, bound: Bound, state: State) -> Plan:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES
+from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Tier
 from oper.search.constraints import Constraints, check_rows, parse_constraints
 from oper.search.machine import Machine, make_machine
 from oper.search.overlap import Overlap, parse_overlap
@@ -228,6 +228,11 @@ class Problem:
         chosen = self.allow & {"pull", "push"}
         return chosen if held is None or held.modes is None else chosen & held.modes
 
+    def pinned_of(self, name: str) -> tuple[Tier, ...]:
+        """Tiers that some rows of table `name` are pinned to."""
+        held = self.constraints.tables.get(name)
+        return () if held is None else held.pinned
+
     def memories_of(self, name: str) -> frozenset[str]:
         """Memories that may hold rows of table `name`; in host memory they are only pulled."""
         held = self.constraints.tables.get(name)
@@ -370,7 +375,8 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     explicit = head[:_NUM_EXPLICIT]
     order = np.argsort(explicit)
     position = np.arange(explicit.size + 1)
-    each = np.diff(np.stack([np.interp(position, curve[ROWS], c) for c in curve]), axis=1)
+    # As hot as the mean of its block: plans that do not order ids then lie between those that do.
+    each = np.diff(np.stack([np.interp(position, edges, c) for c in cumulative]), axis=1)
     return TableProblem(spec, traffic, edges, cumulative, in_order, head, explicit[order],
                         each[:, order])
 

@@ -90,7 +90,7 @@ class RecipeBook:
         self._several = np.flatnonzero(several)
         self._full = 1.0 - self._rounding()
         self._from_pool(bound)
-        self.total = self.relaxation.base + sum(
+        self.total = self.relaxation.base - self.relaxation.pinned + sum(
             (r[p] for r, p in zip(self.resources, self.pick, strict=True)),
             np.zeros(self.relaxation.num_rows))
 

@@ -18,6 +18,7 @@ from partial sums of pushed rows, costs are linear in the features of a block, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -38,10 +39,10 @@ from oper.search.owner_rows import (
     row_makers,
 )
 from oper.search.pieces import COLUMN_STEP, Box, Pieces
-from oper.search.problem import IDS, NUM_FEATURES, Problem, TableProblem
+from oper.search.problem import IDS, NUM_FEATURES, TableProblem
 from oper.search.tally import HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
 
-_MAX_OVERLAPS = 4  # distinct ones, by which ranks are told apart
+_MAX_HIDDEN_SETS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +77,28 @@ class Columns:
     cheaper: np.ndarray
 
 
-def symmetry_classes(problem: Problem, apart: Load | None = None) -> RankClasses:
-    """Ranks that the relaxation takes means over.
+def has_copies(model: CostModel) -> bool:
+    """Whether the relaxation knows replicas on one rank of every host: they are allowed, and all
+    ranks are alike (else the least of every choice bounds nothing)."""
+    alike = len(_classes(model).ranks) == 1
+    return "per_host" in model.problem.allow and alike and bool(copy_sets(model.machine))
 
-    Args:
-        problem: the problem.
-        apart: see `Relaxation`.
-    """
-    held = problem.constraints.tables.values()
+
+def _classes(model: CostModel, more: list[list[int]] | None = None) -> RankClasses:
+    """Ranks that machine and constraints do not tell apart, nor the sets of ranks `more`."""
+    held = model.problem.constraints.tables.values()
     sets = [*(c.ranks for c in held if c.ranks is not None),
-            *(tier.ranks for c in held if c.tiers is not None for tier in c.tiers),
-            *_equal_overlaps(problem)]
-    if apart is not None:
-        sets.append(first_neighbourhood(problem.machine))
-    return rank_classes(problem.machine, sets)
+            *(tier.ranks for c in held for tier in c.tiers or ())]
+    return rank_classes(model.machine, [*sets, *_equally_hidden(model.hidden), *(more or [])])
 
 
-def _equal_overlaps(problem: Problem) -> list[list[int]]:
+def _equally_hidden(hidden: np.ndarray) -> list[list[int]]:
     """Ranks with equal dense compute beside every phase, where there are a few such sets; with
     many, means over unequal ranks bound more loosely but keep the relaxation small."""
     sets: dict[tuple[float, ...], list[int]] = {}
-    for rank, column in enumerate(zip(*problem.overlap.values(), strict=True)):
-        sets.setdefault(column, []).append(rank)
-    return list(sets.values()) if len(sets) <= _MAX_OVERLAPS else []
+    for rank, column in enumerate(hidden.T.tolist()):
+        sets.setdefault(tuple(column), []).append(rank)
+    return list(sets.values()) if len(sets) <= _MAX_HIDDEN_SETS else []
 
 
 class Relaxation:
@@ -132,7 +132,8 @@ class Relaxation:
         held = self.problem.constraints.tables
         pinned = {n: c.tiers for n, c in held.items() if c.tiers is not None}
         self.tables = tuple(t for t in self.problem.tables if t.spec.name not in pinned)
-        self.classes = symmetry_classes(self.problem, apart)
+        self.classes = _classes(model, [] if apart is None else
+                                [first_neighbourhood(model.machine)])
         self.apart = apart
         self._build_options()
         self._build_rows()
@@ -147,12 +148,15 @@ class Relaxation:
                              and (self.alike or not several))
         self.phase_weight = self._phase_weights()
         self.owner_rows = add_owner_rows(self)
+        #: float64 [R], what rows that are pinned ask; part of `base`, and of no configuration.
+        self.pinned = self._pinned_rows()
+        self.base += self.pinned
         self._plain_base = self.base.copy()
         sizes = [t.blocks.shape[0] for t in self.tables]
         self.total_ids = np.array([t.total[IDS] for t in self.tables])
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.table_of = np.repeat(np.arange(len(self.tables)), sizes)
-        self.features = (np.concatenate([t.blocks for t in self.tables]) if self.tables
+        self.features = (np.concatenate([self._free_blocks(t) for t in self.tables]) if self.tables
                          else np.zeros((0, NUM_FEATURES)))
 
     # -- building ---------------------------------------------------------------------------------
@@ -164,8 +168,7 @@ class Relaxation:
             if len(self.classes.ranks) > 1:
                 # Master copies are dealt row by row: a few hot rows may all lie in one class.
                 self.options += [Option(REPLICATED, c) for c in range(len(self.classes.ranks))]
-        alike = len(self.classes.ranks) == 1  # else the least of every choice bounds nothing
-        if "per_host" in self.problem.allow and alike and copy_sets(self.model.machine):
+        if self.apart is None and has_copies(self.model):
             self.options.append(Option(COPIES, -1))
         #: Whether rows may lie in host memory, or pinned ones do.
         self.uses_host = self._uses_host()
@@ -253,7 +256,7 @@ class Relaxation:
     def rows_of(self, tally_rows: np.ndarray) -> np.ndarray:
         """What tally rows (float64 [..., 20, W]) ask of the resource rows; float64 [..., R]."""
         out = self.rows_of_units(self.model.loads(tally_rows))
-        out[..., len(self.row_names):] = self._memory_share(tally_rows)
+        out[..., self.first_memory_row:] = self._memory_share(tally_rows)
         return out
 
     def rows_of_units(self, units: np.ndarray) -> np.ndarray:
@@ -274,17 +277,50 @@ class Relaxation:
                 ordered = t.ids_are_positions or len(held.tiers) > 1
                 total = total.plus(model.tally(t, (piece,), ordered))
         self.base_tally = total
-        self.base = self.rows_of(total.rows)
-        for ranks, (need, send) in total.partial_replicas.items():
-            self.base += self._subset_rows(ranks, need, send)
+        #: The same with rows that are pinned in tables that are free to choose for others.
+        self.fixed_tally = reduce(Tally.plus, map(self._pinned_tally, self.tables), total)
+        self.base = self.rows_of_tally(total)
         for k, (phase, _, rank_class) in enumerate(self.row_names):
             # A mean of excesses never exceeds the largest, nor falls below the excess of the mean.
             self.base[k] -= 1e6 * model.hidden[phase, self.classes.ranks[rank_class]].mean()
-        self.fixed_us = sum(model.fixed_us(total))
+        self.fixed_us = sum(model.fixed_us(self.fixed_tally))
 
-    def _subset_rows(self, ranks: tuple[int, ...], need: float, send: np.ndarray) -> np.ndarray:
-        empty = np.zeros((NUM_ROWS, self.model.machine.world_size))
-        return self.rows_of_units(self.model.units(Tally(empty, {ranks: (need, send)})))
+    def rows_of_tally(self, tally: Tally) -> np.ndarray:
+        """What a tally asks of the resource rows, partial replicas included; float64 [R]."""
+        out = self.rows_of_units(self.model.units(tally))
+        out[self.first_memory_row:] = self._memory_share(tally.rows)
+        return out
+
+    def _pinned_tally(self, t: TableProblem) -> Tally:
+        """What the pinned rows of a table cost in any plan, in one column piece at least."""
+        pinned = self.problem.pinned_of(t.spec.name)
+        whole = len(pinned) == 1 and pinned[0].stop - pinned[0].start == t.spec.num_rows
+        # Partial sums are concave in what an owner holds: with other pushed rows beside them,
+        # those of pinned rows may cost nothing more.
+        alone = whole or "push" not in self.problem.modes_of(t.spec.name)
+        return self.model.piece_tally(t, Piece(0, t.spec.dim, pinned),
+                                      t.ids_are_positions or not whole, alone)
+
+    def _pinned_rows(self) -> np.ndarray:
+        none = Tally(np.zeros((NUM_ROWS, self.model.machine.world_size)), {})
+        return self.rows_of_tally(reduce(Tally.plus, map(self._pinned_tally, self.tables), none))
+
+    def _free_blocks(self, t: TableProblem) -> np.ndarray:
+        """Features of each block without its pinned rows; float64 [K, 4]."""
+        out = t.blocks.copy()
+        for tier in self.problem.pinned_of(t.spec.name):
+            out -= np.diff(t.prefix(np.clip(t.edges, tier.start, tier.stop)), axis=1).T
+        return np.maximum(out, 0.0)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether ranks of one class may be swapped: dense compute beside them and what is pinned
+        to them are alike, too. A distinguished host needs that, class means do not."""
+        total = self.fixed_tally
+        load = np.concatenate([*self.model.units(total), self.model.hidden,
+                               total.rows[[HELD, HOST_HELD]]])
+        return all(np.allclose(load[:, r], load[:, r[:1]], rtol=1e-9, atol=0)
+                   for r in self.classes.ranks)
 
     def _build_coefficients(self) -> None:
         model, world = self.model, self.model.machine.world_size

@@ -177,17 +177,17 @@ def _print_diff(args: argparse.Namespace, plan: Plan, problem: Problem) -> int:
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
-    from oper.search.certified import PROBLEM, certified, digest
+    from oper.search.certificate import is_for, with_bound
     from oper.search.cost import evaluate
     from oper.search.planner import space_bound
 
     plan, problem = stated(args, _stats(args))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     step_us = evaluate(plan, problem).step_us
-    known = plan.notes.get(PROBLEM) == digest(problem)
-    # For another machine, batch or statistics, the bound in the file says nothing.
-    bound_us = plan.lower_bound_us if known else space_bound(problem)
-    return certified(plan, problem, step_us, bound_us), problem
+    priced = replace(plan, step_us=step_us, batch_size=problem.batch_size, lower_bound_us=0.0)
+    # Of another machine, batch or statistics the bound in the file says nothing.
+    lower_us = plan.lower_bound_us if is_for(plan, problem) else space_bound(problem)
+    return with_bound(priced, problem, lower_us), problem
 
 
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:

@@ -46,8 +46,7 @@ def test_the_relaxation_asks_what_the_model_does(name, objective):
         for ranks in copy_sets(model.machine):
             tier = Tier(0, rows, "replicated", ranks)
             tally = model.tally(t, (Piece(0, t.spec.dim, (tier,)),), True)
-            need, send = tally.partial_replicas[ranks]
-            asked = relaxation.rows_of(tally.rows) + relaxation._subset_rows(ranks, need, send)
+            asked = relaxation.rows_of_tally(tally)
             expected = t.total @ relaxation.coefficients[k, option]
             assert expected == pytest.approx(asked, rel=1e-9, abs=1e-9)
 

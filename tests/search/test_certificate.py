@@ -1,0 +1,231 @@
+"""Bounds are right or said to be none: pins, replica subsets, host memory, overlaps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from search_cases import counted, gpus, host, random_plan, tables_and_stats, with_host_memory
+
+from oper.plan import Piece, Plan, Tier
+from oper.search import make_problem
+from oper.search.baselines import peers
+from oper.search.certificate import not_certified, outside_space, problem_digest, with_bound
+from oper.search.constraints import violations
+from oper.search.cost import evaluate
+from oper.search.explain import as_json, summary
+from oper.search.pins import impose
+from oper.search.placing import table_plan
+from oper.search.planner import plan_problem, proved, space_bound
+from oper.search.presets import topology_preset
+from oper.search.problem import Problem, with_overlap
+from oper.search.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE
+from oper.search.verbs import configure_explain, run_explain
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+
+KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
+QUICK = settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate],
+                 suppress_health_check=[HealthCheck.too_slow])
+
+
+def test_replicas_pinned_on_some_ranks_are_in_the_bound() -> None:
+    rng, rows = np.random.default_rng(0), 20_000
+    specs = [TableSpec("a", rows, 64), TableSpec("b", rows, 64), TableSpec("c", 1000, 8)]
+    stats = AccessStats(200_000, {s.name: counted(s.num_rows, 0.1, rng, length=20)
+                                  for s in specs}, "generated", True)
+
+    def pinned(ranks: list[int]) -> dict[str, object]:
+        return {"pinned": [{"rows": [0, rows], "place": "replicated", "ranks": ranks}]}
+
+    problem = make_problem(
+        specs, stats, gpus(4, per_host=2, memory_bytes=1.15 * rows * 256), objective="inference",
+        batch_size=1024,
+        constraints={"tables": {"a": pinned([0, 2]), "b": pinned([1, 3]), "c": {"ranks": [0]}}})
+    plan = plan_problem(problem)
+    assert not not_certified(plan, problem)
+    assert 0.99 * plan.step_us <= space_bound(problem) <= plan.step_us * (1 + 1e-9)
+
+
+def test_a_bound_above_the_step_is_no_bound() -> None:
+    specs, stats = tables_and_stats(4, 3)
+    problem = make_problem(specs, stats, gpus(4), batch_size=256)
+    plan = plan_problem(problem)
+    wrong = with_bound(replace(plan, lower_bound_us=0.0), problem, plan.step_us * 1.01)
+    assert np.isnan(wrong.gap) and "report this" in not_certified(wrong, problem)
+    assert "not certified" in summary(wrong, problem)
+    assert as_json(wrong, problem)["gap"] is None
+
+
+@pytest.mark.filterwarnings("ignore:no access statistics")
+def test_a_bound_is_for_one_problem() -> None:
+    specs, stats = tables_and_stats(4, 3)
+    problem = make_problem(specs, stats, gpus(4), batch_size=256)
+    plan = plan_problem(problem)
+    assert not not_certified(plan, problem)
+    others = [make_problem(specs, stats, gpus(4), batch_size=257),
+              make_problem(specs, stats, gpus(4, memory_bytes=70e9), batch_size=256),
+              make_problem(specs, stats, gpus(4), batch_size=256, allow=EVERYTHING),
+              make_problem(specs, stats, gpus(4), batch_size=256,
+                           constraints={"tables": {"t0": {"ranks": [1]}}}),
+              make_problem(specs, None, gpus(4), batch_size=256),
+              with_overlap(problem, {"update": 3.0})]
+    assert len({problem_digest(x) for x in [problem, *others]}) == len(others) + 1
+    for other in others:
+        assert "another problem" in not_certified(plan, other)
+    # A bound that is not about this problem is where nothing begins.
+    forged = replace(plan, lower_bound_us=plan.step_us)
+    assert proved(forged, others[1], max_boxes=4).lower_bound_us < plan.step_us * (1 - 1e-9) or (
+        space_bound(others[1]) >= plan.step_us * (1 - 1e-6))
+
+
+@pytest.mark.parametrize(("tier", "columns", "word"), [
+    (Tier(0, 0, "replicated", (0, 2, 3)), 64, "replicated on ranks"),
+    (Tier(0, 0, "owned", (1,), mode="push", memory="host"), 64, "host memory"),
+    (Tier(0, 0, "owned", (1,), mode="push"), 4, "pushes columns"),
+])
+def test_what_lies_outside_of_the_space_is_not_certified(tier: Tier, columns: int, word: str
+                                                        ) -> None:
+    specs, stats = tables_and_stats(3, 5)
+    specs = [replace(s, dim=64) for s in specs]
+    problem = make_problem(specs, stats, with_host_memory(gpus(4, per_host=2)), batch_size=256,
+                           allow=EVERYTHING | {"per_host"})
+    plan = plan_problem(problem, time_budget_s=1.0)
+    entry = plan.tables[0]
+    whole = replace(tier, stop=entry.table.num_rows)
+    pieces = (Piece(0, columns, (whole,)), *(
+        [Piece(columns, 64, (whole,))] if columns < 64 else []))
+    edited = replace(plan, tables=(replace(entry, pieces=pieces), *plan.tables[1:]))
+    edited = replace(edited, step_us=evaluate(edited, problem).step_us, lower_bound_us=0.0)
+    assert word in outside_space(edited, problem)
+    edited = with_bound(edited, problem, plan.lower_bound_us)
+    assert "outside the space" in not_certified(edited, problem) and edited.lower_bound_us == 0
+
+
+def test_hosts_are_alike_only_with_equal_dense_compute_beside_them() -> None:
+    """More overlaps than are told apart, and pinned loads: the distinguished host is left out."""
+    for seed in range(3):
+        specs, stats = tables_and_stats(4, seed, lengths=(20, 50))
+        problem = make_problem(specs, stats, gpus(8, per_host=2), batch_size=4096,
+                               allow=EVERYTHING)
+        alike = plan_problem(problem, time_budget_s=1.0)
+        hidden = [0.0, 0.0, *(alike.step_us * (1 + 0.1 * n) for n in range(6))]
+        stated = with_overlap(problem, {"forward": hidden, "update": hidden})
+        bound = space_bound(stated, max_boxes=20)
+        rng = np.random.default_rng(seed)
+        steps = [plan_problem(stated, time_budget_s=1.0).step_us] + [
+            evaluate(random_plan(stated, rng, KINDS), stated).step_us for _ in range(20)]
+        assert bound <= min(steps) * (1 + 1e-9)
+
+
+def test_explain_says_why_there_is_no_bound(tmp_path, capsys) -> None:
+    specs, stats = tables_and_stats(4, 7, max_rows=3000)
+    stats.save(tmp_path / "stats.npz")
+    plan = plan_problem(make_problem(specs, stats, topology_preset("h100-8"), batch_size=256))
+    parser = argparse.ArgumentParser()
+    configure_explain(parser)
+
+    def told(plan: Plan, *words: str) -> str:
+        plan.save(tmp_path / "plan.json")
+        run_explain(parser.parse_args([
+            str(tmp_path / "plan.json"), "--stats", str(tmp_path / "stats.npz"), *words]))
+        return capsys.readouterr().out
+
+    assert "not certified" not in told(plan) and "no plan of this space is faster" in told(plan)
+    t = plan.tables[0]
+    copies = replace(t, pieces=(Piece(0, t.table.dim, (
+        Tier(0, t.table.num_rows, "replicated", (0, 2)),)),))
+    edited = replace(plan, tables=(copies, *plan.tables[1:]))
+    assert "not certified: the plan lies outside the space" in told(edited)
+    value = json.loads(told(edited, "--json"))
+    assert value["gap"] is None and "replicated on ranks [0, 2]" in value["not_certified"]
+    # Another batch size: the bound is made anew.
+    value = json.loads(told(plan, "--json", "--batch-size", "512"))
+    assert value["gap"] >= 0 and value["lower_bound_us"] > plan.lower_bound_us
+
+
+@st.composite
+def constrained(draw: st.DrawFn) -> Problem:
+    """Small problems with constraints, pins anywhere, unequal ranks and links, overlaps."""
+    world = draw(st.integers(2, 6))
+    specs, stats = tables_and_stats(draw(st.integers(1, 5)), draw(st.integers(0, 999)),
+                                    in_order=draw(st.booleans()), max_rows=2000)
+    need = sum(s.num_bytes for s in specs) / world
+    memory = draw(st.sampled_from([1.3, 3.0, 1000.0])) * need + 1e6
+    topology = draw(st.sampled_from([
+        gpus(world, memory_bytes=memory), host(world, memory * world),
+        gpus(world, memory_bytes=memory, per_host=2),
+        gpus(world, memory_bytes=2 * memory, slow=world // 2, per_host=2),
+        with_host_memory(gpus(world, memory_bytes=memory, per_host=3), 4 * memory)]))
+    if draw(st.booleans()):
+        domains = tuple(replace(d, cross_gbps=d.cross_gbps * draw(st.sampled_from([0.1, 1.0, 2.0])))
+                        for d in topology.domains)
+        topology = replace(topology, domains=domains)
+    ranks = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
+    tables: dict[str, object] = {}
+    for s in specs:
+        kind = draw(st.sampled_from(["free", "free", "ranks", "rows", "tiers", "copies"]))
+        if kind == "ranks":
+            tables[s.name] = {"ranks": draw(ranks)}
+        elif kind == "copies":
+            tables[s.name] = {"replicate": [[0, max(1, s.num_rows // 2)]]}
+        elif kind != "free":
+            start = 0 if kind == "tiers" else draw(st.integers(0, s.num_rows - 1))
+            stop = s.num_rows if kind == "tiers" else draw(st.integers(start + 1, s.num_rows))
+            some = draw(ranks)
+            place = "owned" if len(some) == 1 else draw(st.sampled_from(["striped", "replicated"]))
+            tier: dict[str, object] = {"rows": [start, stop], "place": place, "ranks": some}
+            if place == "striped" and stop - start < len(some):
+                tier.update(place="owned", ranks=some[:1])
+            if place != "replicated" and draw(st.booleans()):
+                tier["mode"] = "push"
+            if topology.host_memory_bytes and draw(st.booleans()):
+                tier["memory"] = "host"
+            tables[s.name] = {"tiers" if kind == "tiers" else "pinned": [tier]}
+    allow = draw(st.sampled_from([None, EXECUTABLE, EVERYTHING, ACROSS_HOSTS]))
+    problem = make_problem(
+        specs, stats, topology, batch_size=draw(st.integers(1, 2000)), allow=allow,
+        objective=draw(st.sampled_from(["training", "inference"])), constraints={"tables": tables})
+    if draw(st.booleans()):
+        problem = with_overlap(problem, {"forward": [float(draw(st.integers(0, 40)))
+                                                     for _ in range(world)]})
+    return problem.in_need()
+
+
+def held_to(plan: Plan, problem: Problem) -> Plan:
+    """The plan with what is pinned in place, and owners held to their ranks."""
+    entries = []
+    for t, entry in zip(problem.tables, plan.tables, strict=True):
+        held = problem.constraints.tables.get(t.spec.name)
+        pieces = entry.pieces
+        if held is not None and held.tiers is not None:
+            pieces = (Piece(0, t.spec.dim, held.tiers),)
+        elif held is not None and held.ranks is not None:
+            pieces = tuple(replace(p, tiers=tuple(replace(
+                x, placement="owned", ranks=held.ranks[:1], weights=()) for x in p.tiers))
+                for p in pieces)
+        entries.append(table_plan(t, impose(held, pieces)))
+    return replace(plan, tables=tuple(entries))
+
+
+@QUICK
+@given(constrained(), st.integers(0, 10**6))
+def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
+    bound = space_bound(problem, max_boxes=6)
+    rng = np.random.default_rng(seed)
+    kinds = tuple(k for k in KINDS if {k.partition("-")[0]} | (
+        {k.partition("-")[2] or "pull"} - {"pull"}) <= problem.allow)
+    in_host = ("striped", "owned") if problem.topology.host_memory_bytes else ()
+    plans = [held_to(random_plan(problem, rng, kinds, 2 if "columns" in problem.allow else 1,
+                                 in_host), problem) for _ in range(6)]
+    found = [p(problem, seed % 97) for p in peers().values()] if seed % 4 == 0 else []
+    plans += [held_to(x, problem) for x in found if x is not None]
+    for plan in plans:
+        price = evaluate(plan, problem)
+        if price.fits and not violations(plan, problem.constraints) and not outside_space(
+                plan, problem):
+            assert price.step_us >= bound * (1 - 1e-9)
