@@ -302,8 +302,9 @@ class Unsharded(Side):
 
     def restart(self, args: dict[str, Any]) -> None:
         self.core.requires_grad_(True)
-        for p in self.core.parameters():
-            p.grad = None
+        # The fresh model has the dtypes that this one had before it was converted.
+        for p, fresh in zip(self.core.parameters(), build(self.spec).parameters(), strict=True):
+            p.grad, p.data = None, p.data.to(fresh.dtype)
         self.set_lr(float(self.rule.lr))
         if not args["optimizer"]:
             self.steps = dict.fromkeys(self.steps, 0)
