@@ -252,7 +252,7 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
         return plan
     if plan is not None:
         return Plan.load(plan)
-    from oper.search.presets import THIS_HOST, topology_preset
+    from oper.search.problem.presets import THIS_HOST, topology_preset
 
     if topology is None:
         from oper.shmem.domains import find_domains
@@ -281,7 +281,7 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
 def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
           batch_size: int | None, world_size: int) -> Plan:
     from oper.search import make_plan
-    from oper.search.presets import topology_preset
+    from oper.search.problem.presets import topology_preset
 
     if stats is not None and not isinstance(stats, AccessStats):
         stats = AccessStats.load(stats)

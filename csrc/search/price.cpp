@@ -16,6 +16,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // up to which an owner that has more than full is full
+constexpr double kWhole = 1 - 1e-9;  // mass of an owner that holds a whole piece
 constexpr int kMostTurns = 8;        // of their lines
 constexpr int64_t kMostParts = 8;  // of the masses of several classes: more say less than other boxes
 
@@ -79,68 +80,159 @@ OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost,
   for (int64_t i = 0; i < kSums; ++i) *total += totals[i], *mass += masses[i];
 }
 
+enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };
+enum Pushes : uint8_t { kFree, kStill, kPushes };
+
 class Pricing {
  public:
   explicit Pricing(OperPricing& p) : p_(p) {}
 
   // Price one table.
   void table(int64_t k) {
-    const int64_t begin = p_.starts[k], n = p_.starts[k + 1] - begin, M = p_.num_options;
-    k_ = k;
-    std::fill(p_.chosen + begin, p_.chosen + begin + n, int64_t{0});
-    p_.kind[k] = 0;
-    const double* stay = p_.stay + begin;
-    const double* ids = p_.ids + begin;
-    double rest = 0, mass = 0;
-    bool must = false;
-    for (int64_t b = 0; b < n; ++b) {
-      rest += stay[b], mass += ids[b];
-      must |= !std::isfinite(stay[b]);
+    begin_ = p_.starts[k], n_ = p_.starts[k + 1] - begin_, k_ = k;
+    const int64_t M = p_.num_options;
+    all_still_ = mass_all_ = 0;
+    must_ = false;  // some block may be pushed only, and so may all, as a table's blocks may the same
+    for (int64_t b = 0; b < n_; ++b) {
+      all_still_ += p_.stay[begin_ + b], mass_all_ += p_.ids[begin_ + b];
+      must_ |= !std::isfinite(p_.stay[begin_ + b]);
     }
     int64_t num_types = 0;
-    for (int64_t m = 0; m < M; ++m)
+    for (int64_t m = 0; m < M && p_.pushes[k] != kStill; ++m)
       num_types = std::max(num_types, p_.first[k * M + m + 1] - p_.first[k * M + m]);
-    best_ = must ? kInfinity : 0.0;
-    p_.cheaper[k] = 1;
     of_type_.assign(num_types, kInfinity);
-    chosen_.assign(n, 0);
-    gain_.resize(n), order_.resize(n), slope_.resize(n);
-    if (M > 1) {
-      several(begin, n, num_types, mass, must);
-      p_.value[k] = rest_ + whole_widths(std::min(best_, least_), must);
-      std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
-      return;
+    found_type_.assign(num_types, Found{});
+    gain_.resize(n_), order_.resize(n_), slope_.resize(n_);
+    const double still = p_.pushes[k] == kPushes ? kInfinity : still_cost(1.0);
+    // Only what is cheaper than what is known is looked for: most prices of most tables find nothing.
+    const double known = p_.known[k];
+    best_ = std::min(known, still), best_type_ = -1, least_ = kInfinity;
+    if (M == 1) {
+      for (int64_t j = 0; j < num_types; ++j)
+        if (mass_of(j, 0) > 0) one_class(j);
+    } else if (num_types > 0) {
+      several(num_types);
     }
-    if (!must) know(p_.known[k] - rest);
-    for (int64_t j = 0; j < num_types; ++j) {
-      if (!admitted(j)) continue;
-      for (int64_t b = 0; b < n; ++b) gain_[b] = go(j, begin + b);
-      if (must) {  // nothing but push is allowed
-        const double total = std::accumulate(gain_.begin(), gain_.end(), 0.0) + cost(j, mass);
-        of_type_[j] = total;
-        if (total < best_) best_ = total, p_.kind[k] = j, chosen_.assign(n, 1);
-        continue;
+    double value = std::min(best_, least_);
+    int64_t at = 0;
+    if (is_cut() && num_types > 0 && std::isfinite(value)) {
+      const double whole = whole_widths();
+      if (whole > value) {
+        value = whole;
+        // Of several classes not every type's set is known; the cheapest type's then stands for it.
+        if (M == 1) best_type_ = kPath, best_ = whole;
       }
-      // No set costs less than if every id paid the least share of partial sums: that of all ids, or of
-      // a full owner's.
-      const double most = std::min(mass, full_of(j, 0));
-      const double least = most > 0 ? cost(j, most) / most : 0.0;
-      double below = 0;
-      for (int64_t b = 0; b < n; ++b) {
-        gain_[b] = std::isfinite(gain_[b]) ? gain_[b] - stay[b] : 1e30;
-        below += std::min(0.0, gain_[b] + least * ids[b]);
-      }
-      of_type_[j] = below < best_ || is_cut() ? prefixes(j, ids, n) : below;
     }
-    best_ = whole_widths(best_, must);
-    p_.value[k] = must ? best_ : rest + best_;
-    std::copy(chosen_.begin(), chosen_.end(), p_.chosen + begin);
+    if (best_ < known) at = best_type_ == kPath ? path_parts() : part(0, 1.0, best_type_, 1.0);
+    p_.value[k] = value;
+    p_.num_parts[k] = at;
   }
 
  private:
-  // Only what is cheaper than what is known is looked for: most prices of most tables find nothing.
-  void know(double gain) {
-    if (gain < best_) best_ = gain, p_.cheaper[k_] = 0;
+  // A set of pushed blocks of a type of pieces, by class, and its mode.
+  struct Found {
+    Mode mode = kAllPushed;
+    std::vector<int64_t> chosen;
+  };
+
+  // Where a path through the columns comes from.
+  struct Step {
+    double cost = kInfinity;
+    int64_t width = 0, type = -1, lane = 0;
+    void take(double other, int64_t w, int64_t j, int64_t l) {
+      if (other < cost) *this = {other, w, j, l};
+    }
+  };
+
+  // Cost of the table in pieces that push nothing, of which there would be `streams`.
+  double still_cost(double streams) const {
+    if (must_) return kInfinity;
+    return std::min(p_.one[k_], all_still_ + streams * p_.tiers[k_]) + (streams - 1.0) * p_.piece;
+  }
+
+  // Write part `at` of the configuration, pieces of type j (-1: nothing is pushed); returns at + 1.
+  int64_t part(int64_t at, double share, int64_t j, double streams) {
+    const int64_t to = k_ * p_.max_parts + at;
+    int64_t* chosen = p_.chosen + at * p_.num_blocks + begin_;
+    p_.share[to] = share, p_.part_streams[to] = streams, p_.kind[to] = std::max<int64_t>(j, 0);
+    if (j < 0) {
+      p_.mode[to] = p_.one[k_] <= all_still_ + streams * p_.tiers[k_] ? kOneTier : kTiers;
+      std::fill(chosen, chosen + n_, int64_t{0});
+    } else {
+      p_.mode[to] = found_type_[j].mode;
+      std::copy(found_type_[j].chosen.begin(), found_type_[j].chosen.end(), chosen);
+    }
+    return at + 1;
+  }
+
+  // Keep what is in `chosen_` as the cheapest set of type j; the cheapest of all types as well.
+  void keep_set(int64_t j, double cost, Mode mode) {
+    found_type_[j].mode = mode, found_type_[j].chosen = chosen_;
+    if (cost < best_) best_ = cost, best_type_ = j;
+  }
+
+  // Least id streams of a type of pieces over the classes.
+  double streams_of(int64_t j) const {
+    double least = kInfinity;
+    for (int64_t m = 0; m < p_.num_options; ++m) {
+      const int64_t at = type_of(j, m);
+      if (at >= 0) least = std::min(least, p_.streams[at]);
+    }
+    return least;
+  }
+
+  // Pieces of type j where all owners are alike: everything is pushed, or a prefix of the blocks by what
+  // pushing them costs per id, or so much that owners are full, or a single block: partial sums being
+  // concave, one of these is cheapest of all sets that are not empty.
+  void one_class(int64_t j) {
+    if (!std::isfinite(p_.go[begin_])) return;  // as all blocks of the table
+    const double* ids = p_.ids + begin_;
+    const double streams = streams_of(j), own = streams * p_.own[0], full = full_of(j, 0);
+    const double pieces = (streams - 1.0) * p_.piece;
+    const double limit = is_cut() ? kInfinity : best_;  // of a cut table every type's cost is asked
+    double all = sums_cost(j, 0, mass_all_) + (mass_of(j, 0) < kWhole ? own * mass_all_ : 0.0) + pieces;
+    for (int64_t b = 0; b < n_; ++b) all += go_of(j, 0, begin_ + b);
+    if (all < limit) {
+      chosen_.assign(n_, 1);
+      keep_set(j, all, kAllPushed);
+    }
+    double least = all;
+    if (!must_) {
+      // No set costs less than if every id paid the least share of partial sums: that of all ids, or of
+      // a full owner's.
+      const double fixed = all_still_ + streams * p_.tiers_pushed[k_] + pieces;
+      const double most = std::min(mass_all_, full);
+      const double lowest = most > 0 ? sums_cost(j, 0, most) / most : 0.0;
+      double below = fixed;
+      for (int64_t b = 0; b < n_; ++b) {
+        gain_[b] = go_of(j, 0, begin_ + b) + own * ids[b] - p_.stay[begin_ + b];
+        below += std::min(0.0, gain_[b] + lowest * ids[b]);
+      }
+      if (below < std::min(limit, all)) {
+        double cheapest = std::min(limit, all);
+        int64_t end = 0;
+        walk(ids, n_, full, p_.price[0], [&](int64_t count, double found) {
+          if (count == 0) return;
+          least = std::min(least, found + fixed);
+          if (count > 0 && found + fixed < cheapest) cheapest = found + fixed, end = count;
+        });
+        int64_t single = -1;
+        for (int64_t b = 0; b < n_; ++b) {
+          const double found = gain_[b] + sums_cost(j, 0, ids[b]) + fixed;
+          least = std::min(least, found);
+          if (found < cheapest) cheapest = found, single = b;
+        }
+        if (single >= 0 || end > 0) {
+          chosen_.assign(n_, 0);
+          for (int64_t i = 0; i < end && single < 0; ++i) chosen_[order_[i]] = 1;
+          if (single >= 0) chosen_[single] = 1;
+          keep_set(j, cheapest, kTiersPushed);
+        }
+      } else {
+        least = std::min(least, below);
+      }
+    }
+    of_type_[j] = least, least_ = std::min(least_, least);
   }
 
   // Rows of a table may be pushed to several classes of owners. Partial sums f are concave in the mass
@@ -149,39 +241,55 @@ class Pricing {
   // blocks choose their class for themselves. Where the set that they choose costs more than the bound, the
   // masses of the class that is most to blame are divided at its own, for which both chords are exact
   // (Falk and Soland 1969).
-  void several(int64_t begin, int64_t n, int64_t num_types, double mass, bool must) {
-    rest_ = 0.0, least_ = kInfinity;
-    fixed_.resize(n);
-    for (int64_t b = 0; b < n; ++b) {
-      const double stay = p_.stay[begin + b];
+  void several(int64_t num_types) {
+    rest_ = 0.0;
+    fixed_.resize(n_);
+    for (int64_t b = 0; b < n_; ++b) {
+      const double stay = p_.stay[begin_ + b];
       fixed_[b] = std::isfinite(stay) ? stay : 0.0;
       rest_ += fixed_[b];
     }
-    know(p_.known[k_] - rest_);
-    class_.assign(n, 0), found_.assign(n, 0);
+    chosen_.assign(n_, 0), class_.assign(n_, 0), found_.assign(n_, 0);
+    several_of(num_types, kAllPushed);
+    if (!must_) several_of(num_types, kTiersPushed);
+  }
+
+  void several_of(int64_t num_types, Mode mode) {
+    mode_ = mode;
+    const bool must = mode == kAllPushed;
     types_.clear();
     for (int64_t j = 0; j < num_types; ++j)
       if (admitted(j)) {
-        set_type(j, begin, n);
-        sides_.clear();
-        for (const int64_t m : of_class_) sides_.push_back(side(j, m, 0.0, mass));
-        types_.push_back({gains(sides_.data(), begin, n, must), j});
+        begin_type(j);
+        types_.push_back({offset_ + gains(sides_.data(), begin_, n_, must), j});
       }
     std::sort(types_.begin(), types_.end());  // the most promising first
     for (const auto& [below, j] : types_) {
       double least = below;
       if (below < best_ - close()) {
-        set_type(j, begin, n);
-        sides_.clear();
-        for (const int64_t m : of_class_) sides_.push_back(side(j, m, 0.0, mass));
-        bounds_.assign(1, below), least = kInfinity;
+        begin_type(j);
+        bounds_.assign(1, below - offset_), least = kInfinity;
         for (int64_t count = 0; !sides_.empty(); ++count)
-          least = std::min(least, divided(j, begin, n, must || count >= kMostParts, must));
-        if (least < best_ - close()) least = std::max(least, together(j, begin, n, must));
+          least = std::min(least, divided(j, begin_, n_, must || count >= kMostParts, must));
+        if (least < room()) least = std::max(least, together(j, begin_, n_, must));
+        least += offset_;
       }
       least_ = std::min(least_, least);
       of_type_[j] = std::min(of_type_[j], least);
     }
+  }
+
+  // What a set of blocks may cost beside `offset_` to be worth a closer look.
+  double room() const { return best_ - close() - offset_; }
+
+  // Look at pieces of type j: masses of all sizes, and what they cost whatever is pushed.
+  void begin_type(int64_t j) {
+    set_type(j, begin_, n_);
+    sides_.clear();
+    for (const int64_t m : of_class_) sides_.push_back(side(j, m, 0.0, mass_all_));
+    const double streams = streams_of(j);
+    offset_ = rest_ + (streams - 1.0) * p_.piece +
+              (mode_ == kTiersPushed ? streams * p_.tiers_pushed[k_] : 0.0);
   }
 
   // What no set costs less than, if all owners counted as one class, of those that fill least and pay
@@ -231,12 +339,12 @@ class Pricing {
     bounds_.pop_back();
     for (int turn = 0;; ++turn) {
       bound = std::max(bound, gains(part_.data(), begin, n, must));
-      if (bound >= best_ - close()) return bound;
+      if (bound >= room()) return bound;
       classes(begin, n);
       for (int64_t b = 0; b < n; ++b) found_[b] = must || gain_[b] < 0 ? class_[b] : 0;
       keep(j, begin, n, 0);
       for (const int64_t m : of_class_) keep(j, begin, n, m + 1);
-      if (bound >= best_ - close()) return bound;
+      if (bound >= room()) return bound;
       if (turn == kMostTurns || !turned(j)) break;
     }
     size_t worst = count;
@@ -292,6 +400,8 @@ class Pricing {
       const double more = p_.streams[type_of(j, m)] - 1.0;
       const int64_t at = m * p_.num_blocks + begin;
       blend(&pushed_[m * n], p_.go + at, p_.more + at, more, n);
+      for (int64_t b = 0; b < n && mode_ == kTiersPushed; ++b)  // else one rank may own the whole piece
+        pushed_[m * n + b] += (more + 1.0) * p_.own[m] * p_.ids[begin + b];
       of_class_.push_back(m);
     }
   }
@@ -320,7 +430,7 @@ class Pricing {
   // Keep the blocks of `found_` if pushing them (all to one class: `only` > 0) is the cheapest yet; what
   // each costs is what `set_type` found. Without `only`, their `mass_` by class is looked up, too.
   void keep(int64_t j, int64_t begin, int64_t n, int64_t only) {
-    double total = 0;
+    double total = 0, mass = 0;
     if (only == 0) mass_.assign(p_.num_options, 0.0);
     for (const int64_t m : of_class_) {
       if (only > 0 && m != only - 1) continue;
@@ -328,10 +438,11 @@ class Pricing {
       picked(&found_[0], only ? 0 : m + 1, &pushed_[m * n], &fixed_[0], p_.ids + begin, n, &cost, &ids);
       total += cost + (ids > 0 ? sums_cost(j, m, ids) : 0.0);
       if (only == 0) mass_[m] = ids;
+      mass += ids;
     }
-    if (!(total < best_)) return;
-    best_ = total, p_.kind[k_] = j, p_.cheaper[k_] = 1;
+    if (!(total + offset_ < best_) || mass <= 0) return;
     for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? (only ? only : found_[b]) : 0;
+    keep_set(j, total + offset_, mode_);
   }
 
   double go_of(int64_t j, int64_t m, int64_t block) const {
@@ -355,18 +466,6 @@ class Pricing {
   // The most ids below `ids` that fill all their owners.
   static double full_before(double full, double ids) {
     return full * std::floor(ids / full * (1 - kRounding));
-  }
-
-  // Blocks by what pushing costs per id: the best set is a prefix, or ends where owners are full.
-  double prefixes(int64_t j, const double* ids, int64_t n) {
-    return walk(ids, n, full_of(j, 0), p_.price[0], [&](int64_t count, double found) {
-      if (!(found < best_)) return;
-      best_ = found;
-      if (count < 0) return;  // no column; the prefix next to it is one
-      p_.kind[k_] = j, p_.cheaper[k_] = 1;
-      std::fill(chosen_.begin(), chosen_.end(), int64_t{0});
-      for (int64_t i = 0; i < count; ++i) chosen_[order_[i]] = 1;
-    });
   }
 
   // Least cost of the prefixes, and of parts of a block that fill owners; `look` sees them all, the
@@ -403,15 +502,13 @@ class Pricing {
   bool is_cut() const { return p_.columns[k_] > 0; }
 
   // The cheapest way to make up a table's columns of pieces, each of a width and at the cost by column
-  // that some type has, where `least` is the cheapest type's: pieces are whole, and what is left of a
-  // table beside the widest ones has to be narrower, and pay for an id stream as well. A path through
-  // the columns.
-  double whole_widths(double least, bool must) {
-    if (!is_cut() || !std::isfinite(least) || (!must && least >= 0)) return least;
+  // that some type has, or that of pushing nothing: pieces are whole, and what is left of a table beside
+  // the widest ones has to be narrower, and pay for an id stream as well. A path through the columns, in
+  // two lanes: nothing is pushed so far, or something is.
+  double whole_widths() {
     const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
     const int64_t num_types = int64_t(of_type_.size());
-    by_width_.assign(count + 1, kInfinity);  // cost by column of a piece so wide
-    if (!must) std::fill(by_width_.begin() + 1, by_width_.end(), 0.0);  // of which nothing is pushed
+    by_width_.assign(count + 1, {kInfinity, 0});  // a piece so wide that pushes, and its type
     for (int64_t m = 0; m < p_.num_options; ++m)
       for (int64_t j = 0; j < num_types; ++j) {
         const int64_t at = type_of(j, m);
@@ -419,14 +516,46 @@ class Pricing {
         if (at < 0 || p_.mass[at] <= 0 || (j > 0 && at == type_of(0, m))) continue;
         const int64_t low = std::llround(p_.narrowest[at]) / step,
                       high = std::llround(double(columns) / p_.streams[at]) / step;
-        for (int64_t w = low; w <= high; ++w) by_width_[w] = std::min(by_width_[w], of_type_[j]);
+        for (int64_t w = low; w <= high; ++w) by_width_[w] = std::min(by_width_[w], std::pair(of_type_[j], j));
       }
-    path_.assign(count + 1, kInfinity);
-    path_[0] = 0;
+    steps_.assign(2 * (count + 1), Step{});
+    steps_[0].cost = 0;
     for (int64_t to = 1; to <= count; ++to)
-      for (int64_t w = 1; w <= to; ++w)
-        path_[to] = std::min(path_[to], path_[to - w] + by_width_[w] * double(w) / double(count));
-    return std::max(least, path_[count]);
+      for (int64_t w = 1; w <= to; ++w) {
+        const double share = double(w) / double(count);
+        const double still = share * still_cost(double(count) / double(w));
+        const auto [each, j] = by_width_[w];
+        const double pushed = share * each;
+        const Step& none = steps_[2 * (to - w)];
+        const Step& some = steps_[2 * (to - w) + 1];
+        steps_[2 * to].take(none.cost + still, w, -1, 0);
+        steps_[2 * to + 1].take(none.cost + pushed, w, j, 0);
+        steps_[2 * to + 1].take(some.cost + pushed, w, j, 1);
+        steps_[2 * to + 1].take(some.cost + still, w, -1, 1);
+      }
+    const double none = steps_[2 * count].cost, some = steps_[2 * count + 1].cost;
+    lane_ = p_.pushes[k_] == kPushes || some < none;
+    return lane_ ? some : none;
+  }
+
+  // Write the parts of the path that `whole_widths` found; returns how many.
+  int64_t path_parts() {
+    const int64_t count = p_.columns[k_] / p_.step;
+    std::vector<std::pair<std::pair<int64_t, int64_t>, int64_t>> parts;  // type and width; how often
+    int64_t lane = lane_;
+    for (int64_t at = count; at > 0;) {
+      const Step& x = steps_[2 * at + lane];
+      const std::pair<int64_t, int64_t> piece{x.type, x.width};
+      auto same = std::find_if(parts.begin(), parts.end(), [&](const auto& y) { return y.first == piece; });
+      if (same == parts.end()) parts.push_back({piece, 1});
+      else ++same->second;
+      at -= x.width, lane = x.lane;
+    }
+    int64_t number = 0;
+    for (const auto& [piece, times] : parts)
+      number = part(number, double(times * piece.second) / double(count), piece.first,
+                    double(count) / double(piece.second));
+    return number;
   }
 
   int64_t type_of(int64_t j, int64_t m) const {  // -1: option m has no such type
@@ -443,16 +572,21 @@ class Pricing {
       if (mass_of(j, m) > 0) return true;
     return false;
   }
-  double go(int64_t j, int64_t block) const {
-    return mass_of(j, 0) > 0 ? go_of(j, 0, block) : kInfinity;
-  }
-  double cost(int64_t j, double ids) const { return ids <= 0 ? 0.0 : sums_cost(j, 0, ids); }
-
   OperPricing& p_;
   int64_t k_ = 0;
-  double best_ = 0, least_ = 0, rest_ = 0;
+  int64_t begin_ = 0, n_ = 0;  // its blocks
+  double all_still_ = 0, mass_all_ = 0;
+  bool must_ = false;
+  static constexpr int64_t kPath = -2;  // the type of the path through the columns
+  int64_t best_type_ = -1;  // -1: nothing is pushed
+  double best_ = 0, least_ = 0, rest_ = 0, offset_ = 0;
+  Mode mode_ = kAllPushed;
+  int64_t lane_ = 0;
   std::vector<double> gain_, slope_, fixed_, pushed_, weight_, lowest_, mass_;
-  std::vector<double> of_type_, by_width_, path_;  // least costs: see `whole_widths`
+  std::vector<double> of_type_;  // least cost of a table whose pieces are all of a type
+  std::vector<Found> found_type_;
+  std::vector<std::pair<double, int64_t>> by_width_;
+  std::vector<Step> steps_;
   std::vector<Side> sides_, part_;
   std::vector<double> bounds_;  // of what `sides_` are parts of
   std::vector<std::pair<double, int64_t>> types_;

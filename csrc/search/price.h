@@ -1,4 +1,4 @@
-// Pushed pieces in the lower bound, called from oper/search/pieces.py and oper/search/relax.py.
+// Pushed pieces in the lower bound, called from oper/search/bound/pieces.py and oper/search/bound/node.py.
 #pragma once
 
 #include <cstdint>
@@ -25,16 +25,25 @@ struct OperFit {
   uint8_t* whole;         // [T, C], out: whether the table fits as one piece
 };
 
-// The cheapest set of pushed blocks of every table; see `Relaxation.cheapest`. With several options, by
-// two threads, because that takes long; tables are priced apart, so that nothing depends on them.
+// The cheapest configuration of every table; see `Node.cheapest`. With several options, by two threads,
+// because that takes long; tables are priced apart, so that nothing depends on them.
+//
+// A configuration cuts the table by columns into pieces. P kinds of pieces are told apart at most.
 struct OperPricing {
   int64_t num_tables, num_options, num_blocks;   // T; M pushed options; K
+  int64_t max_parts;            // P
+  int64_t step;                 // widths of pieces are multiples of this
   double close;   // share of the cost by which a bound of several options may miss it
+  double piece;                 // cost of every further piece of a table
   OperSums sums;
   const int64_t* starts;        // [T + 1], blocks
   const double* stay;           // [K], cost when not pushed
+  const double* one;            // [T], cost of the table in one tier that is not pushed
+  const double* tiers;          // [T], charge of a piece of several tiers, none of them pushed
+  const double* tiers_pushed;   // [T], and of one that is pushed in part
   const double* go;             // [M, K], cost when pushed as one id stream
   const double* more;           // [M, K], cost of every further stream
+  const double* own;            // [M], cost of an id that a rank pushes to itself
   const double* ids;            // [K]
   const double* total_ids;      // [T]
   const double* price;          // [M], of a byte of partial sums
@@ -42,12 +51,15 @@ struct OperPricing {
   const double *streams, *mass; // by type
   const double* narrowest;      // by type, least width of its pieces; the widest is columns / streams
   const int64_t* columns;       // [T], width of the tables that are cut by columns, 0 for others
-  int64_t step;                 // widths of pieces are multiples of this
-  const double* known;          // [T], cost of the cheapest set that is known, infinity for none
-  double* value;                // [T], out
-  int64_t* kind;                // [T], out: type of the pieces
-  int64_t* chosen;              // [K], out: 0, or 1 + the pushed option
-  uint8_t* cheaper;             // [T], out: whether that is cheaper than what is known
+  const uint8_t* pushes;        // [T], 0: as is cheapest; 1: no row is pushed; 2: some row is
+  const double* known;          // [T], cost of the cheapest configuration that is known, or infinity
+  double* value;                // [T], out: lower bound of the least cost
+  int64_t* num_parts;           // [T], out: 0 where nothing is cheaper than what is known
+  int64_t* kind;                // [T, P], out: type of the pieces that push
+  int64_t* mode;                // [T, P], out: one tier, several, all pushed, some pushed
+  double* share;                // [T, P], out: of the table's columns
+  double* part_streams;         // [T, P], out: the table's columns over those of one piece
+  int64_t* chosen;              // [P, K], out: 0, or 1 + the pushed option
 };
 
 extern "C" void oper_fit(OperFit* fit);

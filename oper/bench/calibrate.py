@@ -25,10 +25,10 @@ from oper.bench.workload import Workload
 from oper.files import check_target, write_text
 from oper.flags import whole
 from oper.plan import Plan
-from oper.search.cost import Evaluation, evaluate
-from oper.search.machine import COMPUTE, MEMORY, make_machine
-from oper.search.problem import Problem, make_problem
-from oper.search.space import EVERYTHING
+from oper.search.cost.model import Evaluation, evaluate
+from oper.search.problem.machine import COMPUTE, MEMORY, make_machine
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats
 from oper.topology import Costs, Topology
 

@@ -183,9 +183,9 @@ def _case(job: Job, manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _plan(job: Job, case: dict[str, Any]) -> dict[str, Any]:
     from oper.data import Folder
-    from oper.search.explain import as_json
+    from oper.search.explain.summary import as_json
     from oper.search.planner import plan_problem
-    from oper.search.problem import make_problem
+    from oper.search.problem.statement import make_problem
     from oper.stats import AccessStats
     from oper.topology import Topology
 

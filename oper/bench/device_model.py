@@ -27,11 +27,11 @@ from oper.bench.plan_workloads import power_law
 from oper.bench.workload import draw_ids
 from oper.flags import number
 from oper.plan import Plan
-from oper.search.cost import evaluate
+from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
-from oper.search.presets import topology_preset
-from oper.search.problem import make_problem
-from oper.search.simulate import Bags, Replay
+from oper.search.problem.presets import topology_preset
+from oper.search.problem.statement import make_problem
+from oper.search.replay.simulate import Bags, Replay
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology

@@ -21,12 +21,12 @@ from oper.errors import InvalidInputError, fail
 from oper.files import read_json
 from oper.flags import number, whole
 from oper.plan import OBJECTIVES
-from oper.search.baselines import score_peers
-from oper.search.certificate import not_certified
-from oper.search.cost import evaluate
+from oper.search.bound.certificate import not_certified
+from oper.search.cost.model import evaluate
+from oper.search.peers.baselines import score_peers
 from oper.search.planner import plan_problem, proved
-from oper.search.problem import make_problem
-from oper.search.space import EVERYTHING
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import make_problem
 
 _WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
     "criteo-kaggle": plan_workloads.criteo_kaggle,

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 from oper.plan import Plan
-from oper.search.problem import Problem
+from oper.search.problem.statement import Problem
 
 _START_S = 120.0  # importing torchrec on a busy machine
 _GRACE_S = 2.0  # on top of the time limit, for the proposal that runs when it ends

@@ -20,8 +20,8 @@ from oper.bench.torchrec_peer import PLAN_KINDS
 from oper.bench.verify import Checks, Reference, Verdict, verify
 from oper.bench.workload import TIMED, Workload, make_batch, timed_ids
 from oper.plan import Plan
-from oper.search.simulate import Bags
-from oper.search.wire import WireReplay
+from oper.search.replay.simulate import Bags
+from oper.search.replay.wire import WireReplay
 from oper.shmem.domains import DOMAIN_ENV
 
 _PHASE_STEPS = 16

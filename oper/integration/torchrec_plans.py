@@ -28,10 +28,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError, fail
 from oper.integration.torchrec_modules import configs_of, table_specs
 from oper.plan import MAX_PATTERN, Piece, Plan, TablePlan, Tier
-from oper.search.cost import evaluate
+from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
-from oper.search.problem import make_problem
-from oper.search.space import EVERYTHING, EXECUTABLE
+from oper.search.problem.space import EVERYTHING, EXECUTABLE
+from oper.search.problem.statement import make_problem
 from oper.stats import AccessStats
 from oper.tables import TableSpec, plan_names
 from oper.topology import Topology
@@ -357,7 +357,7 @@ class OperPlanner(ShardingPlanner):
         stats: access statistics; None = plan from table sizes.
         topology: the machine; None = this host with the group's ranks.
         batch_size: samples per rank and step.
-        constraints: see `oper.search.space.parse_constraints`.
+        constraints: see `oper.search.problem.space.parse_constraints`.
         device_type: where TorchRec runs, ``"cpu"`` or ``"cuda"``.
 
     Attributes:

@@ -35,7 +35,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from oper.errors import InvalidInputError, fail
 from oper.integration.torchrec_plans import from_torchrec
 from oper.plan import Plan
-from oper.search.problem import Problem, TableProblem
+from oper.search.problem.statement import Problem, TableProblem
 from oper.tables import TableSpec
 from oper.topology import Topology
 

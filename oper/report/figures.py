@@ -11,9 +11,9 @@ import numpy as np
 
 from oper.errors import MissingDependencyError, fail
 from oper.plan import Plan, Tier
-from oper.search.cost import Evaluation, is_ordered
-from oper.search.machine import TERMS
-from oper.search.problem import IDS, Problem
+from oper.search.cost.model import Evaluation, is_ordered
+from oper.search.problem.machine import TERMS
+from oper.search.problem.statement import IDS, Problem
 
 # Colours that people with any colour vision tell apart (Okabe and Ito, 2008).
 _TERM_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00",

@@ -8,13 +8,13 @@ from oper.files import write_text
 from oper.plan import Plan
 from oper.report import figures
 from oper.report.page import Plot, Table, Text, render
-from oper.search.baselines import peers
-from oper.search.bottleneck import bottlenecks
-from oper.search.certificate import not_certified
-from oper.search.cost import Evaluation, evaluate
-from oper.search.explain import KEY, replica_share, summary
-from oper.search.machine import TERMS
-from oper.search.problem import Problem
+from oper.search.bound.certificate import not_certified
+from oper.search.cost.model import Evaluation, evaluate
+from oper.search.explain.bottleneck import bottlenecks
+from oper.search.explain.summary import KEY, replica_share, summary
+from oper.search.peers.baselines import peers
+from oper.search.problem.machine import TERMS
+from oper.search.problem.statement import Problem
 from oper.tables import format_bytes
 
 _COMPARED = "largest-first-lookups"

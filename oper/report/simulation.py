@@ -16,13 +16,13 @@ from oper.errors import InvalidInputError, UsageError, fail
 from oper.flags import number, whole
 from oper.plan import Plan
 from oper.search import verbs
-from oper.search.cost import Evaluation, evaluate
-from oper.search.machine import TERMS
-from oper.search.problem import Problem
-from oper.search.realized import RealizedLoad, StepLoad
-from oper.search.simulate import Bags, RankBatch, Replay
-from oper.search.timeline import Schedule, Timeline, run
-from oper.search.wire import WireReplay
+from oper.search.cost.model import Evaluation, evaluate
+from oper.search.problem.machine import TERMS
+from oper.search.problem.statement import Problem
+from oper.search.replay.realized import RealizedLoad, StepLoad
+from oper.search.replay.simulate import Bags, RankBatch, Replay
+from oper.search.replay.timeline import Schedule, Timeline, run
+from oper.search.replay.wire import WireReplay
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec, format_bytes
 from oper.traffic import KINDS, LINKS, SENT, link_classes, unit_bytes

@@ -72,7 +72,7 @@ def run_report(args: argparse.Namespace) -> int:
 def _drift_page(args: argparse.Namespace) -> str:
     from oper.plan import Plan
     from oper.report.drift_page import drift_page, drifts, verdict
-    from oper.search.presets import topology_preset
+    from oper.search.problem.presets import topology_preset
     from oper.stats import AccessStats
 
     if (args.plan is None) != (args.topology is None):

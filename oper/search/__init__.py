@@ -12,37 +12,37 @@ from oper.lazy import lazy_exports
 
 _PUBLIC = {
     "make_plan": "oper.search.planner",
-    "make_problem": "oper.search.problem",
-    "Problem": "oper.search.problem",
-    "evaluate": "oper.search.cost",
-    "Evaluation": "oper.search.cost",
-    "lower_bound": "oper.search.bound",
-    "summary": "oper.search.explain",
-    "Constraints": "oper.search.constraints",
-    "TableConstraint": "oper.search.constraints",
-    "EXECUTABLE": "oper.search.space",
-    "EVERYTHING": "oper.search.space",
-    "executed_space": "oper.search.space",
-    "topology_preset": "oper.search.presets",
+    "make_problem": "oper.search.problem.statement",
+    "Problem": "oper.search.problem.statement",
+    "evaluate": "oper.search.cost.model",
+    "Evaluation": "oper.search.cost.model",
+    "lower_bound": "oper.search.bound.master",
+    "summary": "oper.search.explain.summary",
+    "Constraints": "oper.search.problem.constraints",
+    "TableConstraint": "oper.search.problem.constraints",
+    "EXECUTABLE": "oper.search.problem.space",
+    "EVERYTHING": "oper.search.problem.space",
+    "executed_space": "oper.search.problem.space",
+    "topology_preset": "oper.search.problem.presets",
 }
 
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
-    from oper.search.bound import lower_bound as lower_bound
-    from oper.search.constraints import (
+    from oper.search.bound.master import lower_bound as lower_bound
+    from oper.search.cost.model import Evaluation as Evaluation, evaluate as evaluate
+    from oper.search.explain.summary import summary as summary
+    from oper.search.planner import make_plan as make_plan
+    from oper.search.problem.constraints import (
         Constraints as Constraints,
         TableConstraint as TableConstraint,
     )
-    from oper.search.cost import Evaluation as Evaluation, evaluate as evaluate
-    from oper.search.explain import summary as summary
-    from oper.search.planner import make_plan as make_plan
-    from oper.search.presets import topology_preset as topology_preset
-    from oper.search.problem import Problem as Problem, make_problem as make_problem
-    from oper.search.space import (
+    from oper.search.problem.presets import topology_preset as topology_preset
+    from oper.search.problem.space import (
         EVERYTHING as EVERYTHING,
         EXECUTABLE as EXECUTABLE,
         executed_space as executed_space,
     )
+    from oper.search.problem.statement import Problem as Problem, make_problem as make_problem
 
 __getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

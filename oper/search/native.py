@@ -34,13 +34,13 @@ class Pricing(ctypes.Structure):
     """`OperPricing` of ``csrc/search/price.h``."""
 
     _fields_: ClassVar[list[Any]] = [
-        *((n, _int) for n in ("num_tables", "num_options", "num_blocks")),
-        ("close", _double), ("sums", Sums),
+        *((n, _int) for n in ("num_tables", "num_options", "num_blocks", "max_parts", "step")),
+        ("close", _double), ("piece", _double), ("sums", Sums),
         *((n, _array) for n in (
-            "starts", "stay", "go", "more", "ids", "total_ids", "price", "first", "streams", "mass",
-            "narrowest", "columns")),
-        ("step", _int), *((n, _array) for n in ("known", "value", "kind", "chosen",
-                                                              "cheaper"))]
+            "starts", "stay", "one", "tiers", "tiers_pushed", "go", "more", "own", "ids",
+            "total_ids", "price", "first", "streams", "mass", "narrowest", "columns", "pushes",
+            "known", "out_value", "out_num_parts", "out_kind", "out_mode", "out_share",
+            "out_streams", "out_chosen"))]
 
 
 class Packing(ctypes.Structure):

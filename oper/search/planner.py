@@ -12,24 +12,25 @@ import numpy as np
 
 from oper.errors import InvalidInputError, PlanInfeasibleError, fail
 from oper.plan import Piece, Plan
-from oper.search.baselines import replicate_or_partition
-from oper.search.bound import Bound, solve_relaxation
-from oper.search.branching import Branching
-from oper.search.certificate import is_for, with_bound
-from oper.search.constraints import Constraints, check_constraints, violations
-from oper.search.cost import CostModel, evaluate
-from oper.search.groups import plan_with_groups
-from oper.search.heuristic import EFFORTS, Effort, Found, improved, search
-from oper.search.infeasible import explain_bound, explain_plan
-from oper.search.machine import GROUPS
-from oper.search.markov import markov_chain, no_plan_found
-from oper.search.overlap import overlap_to_json
-from oper.search.owner_rows import neighbourhoods
-from oper.search.placing import table_plan
-from oper.search.problem import Problem, make_problem, with_overlap
-from oper.search.relax import Relaxation
-from oper.search.space import used_features
-from oper.search.state import State
+from oper.search.bound.branching import Branching
+from oper.search.bound.certificate import is_for, with_bound
+from oper.search.bound.master import Bound, solve_node
+from oper.search.bound.node import Node
+from oper.search.bound.owner_rows import neighbourhoods
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.explain.infeasible import explain_bound, explain_plan
+from oper.search.heuristic.groups import plan_with_groups
+from oper.search.heuristic.placing import table_plan
+from oper.search.heuristic.search import EFFORTS, Effort, Found, improved, search
+from oper.search.heuristic.state import State
+from oper.search.peers.baselines import replicate_or_partition
+from oper.search.peers.markov import markov_chain, no_plan_found
+from oper.search.problem.constraints import Constraints, check_constraints, violations
+from oper.search.problem.machine import GROUPS
+from oper.search.problem.overlap import overlap_to_json
+from oper.search.problem.space import used_features
+from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -78,17 +79,19 @@ def make_plan(
         topology: the machine; its number of ranks is the plan's world size.
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
-        constraints: what the plan is held to, see `oper.search.constraints`.
+        constraints: what the plan is held to, see `oper.search.problem.constraints`.
         effort: ``"fast"`` or ``"thorough"``.
         time_budget_s: seconds after which the best plan so far is returned; None = the effort's
             number of trials decides, and equal seeds give equal plans.
         target_gap: stop when (step - bound) / bound is at most this.
         seed: of the random choices.
-        allow: what the plan may use, `oper.search.space.FEATURES`; by default what the runtimes
-            execute well on this topology, and host memory where the rows do not fit without it.
+        allow: what the plan may use, names of
+            `oper.search.problem.space.FEATURES`; by default what the runtimes execute well on this
+            topology, and host memory where the rows do not fit without it.
         overlap: dense compute that phases may hide behind, ``{phase: microseconds}``, see
-            `oper.search.overlap`; by default nothing hides.
-        search: ``"relaxation"``, or ``"markov-chain"`` for comparison (see `oper.search.markov`).
+            `oper.search.problem.overlap`; by default nothing hides.
+        search: ``"relaxation"``, or ``"markov-chain"`` for comparison, see
+            `oper.search.peers.markov`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -241,7 +244,7 @@ class _Branch:
     """
 
     def __init__(self, problem: Problem, deadline: float | None) -> None:
-        bound = solve_relaxation(Relaxation(CostModel(problem)), deadline=deadline)
+        bound = solve_node(Node(Relaxation(CostModel(problem))), deadline=deadline)
         self.boxes = Branching(bound)
         self.hosts: Branching | None = None
         self._apart = _load_apart(bound.relaxation)
@@ -314,8 +317,8 @@ class _Branch:
         self.cutoff_us = min(self.cutoff_us, step_us)
         if self.hosts is None:
             model = CostModel(self.bound.relaxation.problem)
-            self.hosts = Branching(solve_relaxation(Relaxation(model, self._apart),
-                                                    deadline=deadline))
+            self.hosts = Branching(solve_node(Node(Relaxation(model, self._apart)),
+                                              deadline=deadline))
         self.hosts.run(max_boxes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                        deadline=deadline)
 
@@ -325,9 +328,9 @@ class _Branch:
             return self.boxes.lowest(number)
         relaxation, out = self.bound.relaxation, []
         for found in self.hosts.lowest(number):
-            relaxation.set_box(found.box)
-            pool = self.bound.pool.under(relaxation, self.bound.prices)
-            out.append(solve_relaxation(relaxation, pool=pool))
+            node = Node(relaxation, found.node.box, found.node.pushes)
+            bound = solve_node(node, pool=self.bound.pool.under(node, self.bound.prices))
+            out.append(self.bound if bound.is_infeasible else bound)
         return out
 
 

@@ -12,9 +12,9 @@ from oper.errors import InvalidInputError, UsageError, fail
 from oper.files import read_json
 from oper.flags import number, text_for, whole
 from oper.plan import OBJECTIVES, Plan
-from oper.search.overlap import overlap_to_json, parse_argument
-from oper.search.problem import Problem, make_problem, with_overlap
-from oper.search.space import EVERYTHING, check_allow, used_features
+from oper.search.problem.overlap import overlap_to_json, parse_argument
+from oper.search.problem.space import EVERYTHING, check_allow, used_features
+from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.stats import AccessStats
 from oper.tables import CODE_BITS, DTYPES, OPTIMIZERS, TableSpec, format_bytes
 from oper.topology import Topology
@@ -60,7 +60,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Make a plan, write it, print what it costs."""
-    from oper.search.explain import as_json, summary
+    from oper.search.explain.summary import as_json, summary
     from oper.search.planner import plan_problem
 
     stats = AccessStats.load(args.stats)
@@ -85,7 +85,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
     """`run_plan` for a latency bound."""
-    from oper.search.latency import LatencyGoal, plan_latency
+    from oper.search.explain.latency import LatencyGoal, plan_latency
 
     if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
         raise UsageError(fail(
@@ -135,8 +135,8 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
 
 def run_explain(args: argparse.Namespace) -> int:
     """Print what a plan costs."""
-    from oper.search import what_if
-    from oper.search.explain import as_json, summary
+    from oper.search.explain import what_if
+    from oper.search.explain.summary import as_json, summary
 
     changes = [what_if.parse_change(text) for text in args.what_if]
     plan, problem = explained(args)
@@ -165,7 +165,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def _print_diff(args: argparse.Namespace, plan: Plan, problem: Problem) -> int:
-    from oper.search import plan_diff
+    from oper.search.explain import diff as plan_diff
 
     found = plan_diff.diff(plan, Plan.load(args.diff), problem)
     if args.json:
@@ -177,8 +177,8 @@ def _print_diff(args: argparse.Namespace, plan: Plan, problem: Problem) -> int:
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
-    from oper.search.certificate import is_for, with_bound
-    from oper.search.cost import evaluate
+    from oper.search.bound.certificate import is_for, with_bound
+    from oper.search.cost.model import evaluate
     from oper.search.planner import space_bound
 
     plan, problem = stated(args, _stats(args))
@@ -242,7 +242,7 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
 
 
 def _topology(args: argparse.Namespace) -> Topology:
-    from oper.search.presets import topology_preset
+    from oper.search.problem.presets import topology_preset
 
     return topology_preset(args.topology, args.world_size)
 
@@ -273,7 +273,7 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
 
 
 def _change(text: str) -> None:
-    from oper.search import what_if
+    from oper.search.explain import what_if
 
     what_if.parse_change(text)
 

@@ -496,7 +496,7 @@ class DeviceTables(ShardedTables):
                 fail("cannot tell what was read", "device", str(self.device),
                      "counting to have begun: it makes every pass wait for the device",
                      "call start_counting() first, or replay the batches with "
-                     "oper.search.simulate"))
+                     "oper.search.replay.simulate"))
         found = self._counters.traffic
         if reset:
             self.start_counting()

@@ -13,8 +13,8 @@ from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload, machine
 from oper.errors import InvalidInputError
 from oper.plan import Plan
-from oper.search.problem import make_problem
-from oper.search.space import EVERYTHING
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import make_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 

@@ -9,8 +9,8 @@ import pytest
 
 from oper.bench import device_model
 from oper.plan import uniform_plan
-from oper.search.presets import topology_preset
-from oper.search.simulate import Bags, Replay
+from oper.search.problem.presets import topology_preset
+from oper.search.replay.simulate import Bags, Replay
 from oper.tables import TableSpec
 
 

@@ -34,7 +34,7 @@ from oper.integration.checkpoint_files import CHECKSUMS, METADATA, CheckpointRea
 from oper.integration.delta_files import put_rows, read_part, write_part
 from oper.integration.weights import Weights
 from oper.plan import Plan, uniform_plan
-from oper.search.constraints import parse_constraints
+from oper.search.problem.constraints import parse_constraints
 from oper.search.verbs import read_constraints
 from oper.serve import wire as serve_wire
 from oper.shmem.desync import Spot

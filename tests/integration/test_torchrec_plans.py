@@ -13,7 +13,7 @@ from torch import nn
 from oper.errors import InvalidInputError, PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.search import evaluate, make_plan, make_problem
-from oper.search.space import EVERYTHING
+from oper.search.problem.space import EVERYTHING
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology

@@ -21,7 +21,7 @@ from oper.report.drift_page import drift_page, drifts
 from oper.report.plan_page import page as plan_page
 from oper.report.stats_page import stats_page
 from oper.search import make_plan, make_problem
-from oper.search.presets import topology_preset
+from oper.search.problem.presets import topology_preset
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 

@@ -19,8 +19,8 @@ from oper.plan import Plan
 from oper.report.plan_page import write_page
 from oper.report.verbs import configure_explain, run_explain
 from oper.search import make_plan, make_problem
+from oper.search.explain.what_if import changed_problem, parse_change
 from oper.search.planner import plan_problem
-from oper.search.what_if import changed_problem, parse_change
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology

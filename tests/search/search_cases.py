@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.problem import Problem, make_problem
-from oper.search.space import EXECUTABLE
+from oper.search.problem.space import EXECUTABLE
+from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology

@@ -9,16 +9,16 @@ import pytest
 
 from oper.bench import plan_workloads
 from oper.search import native
-from oper.search.annealing import Annealing, Packed
-from oper.search.bound import lower_bound
-from oper.search.cost import evaluate
-from oper.search.owner_rows import PUSH
-from oper.search.placing import Placer
+from oper.search.bound.master import lower_bound
+from oper.search.bound.options import PUSH
+from oper.search.cost.model import evaluate
+from oper.search.heuristic.annealing import Annealing, Packed
+from oper.search.heuristic.placing import Placer
+from oper.search.heuristic.recipes import RecipeBook
+from oper.search.heuristic.state import State
 from oper.search.planner import plan_problem
-from oper.search.problem import Problem, make_problem
-from oper.search.recipes import RecipeBook
-from oper.search.space import EVERYTHING
-from oper.search.state import State
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import Problem, make_problem
 from oper.topology import Costs, Topology
 from tests.search.search_cases import gpus, host, problem, tables_and_stats
 

@@ -9,11 +9,11 @@ import pytest
 from search_cases import gpus, problem
 
 from oper.bench import plan as bench_plan, plan_workloads, verbs
-from oper.search.baselines import peers, score_peers
-from oper.search.cost import evaluate
+from oper.search.cost.model import evaluate
+from oper.search.peers.baselines import peers, score_peers
 from oper.search.planner import plan_problem, space_bound
-from oper.search.problem import make_problem
-from oper.search.space import EVERYTHING
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import make_problem
 
 
 @pytest.mark.parametrize("name", sorted(peers()))

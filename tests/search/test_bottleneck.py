@@ -13,10 +13,10 @@ from search_cases import gpus, host, problem, random_plan, tables_and_stats
 from oper.errors import PlanError
 from oper.plan import Plan, uniform_plan
 from oper.search import evaluate, make_plan, make_problem, summary
-from oper.search.bottleneck import bottlenecks, describe
-from oper.search.explain import as_json
-from oper.search.plan_diff import as_text, diff
-from oper.search.space import EVERYTHING
+from oper.search.explain.bottleneck import bottlenecks, describe
+from oper.search.explain.diff import as_text, diff
+from oper.search.explain.summary import as_json
+from oper.search.problem.space import EVERYTHING
 from oper.search.verbs import configure_explain, run_explain
 
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")

@@ -11,13 +11,14 @@ from hypothesis import given, settings, strategies as st
 from search_cases import gpus, host, problem, random_plan
 
 from oper.plan import Piece, Tier
-from oper.search.bound import lower_bound, solve_relaxation
-from oper.search.cost import CostModel, evaluate
-from oper.search.oracle import best_of_candidates, relaxed_by_cvxpy
+from oper.search.bound.master import lower_bound, solve_node
+from oper.search.bound.node import Node
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.heuristic.oracle import best_of_candidates, relaxed_by_cvxpy
+from oper.search.heuristic.state import State
 from oper.search.planner import plan_problem
-from oper.search.relax import Relaxation
-from oper.search.space import EVERYTHING
-from oper.search.state import State
+from oper.search.problem.space import EVERYTHING
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
               "unequal": gpus(4, slow=2), "one": host(1)}
@@ -54,7 +55,7 @@ def test_equals_the_readable_statement(name, objective):
     pytest.importorskip("cvxpy")
     stated = problem(4, 7, TOPOLOGIES[name], objective)
     relaxation = Relaxation(CostModel(stated))
-    found = solve_relaxation(relaxation, tolerance=1e-7)
+    found = solve_node(Node(relaxation), tolerance=1e-7)
     assert found.lower_bound_us == pytest.approx(relaxed_by_cvxpy(relaxation), rel=1e-6)
     assert found.relaxed_us == pytest.approx(found.lower_bound_us, rel=1e-6)
 
@@ -64,7 +65,7 @@ def test_with_push_it_is_at_least_the_chord_relaxation(name):
     pytest.importorskip("cvxpy")
     stated = problem(4, 8, TOPOLOGIES[name], allow=EVERYTHING)
     relaxation = Relaxation(CostModel(stated))
-    found = solve_relaxation(relaxation, tolerance=1e-7)
+    found = solve_node(Node(relaxation), tolerance=1e-7)
     assert found.relaxed_us >= relaxed_by_cvxpy(relaxation) * (1 - 1e-6)
     assert found.relaxed_us >= found.lower_bound_us * (1 - 1e-9)
 
@@ -75,7 +76,7 @@ def test_scarce_memory_binds_the_bound():
     need = sum(t.spec.num_rows * t.spec.row_bytes for t in roomy.tables)
     tight = problem(5, 11, gpus(4, memory_bytes=need * 0.3), "inference")
     relaxation = Relaxation(CostModel(tight))
-    found = solve_relaxation(relaxation, tolerance=1e-7)
+    found = solve_node(Node(relaxation), tolerance=1e-7)
     assert found.overflow == pytest.approx(0, abs=1e-9)
     assert found.lower_bound_us > lower_bound(roomy).lower_bound_us * 1.001
     assert found.lower_bound_us == pytest.approx(relaxed_by_cvxpy(relaxation), rel=1e-6)
@@ -88,19 +89,19 @@ def test_the_certificate_alone_gives_the_bound_and_damage_only_weakens_it():
     rng = np.random.default_rng(0)
     for _ in range(20):
         prices = found.relaxation.normalised(found.prices * rng.uniform(0, 3, found.prices.size))
-        value = found.relaxation.cheapest(prices).value
+        value = found.node.cheapest(prices).value
         # Any prices whatever bound the relaxation from below.
-        assert found.relaxation.bound_at(prices, value) <= found.relaxed_us * (1 + 1e-9)
+        assert found.node.bound_at(prices, value) <= found.relaxed_us * (1 + 1e-9)
 
 
 def test_configurations_claim_the_resources_they_take():
     """A table's value at some prices is the priced sum of its column, for every mode."""
     stated = problem(4, 5, gpus(4), allow=EVERYTHING)
     relaxation = Relaxation(CostModel(stated))
-    rng = np.random.default_rng(2)
+    node, rng = Node(relaxation), np.random.default_rng(2)
     for _ in range(10):
         prices = relaxation.normalised(rng.uniform(0, 1, relaxation.num_rows))
-        columns = relaxation.cheapest(prices)
+        columns = node.cheapest(prices)
         assert columns.resources @ prices == pytest.approx(columns.value, rel=1e-9)
 
 
@@ -108,18 +109,18 @@ def test_configurations_claim_the_resources_they_take():
 def test_only_what_is_cheaper_than_the_known_is_looked_for(topology):
     """And the least cost is as low whether it is known or found."""
     relaxation = Relaxation(CostModel(problem(12, 5, topology, allow=EVERYTHING)))
-    rng = np.random.default_rng(3)
+    node, rng = Node(relaxation), np.random.default_rng(3)
     for _ in range(10):
         prices = relaxation.normalised(rng.uniform(0, 1, relaxation.num_rows))
-        columns = relaxation.cheapest(prices)
+        columns = node.cheapest(prices)
         least = columns.resources @ prices
-        assert columns.cheaper.all()
-        known = relaxation.cheapest(prices, least * (1 - 1e-6))
-        assert not known.cheaper.any() and not known.resources.any()
+        assert None not in columns.configurations
+        known = node.cheapest(prices, least * (1 - 1e-6))
+        assert not any(known.configurations) and not known.resources.any()
         assert (known.value <= least * (1 + 1e-9)).all()
         assert known.value == pytest.approx(columns.value, rel=1e-3)
-        dear = relaxation.cheapest(prices, least * 1.01)
-        assert dear.cheaper.all()
+        dear = node.cheapest(prices, least * 1.01)
+        assert None not in dear.configurations
         assert dear.resources @ prices == pytest.approx(least, rel=1e-3)
 
 

@@ -11,15 +11,17 @@ from search_cases import gpus, host, random_tier, tables_and_stats
 
 from oper.bench import plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound import solve_relaxation
-from oper.search.branching import Branching, _cuts, _largest
-from oper.search.cost import CostModel, evaluate
-from oper.search.pieces import COLUMN_STEP, LOCAL, MIN_COLUMNS, Box, column_widths
+from oper.search.bound.branching import Branching, _largest, _load_cuts
+from oper.search.bound.master import solve_node
+from oper.search.bound.node import PUSHES, STILL, Node
+from oper.search.bound.options import PUSH
+from oper.search.bound.pieces import COLUMN_STEP, LOCAL, MIN_COLUMNS, Box, column_widths
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.tally import UPDATE_BYTES, UPDATE_ROWS, owned_features
 from oper.search.planner import plan_problem, proved
-from oper.search.problem import IDS, Problem, make_problem
-from oper.search.relax import Relaxation
-from oper.search.space import EVERYTHING
-from oper.search.tally import UPDATE_BYTES, UPDATE_ROWS, owned_features
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import IDS, Problem, make_problem
 from oper.topology import Topology
 
 
@@ -48,7 +50,7 @@ def stated(seed: int, name: str, num_tables: int = 4, costs: dict[str, float] | 
 
 
 def branched(problem: Problem, max_boxes: int = 24) -> Branching:
-    boxes = Branching(solve_relaxation(Relaxation(CostModel(problem))))
+    boxes = Branching(solve_node(Node(Relaxation(CostModel(problem)))))
     boxes.run(max_boxes)
     return boxes
 
@@ -109,20 +111,23 @@ def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
 @pytest.mark.parametrize("name", ["gpus", "hosts", "host", "unequal", "mixed"])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("costly", [False, True])
-def test_no_plan_is_below_the_bound_of_its_own_box(seed, name, costly):
-    """The smallest box that holds a plan is the sharpest that must be below it."""
+def test_no_plan_is_below_the_bound_of_its_own_node(seed, name, costly):
+    """The smallest node that holds a plan is the sharpest that must be below it."""
     # Costly: readers of pushed rows do more than their owners, in some phases.
-    costs = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0} if costly else {}
+    costs = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "tier_ns": 3.0,
+             "push_tier_ns": 4.0, "push_bag_ns": 30.0, "table_us": 5.0} if costly else {}
     many = stated(seed, name, costs=costs)
     relaxation = Relaxation(CostModel(many))
     rng = np.random.default_rng(seed)
     for _ in range(6):
         plan = pushing_plan(many, rng)
         largest = largest_loads(relaxation, plan)
+        pushes = np.array([PUSHES if any(x.mode == "push" for p in t.pieces for x in p.tiers)
+                           else STILL for t in plan.tables], np.uint8)
         step_us = evaluate(plan, many).step_us
-        for least in (0.0, 1.0 - 1e-9):
-            relaxation.set_box(Box(largest * least, largest * (1 + 1e-9)))
-            found = solve_relaxation(relaxation)
+        for least, states in product((0.0, 1.0 - 1e-9), (None, pushes)):
+            box = Box(largest * least, largest * (1 + 1e-9))
+            found = solve_node(Node(relaxation, box, states))
             assert found.lower_bound_us <= step_us * (1 + 1e-9)
 
 
@@ -131,7 +136,7 @@ def test_unequal_ranks_of_one_host_have_rows_about_the_owner_of_a_large_piece():
     relaxation = Relaxation(CostModel(problem))
     assert len(relaxation.classes.ranks) == 2
     assert any(group == LOCAL for _, _, group in relaxation.owner_rows)
-    first = solve_relaxation(relaxation)
+    first = solve_node(Node(relaxation))
     assert branched(problem).bound.lower_bound_us > first.lower_bound_us * 1.001
 
 
@@ -139,7 +144,7 @@ def test_branching_raises_the_bound_and_certifies_itself():
     work = plan_workloads.few_tables(0)
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(16),
                            batch_size=work.batch_size, allow=EVERYTHING)
-    first = solve_relaxation(Relaxation(CostModel(problem))).lower_bound_us
+    first = solve_node(Node(Relaxation(CostModel(problem)))).lower_bound_us
     boxes = branched(problem)
     assert boxes.solved > 0
     assert boxes.bound.lower_bound_us > first * 1.2
@@ -150,7 +155,7 @@ def test_more_boxes_never_lower_the_bound_and_few_do_most():
     work = plan_workloads.synthetic(30, 0)
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(64),
                            batch_size=work.batch_size, allow=EVERYTHING)
-    boxes = Branching(solve_relaxation(Relaxation(CostModel(problem))))
+    boxes = Branching(solve_node(Node(Relaxation(CostModel(problem)))))
     found = [boxes.bound.lower_bound_us]
     for _ in range(4):
         boxes.run(12)
@@ -166,15 +171,17 @@ def test_every_cut_leaves_two_smaller_boxes():
     work = plan_workloads.few_tables(0)
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(64), batch_size=4096,
                            allow=EVERYTHING)
-    boxes = Branching(solve_relaxation(Relaxation(CostModel(problem))))
+    boxes = Branching(solve_node(Node(Relaxation(CostModel(problem)))))
     boxes.run(120)
     nodes = boxes.lowest(200)
     assert len(nodes) > 20
-    for node in nodes:
-        for at, (_, (low, high), ratio) in _cuts(node).items():
-            assert low.most[at] == high.least[at] and ratio > 1
-            assert node.box.least[at] < low.most[at] < min(node.box.most[at],
-                                                           _largest(node)[at])
+    for bound in nodes:
+        box = bound.node.box
+        for cut in _load_cuts(bound, np.inf):
+            low, high = (x.box for x in cut.parts)
+            assert low.most[cut.at] == high.least[cut.at] and cut.ratio > 1
+            assert box.least[cut.at] < low.most[cut.at] < min(box.most[cut.at],
+                                                              _largest(bound)[cut.at])
 
 
 def test_a_plan_is_proved_closer_than_planning_had_time_for():
@@ -218,11 +225,11 @@ def test_a_smaller_box_admits_less_and_bounds_higher():
     shape = relaxation.pieces.floor.shape[1:]
     before, masses = 0.0, []
     for limit in (1e9, 300.0, 100.0, 30.0):
-        relaxation.set_box(Box(np.zeros(shape), np.full(shape, limit)))
-        found = solve_relaxation(relaxation).lower_bound_us
+        node = Node(relaxation, Box(np.zeros(shape), np.full(shape, limit)))
+        found = solve_node(node).lower_bound_us
         assert found >= before * (1 - 1e-9)
         before = found
-        masses.append(sum(float(x.mass[0]) for x in (y[0] for y in relaxation.pieces.types)))
+        masses.append(sum(float(x.mass[0]) for x in (y[0] for y in node.fit.types)))
     assert (np.diff(masses) <= 0).all() and masses[-1] < masses[0]
 
 
@@ -231,9 +238,9 @@ def test_pieces_admitted_are_those_that_fit():
     problem = stated(2, "gpus")
     relaxation = Relaxation(CostModel(problem))
     pieces, shape = relaxation.pieces, relaxation.pieces.floor.shape[1:]
-    relaxation.set_box(Box(np.zeros(shape), np.full(shape, 2.0)))
+    fit = pieces.fit(Box(np.zeros(shape), np.full(shape, 2.0)))
     seen = 0
-    for k, types in enumerate(pieces.types):
+    for k, types in enumerate(fit.types):
         for (width, _), mass in zip(pieces.widths[k], types[0].mass.tolist(), strict=True):
             if 0 < mass < 1:
                 seen += 1
@@ -244,42 +251,60 @@ def test_pieces_admitted_are_those_that_fit():
 
 def test_pieces_are_whole():
     """The least cost of a table is that of the cheapest pieces which make up its columns: what is
-    left beside the widest ones is narrower, and pays for an id stream as well."""
+    left beside the widest ones is narrower, and pays for an id stream and a piece as well."""
     work = plan_workloads.few_tables(0)
-    boxes = branched(make_problem(work.tables, work.stats, plan_workloads.machine(8, False),
-                                  batch_size=work.batch_size, allow=EVERYTHING), 60)
+    machine = plan_workloads.machine(8, False)
+    machine = replace(machine, costs=replace(machine.costs, table_us=1.0, tier_ns=1.0,
+                                             push_tier_ns=1.0, push_bag_ns=2.0, push_ns=0.5))
+    boxes = branched(make_problem(work.tables, work.stats, machine, batch_size=work.batch_size,
+                                  allow=EVERYTHING), 60)
     relaxation, more = boxes.bound.relaxation, 0
     pieces = relaxation.pieces
     columns = pieces.columns
     for bound in boxes.lowest(3):
-        relaxation.set_box(bound.box)
-        pieces.columns = columns
-        found, types = relaxation.cheapest(bound.prices).value, pieces.types
-        pieces.columns = np.zeros_like(columns)  # as if there were parts of pieces
-        every = relaxation.cheapest(bound.prices).value
-        assert (found >= every * (1 - 1e-12)).all()
+        node, prices = Node(relaxation, bound.node.box), bound.prices
+        found, types = node.cheapest(prices).value, node.fit.types
         for k in (0, 1):
             dim, number = int(columns[k]), types[k][0].mass.size
+            one, stay = still_costs(node, prices, k)
 
-            def least(*kinds, k=k, types=types, number=number, prices=bound.prices):
-                """Table `k` in pieces of some types."""
-                mine = [[replace(x, mass=x.mass * np.isin(np.arange(number), kinds))
-                         for x in types[k]]]
-                pieces.types = [*types[:k], *mine, *types[k + 1:]]
-                return relaxation.cheapest(prices).value[k]
+            def pushed(kind, k=k, types=types, number=number, prices=prices, box=bound.node.box):
+                """Table `k` in pieces of one type, as if there were parts of pieces."""
+                states = np.zeros(len(relaxation.tables), np.uint8)
+                states[k] = PUSHES
+                part = Node(relaxation, box, states)
+                mine = [replace(x, mass=x.mass * (np.arange(number) == kind)) for x in types[k]]
+                part.fit.types = [*types[:k], mine, *types[k + 1:]]
+                pieces.columns = np.zeros_like(columns)
+                value = part.cheapest(prices).value[k]
+                pieces.columns = columns
+                return value
 
-            by_width = dict.fromkeys(range(COLUMN_STEP, dim + 1, COLUMN_STEP), least())
+            by_width = {}
+            for width in range(COLUMN_STEP, dim + 1, COLUMN_STEP):
+                tiers = stay + dim / width * (relaxation.tiers[k] @ prices)
+                by_width[width] = min(one, tiers) + (dim / width - 1) * (relaxation.piece @ prices)
+            least = by_width[dim]
             for kind, (low, high) in enumerate(pieces.widths[k][:number]):
+                cost = pushed(kind)
+                least = min(least, cost)
                 for width in range(low, high + 1, COLUMN_STEP):
-                    by_width[width] = min(by_width[width], least(kind))
+                    by_width[width] = min(by_width[width], cost)
             whole = [0.0]
             for end in by_width:
                 whole.append(min(whole[(end - w) // COLUMN_STEP] + cost * w / dim
                                  for w, cost in by_width.items() if w <= end))
             assert found[k] == pytest.approx(whole[-1], rel=1e-9)
-            more += found[k] > every[k] * (1 + 1e-4)
-        pieces.types = types
-    assert more >= 3
+            more += found[k] > least * (1 + 1e-4)
+    assert more >= 2
+
+
+def still_costs(node: Node, prices: np.ndarray, k: int) -> tuple[float, float]:
+    """Cost of table `k` in one tier, and in the cheapest tiers without their charge, not pushed."""
+    relaxation = node.relaxation
+    cost = np.einsum("bf,of->bo", relaxation.tables[k].blocks, relaxation.coefficients[k] @ prices)
+    kinds = [n for n, o in enumerate(relaxation.options) if o.kind != PUSH]
+    return cost[:, kinds].sum(axis=0).min(), cost[:, kinds].min(axis=1).sum()
 
 
 def test_widths_cover_the_space():

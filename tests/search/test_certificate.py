@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,20 +13,21 @@ from search_cases import counted, gpus, host, random_plan, tables_and_stats, wit
 
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
-from oper.search.baselines import peers
-from oper.search.certificate import not_certified, outside_space, problem_digest, with_bound
-from oper.search.constraints import violations
-from oper.search.cost import evaluate
-from oper.search.explain import as_json, summary
-from oper.search.pins import impose
-from oper.search.placing import table_plan
+from oper.search.bound.certificate import not_certified, outside_space, problem_digest, with_bound
+from oper.search.cost.model import evaluate
+from oper.search.explain.summary import as_json, summary
+from oper.search.heuristic.placing import table_plan
+from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem, proved, space_bound
-from oper.search.presets import topology_preset
-from oper.search.problem import Problem, with_overlap
-from oper.search.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE
+from oper.search.problem.constraints import violations
+from oper.search.problem.pins import impose
+from oper.search.problem.presets import topology_preset
+from oper.search.problem.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE
+from oper.search.problem.statement import Problem, with_overlap
 from oper.search.verbs import configure_explain, run_explain
 from oper.stats import AccessStats
 from oper.tables import TableSpec
+from oper.topology import Costs
 
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 QUICK = settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate],
@@ -165,6 +166,10 @@ def constrained(draw: st.DrawFn) -> Problem:
         domains = tuple(replace(d, cross_gbps=d.cross_gbps * draw(st.sampled_from([0.1, 1.0, 2.0])))
                         for d in topology.domains)
         topology = replace(topology, domains=domains)
+    if draw(st.booleans()):  # as measured, or anything
+        costs = {f.name: draw(st.sampled_from([0.0, 1.0, 10.0])) for f in fields(Costs)
+                 if f.name not in ("phase_us", "warm_share")}
+        topology = replace(topology, costs=replace(topology.costs, **costs))
     ranks = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
     tables: dict[str, object] = {}
     for s in specs:

@@ -12,8 +12,8 @@ from search_cases import gpus, host, problem, random_plan
 
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.search.cost import KERNEL_WIDTHS, evaluate
-from oper.search.machine import (
+from oper.search.cost.model import KERNEL_WIDTHS, evaluate
+from oper.search.problem.machine import (
     COMPUTE,
     CROSS_IN,
     CROSS_OUT,
@@ -21,8 +21,8 @@ from oper.search.machine import (
     LINK_OUT,
     MEMORY,
 )
-from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL, make_problem
-from oper.search.space import EVERYTHING
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, make_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs

@@ -17,9 +17,9 @@ from oper.errors import (
 )
 from oper.plan import Plan
 from oper.search import evaluate, make_problem, summary, topology_preset
-from oper.search.explain import as_json
+from oper.search.explain.summary import as_json
 from oper.search.planner import plan_problem
-from oper.search.presets import preset_names
+from oper.search.problem.presets import preset_names
 from oper.search.verbs import configure_explain, configure_plan, run_explain, run_plan
 
 

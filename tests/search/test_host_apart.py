@@ -11,23 +11,32 @@ from test_branching import pushing_plan, stated
 
 from oper.bench import plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound import Bound, solve_relaxation
-from oper.search.branching import Branching
-from oper.search.cost import CostModel, evaluate
-from oper.search.machine import GROUPS
-from oper.search.oracle import best_of_candidates
-from oper.search.owner_rows import PUSH, neighbourhoods
+from oper.search.bound.branching import Branching
+from oper.search.bound.master import Bound, solve_node
+from oper.search.bound.node import (
+    ALL_PUSHED,
+    ONE_TIER,
+    TIERS,
+    TIERS_PUSHED,
+    Node,
+    PieceChoice,
+)
+from oper.search.bound.options import PUSH
+from oper.search.bound.owner_rows import neighbourhoods
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.heuristic.oracle import best_of_candidates
 from oper.search.planner import _load_apart, plan_problem, proved
-from oper.search.problem import NUM_FEATURES, Problem, make_problem
-from oper.search.relax import Relaxation
-from oper.search.space import EVERYTHING
+from oper.search.problem.machine import GROUPS
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem
 
 LOADS = [(0, GROUPS.index("cross_in")), (0, GROUPS.index("cross_out")),
          (2, GROUPS.index("cross_in"))]
 
 
 def apart(problem: Problem, load: tuple[int, int] = LOADS[0], max_boxes: int = 24) -> Bound:
-    boxes = Branching(solve_relaxation(Relaxation(CostModel(problem), load)))
+    boxes = Branching(solve_node(Node(Relaxation(CostModel(problem), load))))
     return boxes.run(max_boxes)
 
 
@@ -37,33 +46,39 @@ def test_prices_of_several_classes_are_below_every_set_and_close_to_the_best(see
     """Small tables have few blocks: every set of pushed blocks, by class of its owner, is tried."""
     small = problem(12, seed, topology, allow=frozenset({"striped", "pull", "push", "columns"}))
     relaxation = Relaxation(CostModel(small), LOADS[0] if topology.domains[-1].host else None)
-    push = [o for o, x in enumerate(relaxation.options) if x.kind == PUSH]
-    assert len(push) == 2
+    assert relaxation.pushes.sum() == 2
+    node = Node(relaxation)
     rng, tried = np.random.default_rng(seed), 0
     for _ in range(4):
         prices = relaxation.normalised(rng.uniform(0, 1, relaxation.num_rows) ** 3)
-        columns = relaxation.cheapest(prices)
+        columns = node.cheapest(prices)
         assert (columns.resources @ prices >= columns.value * (1 - 1e-9)).all()
         for k, t in enumerate(relaxation.tables):
             if t.blocks.shape[0] > 6:
                 continue
             tried += 1
-            best = _cheapest(relaxation, k, prices)
+            best = _cheapest(node, k, prices)
             assert columns.value[k] <= best * (1 + 1e-9)
             assert columns.value[k] >= best * (1 - 0.05)
     assert tried
 
 
-def _cheapest(relaxation: Relaxation, k: int, prices: np.ndarray) -> float:
+def _cheapest(node: Node, k: int, prices: np.ndarray) -> float:
+    relaxation = node.relaxation
     blocks = relaxation.tables[k].blocks
-    every = list(product(range(len(relaxation.options)), repeat=len(blocks)))
-    amount = np.zeros((len(every), len(relaxation.options), NUM_FEATURES))
-    for b, choice in enumerate(np.array(every).T):
-        amount[np.arange(len(every)), choice] += blocks[b]
-    kinds = max(x.mass.size for x in relaxation.pieces.types[k])
-    tables = np.full(len(every), k)
-    return min(float((relaxation.resources_at(amount, tables, np.full(len(every), j))
-                      @ prices).min()) for j in range(kinds))
+    found = []
+    for choice in product(range(len(relaxation.options)), repeat=len(blocks)):
+        amount = np.zeros((len(relaxation.options), NUM_FEATURES))
+        for b, o in enumerate(choice):
+            amount[o] += blocks[b]
+        kinds = {relaxation.options[o].kind for o in choice}
+        pushed = PUSH in kinds
+        mode = (ALL_PUSHED if len(kinds) == 1 else TIERS_PUSHED) if pushed else (
+            ONE_TIER if len(kinds) == 1 else TIERS)
+        number = max(x.mass.size for x in node.fit.types[k]) if pushed else 1
+        found += [(PieceChoice(1.0, 1.0, j, mode, np.array(choice), amount),)
+                  for j in range(number)]
+    return float((node.resources(np.full(len(found), k), found) @ prices).min())
 
 
 def loads(problem: Problem) -> list[tuple[int, int]]:
@@ -133,7 +148,7 @@ def test_it_is_far_above_the_plain_bound_where_pieces_are_large_and_certifies_it
     work = plan_workloads.few_tables(0)
     few = make_problem(work.tables, work.stats, plan_workloads.machine(16),
                        batch_size=work.batch_size, allow=EVERYTHING)
-    plain = Branching(solve_relaxation(Relaxation(CostModel(few)))).run(60)
+    plain = Branching(solve_node(Node(Relaxation(CostModel(few))))).run(60)
     found = apart(few, max_boxes=40)
     assert found.lower_bound_us > plain.lower_bound_us * 1.03
     assert found.recompute() >= found.lower_bound_us * (1 - 1e-9)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oper.errors import InvalidInputError, PlanInfeasibleError
-from oper.search.latency import LatencyGoal, plan_latency, simulate_queue
+from oper.search.explain.latency import LatencyGoal, plan_latency, simulate_queue
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Domain, Topology

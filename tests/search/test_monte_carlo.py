@@ -8,8 +8,8 @@ from search_cases import gpus
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import evaluate, make_problem
-from oper.search.machine import CROSS_IN, LINK_IN, LINK_OUT
-from oper.search.problem import IDS, TOUCHED, TOUCHED_ALL
+from oper.search.problem.machine import CROSS_IN, LINK_IN, LINK_OUT
+from oper.search.problem.statement import IDS, TOUCHED, TOUCHED_ALL
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 

@@ -8,14 +8,14 @@ from search_cases import counted, gpus, problem, tables_and_stats
 
 from oper.errors import InvalidInputError, PlanInfeasibleError
 from oper.search import evaluate, make_plan, make_problem
-from oper.search.baselines import peers
-from oper.search.constraints import violations
-from oper.search.explain import replica_share
-from oper.search.markov import markov_chain
-from oper.search.peer_programs import coverage_milp, extraction_lp
+from oper.search.explain.summary import replica_share
+from oper.search.peers.baselines import peers
+from oper.search.peers.markov import markov_chain
+from oper.search.peers.programs import coverage_milp, extraction_lp
 from oper.search.planner import plan_problem
-from oper.search.problem import IDS
-from oper.search.space import EVERYTHING
+from oper.search.problem.constraints import violations
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import IDS
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 

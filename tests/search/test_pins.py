@@ -10,12 +10,12 @@ from search_cases import gpus, tables_and_stats, with_host_memory
 from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError
 from oper.plan import Tier
 from oper.search import evaluate, make_problem
-from oper.search.constraints import TableConstraint, parse_constraints, violations
-from oper.search.cost import CostModel
-from oper.search.pins import impose
+from oper.search.cost.model import CostModel
+from oper.search.cost.tally import HELD
 from oper.search.planner import plan_problem
-from oper.search.space import EVERYTHING, EXECUTABLE
-from oper.search.tally import HELD
+from oper.search.problem.constraints import TableConstraint, parse_constraints, violations
+from oper.search.problem.pins import impose
+from oper.search.problem.space import EVERYTHING, EXECUTABLE
 
 OWNED = {"rows": [3, 40], "place": "owned", "ranks": [2]}
 COLD = {"rows": [60, 100], "place": "striped", "ranks": [0, 1], "memory": "host"}

@@ -15,7 +15,7 @@ from oper.errors import InvalidInputError, PlanInfeasibleError
 from oper.plan import Plan, Tier
 from oper.search import EXECUTABLE, Constraints, TableConstraint, evaluate, make_plan, make_problem
 from oper.search.planner import plan_problem
-from oper.search.space import EVERYTHING
+from oper.search.problem.space import EVERYTHING
 from oper.tables import TableSpec
 
 

@@ -9,7 +9,7 @@ import pytest
 from search_cases import counted, gpus, host, problem, tables_and_stats
 
 from oper.errors import InvalidInputError
-from oper.search.problem import IDS, ROWS, TOUCHED, TOUCHED_ALL, make_problem, make_table
+from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, make_problem, make_table
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 

@@ -9,14 +9,22 @@ import pytest
 
 from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.copies import copy_sets
-from oper.search.cost import evaluate
-from oper.search.evaluation import Phase
-from oper.search.machine import COMPUTE, CROSS_IN, HOST_MEMORY, LINK_IN, LINK_OUT, MEMORY, TERMS
-from oper.search.problem import Problem, make_problem
-from oper.search.realized import RealizedLoad, StepLoad
-from oper.search.simulate import Bags, RankBatch, Replay
-from oper.search.timeline import DENSE, LOOKUPS, Schedule, run
+from oper.search.cost.evaluation import Phase
+from oper.search.cost.model import evaluate
+from oper.search.problem.machine import (
+    COMPUTE,
+    CROSS_IN,
+    HOST_MEMORY,
+    LINK_IN,
+    LINK_OUT,
+    MEMORY,
+    TERMS,
+    copy_sets,
+)
+from oper.search.problem.statement import Problem, make_problem
+from oper.search.replay.realized import RealizedLoad, StepLoad
+from oper.search.replay.simulate import Bags, RankBatch, Replay
+from oper.search.replay.timeline import DENSE, LOOKUPS, Schedule, run
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Topology

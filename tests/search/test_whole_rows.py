@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 
 from oper.plan import Plan
-from oper.search.baselines import peers
+from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem
-from oper.search.problem import Problem, make_problem
-from oper.search.space import EVERYTHING
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import Problem, make_problem
 from oper.tables import OPTIMIZERS
 from tests.search.search_cases import gpus, tables_and_stats
 

@@ -12,7 +12,7 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
-from oper.search.simulate import Replay
+from oper.search.replay.simulate import Replay
 from oper.shmem import pull
 from oper.shmem.numa import Node
 from oper.shmem.optimizers import SGD

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oper.plan import Plan
-from oper.search.simulate import Bags, RankBatch, Replay
+from oper.search.replay.simulate import Bags, RankBatch, Replay
 from oper.shmem.group import ProcessGroup
 from oper.shmem.optimizers import SGD, RowWiseAdagrad
 from oper.traffic import KIND, KINDS, Traffic

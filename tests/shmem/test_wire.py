@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oper.plan import Plan, Tier, uniform_plan
-from oper.search.wire import WireReplay
+from oper.search.replay.wire import WireReplay
 from oper.shmem.optimizers import RowWiseAdagrad
 from oper.traffic import KIND, SENT
 from tests.runtime_support import (

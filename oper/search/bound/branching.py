@@ -1,0 +1,209 @@
+"""Branch and bound: how large the largest piece is, and which tables push rows.
+
+A box of loads limits what else a plan may have: in short phases pieces are small and pay many id
+streams and partial sums; in long ones the phase itself is dear. A table that the relaxed solution
+pushes in part pays only a part of what pushing costs; in its two halves it pays all, or nothing.
+The node with the least bound is parted until the plan that is already known is close enough.
+
+Which load (by phase and group of terms) or table a node is parted at decides how fast the bound
+rises. Several are tried, and the one that lifts both halves most is kept (strong branching,
+Applegate et al. 1995); the halves of a box are cut at the same load until they are slim.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from dataclasses import dataclass, replace
+from itertools import count
+
+import numpy as np
+
+from oper.search.bound.master import Bound, solve_node
+from oper.search.bound.node import ALL_PUSHED, FREE, PUSHES, STILL, Node
+from oper.search.bound.owner_rows import Load
+from oper.search.bound.pieces import NUM_PIECE_GROUPS
+from oper.search.problem.machine import GROUPS
+from oper.search.problem.statement import IDS
+
+_NARROW = 0.0005  # what pieces may exceed their phase by, as a share of the step
+_SLIM = 1.04  # largest over least load, from which a box is cut at the same load again
+_FAR = 8.0  # a box that begins at 0 is cut as if it began at a part of its end
+_STAY = 0.5  # a load is cut again if it is overlooked by this share of the worst one
+_CANDIDATES = 3  # loads, and tables, that are tried where more than a few nodes may be solved
+_FEW = 5
+_IN_PART = 1e-3  # share that a table must push at least, and not push, to be branched at
+_IDLE = 0.05  # weight of a load whose resource has no price
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A way to part a node.
+
+    Attributes:
+        at: a load, or a table.
+        merit: how much of the step the relaxed solution overlooks there, in prices.
+        parts: the boxes and tables that push of both halves.
+        ratio: of the largest piece of the solution to the least of the box; infinite for a table.
+    """
+
+    at: Load | int
+    merit: float
+    parts: tuple[Node, Node]
+    ratio: float
+
+
+class Branching:
+    """Nodes of a tree, the one with the least bound first.
+
+    Attributes:
+        bound: of all plans, from the node that holds the bound down.
+        solved: relaxations solved so far.
+        is_uncut: whether there was nothing to cut, because no load of a piece was overlooked, and
+            no table is pushed in part.
+    """
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound, self.solved, self.is_uncut = bound, 0, False
+        self._order = count()
+        self._heap: list[tuple[float, int, Bound, Load | int | None]] = []
+        relaxation = bound.relaxation
+        if relaxation.tables and relaxation.owner_rows and bound.overflow <= 1e-6:
+            self._heap = [(bound.lower_bound_us, next(self._order), bound, None)]
+
+    def run(self, max_boxes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
+            deadline: float | None = None) -> Bound:
+        """Part nodes until the bound is good enough; returns it.
+
+        Args:
+            max_boxes: relaxations to solve, about.
+            step_us: a step that is already known; only faster plans are bounded.
+            goal_us: stop when the bound has reached this.
+            deadline: `time.monotonic()` value at which to stop.
+        """
+        limit = step_us - self.bound.relaxation.fixed_us
+        end = self.solved + max_boxes
+        num_tried = _CANDIDATES if max_boxes >= _FEW else 1
+        while self._heap and self.solved < end and self._heap[0][0] < min(goal_us, step_us):
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            _, _, node, last = self._heap[0]
+            loads, tables = _load_cuts(node, limit), _table_cuts(node, limit)
+            if not loads and not tables:
+                self.is_uncut = self.solved == 0
+                break
+            tried = loads[:num_tried] + tables[:num_tried]
+            again = next((x for x in loads if x.at == last), None)
+            if again and again.ratio >= _SLIM and again.merit >= _STAY * loads[0].merit:
+                tried = [again]
+            found = [[self._solve(node, part, deadline) for part in x.parts] for x in tried]
+            best = max(range(len(tried)), key=lambda n: _gain(node, found[n]))
+            heapq.heappop(self._heap)
+            for part in found[best]:
+                heapq.heappush(self._heap, (part.lower_bound_us, next(self._order), part,
+                                            tried[best].at))
+        if self._heap:
+            self.bound = self._heap[0][2]
+        return self.bound
+
+    def _solve(self, parent: Bound, part: Node, deadline: float | None) -> Bound:
+        self.solved += 1
+        found = solve_node(part, deadline=deadline, pool=parent.pool.under(part, parent.prices))
+        return replace(found, lower_bound_us=max(found.lower_bound_us, parent.lower_bound_us))
+
+    def lowest(self, number: int) -> list[Bound]:
+        """The bounds of the `number` nodes with the least bounds, least first."""
+        return [x[2] for x in heapq.nsmallest(number, self._heap)
+                if np.isfinite(x[0])] or [self.bound]
+
+
+def _gain(node: Bound, parts: list[Bound]) -> float:
+    """What a cut gains: the product of both gains, so that a part which gains nothing spoils it. By
+    the relaxed solutions, which bounds that were left early come near in smaller boxes."""
+    least = 1e-4 * node.lower_bound_us
+    most = 10 * node.lower_bound_us  # of a part that has no plans
+    return float(np.prod([np.clip(max(x.relaxed_us, x.lower_bound_us) - node.lower_bound_us, least,
+                                  most) for x in parts]))
+
+
+def _table_cuts(node: Bound, limit: float) -> list[Cut]:
+    """Tables that the relaxed solution pushes in part, those first of which the lesser part costs
+    most."""
+    pool, relaxation = node.pool, node.relaxation
+    at = np.flatnonzero(pool.weight > 1e-9)
+    tables = np.array(pool.table, np.int64)[at]
+    pushes = np.array([any(p.mode >= ALL_PUSHED for p in pool.configuration[n]) for n in at], bool)
+    part = np.bincount(tables[pushes], pool.weight[at[pushes]], len(relaxation.tables))
+    lesser = np.minimum(part, 1.0 - part)
+    cost = np.zeros(part.size)
+    prices = np.maximum(node.prices, _IDLE * (relaxation.phase_of >= 0))
+    np.maximum.at(cost, tables, np.array([pool.resources[n] for n in at]) @ prices
+                  if at.size else np.zeros(0))
+    merit = np.where((lesser > _IN_PART) & (node.node.pushes == FREE), lesser * cost, 0.0)
+    out = []
+    for k in np.argsort(-merit, kind="stable")[:_CANDIDATES].tolist():
+        if merit[k] > 0:
+            parts = []
+            for state in (STILL, PUSHES):
+                pushed = node.node.pushes.copy()
+                pushed[k] = state
+                parts.append(Node(relaxation, replace(node.node.box, step=limit), pushed))
+            out.append(Cut(k, float(merit[k]) / node.lower_bound_us, (parts[0], parts[1]), np.inf))
+    return out
+
+
+def _load_cuts(node: Bound, limit: float) -> list[Cut]:
+    """The two halves of a box at each load that the relaxed solution overlooks, by how much of the
+    step it overlooks, largest first; loads whose resource has no price count little."""
+    relaxation, box = node.relaxation, node.node.box
+    largest = _largest(node)
+    total = node.total()
+    times = np.array([max(0.0, float(total[relaxation.phase_of == p].max()))
+                      for p in range(largest.shape[0])])
+    rooms = np.full(largest.shape, np.inf)
+    for row, phase, group in relaxation.owner_rows:
+        # The largest piece for which the row leaves room in the phases that the solution found.
+        room = relaxation.phase_weight[row] @ times - total[row] + box.least[phase, group]
+        rooms[phase, group] = min(rooms[phase, group], room)
+    excess = np.where(np.isfinite(rooms), largest - rooms, 0.0) / max(1e-9, node.lower_bound_us)
+    weight: np.ndarray = np.full(largest.shape, _IDLE)
+    for n, (phase, name, _) in enumerate(relaxation.rows.names):
+        if GROUPS.index(name) < NUM_PIECE_GROUPS:
+            weight[phase, GROUPS.index(name)] += node.prices[n]
+    for row, phase, group in relaxation.owner_rows:
+        weight[phase, group] += node.prices[row]
+    out = []
+    for flat in np.argsort(-excess * weight, axis=None, kind="stable").tolist():
+        at = divmod(flat, excess.shape[1])
+        if excess[at] <= _NARROW:
+            continue
+        low, high = float(box.least[at]), float(largest[at])
+        begin = max(low, float(rooms[at]), high / _FAR)
+        # Both halves are smaller than the box, however narrow it is.
+        cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low),
+                            max(high * 0.98, (low + high) / 2)))
+        most, least = box.most.copy(), box.least.copy()
+        most[at] = least[at] = cut
+        out.append(Cut(at, float(excess[at] * weight[at]), (
+            Node(relaxation, replace(box, most=most, step=limit), node.node.pushes),
+            Node(relaxation, replace(box, least=least, step=limit), node.node.pushes)),
+            high / low if low > 0 else np.inf))
+    return out
+
+
+def _largest(node: Bound) -> np.ndarray:
+    """Largest own load of the pieces that the relaxed solution uses; float64 [num_phases, 5]."""
+    relaxation, pool = node.relaxation, node.pool
+    out = np.zeros(relaxation.pieces.floor.shape[1:])
+    for n in np.flatnonzero(pool.weight > 1e-6).tolist():
+        k = pool.table[n]
+        for piece in pool.configuration[n]:
+            for o in np.flatnonzero(relaxation.pushes & (piece.amount[:, IDS] > 0)).tolist():
+                rank_class = relaxation.options[o].rank_class
+                types = node.node.fit.types[k][rank_class]
+                j = min(piece.kind, types.mass.size - 1)
+                mass = min(float(types.mass[j]),
+                           piece.amount[o, IDS] / relaxation.tables[k].total[IDS])
+                width = relaxation.pieces.widths[k][j][0]
+                out = np.maximum(out, relaxation.pieces.load(k, rank_class, width, mass))
+    return out

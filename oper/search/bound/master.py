@@ -1,0 +1,355 @@
+"""The certified lower bound: a column-generation master over whole-table configurations.
+
+The master chooses for every table a convex combination of configurations so that the sum of the
+phase times is least and memory holds (Dantzig and Wolfe 1960). Its duals price the resources; each
+table answers with its cheapest configuration at these prices (`Node.cheapest`). Whatever the
+solver reports, the bound is recomputed from the prices themselves: prices that are non-negative and
+sum to at most 1 over each phase certify it without reference to the solver's status.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from oper.errors import MissingDependencyError, OperError, fail
+from oper.search.bound.node import Columns, Configuration, Node
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import CostModel
+from oper.search.problem.statement import Problem
+
+_SEVERAL = 4e-4  # tolerance where ranks differ: prices of several classes are known no closer
+_KEPT = 4  # configurations of a table that a part of a node begins with, beside the solution's
+_ELASTIC = 1e3  # price ceiling of memory, in units of the first configurations' step
+
+
+@dataclass(eq=False)
+class Pool:
+    """Configurations found so far.
+
+    Attributes:
+        table: table of each.
+        configuration: each of them.
+        resources: float64 [R], what each asks of the resource rows.
+        weight: float64 [N], share of each in the relaxed solution.
+        basis: where the simplex ended: HiGHS' statuses of the columns that are no configuration,
+            and of the rows; None before.
+        in_basis: whether each was basic then; later ones were not.
+    """
+
+    table: list[int] = field(default_factory=list)
+    configuration: list[Configuration] = field(default_factory=list)
+    resources: list[np.ndarray] = field(default_factory=list)
+    weight: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    known: set[tuple[Any, ...]] = field(default_factory=set)
+    basis: tuple[list[Any], list[Any]] | None = None
+    in_basis: list[bool] = field(default_factory=list)
+
+    def add(self, columns: Columns, wanted: np.ndarray) -> list[int]:
+        """Add the configurations of the tables `wanted` that are new; returns their indices."""
+        new = []
+        for k in wanted.tolist():
+            found = columns.configurations[k]
+            if found is not None and self._note(k, found):
+                new.append(len(self.table))
+                self.table.append(k)
+                self.configuration.append(found)
+                self.resources.append(columns.resources[k])
+        return new
+
+    def _note(self, k: int, found: Configuration) -> bool:
+        """Whether the configuration is new."""
+        key = (k, *(p.key for p in found))
+        is_new = key not in self.known
+        self.known.add(key)
+        return is_new
+
+    def cheapest(self, prices: np.ndarray, num_tables: int) -> np.ndarray:
+        """What each table's cheapest configuration costs at `prices`; float64 [T]."""
+        out = np.full(num_tables, np.inf)
+        np.minimum.at(out, self.table, np.array(self.resources) @ prices)
+        return out
+
+    def under(self, node: Node, prices: np.ndarray) -> Pool:
+        """Of a solved pool, the configurations that another node has as well, with what they then
+        ask: the cheapest few of each table at `prices` (float64 [R]), and those in the relaxed
+        solution."""
+        out = Pool()
+        at = [n for n, (k, x) in enumerate(zip(self.table, self.configuration, strict=True))
+              if node.has(k, x)]
+        if not at:
+            return out
+        tables = np.array(self.table)[at]
+        rows = node.resources(tables, [self.configuration[n] for n in at])
+        order = np.lexsort((rows @ prices, tables))
+        first = np.searchsorted(tables[order], tables[order])  # where the table's begin
+        keep = np.zeros(tables.size, bool)
+        keep[order] = np.arange(tables.size) - first < _KEPT
+        keep |= self.weight[at] > 0
+        for i in np.flatnonzero(keep).tolist():
+            n = at[i]
+            if out._note(self.table[n], self.configuration[n]):
+                out.table.append(self.table[n])
+                out.configuration.append(self.configuration[n])
+                out.resources.append(rows[i])
+                out.in_basis.append(self.in_basis[n])
+        out.basis = self.basis
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A certified lower bound of the modelled step.
+
+    Attributes:
+        lower_bound_us: no plan of the node is faster (0 when nothing was proved).
+        relaxed_us: the relaxation's own optimum as far as it was solved.
+        prices: float64 [R], the certificate.
+        node: the plans that it bounds.
+        pool: configurations and their weights in the relaxed solution.
+        overflow: least excess of the relaxed solution over the memory (0 = it fits).
+        num_rounds: rounds of column generation.
+        is_infeasible: whether prices of memory alone prove that no plan fits (Farkas), or a table
+            has no configuration.
+    """
+
+    lower_bound_us: float
+    relaxed_us: float
+    prices: np.ndarray
+    node: Node
+    pool: Pool
+    overflow: float
+    num_rounds: int
+    is_infeasible: bool = False
+
+    @property
+    def relaxation(self) -> Relaxation:
+        """What the prices belong to."""
+        return self.node.relaxation
+
+    def phase_us(self, phase: int) -> float:
+        """What the relaxed solution puts on a phase."""
+        total = self.total()
+        return max(0.0, float(total[self.relaxation.phase_of == phase].max()))
+
+    def total(self) -> np.ndarray:
+        """What the relaxed solution asks of the resource rows, base included; float64 [R]."""
+        if not self.pool.resources:
+            return self.node.base
+        return self.node.base + self.pool.weight @ np.array(self.pool.resources)
+
+    def recompute(self) -> float:
+        """The bound once more from the certificate alone (microseconds)."""
+        prices = self.relaxation.normalised(self.prices)
+        if not self.relaxation.tables:
+            return self.node.bound_at(prices, np.zeros(0))
+        return self.node.bound_at(prices, self.node.cheapest(prices).value)
+
+
+def lower_bound(problem: Problem, *, tolerance: float = 1e-4, max_rounds: int = 200,
+                deadline: float | None = None) -> Bound:
+    """The certified lower bound of a problem.
+
+    Args:
+        problem: the problem.
+        tolerance: relative distance between relaxation and certificate at which to stop.
+        max_rounds: rounds of column generation.
+        deadline: `time.monotonic()` value after which no further round begins.
+
+    Raises:
+        MissingDependencyError: highspy is not installed.
+    """
+    return solve_node(Node(Relaxation(CostModel(problem))), tolerance, max_rounds, deadline)
+
+
+def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
+               deadline: float | None = None, pool: Pool | None = None) -> Bound:
+    """Column generation on the plans of a node.
+
+    Args:
+        node: the node.
+        tolerance, max_rounds, deadline: see `lower_bound`.
+        pool: configurations to start from.
+    """
+    pool, relaxation = Pool() if pool is None else pool, node.relaxation
+    if not relaxation.tables:
+        over = max(0.0, float(node.base[relaxation.phase_of == -1].max()) - 1.0)
+        step = relaxation.step_us(node.base)
+        prices = _peaks(relaxation, node.base)
+        return Bound(step, step, prices, node, pool, over, 0, over > 1e-6)
+    if not relaxation.alike and relaxation.pushes.any():
+        tolerance = max(tolerance, _SEVERAL)
+    everything = np.arange(len(relaxation.tables))
+    missing = np.setdiff1d(everything, pool.table)
+    for prices in _starting_prices(relaxation) if missing.size else ():
+        columns = node.cheapest(prices)
+        pool.add(columns, missing)
+        if np.isinf(columns.value).any():
+            none = np.zeros(relaxation.num_rows)
+            return Bound(np.inf, np.inf, none, node, pool, np.inf, 0, True)
+    master = _Master(node, pool)
+    best, best_prices, relaxed, over = 0.0, np.zeros(relaxation.num_rows), np.inf, 0.0
+    rounds, solved = 0, None
+    while rounds < max_rounds:
+        rounds += 1
+        solved = master.solve()
+        if solved is None:
+            break
+        relaxed, over, raw = solved
+        prices = relaxation.normalised(raw)
+        columns = node.cheapest(prices, pool.cheapest(prices, everything.size))
+        found = node.bound_at(prices, columns.value)
+        if found > best:
+            best, best_prices = found, prices
+        if relaxed - best <= tolerance * abs(relaxed):
+            break
+        new = pool.add(columns, everything)
+        if not new or (deadline is not None and time.monotonic() > deadline):
+            break
+        master.add(new)
+    master.store_weights()
+    # Rounding of a few thousand additions stays far below this margin.
+    return Bound(best * (1 - 1e-9), relaxed, best_prices, node, pool, over, rounds,
+                 over > 0 and solved is not None and _overflows(node, solved[2]))
+
+
+def _overflows(node: Node, prices: np.ndarray) -> bool:
+    """Whether memory at these prices (float64 [R]) is less than all tables need at least."""
+    memory = np.where(node.relaxation.phase_of == -1, np.maximum(prices, 0.0), 0.0)
+    need = node.cheapest(memory).value.sum() + float(memory @ node.base)
+    return bool(need > float(memory.sum()) * (1 + 1e-9))
+
+
+def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
+    """Price 1 on the largest row of each phase."""
+    prices = np.zeros(relaxation.num_rows)
+    for phase in range(int(relaxation.phase_of.max()) + 1):
+        at = np.flatnonzero(relaxation.phase_of == phase)
+        prices[at[int(total[at].argmax())]] = 1.0
+    return prices
+
+
+def _starting_prices(relaxation: Relaxation) -> list[np.ndarray]:
+    """Prices whose answers give the first columns: each group of terms, all alike, and memory."""
+    out = []
+    memory = relaxation.phase_of == -1
+    even = np.zeros(relaxation.num_rows)
+    even[~memory] = 1.0
+    out.append(relaxation.normalised(even))
+    out.append(np.where(memory, 1e6, 1e-6))
+    for group in sorted({name[1] for name in relaxation.rows.names}):
+        one = np.zeros(relaxation.num_rows)
+        one[:len(relaxation.rows.names)] = [name[1] == group for name in relaxation.rows.names]
+        out.append(relaxation.normalised(one + 1e-6 * ~memory))
+    return out
+
+
+class _Master:
+    """The restricted master LP in HiGHS, solved by dual or primal simplex from the last basis.
+
+    Rows: resource rows `resources x - T_phase <= -base` (memory: `<= 1 - base`), then one convexity
+    row per table. A dear elastic column keeps memory rows feasible, so that a solution always
+    exists; its value tells how much memory is missing.
+    """
+
+    def __init__(self, node: Node, pool: Pool) -> None:
+        highspy = _highspy()
+        self.pool = pool
+        self.relaxation = relaxation = node.relaxation
+        self.highs = highspy.Highs()
+        for name, value in (("output_flag", False), ("solver", "simplex"), ("threads", 1),
+                            ("random_seed", 0), ("simplex_strategy", 4)):
+            if self.highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
+                raise OperError(fail("the LP solver refuses an option", name, value, "accepted",
+                                     "install the release of highspy that this package names"))
+        self.optimal = highspy.HighsModelStatus.kOptimal
+        inf = highspy.kHighsInf
+        phases = int(relaxation.phase_of.max()) + 1
+        memory = np.flatnonzero(relaxation.phase_of == -1)
+        self.num_fixed = phases + 1  # phase times and the elastic column
+        upper = np.where(relaxation.phase_of == -1, 1.0, 0.0) - node.base
+        for value in upper:
+            self.highs.addRow(-inf, float(value), 0, np.zeros(0, np.int32), np.zeros(0))
+        for _ in relaxation.tables:
+            self.highs.addRow(1.0, 1.0, 0, np.zeros(0, np.int32), np.zeros(0))
+        for phase in range(phases):
+            weight = relaxation.phase_weight[:, phase]
+            rows = np.flatnonzero(weight).astype(np.int32)
+            self.highs.addCol(1.0, 0.0, inf, rows.size, rows, -weight[rows])
+        first = node.base + np.sum([pool.resources[0]], axis=0)
+        scale = max(1.0, float(first[relaxation.phase_of >= 0].sum()) * len(relaxation.tables))
+        self.highs.addCol(_ELASTIC * scale, 0.0, inf, memory.size, memory.astype(np.int32),
+                          -np.ones(memory.size))
+        self.columns: list[int] = []
+        self.add(list(range(len(pool.table))))
+        if pool.basis is not None:
+            self._begin_at(*pool.basis)
+
+    def _begin_at(self, fixed: list[Any], rows: list[Any]) -> None:
+        """Begin the simplex where it ended for the plans that these are a part of."""
+        highspy = _highspy()
+        status = highspy.HighsBasisStatus
+        basis = highspy.HighsBasis()
+        known = self.pool.in_basis + [False] * (len(self.pool.table) - len(self.pool.in_basis))
+        basis.col_status = fixed + [status.kBasic if x else status.kLower for x in known]
+        basis.row_status = rows
+        # Columns of it may be gone: HiGHS completes the basis by itself.
+        basis.valid = basis.alien = True
+        self.highs.setBasis(basis)
+
+    def add(self, indices: list[int]) -> None:
+        """Add pool columns to the LP."""
+        if not indices:
+            return
+        # The resources, and a 1 in the convexity row of the column's table.
+        num_rows = self.relaxation.num_rows
+        dense = np.ones((len(indices), num_rows + 1))
+        dense[:, :num_rows] = [self.pool.resources[k] for k in indices]
+        column, row = np.nonzero(dense)
+        value = dense[column, row]
+        row = np.where(row == num_rows, num_rows + np.array(self.pool.table)[indices][column], row)
+        starts = np.searchsorted(column, np.arange(len(indices))).astype(np.int32)
+        zero = np.zeros(len(indices))
+        self.highs.addCols(len(indices), zero, zero, np.full(len(indices), _highspy().kHighsInf),
+                           row.size, starts, row.astype(np.int32), value)
+        self.columns += indices
+
+    def solve(self) -> tuple[float, float, np.ndarray] | None:
+        """Relaxed step (us), memory overflow and raw prices [R]; None when the solver gave up."""
+        self.highs.run()
+        if self.highs.getModelStatus() != self.optimal:
+            # A basis that went numerically wrong is dropped once before giving up.
+            self.highs.clearSolver()
+            self.highs.run()
+            if self.highs.getModelStatus() != self.optimal:
+                return None
+        solution = self.highs.getSolution()
+        values = np.array(solution.col_value)
+        prices = -np.array(solution.row_dual)[:self.relaxation.num_rows]
+        times = float(values[:self.num_fixed - 1].sum())
+        return times + self.relaxation.fixed_us, float(values[self.num_fixed - 1]), prices
+
+    def store_weights(self) -> None:
+        """Write the last primal solution into the pool."""
+        values = np.array(self.highs.getSolution().col_value)[self.num_fixed:]
+        self.pool.weight = np.zeros(len(self.pool.table))
+        self.pool.weight[self.columns[:values.size]] = np.maximum(values, 0.0)
+        basis = self.highs.getBasis()
+        status, basic = list(basis.col_status), _highspy().HighsBasisStatus.kBasic
+        self.pool.basis = status[:self.num_fixed], list(basis.row_status)
+        self.pool.in_basis = [False] * len(self.pool.table)
+        for n, x in zip(self.columns, status[self.num_fixed:], strict=False):
+            self.pool.in_basis[n] = x == basic
+
+
+def _highspy() -> Any:
+    try:
+        import highspy
+    except ImportError:
+        raise MissingDependencyError(
+            fail("the lower bound needs an LP solver", "module", "highspy", "installed",
+                 "pip install highspy")) from None
+    return highspy

@@ -1,0 +1,280 @@
+"""A node of the branch-and-bound tree: part of the plans, and what its tables cost at given prices.
+
+Nodes are values: one holds a box of loads that large pieces may have, and which tables push, and
+nothing of it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+
+from oper.search import native
+from oper.search.bound.options import PUSH
+from oper.search.bound.pieces import COLUMN_STEP, Box
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.tally import PARTIALS
+from oper.search.problem.statement import IDS
+
+#: What a node knows of a table: nothing; that no row of it is pushed; that some row is.
+FREE, STILL, PUSHES = 0, 1, 2
+#: Modes of a piece: one tier, or several, without pushed rows; all rows pushed, or some.
+ONE_TIER, TIERS, ALL_PUSHED, TIERS_PUSHED = 0, 1, 2, 3
+_WHOLE = 1 - 1e-9  # mass of an owner that holds a whole piece
+_CLOSE, _CLOSE_SEVERAL = 5e-5, 3e-4  # how near prices are to the least, with one class and several
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceChoice:
+    """Alike column pieces of a configuration.
+
+    Attributes:
+        share: of the table's columns, all of them together.
+        streams: columns of the table over those of one piece, where no rows are pushed; else the
+            type says it.
+        kind: type of the pushed pieces, an index of `Fit.types`.
+        mode: ONE_TIER, TIERS, ALL_PUSHED or TIERS_PUSHED.
+        choice: int64 [num_blocks of the table], option of each block.
+        amount: float64 [M, 4], features by option of all columns.
+    """
+
+    share: float
+    streams: float
+    kind: int
+    mode: int
+    choice: np.ndarray
+    amount: np.ndarray
+
+    @property
+    def key(self) -> tuple[float, float, int, int, bytes]:
+        """What tells it from others."""
+        return self.share, self.streams, self.kind, self.mode, self.choice.tobytes()
+
+
+Configuration = tuple[PieceChoice, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """The cheapest configuration of every table.
+
+    Attributes:
+        configurations: by table; none where none is cheaper than what was known.
+        resources: float64 [T, R], what each asks of the resource rows, 0 for none.
+        value: float64 [T], a lower bound of each table's cost over all configurations at the prices
+            that produced these; infinite where the node has none.
+    """
+
+    configurations: list[Configuration | None]
+    resources: np.ndarray
+    value: np.ndarray
+
+
+class Node:
+    """Part of the plans of a relaxation.
+
+    Args:
+        relaxation: the relaxation.
+        box: loads that large pieces may have; None: any.
+        pushes: uint8 [T], FREE, STILL or PUSHES; None: all free.
+
+    Attributes:
+        fit: the pushed pieces that it has.
+        base: float64 [R], what every plan of it asks.
+    """
+
+    def __init__(self, relaxation: Relaxation, box: Box | None = None,
+                 pushes: np.ndarray | None = None) -> None:
+        self.relaxation = relaxation
+        self.box = relaxation.pieces.every_plan() if box is None else box
+        self.pushes = (np.zeros(len(relaxation.tables), np.uint8) if pushes is None else pushes)
+        self.fit = relaxation.pieces.fit(self.box)
+        self.base = relaxation.base.copy()
+        for row, phase, group in relaxation.owner_rows:
+            self.base[row] += self.box.least[phase, group]
+
+    # -- the price of tables ----------------------------------------------------------------------
+
+    def cheapest(self, prices: np.ndarray, known: np.ndarray | None = None) -> Columns:
+        """Each table's cheapest configuration at `prices` (float64 [R], per row, >= 0).
+
+        Where `known` (float64 [T]) says what the cheapest known one costs, only cheaper ones are
+        looked for.
+
+        Pieces choose for themselves what is cheapest by column, but have to make up the table's
+        columns: a path through the widths. Blocks of a piece choose for themselves, but for the
+        charge of several tiers, and for partial sums, which are concave in the mass of the pushed
+        blocks between one number of full owners and the next. With one class of owners the best set
+        of pushed blocks of a piece is then a prefix of the blocks ordered by what pushing costs per
+        unit of mass (each tangent of a concave function separates over blocks, and its minimum over
+        fractional sets lies at a vertex), so all prefixes are tried, and the masses at which owners
+        are full. With several classes sets are divided by their mass until a bound of their cost
+        meets that of a real one, or there are many.
+        """
+        r = self.relaxation
+        value = r.coefficients @ prices  # [T, M, 4]
+        cost = np.einsum("bf,bof->bo", r.features, value[r.table_of])
+        cost = np.where(r.allowed[r.table_of], cost, np.inf)
+        still = np.where(r.pushes, np.inf, cost)
+        stay = still.argmin(axis=1)
+        one, one_stay = self._one_tier(still)
+        piece = self._call(prices, cost, still.min(axis=1), one,
+                           np.full(one.size, np.inf) if known is None else known)
+        options = np.flatnonzero(r.pushes)
+        parts: list[list[PieceChoice]] = [[] for _ in r.tables]
+        for slot in range(int(piece["num_parts"].max(initial=0))):
+            chosen, mode = piece["chosen"][slot], piece["mode"][:, slot]
+            choice = np.where((mode == ONE_TIER)[r.table_of], one_stay, stay)
+            pushed = chosen > 0
+            choice[pushed] = options[chosen[pushed] - 1]
+            amount = r.amounts(choice)
+            for k in np.flatnonzero(piece["num_parts"] > slot).tolist():
+                parts[k].append(PieceChoice(
+                    float(piece["share"][k, slot]), float(piece["streams"][k, slot]),
+                    int(piece["kind"][k, slot]), int(mode[k]),
+                    choice[r.starts[k]:r.starts[k + 1]].copy(), amount[k]))
+        found: list[Configuration | None] = [tuple(p) or None for p in parts]
+        resources = np.zeros((len(parts), r.num_rows))
+        at = [k for k, x in enumerate(found) if x is not None]
+        resources[at] = self.resources(np.array(at, np.int64), [x for x in found if x is not None])
+        return Columns(found, resources, piece["value"])
+
+    def _one_tier(self, still: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What each table costs in a single tier that is not pushed (a stripe over several classes
+        is one, and so are replicas with masters in any), and the options of its blocks then;
+        float64 [T], int64 [num_blocks]."""
+        r = self.relaxation
+        best = np.full(len(r.tables), np.inf)
+        choice = np.zeros(len(r.table_of), np.int64)
+        for kind in sorted({o.kind for o in r.options if o.kind != PUSH}):
+            of_kind = [n for n, o in enumerate(r.options) if o.kind == kind]
+            least = still[:, of_kind]
+            total = np.add.reduceat(least.min(axis=1), r.starts[:-1])
+            better = total < best
+            best = np.where(better, total, best)
+            at = better[r.table_of]
+            choice[at] = np.array(of_kind)[least.argmin(axis=1)[at]]
+        return best, choice
+
+    def _call(self, prices: np.ndarray, cost: np.ndarray, stay: np.ndarray, one: np.ndarray,
+              known: np.ndarray) -> dict[str, np.ndarray]:
+        """Prices all tables, see `OperPricing`."""
+        r, pieces = self.relaxation, self.relaxation.pieces
+        options = np.flatnonzero(r.pushes)
+        classes = [r.options[o].rank_class for o in options.tolist()]
+        types = [self.fit.types[k][c] for k in range(len(r.tables)) for c in classes]
+        num_parts = 2 * isqrt(2 * int(pieces.columns.max(initial=0)) // COLUMN_STEP) + 4
+        if not pieces.columns.any():
+            num_parts = 1
+        shape, blocks = (len(r.tables), num_parts), len(r.table_of)
+        given = {
+            "starts": r.starts, "stay": stay, "one": one, "known": known,
+            "go": cost[:, options].T, "ids": r.features[:, IDS], "total_ids": r.total_ids,
+            "more": np.einsum("bf,bmf->mb", r.features,
+                              (r.per_stream[:, options] @ prices)[r.table_of]),
+            "price": r.unit[classes, PARTIALS] @ prices, "own": r.own[options] @ prices,
+            "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
+            "pushes": self.pushes,
+            "first": np.cumsum([0, *(x.mass.size for x in types)]),
+            "streams": np.concatenate([np.zeros(0), *(x.streams for x in types)]),
+            "mass": np.concatenate([np.zeros(0), *(x.mass for x in types)]),
+            "narrowest": np.concatenate([np.zeros(0), *(x.narrow for x in types)]),
+            "columns": pieces.columns}
+        out = {"value": np.zeros(shape[0]), "num_parts": np.zeros(shape[0], np.int64),
+               "kind": np.zeros(shape, np.int64), "mode": np.zeros(shape, np.int64),
+               "share": np.zeros(shape), "streams": np.zeros(shape),
+               "chosen": np.zeros((num_parts, blocks), np.int64)}
+        arrays = {n: np.ascontiguousarray(x) for n, x in given.items()}
+        arrays |= {f"out_{n}": x for n, x in out.items()}
+        native.call("oper_price", native.Pricing, arrays, num_tables=shape[0],
+                    num_options=options.size, num_blocks=blocks, step=COLUMN_STEP,
+                    max_parts=num_parts, piece=float(r.piece @ prices),
+                    close=_CLOSE if r.alike else _CLOSE_SEVERAL, sums=pieces.native_sums)
+        return out
+
+    # -- what configurations ask ------------------------------------------------------------------
+
+    def resources(self, tables: np.ndarray, found: Sequence[Configuration]) -> np.ndarray:
+        """What configurations of some tables (int64 [N]) ask of the resource rows; [N, R]."""
+        r = self.relaxation
+        out = np.zeros((len(found), r.num_rows))
+        if not found:
+            return out
+        of = np.repeat(np.arange(len(found)), [len(x) for x in found])
+        pieces = [p for x in found for p in x]
+        table, kind = tables[of], np.array([p.kind for p in pieces])
+        amount, mode = np.stack([p.amount for p in pieces]), np.array([p.mode for p in pieces])
+        pushed = mode >= ALL_PUSHED
+        streams = np.where(pushed, self.fit.least_streams[self.fit.place(table, kind)],
+                           [p.streams for p in pieces])[:, None]
+        asked = self.resources_at(amount, table, kind) + (streams - 1.0) * r.piece
+        asked += streams * (np.where((mode == TIERS)[:, None], r.tiers[table], 0.0)
+                            + np.where((mode == TIERS_PUSHED)[:, None], r.tiers_pushed[table], 0.0))
+        options = np.flatnonzero(r.pushes)
+        for o in options if pushed.any() else ():
+            each, mass = self.fit.chosen(table, r.options[o].rank_class, kind)
+            # The owner of a whole piece does not ask itself.
+            asks = (mode == TIERS_PUSHED) | ((mode == ALL_PUSHED) & (mass < _WHOLE)
+                                             & (options.size == 1))
+            asked += (asks * each * amount[:, o, IDS])[:, None] * r.own[o]
+        np.add.at(out, of, np.array([p.share for p in pieces])[:, None] * asked)
+        return out
+
+    def has(self, k: int, found: Configuration) -> bool:
+        """Whether the node has a configuration of table `k`: its pieces fit, and it pushes, or
+        does not, as the node says."""
+        r = self.relaxation
+        pushed = [p for p in found if p.mode >= ALL_PUSHED]
+        if self.pushes[k] != FREE and bool(pushed) != (self.pushes[k] == PUSHES):
+            return False
+        table = np.array([k])
+        return all(self.fit.chosen(table, r.options[o].rank_class, np.array([p.kind]))[1][0] > 0
+                   for p in pushed for o in np.flatnonzero(r.pushes & (p.amount[:, IDS] > 0)))
+
+    def kinds(self, amount: np.ndarray, k: int, prices: np.ndarray) -> np.ndarray:
+        """The type of pieces that is cheapest for each placement of table `k`.
+
+        Args:
+            amount: float64 [N, M, 4].
+            k: the table.
+            prices: float64 [R].
+
+        Returns:
+            int64 [N].
+        """
+        r, out = self.relaxation, np.zeros(len(amount), np.int64)
+        if self.fit.is_whole(k):
+            return out
+        for o in np.flatnonzero(r.pushes).tolist():
+            x, unit = self.fit.types[k][r.options[o].rank_class], r.unit[r.options[o].rank_class]
+            for n in np.flatnonzero(amount[:, o, IDS] > 0):
+                share = np.full(x.mass.size, amount[n, o, IDS] / r.total_ids[k])
+                sums = r.pieces.sum_bytes(np.full(x.mass.size, k), share, np.maximum(x.mass, 1e-9))
+                cost = sums * (unit[PARTIALS] @ prices) + (
+                    x.streams - 1.0) * (amount[n, o] @ (r.per_stream[k, o] @ prices))
+                out[n] = int(np.where(x.mass > 0, cost, np.inf).argmin())
+        return out
+
+    def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
+        """As `Relaxation.resources_of`, pieces of the types `kind` (int64 [N]), full owners."""
+        r = self.relaxation
+        streams, owner = np.ones((2, len(tables), len(r.options)))
+        for o in np.flatnonzero(r.pushes).tolist():
+            n = amount[:, o, IDS] > 0
+            streams[n, o], mass = self.fit.chosen(tables[n], r.options[o].rank_class, kind[n])
+            owner[n, o] = np.maximum(mass, 1e-9)
+        return r.resources_of(amount, tables, streams, owner)
+
+    def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:
+        """The lower bound (microseconds) that prices and each table's least cost at them certify.
+
+        Any prices >= 0 whose weighted sum over the rows of a phase is at most 1 are a certificate
+        for the plans of the node: the step is at least the priced sum of its rows, and no
+        configuration costs less than `value`.
+        """
+        memory = self.relaxation.phase_of == -1
+        total = value.sum() + float(prices @ self.base) - float(prices[memory].sum())
+        return float(total) + self.relaxation.fixed_us

@@ -1,0 +1,276 @@
+"""Rows of the relaxation about the owner of the largest pushed piece.
+
+Let y be the largest load that a piece puts on its owner, in some phase and group. The phase takes
+at least y, and at least y beside what the owner does as a reader. An owner reads its own piece,
+too: of its own time, y is what it does more for that piece than a reader, and what else it owns
+costs it the lesser of an owner's and a reader's part. Over links, reading spares what its own host
+owns (itself, on a single host of n = 1): of W ranks, the n of a host own at most what they can send
+in the phase T, so that with d the mean over ranks of what is read,
+`T (1 + n / (W - n)) >= y + d W / (W - n)`. What is read in the forward phase T_f comes back as
+gradients in the phase T_u, which limits what a host owns as well:
+`T_f + n / (W - n) s T_u >= y + d W / (W - n)`, s >= 1 being the largest ratio of a row's bytes to
+its gradient's.
+
+Better still is a relaxation in which the ranks of the host (on a single host: of the memory
+domain) that owns the piece are a class of their own (`Relaxation(apart=...)`): what such a reader
+is spared is then part of the solution, in every phase. Hosts are interchangeable, so it is the
+first, for one load at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from oper.search.bound.options import COPIES, PUSH, Option, row_makers
+from oper.search.bound.pieces import LOCAL, Pieces, group_us, read_pairs, unit_load
+from oper.search.bound.rows import ResourceRows
+from oper.search.cost.model import CostModel
+from oper.search.cost.tally import GRADS, NUM_ROWS, PARTIALS
+from oper.search.problem.machine import (
+    CROSS_IN,
+    CROSS_OUT,
+    GROUPS,
+    LINK_IN,
+    LINK_OUT,
+    Machine,
+)
+from oper.search.problem.statement import NUM_FEATURES, TableProblem
+
+Load = tuple[int, int]  # phase and group of terms
+_Limit = tuple[np.ndarray, float]  # weights of the phases' times, weight of the reader's part
+
+
+def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:
+    """What ranks reach by the same slowest links: hosts, or on a single host memory domains; int64
+    [W], and the links' group of terms towards a rank."""
+    if (machine.host != machine.host[0]).any():
+        return machine.host, "cross_in"
+    return machine.domain, "link_in"
+
+
+def first_neighbourhood(machine: Machine) -> list[int]:
+    """The ranks of the first host; on a single host, of the first memory domain."""
+    of_rank, _ = neighbourhoods(machine)
+    return [int(r) for r in np.flatnonzero(of_rank == of_rank[0])]
+
+
+class _Units(NamedTuple):
+    """What a unit of each tally row costs a rank, by its class; float64 [C, 20, P, 5].
+
+    Attributes:
+        other: when one other rank has it (over links: the mean over all ranks).
+        own: when it has it itself; over links as `other`.
+        every: when all ranks have it.
+    """
+
+    other: np.ndarray
+    own: np.ndarray
+    every: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnerRows:
+    """What is known of the owner of the largest piece; O rows.
+
+    Attributes:
+        loads: phase and group of terms of the load that each is about.
+        phase_of: int64 [O], its phase, -2 where it bounds several together.
+        weight: float64 [O, P], a row is at most the weighted sum of the phases' times.
+        base: float64 [O], what every plan asks.
+        unit: float64 [C, 20, O], what a unit of each tally row, spread over a class, asks.
+        every: float64 [20, O], what a unit of each tally row on every rank asks.
+        coefficients: float64 [T, M, 4, O], what a unit of each feature asks, by option.
+        per_stream: float64 [T, M, 4, O], what every further id stream adds.
+    """
+
+    loads: list[Load]
+    phase_of: np.ndarray
+    weight: np.ndarray
+    base: np.ndarray
+    unit: np.ndarray
+    every: np.ndarray
+    coefficients: np.ndarray
+    per_stream: np.ndarray
+
+
+class OwnerRowMaker:
+    """Makes the rows.
+
+    Links must be alike for all ranks; where their own speeds are not, the owner reads as fast as
+    the fastest.
+
+    Args:
+        rows: the resource rows.
+        pieces: the pushed pieces, with the tables that they are of.
+        options: ways to place a block.
+        apart: the load whose owner's host is apart, see `Relaxation`.
+    """
+
+    def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],
+                 apart: Load | None) -> None:
+        self.rows, self.pieces, self.options, self.apart = rows, pieces, options, apart
+        self.model, self.classes, self.tables = rows.model, rows.classes, pieces.tables
+
+    def make(self) -> OwnerRows:
+        """The rows; none where nothing is pushed, or links differ."""
+        model, pieces = self.model, self.pieces
+        pushes = any(o.kind == PUSH for o in self.options)
+        names: list[Load] = []
+        limits: list[_Limit] = []
+        if model.machine.world_size > 1 and pushes and model.training and (
+                _links_alike(model.machine)):
+            for phase in range(model.phases.index("forward"), len(model.phases)):
+                for group in np.flatnonzero(pieces.unit[:, :, phase].any(axis=(0, 1))).tolist():
+                    found = self._limits(phase, GROUPS[group])
+                    names += [(phase, group)] * len(found)
+                    limits += found
+        if not names:
+            return self._none()
+        apart = self.apart if self.apart in names else None
+        if apart is not None:  # what the reader's part is follows below
+            names.append(apart)
+            limits.append((np.eye(len(model.phases))[apart[0]], 1.0))
+        weights = np.array([x[0] for x in limits])
+        scale = np.array([x[1] for x in limits])
+        at = tuple(np.array(names, np.int64).T)
+        plain = (weights.sum(axis=1) == 1.0) & (weights[np.arange(len(names)), at[0]] == 1.0)
+        units = self._reader_units()
+        unit = np.repeat((scale * np.minimum(units.other, units.own).min(axis=0)[:, at[0], at[1]]
+                          )[None], len(self.classes.ranks), axis=0)
+        read = np.zeros(self.rows.unit.shape[:2])
+        if apart is not None:
+            read = unit[:, :, -1] = self._host_reads(apart)
+        # Loads exceed the phases by the dense compute that hides them, at most.
+        hidden = pieces.hidden.max(axis=0)[:, 0]
+        base = scale * pieces.floor.min(axis=0)[at] - weights @ hidden
+        once, more = self._coefficients(units, at, scale)
+        if apart is not None:
+            for o in range(len(self.options)):
+                self._host_coefficients(o, read, once, more)
+        return OwnerRows(names, np.where(plain, at[0], -2), weights, base, unit,
+                         scale * units.every.min(axis=0)[:, at[0], at[1]], once, more)
+
+    def _none(self) -> OwnerRows:
+        table = np.zeros((len(self.tables), len(self.options), NUM_FEATURES, 0))
+        unit = np.zeros((*self.rows.unit.shape[:2], 0))
+        weight = np.zeros((0, len(self.model.phases)))
+        return OwnerRows([], np.zeros(0, np.int64), weight, np.zeros(0), unit, unit[0], table,
+                         table)
+
+    def _coefficients(self, units: _Units, at: tuple[np.ndarray, ...], scale: np.ndarray
+                      ) -> tuple[np.ndarray, np.ndarray]:
+        shape = (len(self.tables), len(self.options), NUM_FEATURES, scale.size)
+        once, more = np.zeros(shape), np.zeros(shape)
+        for kind in {o.kind for o in self.options}:
+            alike = [o for o, option in enumerate(self.options) if option.kind == kind]
+            for k, t in enumerate(self.tables):
+                dim = t.spec.dim
+                load = self._reader(t, kind, dim, units)
+                once[k, alike] = scale * load.min(axis=(0, 1))[:, at[0], at[1]]
+                if kind == PUSH:
+                    twice = self._reader(t, PUSH, 2 * dim, units)
+                    more[k, alike] = scale * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
+        return once, more
+
+    def _host_reads(self, apart: Load) -> np.ndarray:
+        """What a unit of each tally row, spread over a class, puts on a reader of the first
+        neighbourhood beside what its owner does; float64 [C, 20].
+
+        Through the links between hosts, all ranks of a host read alike: whatever other hosts own.
+        """
+        phase, group = apart
+        pieces, classes = self.pieces, self.classes
+        mine = int(classes.of_rank[0])
+        row = self.rows.names.index((phase, GROUPS[group], mine))
+        out = self.rows.unit[:, :, row].copy()
+        out[mine] -= pieces.unit[mine, :, phase, group] / classes.ranks[mine].size
+        return out
+
+    def _host_coefficients(self, o: int, read: np.ndarray, once: np.ndarray,
+                           more: np.ndarray) -> None:
+        """Fill in the last row of `once` and `more` for option `o`."""
+        model, option = self.model, self.options[o]
+        if option.kind == COPIES:  # asks something of that reader, or nothing
+            return
+        make = row_makers(model)
+        owner = np.eye(NUM_FEATURES)[:, :, None] * self.rows.spread(option.rank_class)
+        for k, t in enumerate(self.tables):
+            found = []
+            for width in (t.spec.dim, 2 * t.spec.dim):
+                by_class = self.rows.by_class(make[option.kind](t, width, owner))
+                found.append(np.einsum("fqc,cq->f", by_class, read))
+            once[k, o, :, -1] = found[0]
+            if option.kind == PUSH:
+                more[k, o, :, -1] = 2 * found[0] - found[1]
+
+    def _limits(self, phase: int, group: str) -> list[_Limit]:
+        """The rows of one phase and group."""
+        machine, num_phases = self.model.machine, len(self.model.phases)
+        world, near = float(machine.world_size), float(machine.num_host[0])
+        one = np.eye(num_phases)[phase]
+        if group == "local":
+            return [(one, 1.0 if self.pieces.beside_reader else 0.0)]
+        if group.startswith("link"):
+            near = 1.0 if near == world else world
+        if near == world:
+            return [(one, 0.0)]
+        ratio, scale = near / (world - near), world / (world - near)
+        out = [(one, 0.0), (one * (1.0 + ratio), scale)]
+        if self.model.phases[phase] == "forward" and group.endswith("in"):
+            most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
+            own = self.pieces.unit[0, :, :, GROUPS.index(group)]
+            sums, rows = (own[q].copy() for q in (PARTIALS, GRADS))
+            sums[phase] = rows[phase] = 0.0
+            if sums.any() and rows.any():
+                # Phases in which an owner receives what it sent; both amounts when it is the same.
+                back = np.maximum(np.eye(num_phases)[int(sums.argmax())],
+                                  most * np.eye(num_phases)[int(rows.argmax())])
+                out.append((one + ratio * back, scale))
+        return out
+
+    def _reader_units(self) -> _Units:
+        model, classes = self.model, self.classes
+        world, first = model.machine.world_size, [int(r[0]) for r in classes.ranks]
+        alone = {o: unit_load(model, o) for o in {0, 1, *first}}  # [20, P, 5, W] each
+        other = np.stack([alone[0][..., 1:].sum(axis=-1) / world] * len(first))
+        own = other.copy()
+        for c, (owner, readers) in enumerate(read_pairs(classes)):
+            other[c, ..., LOCAL] = alone[owner][:, :, LOCAL, readers].min(axis=-1)
+            own[c, ..., LOCAL] = alone[first[c]][:, :, LOCAL, first[c]]
+        every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world))
+        return _Units(other, own, np.moveaxis(group_us(model, every)[..., first], -1, 0))
+
+    def _reader(self, t: TableProblem, kind: str, width: int, units: _Units) -> np.ndarray:
+        """Load of a unit of each feature on a rank that owns nothing, and on one that owns the
+        unit, which differs in its own time alone, by class of the rank; float64 [2, C, 4, P, 5].
+        """
+        model, classes = self.model, self.classes
+        shape = (2, len(classes.ranks), NUM_FEATURES, *units.other.shape[2:])
+        if kind == COPIES:  # a rank with a copy reads no less than one that owns nothing
+            return np.zeros(shape)
+        out = np.empty(shape)
+        for c, (owner, readers) in enumerate(read_pairs(classes)):
+            mine = int(classes.ranks[c][0])
+            rows = {rank: row_makers(model)[kind](t, width, _owned_by(model, rank))
+                    for rank in {owner, mine}}
+            read = rows[owner][..., readers[0]]
+            both = np.einsum("fq,qpg->fpg", read, units.every[c])
+            more = rows[mine][..., mine] - read
+            out[:, c] = [both + np.einsum("fq,qpg->fpg", more, unit[c])
+                         for unit in (units.other, units.own)]
+        return out
+
+
+def _links_alike(machine: Machine) -> bool:
+    links = machine.seconds_per_unit[[LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT]]
+    return all(bool((x == x[..., :1]).all()) for x in (links, machine.num_near, machine.num_host))
+
+
+def _owned_by(model: CostModel, rank: int) -> np.ndarray:
+    """A unit of each feature, one at a time, on a rank; float64 [4, 4, W]."""
+    owner = np.zeros((NUM_FEATURES, NUM_FEATURES, model.machine.world_size))
+    owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), rank] = 1.0
+    return owner

@@ -1,0 +1,303 @@
+"""Pushed pieces: how much of a table one owner may hold when a step may take so long at most.
+
+The mean over ranks spreads a pushed table over all of them for the price of one id stream and one
+partial sum per bag. A plan cannot: an owner receives the ids of every column piece that it holds,
+and sends a partial sum for every bag that meets its rows. What a table pays therefore follows from
+its largest pieces, and those are limited: whoever owns a piece is busy with it for at least its own
+load, so that in a plan of at most T microseconds no piece has a load above T. A column of a table
+whose pieces are `w` wide and hold at most the mass `q` pays `D / w` id streams and at least
+`pb(q) / q` bytes of partial sums per unit of mass, `pb` being concave.
+
+So for any T and any prices a plan takes at least min(T, the priced bound with pieces that fit T).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from oper.search import native
+from oper.search.cost.model import CostModel
+from oper.search.cost.tally import NUM_ROWS, PARTIALS
+from oper.search.problem.machine import GROUPS, RankClasses, by_group
+from oper.search.problem.statement import IDS, TableProblem
+
+MIN_COLUMNS = 8  # pieces of the space are at least so wide: one memory sector of float32
+COLUMN_STEP = 4  # and their edges are multiples of this: one vector load
+NUM_PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
+LOCAL = GROUPS.index("local")  # a rank's own memory and cores
+_RATIO = 1.15  # of the widths that a bound does not tell apart where tables are many
+_FEW = 30  # tables, up to which every width is told apart
+_GRID = 600  # shares at which partial sums are tabulated
+_FIRST = 1e-6
+_ROUNDING = 1e-9  # up to which an owner that has more than full is full
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Box:
+    """Plans by the largest load that any one pushed piece puts on its owner, phase by phase.
+
+    Attributes:
+        least, most: float64 [num_phases, 5], microseconds by phase and group of terms.
+        step: what all phases together take at most, without fixed costs.
+    """
+
+    least: np.ndarray
+    most: np.ndarray
+    step: float = np.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceTypes:
+    """Pieces of one table that fit a limit.
+
+    Attributes:
+        streams: float64 [J], least id streams per column.
+        mass: float64 [J], largest mass of one owner, of the table's whole mass 1 (0: none fits).
+        narrow: float64 [J], columns of the narrowest.
+    """
+
+    streams: np.ndarray
+    mass: np.ndarray
+    narrow: np.ndarray
+
+
+def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int, int]]:
+    """Intervals (narrowest, widest) that cover all widths a piece may have, the whole row first;
+    widths of one interval differ by `ratio` at most."""
+    dim = t.spec.dim
+    if not split:
+        return [(dim, dim)]
+    # Multiples of the step, and what is left of a row beside them.
+    widths = np.array([w for w in range(dim - 1, MIN_COLUMNS - 1, -1)
+                       if w % COLUMN_STEP == 0 or (dim - w) % COLUMN_STEP == 0], np.int64)
+    if not widths.size:
+        return [(dim, dim)]
+    # Intervals that grow with the width, the narrow ones of a single width.
+    level = np.floor(np.log(widths / widths[-1]) / max(np.log(ratio), 1e-9))
+    parts = np.split(widths, np.flatnonzero(np.diff(level)) + 1)
+    return [(dim, dim), *((int(p[-1]), int(p[0])) for p in parts)]
+
+
+def group_us(model: CostModel, tally_rows: np.ndarray) -> np.ndarray:
+    """Microseconds of tally rows (float64 [..., 20, W]) by phase and group; float64
+    [..., num_phases, 5, W]."""
+    loads = model.loads(tally_rows) * model.machine.seconds_per_unit * 1e6
+    return by_group(loads)[..., :NUM_PIECE_GROUPS, :]
+
+
+def unit_load(model: CostModel, rank: int) -> np.ndarray:
+    """Microseconds that a unit of each tally row of one rank costs every rank; float64
+    [20, num_phases, 5, W]."""
+    unit = np.zeros((NUM_ROWS, NUM_ROWS, model.machine.world_size))
+    unit[np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
+    return group_us(model, unit)
+
+
+def own_load(model: CostModel, ranks: list[int]) -> np.ndarray:
+    """Microseconds that a unit of each tally row costs the rank which owns it.
+
+    Args:
+        model: the cost model.
+        ranks: one rank of each class.
+
+    Returns:
+        float64 [C, 20, num_phases, 5].
+    """
+    return np.stack([unit_load(model, rank)[..., rank] for rank in ranks])
+
+
+def read_pairs(classes: RankClasses) -> list[tuple[int, list[int]]]:
+    """An owner, and ranks of each class that read what it owns; two ranks at least."""
+    return [(int(r[0]), r[1:].tolist()) if r.size > 1 else (0 if r[0] else 1, r.tolist())
+            for r in classes.ranks]
+
+
+class Pieces:
+    """Which pushed pieces fit, for every table and class of ranks.
+
+    An owner also reads its own piece, as every rank does. Where a rank's own time (the local group)
+    is counted beside what it does as a reader, the load of a piece is what its owner does more than
+    a reader.
+
+    Args:
+        model: the cost model.
+        tables: the tables that are free to choose.
+        classes: classes of ranks.
+        base_rows: float64 [20, W], what every plan asks.
+        beside_reader: whether own time counts beside a reader's.
+
+    Attributes:
+        floor: float64 [C, num_phases, 5], what every plan puts on a rank, by class.
+        hidden: float64 [C, num_phases, 1], most dense compute that a rank's phase runs beside.
+    """
+
+    def __init__(self, model: CostModel, tables: tuple[TableProblem, ...], classes: RankClasses,
+                 base_rows: np.ndarray, beside_reader: bool) -> None:
+        self.model, self.tables, self.beside_reader = model, tables, beside_reader
+        first = [int(r[0]) for r in classes.ranks]
+        self.unit = own_load(model, first)  # [C, 20, P, 5]
+        #: As `unit`, of a large piece.
+        self.large = self.unit.copy()
+        self._pairs = read_pairs(classes) if beside_reader else []
+        for c, (owner, readers) in enumerate(self._pairs):
+            self.large[c, ..., LOCAL] -= unit_load(model, owner)[:, :, LOCAL, readers].min(axis=-1)
+        base = group_us(model, base_rows)
+        # What every plan puts on the least loaded rank of each class.
+        hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
+        self.floor = np.stack([base[..., r].min(axis=-1) for r in classes.ranks])
+        self.hidden = hidden[:, :, None]  # [C, P, 1]
+        ratio = _RATIO if len(tables) > _FEW else 1.0
+        self.widths = [column_widths(t, model.problem.may_split(t), ratio) for t in tables]
+        self._first = first
+        self.grid = np.geomspace(_FIRST, 1.0, _GRID)
+        #: float64 [T, N], bytes of partial sums by share of a table's mass.
+        self.sums = np.stack([model.partial_bytes(t, t.spec.dim, self.grid * t.total[IDS])
+                              for t in tables]) if tables else np.zeros((0, _GRID))
+        self.native_sums = native.Sums(_GRID, _FIRST, float(self.grid[1] / self.grid[0]),
+                                       self.sums.ctypes.data)
+        #: int64 [T + 1], where each table's types begin; float64 [N], their widths and id streams.
+        sizes = [len(w) for w in self.widths]
+        self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        #: int64 [T], columns of the tables whose pieces are told to be whole, 0 for others.
+        self.columns = np.array([t.spec.dim * (len(w) > 1 and t.spec.dim % COLUMN_STEP == 0
+                                               and len(tables) <= _FEW)
+                                 for t, w in zip(tables, self.widths, strict=True)], np.int64)
+        self.narrow = np.array([w[0] for x in self.widths for w in x], float)
+        self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
+                                 for w in x], float)
+        self._known_ids: dict[tuple[int, int], np.ndarray] = {}
+        self._own = self._own_loads()
+
+    def _own_loads(self) -> np.ndarray:
+        """What all ids of a table cost its owner, as one piece and in the narrowest ones; float64
+        [T, C, 2, G]."""
+        out = np.array([np.stack([self._ids(k, w[n][0]) for n in (0, -1)], axis=1)
+                        for k, w in enumerate(self.widths)])
+        if out.size:  # nothing where the owner does less than a reader, at any width
+            out = np.where(out.min(axis=2, keepdims=True) < 0, 0.0, out)
+        num_loads = self.floor.shape[1] * self.floor.shape[2]
+        return out.reshape(len(self.tables), len(self._first), 2, num_loads)
+
+    def every_plan(self) -> Box:
+        """The box of all plans."""
+        shape = self.floor.shape[1:]
+        return Box(np.zeros(shape), np.full(shape, np.inf))
+
+    def fit(self, box: Box) -> Fit:
+        """The pieces that plans of `box` may have."""
+        shape = (len(self.tables), len(self._first))
+        mass = np.zeros((self.narrow.size, shape[1]))
+        whole = np.zeros(shape, np.uint8)
+        if self.tables:
+            arrays = {"own": self._own, "partial": np.maximum(self.large[:, PARTIALS], 0.0),
+                      "first": self.first,
+                      "narrow": self.narrow, "floor": self.floor - self.hidden, "most": box.most,
+                      "mass": mass, "whole": whole}
+            arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
+            native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
+                        num_loads=self._own.shape[-1], sums=self.native_sums, step=box.step)
+        return Fit(self, mass, whole.astype(bool))
+
+    def sum_bytes(self, tables: np.ndarray, share: np.ndarray, owner: np.ndarray) -> np.ndarray:
+        """Bytes of partial sums that the owners of a share of a table's mass send to each reader at
+        least. Owners are whole: as sums are concave, all but one of them hold as much as they may.
+
+        Args:
+            tables: int64 [N].
+            share: float64 [N], of all lookups of the table.
+            owner: float64 [N], what one owner holds at most.
+
+        Returns:
+            float64 [N].
+        """
+        full = np.floor(share / owner * (1 - _ROUNDING))
+        most, rest = self._one_sum(tables, np.stack([np.minimum(share, owner),
+                                                     share - full * owner]))
+        return np.asarray(full * most + rest)
+
+    def _one_sum(self, tables: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """What one owner of a share (float64 [..., N]) sends, by the tabulated points, from below.
+        """
+        at = np.interp(share, self.grid, np.arange(_GRID))
+        low = np.minimum(at.astype(np.int64), _GRID - 2)
+        left, right = self.sums[tables, low], self.sums[tables, low + 1]
+        inside = left + (at - low) * (right - left)
+        return np.asarray(inside * np.minimum(share / _FIRST, 1.0))
+
+    def _ids(self, k: int, width: int) -> np.ndarray:
+        """What all ids of `width` columns cost their owner at least; float64 [C, num_phases, 5]."""
+        if (k, width) not in self._known_ids:
+            self._known_ids[k, width] = self._make_ids(k, width)
+        return self._known_ids[k, width]
+
+    def _make_ids(self, k: int, width: int) -> np.ndarray:
+        t, classes = self.tables[k], np.arange(len(self._first))
+        world, first = self.model.machine.world_size, np.array(self._first)
+        owner = np.zeros((classes.size, 4, world))
+        owner[classes, IDS, first] = t.total[IDS]
+        rows = self.model.push_rows(t, width, owner)
+        own = rows[classes, :, first]
+        out = np.einsum("cq,cqpg->cpg", own, self.unit)
+        if self.beside_reader:
+            owners, read = [o for o, _ in self._pairs], rows
+            if owners != self._first:  # a class of one rank reads what another one owns
+                other = np.zeros_like(owner)
+                other[classes, IDS, owners] = t.total[IDS]
+                read = self.model.push_rows(t, width, other)
+            more = own - read[classes, :, [r[0] for _, r in self._pairs]]
+            out[..., LOCAL] = np.einsum("cq,cqp->cp", more, self.large[..., LOCAL])
+        return np.asarray(out)
+
+    def load(self, k: int, c: int, width: int, mass: float) -> np.ndarray:
+        """Load of a piece of `width` columns and a share `mass` of table `k`'s lookups on its
+        owner, of class `c`, at least; float64 [num_phases, 5]."""
+        t = self.tables[k]
+        sums = float(self.model.partial_bytes(t, width, np.array(mass * t.total[IDS])))
+        return np.asarray(np.maximum(self._ids(k, width)[c], 0.0) * mass
+                          + sums * np.maximum(self.large[c, PARTIALS], 0.0))
+
+
+class Fit:
+    """The pieces that plans of a box may have; a table that fits a class of ranks as one piece has
+    that one alone.
+
+    Attributes:
+        types: by table and class, types of its pieces.
+        least_streams: float64 [N], id streams of each type in the class where they are least.
+    """
+
+    def __init__(self, pieces: Pieces, mass: np.ndarray, whole: np.ndarray) -> None:
+        self._pieces, self._mass, self._whole, one = pieces, mass, whole, np.ones(1)
+        spans = list(pairwise(pieces.first.tolist()))
+        self.types = [[PieceTypes(one, one, pieces.narrow[a:a + 1]) if whole[k, c] else
+                       PieceTypes(pieces.streams[a:b], mass[a:b, c], pieces.narrow[a:b])
+                       for c in range(whole.shape[1])] for k, (a, b) in enumerate(spans)]
+        any_whole = np.repeat(whole.any(axis=1), np.diff(pieces.first))
+        self.least_streams = np.where(any_whole, 1.0, pieces.streams)
+
+    def is_whole(self, k: int) -> bool:
+        """Whether table `k` fits every class as one piece."""
+        return bool(self._whole[k].all())
+
+    def place(self, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
+        """Place of type `kind` (int64 [N]) of each table in arrays by type; int64 [N]."""
+        first = self._pieces.first
+        return np.asarray(np.minimum(first[tables] + kind, first[tables + 1] - 1))
+
+    def chosen(self, tables: np.ndarray, c: int, kind: np.ndarray
+               ) -> tuple[np.ndarray, np.ndarray]:
+        """Id streams and largest mass of one owner, of the types `kind` of some tables.
+
+        Args:
+            tables, kind: int64 [N].
+            c: class of the owner.
+
+        Returns:
+            float64 [N] each; mass 0 where no such piece fits.
+        """
+        at, whole = self.place(tables, kind), self._whole[tables, c]
+        return (np.where(whole, 1.0, self._pieces.streams[at]),
+                np.where(whole, 1.0, self._mass[at, c]))

@@ -1,0 +1,141 @@
+"""Resource rows: what ranks and memories have little of, as means over classes of equal ranks.
+
+A mean never exceeds a maximum, and the mean over a class of interchangeable ranks depends on a plan
+only through how much each class owns, so whatever holds for the averaged loads of all placements
+holds for every plan. There is
+
+* one row per (phase, class, group of terms that run beside each other), in microseconds; the phase
+  time is at least each of its rows;
+* one per class of memory domains, memory over capacity, at most 1, and the same per class of hosts
+  where rows may lie in host memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oper.search.cost.model import CostModel
+from oper.search.cost.tally import HELD, HOST_HELD, NUM_ROWS, Tally
+from oper.search.problem.machine import GROUPS, RankClasses, by_group, rank_classes
+
+_MAX_HIDDEN_SETS = 4
+
+
+class ResourceRows:
+    """Rows of one problem.
+
+    Args:
+        model: the cost model.
+        apart: sets of ranks that are to be classes of their own.
+
+    Attributes:
+        classes: classes of ranks.
+        uses_host: whether rows may lie in host memory, or pinned ones do.
+        names: (phase, group, class) of each timed row; memory rows follow.
+        phase_of: int64 [R], phase of each row, -1 for memory.
+        unit: float64 [C, 20, R], what a unit of each tally row, spread over a class, asks.
+    """
+
+    def __init__(self, model: CostModel, apart: list[list[int]]) -> None:
+        self.model = model
+        self.classes = _classes(model, apart)
+        self.uses_host = _uses_host(model)
+        num_classes = len(self.classes.ranks)
+        spread = np.stack([self.spread(c) for c in range(num_classes)])  # [C, W]
+        unit = np.zeros((num_classes, NUM_ROWS, NUM_ROWS, spread.shape[1]))
+        for q in range(NUM_ROWS):
+            unit[:, q, q] = spread
+        loads = model.loads(unit) * model.machine.seconds_per_unit * 1e6
+        time = self._class_means(loads)  # [C, 20, phases, groups, classes]
+        if not self.uses_host:
+            time[..., GROUPS.index("host_memory"), :] = 0.0
+        keep = np.argwhere(time.max(axis=(0, 1)) > 0)  # rows that are always zero are left out
+        self.names = [(int(p), GROUPS[g], int(c)) for p, g, c in keep]
+        num_memories = self.classes.num_domain_classes + (
+            self.classes.num_host_classes if self.uses_host else 0)
+        self.phase_of = np.concatenate([keep[:, 0], np.full(num_memories, -1)])
+        self.unit = np.zeros((num_classes, NUM_ROWS, self.phase_of.size))
+        self.unit[:, :, :len(keep)] = time[:, :, keep[:, 0], keep[:, 1], keep[:, 2]]
+        held = np.zeros((num_classes, 2, NUM_ROWS, spread.shape[1]))
+        held[:, 0, HELD] = held[:, 1, HOST_HELD] = spread
+        share = self._memory_share(held)
+        self.unit[:, HELD, len(keep):] = share[:, 0]
+        self.unit[:, HOST_HELD, len(keep):] = share[:, 1]
+
+    @property
+    def first_memory(self) -> int:
+        """The first of the rows of domain classes, which those of host classes follow."""
+        return len(self.names)
+
+    def spread(self, rank_class: int) -> np.ndarray:
+        """One unit dealt evenly over a class (-1: over all ranks); float64 [W]."""
+        member = (self.classes.of_rank == rank_class) | (rank_class < 0)
+        return member / member.sum()
+
+    def of_rows(self, tally_rows: np.ndarray) -> np.ndarray:
+        """What tally rows (float64 [..., 20, W]) ask; float64 [..., R]."""
+        out = self.of_units(self.model.loads(tally_rows))
+        out[..., self.first_memory:] = self._memory_share(tally_rows)
+        return out
+
+    def of_units(self, units: np.ndarray) -> np.ndarray:
+        """What units (float64 [..., phases, 7, W]) ask of the timed rows; float64 [..., R]."""
+        time = self._class_means(units * self.model.machine.seconds_per_unit * 1e6)
+        out = np.zeros((*units.shape[:-3], self.phase_of.size))
+        for k, (phase, group, rank_class) in enumerate(self.names):
+            out[..., k] = time[..., phase, GROUPS.index(group), rank_class]
+        return out
+
+    def of_tally(self, tally: Tally) -> np.ndarray:
+        """What a tally asks, partial replicas included; float64 [R]."""
+        out = self.of_units(self.model.units(tally))
+        out[self.first_memory:] = self._memory_share(tally.rows)
+        return out
+
+    def by_class(self, values: np.ndarray) -> np.ndarray:
+        """[..., W] -> [..., C]: sums over each class."""
+        return np.stack([values[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
+
+    def _class_means(self, loads: np.ndarray) -> np.ndarray:
+        """[..., 7, W] -> [..., 6, C]: groups of terms, mean over each class."""
+        groups = by_group(loads)
+        return np.stack([groups[..., r].mean(axis=-1) for r in self.classes.ranks], axis=-1)
+
+    def _memory_share(self, rows: np.ndarray) -> np.ndarray:
+        """Tally rows [..., 20, W] -> [..., domain classes, then host classes where hosts hold
+        rows]: share of the class's capacity."""
+        machine, classes = self.model.machine, self.classes
+        groups = [(rows[..., HELD, :], classes.of_domain, machine.domain, machine.capacity_bytes)]
+        if self.uses_host:
+            groups.append((rows[..., HOST_HELD, :], classes.of_host, machine.host,
+                           machine.host_capacity_bytes))
+        out = []
+        for held, class_of, of_rank, capacity_bytes in groups:
+            # A machine whose reserve exceeds its memory has no capacity; any need then overflows.
+            capacity = np.maximum(np.bincount(class_of, capacity_bytes), 1e-3)
+            out += [held[..., class_of[of_rank] == k].sum(axis=-1) / capacity[k]
+                    for k in range(capacity.size)]
+        return np.stack(out, axis=-1)
+
+
+def _classes(model: CostModel, apart: list[list[int]]) -> RankClasses:
+    """Ranks that machine and constraints do not tell apart, nor the sets of ranks `apart`."""
+    held = model.problem.constraints.tables.values()
+    sets = [*(c.ranks for c in held if c.ranks is not None),
+            *(tier.ranks for c in held for tier in c.tiers or ())]
+    return rank_classes(model.machine, [*sets, *_equally_hidden(model.hidden), *apart])
+
+
+def _equally_hidden(hidden: np.ndarray) -> list[list[int]]:
+    """Ranks with equal dense compute beside every phase, where there are a few such sets; with
+    many, means over unequal ranks bound more loosely but keep the relaxation small."""
+    sets: dict[tuple[float, ...], list[int]] = {}
+    for rank, column in enumerate(hidden.T.tolist()):
+        sets.setdefault(tuple(column), []).append(rank)
+    return list(sets.values()) if len(sets) <= _MAX_HIDDEN_SETS else []
+
+
+def _uses_host(model: CostModel) -> bool:
+    tiers = [tier for c in model.problem.constraints.tables.values() for tier in c.tiers or ()]
+    return bool(model.machine.host_capacity_bytes.any() and (
+        "host" in model.problem.allow or any(x.memory == "host" for x in tiers)))

@@ -1,0 +1,106 @@
+"""What caches save, in the batch at hand and from one batch to the next.
+
+Inside a batch, a row that is read again comes from cache as far as the table's working set fits.
+From batch to batch, the cache keeps what was used within its characteristic time `T`, in batches:
+a row that the ranks of a domain look up `a` times per batch is missed with probability
+`exp(-a T)`, and `T` is where all rows and buffers that the cache then holds fill it (the
+characteristic-time approximation of least-recently-used caches: Che, Tung and Wang 2002). Buffers
+of a batch (outputs, their gradients, the outbox) are used once per batch. How much of a cache is
+there for it is `Costs.warm_share`; with 0, the default, every batch begins cold.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from oper.search.problem.statement import IDS, ROWS, TOUCHED, Problem, TableProblem
+
+_FLOAT_BYTES = 4
+
+
+class Caching:
+    """Cost of reads relative to memory, by rank."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._domains = problem.topology.domains
+        self._first: dict[str, np.ndarray] = {}
+        domains = self._domains
+        self._ranks = np.array([len(d.ranks) for d in domains], float)
+        self._cache_bytes = np.array([d.cache_bytes for d in domains], float) / self._ranks
+        self._ratio = np.array([min(1.0, d.read_gbps / d.cache_gbps) for d in domains])
+        self._domain_of = np.array(problem.topology.domain_of(), np.int64)
+
+    def relative_cost(self, miss: np.ndarray) -> np.ndarray:
+        """Cost of reads that miss the domains' caches with probability `miss`.
+
+        Args:
+            miss: float64 [num_domains].
+
+        Returns:
+            float64 [W]; 1 = all from memory.
+        """
+        return np.asarray(((1.0 - miss) * self._ratio + miss)[self._domain_of])
+
+    def again(self, t: TableProblem, rows: float) -> np.ndarray:
+        """Reading a row of a batch's working set of `rows` rows again; float64 [W].
+
+        Cache bandwidth for the share of the working set that stays in the rank's part of the cache,
+        memory bandwidth for the rest.
+        """
+        size = max(1.0, rows * t.spec.row_bytes)
+        return self.relative_cost(1.0 - np.minimum(1.0, self._cache_bytes / size))
+
+    def first(self, t: TableProblem) -> np.ndarray:
+        """Reading a batch's distinct rows of a table for the first time; float64 [W]."""
+        if t.spec.name not in self._first:
+            rows, ids = _used(t)
+            touched = t.blocks[t.blocks[:, ROWS] > 0, TOUCHED]
+            window, which = np.unique(self._ranks * self.windows, return_inverse=True)
+            miss = np.exp(-np.outer(window, ids / rows)) @ touched / max(
+                float(touched.sum()), 1e-300)
+            self._first[t.spec.name] = self.relative_cost(miss[which])
+        return self._first[t.spec.name]
+
+    @cached_property
+    def buffers(self) -> np.ndarray:
+        """Reading or writing what is used once per batch; float64 [W]."""
+        return self.relative_cost(np.exp(-self.windows))
+
+    @cached_property
+    def windows(self) -> np.ndarray:
+        """Characteristic time of each domain's cache, in batches; float64 [num_domains]."""
+        share = self.problem.topology.costs.warm_share
+        if share == 0:
+            return np.zeros(len(self._domains))
+        sizes, rates, streamed = [], [], 0.0
+        for t in self.problem.tables:
+            rows, ids = _used(t)
+            sizes.append(rows * t.spec.row_bytes)
+            rates.append(ids / rows)
+            outputs = t.traffic.num_ids if t.spec.pooling == "none" else t.traffic.num_bags
+            streamed += outputs * t.spec.dim * _FLOAT_BYTES
+            if self.problem.training:
+                streamed += (outputs + float(t.total[TOUCHED])) * t.spec.dim * _FLOAT_BYTES
+        size, rate = np.concatenate(sizes), np.concatenate(rates)
+        return np.array([_window(size, rate * len(d.ranks), streamed * len(d.ranks),
+                                 share * d.cache_bytes) for d in self._domains])
+
+
+def _used(t: TableProblem) -> tuple[np.ndarray, np.ndarray]:
+    """Rows, and ids per rank and batch, of the table's blocks; float64 [K] each."""
+    blocks = t.blocks[t.blocks[:, ROWS] > 0]
+    return blocks[:, ROWS], blocks[:, IDS]
+
+
+def _window(size: np.ndarray, rate: np.ndarray, streamed: float, capacity: float) -> float:
+    """The T at which rows of `size` bytes in all, used at `rate` per batch, and buffers fill the
+    cache; bisection in log T."""
+    low, high = 1e-6, 1e9
+    for _ in range(60):
+        middle = float(np.sqrt(low * high))
+        held = float(size @ -np.expm1(-rate * middle)) + min(middle, 1.0) * streamed
+        low, high = (low, middle) if held > capacity else (middle, high)
+    return float(np.sqrt(low * high))

@@ -1,0 +1,98 @@
+"""The modelled step of one plan: phases, their loads on every rank, and the memory it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from oper.search.problem.machine import GROUPS
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """One phase of a step.
+
+    Attributes:
+        name: ``"forward"``, ``"backward"`` or ``"update"``.
+        units: float64 [7, W]: bytes, and nanoseconds of compute, by term and rank.
+        seconds: float64 [7, W].
+        fixed_us: fixed cost.
+        hidden: float64 [W], seconds of declared dense compute that the phase runs beside.
+    """
+
+    name: str
+    units: np.ndarray
+    seconds: np.ndarray
+    fixed_us: float
+    hidden: np.ndarray
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """float64 [6, W]: seconds that run beside each other (`machine.GROUPS`), beyond the dense
+        compute that they hide behind."""
+        busy = np.concatenate([self.seconds[:2].sum(axis=0, keepdims=True), self.seconds[2:]])
+        return np.maximum(busy - self.hidden, 0.0)
+
+    @property
+    def time_us(self) -> float:
+        """Microseconds of the phase: its slowest rank and the fixed cost."""
+        return float(self.groups.max()) * 1e6 + self.fixed_us
+
+    @property
+    def slowest_rank(self) -> int:
+        """The rank that the phase ends with."""
+        return int(self.groups.max(axis=0).argmax())
+
+    @property
+    def binding(self) -> str:
+        """What the slowest rank is busy with."""
+        return GROUPS[int(self.groups[:, self.slowest_rank].argmax())]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The modelled step of one plan.
+
+    Attributes:
+        phases: in order.
+        held_bytes: float64 [W], memory attributed to each rank, buffers included.
+        domain_bytes: float64 [num_domains], memory needed in each domain.
+        capacity_bytes: float64 [num_domains].
+        host_bytes: float64 [num_hosts], host memory needed on each host.
+        host_capacity_bytes: float64 [num_hosts].
+    """
+
+    phases: tuple[Phase, ...]
+    held_bytes: np.ndarray
+    domain_bytes: np.ndarray
+    capacity_bytes: np.ndarray
+    host_bytes: np.ndarray
+    host_capacity_bytes: np.ndarray
+
+    @property
+    def step_us(self) -> float:
+        """Modelled microseconds of a step (of a lookup, for inference)."""
+        return sum(p.time_us for p in self.phases)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every domain, and every host's memory, holds what the plan puts there."""
+        return self.fullest <= 1 + 1e-9
+
+    @property
+    def fullest(self) -> float:
+        """Share of the fullest memory that is taken; above 1 where it does not hold its rows."""
+        return float(self.memory_used().max())
+
+    def memory_used(self) -> np.ndarray:
+        """Shares of their capacity that domains, then hosts, hold; float64 [domains + hosts]."""
+        return np.concatenate([self.domain_bytes / np.maximum(self.capacity_bytes, 1.0),
+                               self.host_bytes / np.maximum(self.host_capacity_bytes, 1.0)])
+
+    @property
+    def imbalance(self) -> float:
+        """max / mean over ranks of the summed phase seconds."""
+        load = sum(p.groups.max(axis=0) for p in self.phases)
+        return float(load.max() / max(load.mean(), 1e-30))

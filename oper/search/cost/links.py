@@ -1,0 +1,70 @@
+"""Who loads which link when owners, readers and holders of copies exchange bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oper.search.problem.machine import (
+    CROSS_IN,
+    CROSS_OUT,
+    HOST_MEMORY,
+    LINK_IN,
+    LINK_OUT,
+    MEMORY,
+    Machine,
+)
+
+
+def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray) -> None:
+    """Every owner sends `amount` (float64 [..., W] bytes) to each rank outside its domain."""
+    out[..., MEMORY, :] += amount * (m.world_size - m.num_near)
+    out[..., LINK_OUT, :] += amount * (m.num_host - m.num_near)
+    out[..., CROSS_OUT, :] += amount * (m.world_size - m.num_host)
+    out[..., LINK_IN, :] += m.elsewhere_on_host(amount)
+    out[..., CROSS_IN, :] += m.other_hosts(amount)
+
+
+def host_sends(m: Machine, out: np.ndarray, amount: np.ndarray) -> None:
+    """Every rank of another host gets `amount[o]` bytes that owner o has in host memory."""
+    out[..., HOST_MEMORY, :] += amount * (m.world_size - m.num_host)
+    out[..., CROSS_OUT, :] += amount * (m.world_size - m.num_host)
+    out[..., CROSS_IN, :] += m.other_hosts(amount)
+
+
+def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray) -> None:
+    """Every rank sends `amount[o]` to each owner o outside its domain, from its own memory."""
+    on_host, afar = m.elsewhere_on_host(amount), m.other_hosts(amount)
+    out[..., MEMORY, :] += on_host + afar
+    out[..., LINK_OUT, :] += on_host
+    out[..., CROSS_OUT, :] += afar
+    out[..., LINK_IN, :] += amount * (m.num_host - m.num_near)
+    out[..., CROSS_IN, :] += amount * (m.world_size - m.num_host)
+
+
+def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
+    """Masters' changed rows (`amount` bytes by master) to all copies; `holds` is 1 where a copy
+    is. A master writes the copies of other domains."""
+    near, host, every = m.domain_sum(holds), m.host_sum(holds), holds.sum()
+    # Ranks that share a memory copy for themselves, from all of its masters: a read, a write.
+    out[..., MEMORY, :] += 2 * m.domain_sum(amount) * holds * (near > 1)
+    out[..., LINK_OUT, :] += amount * (host - near)
+    out[..., CROSS_OUT, :] += amount * (every - host)
+    on_host, afar = m.elsewhere_on_host(amount) * holds, m.other_hosts(amount) * holds
+    out[..., LINK_IN, :] += on_host
+    out[..., CROSS_IN, :] += afar
+    out[..., MEMORY, :] += on_host + afar
+
+
+def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: float) -> None:
+    """Ranks without a copy in their domain read `need` bytes from the nearest copies."""
+    holds = np.isin(np.arange(m.world_size), ranks).astype(float)
+    near, host = m.domain_sum(holds), m.host_sum(holds)
+    from_host = ((near == 0) & (host > 0)).astype(float)
+    from_afar = (host == 0).astype(float)
+    out[LINK_IN] += need * from_host
+    out[CROSS_IN] += need * from_afar
+    sent_host = need * m.host_sum(from_host) / np.maximum(host, 1.0) * holds
+    sent_afar = need * from_afar.sum() / holds.sum() * holds
+    out[LINK_OUT] += sent_host
+    out[CROSS_OUT] += sent_afar
+    out[MEMORY] += sent_host + sent_afar

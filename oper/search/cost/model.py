@@ -1,0 +1,545 @@
+"""The cost model: seconds of every phase on every rank, from bytes and calibrated constants.
+
+A plan is first reduced to a *tally*: for every rank a dozen numbers that add up over tables and are
+linear in the features of the rows that a rank owns, replicates or reads. `loads` turns a tally into
+units (bytes, nanoseconds) per phase, term and rank. Every figure of the package comes through these
+two steps: evaluation of a plan, the columns of the lower bound, and the moves of the search.
+
+Phases of a training step (barriers between them) and who works:
+
+* forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
+  and writes its outputs; the owner of pushed rows pools them for all ranks.
+* backward: every rank reduces bag gradients per distinct row into its outbox, but for pushed rows.
+* update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
+  reduce; they merge and apply the optimizer; a replicated row is
+  updated by the holder of its master copy, which then writes all other copies.
+
+Ranks of one memory domain reach each other's rows as local memory: no link bytes inside a domain.
+Rows in host memory are read in place by the ranks of their host, each over its own link to that
+memory; their owner updates them over its link, and sends them to other hosts.
+A phase takes the slowest rank's max(memory + compute, each direction of each link class, the link
+to host memory), beyond the dense compute that was declared to run beside it (`overlap`; none by
+default), plus a fixed cost. Inference is the forward phase alone, with one replica per memory
+domain.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oper.errors import PlanError, fail
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search.cost.caching import Caching
+from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
+from oper.search.cost.links import (
+    broadcast,
+    host_sends,
+    owner_receives,
+    owner_sends,
+    subset_reads,
+)
+from oper.search.cost.tally import (
+    BACKWARD_BYTES,
+    BACKWARD_IDS,
+    BACKWARD_NS,
+    BROADCAST,
+    FORWARD_BYTES,
+    FORWARD_IDS,
+    FORWARD_NS,
+    GRAD_BYTES,
+    GRADS,
+    HELD,
+    HOST_FORWARD,
+    HOST_HELD,
+    HOST_SENT,
+    HOST_SERVED,
+    HOST_UPDATE,
+    NUM_ROWS,
+    PARTIALS,
+    PUSH_IDS,
+    SERVED,
+    UPDATE_BYTES,
+    UPDATE_NS,
+    UPDATE_ROWS,
+    Tally,
+    owned_features,
+    row_bytes,
+)
+from oper.search.problem.machine import (
+    COMPUTE,
+    HOST_MEMORY,
+    MEMORY,
+    TERMS,
+    add_wire,
+)
+from oper.search.problem.overlap import RESOLVE
+from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
+from oper.traffic import ROW_WISE
+
+PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
+ID_BYTES = 8  # one id on the wire
+SQUARE_BYTES = 4  # of a row's sum of squared gradients over the columns of a piece
+PUSH_PASSES = 3  # over the ids of a table with pushed rows, at their reader, in each direction
+#: Columns of the rows that the host kernels are compiled for; others take a loop over columns.
+KERNEL_WIDTHS = (16, 32, 64, 96, 128)
+#: Passes over such a row: pooling; staging and summing; merging, squares, decay and update.
+ODD_PASSES = (1, 2, 4)
+
+
+class CostModel:
+    """The cost model of one problem; keeps per-table constants."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.machine = problem.machine
+        self.costs = problem.topology.costs
+        #: Tally rows of nanoseconds by pass over the tables, and of the passes that look at ids.
+        self.every_pass = (FORWARD_NS, BACKWARD_NS, UPDATE_NS)[:3 if problem.training else 1]
+        self.passes = self.every_pass[:2]
+        self.training = problem.training
+        self.phases = PHASES[problem.objective]
+        if RESOLVE in problem.overlap and problem.topology.costs.sort_ns > 0:
+            self.phases = (RESOLVE, *self.phases)
+        none = (0.0,) * self.machine.world_size
+        #: float64 [num_phases, W], seconds of dense compute beside each phase.
+        self.hidden = np.array([problem.overlap.get(p, none) for p in self.phases]) * 1e-6
+        self.caching = Caching(problem)
+        self._repeat: dict[tuple[str, bool], np.ndarray] = {}
+        m = self.machine
+        #: float64 [W], nanoseconds per id of a pulled tier; 0 where one domain holds all ranks.
+        self._per_far_id = self.costs.far_ns * (m.num_near < m.world_size)
+
+    # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
+
+    def repeat_cost(self, t: TableProblem, pushed: bool) -> np.ndarray:
+        """Cost of reading a row again, relative to memory; float64 [W]."""
+        key = (t.spec.name, pushed)
+        if key not in self._repeat:
+            rows = float(t.total[TOUCHED_ALL if pushed else TOUCHED])
+            self._repeat[key] = self.caching.again(t, rows)
+        return self._repeat[key]
+
+    def shard_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
+        """Tally rows of a striped or owned tier that is pulled.
+
+        Args:
+            t: the table.
+            width: columns of the piece.
+            owner: float64 [..., 4, W], features that each rank owns.
+
+        Returns:
+            float64 [..., 20, W].
+        """
+        row, grad, state = row_bytes(t, width)
+        out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
+        out[..., SERVED, :] = owner[..., TOUCHED, :] * row
+        out[..., HELD, :] = owner[..., ROWS, :] * row
+        if self.training:
+            out[..., GRADS, :] = owner[..., TOUCHED, :] * grad
+            out[..., HELD, :] += owner[..., ROWS, :] * state
+        total = owner.sum(axis=-1)
+        self._add_reader(out, t, width, total)
+        # Readers in other domains find each of their rows once before they ask for it.
+        out[..., FORWARD_NS, :] += total[..., IDS, None] * self._per_far_id
+        self._add_update(out, t, width, owner)
+        return out
+
+    def replica_rows(self, t: TableProblem, width: int, master: np.ndarray) -> np.ndarray:
+        """Tally rows of a tier replicated on all ranks; `master` as `owner` in `shard_rows`."""
+        row, grad, state = row_bytes(t, width)
+        out = np.zeros((*master.shape[:-2], NUM_ROWS, master.shape[-1]))
+        total = master.sum(axis=-1)
+        out[..., HELD, :] = total[..., ROWS, None] * row
+        if self.training:
+            out[..., GRADS, :] = master[..., TOUCHED, :] * grad
+            out[..., BROADCAST, :] = master[..., TOUCHED_ALL, :] * row
+            out[..., HELD, :] += master[..., ROWS, :] * (row + state)  # masters beside the copies
+            out[..., UPDATE_NS, :] = total[..., TOUCHED_ALL, None] * self.costs.refresh_ns
+        else:
+            out[..., HELD, :] /= self.machine.num_near  # one copy per domain
+        self._add_reader(out, t, width, total)
+        self._add_update(out, t, width, master)
+        return out
+
+    def push_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
+        """Tally rows of a striped or owned tier that is pushed, without its partial sums.
+
+        Partial sums are concave in the mass at an owner; see `partial_bytes`.
+        """
+        row, grad, state = row_bytes(t, width)
+        world = self.machine.world_size
+        again = self.repeat_cost(t, True)
+        out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
+        ids, every = owner[..., IDS, :] * world, owner[..., TOUCHED_ALL, :]
+        mine = owner[..., IDS, :].sum(axis=-1)[..., None]
+        out[..., PUSH_IDS, :] = owner[..., IDS, :] * ID_BYTES
+        first = self.caching.first(t)
+        out[..., FORWARD_BYTES, :] = ((every * first + (ids - every) * again) * row
+                                      + ID_BYTES * (ids + mine))
+        out[..., FORWARD_IDS, :] = ids + mine  # pooled at the owner, resolved at the reader
+        out[..., HELD, :] = owner[..., ROWS, :] * (row + (state if self.training else 0))
+        # A rank that owns all rows of a table reads its own; see `own_requests` for others.
+        asked = mine - owner[..., IDS, :]
+        out[..., FORWARD_NS, :] = asked * self.costs.push_ns + ids * self.odd_ns(t, width, 0)
+        if self.training:
+            # Owners reduce what the readers have left for them: per id, and per row and reader.
+            runs = owner[..., TOUCHED, :] * world
+            out[..., BACKWARD_NS, :] = asked * self.costs.push_ns
+            out[..., UPDATE_BYTES, :] = ids * again * grad
+            out[..., UPDATE_NS, :] = (ids * (self.costs.sort_ns + self.costs.reduce_ns
+                                             + self.odd_ns(t, width, 1))
+                                      + runs * self.costs.run_ns)
+        self._add_update(out, t, width, owner)
+        return out
+
+    def cut_rows(self, t: TableProblem, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
+        """Tally rows that a column piece costs whatever its width is; float64 [..., 20, W].
+
+        Squares that owners of the columns of a row exchange are among them, although a table of
+        one piece pays none: whoever takes them off the cost of columns, over the whole row, has a
+        table of n pieces pay n - 1 times.
+
+        Args:
+            t: the table.
+            once, twice: float64 [..., 20, W], its rows in a piece, and in one of twice the width.
+        """
+        out = 2 * once - twice
+        if self.training and t.spec.optimizer in ROW_WISE and self.problem.may_split(t):
+            out[..., UPDATE_BYTES, :] += SQUARE_BYTES * out[..., UPDATE_ROWS, :]
+        return out
+
+    def host_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
+        """As `shard_rows`, of rows in host memory."""
+        out = self.shard_rows(t, width, owner)
+        self._into_host(out, t, width, owner)
+        self._off_device(out, t, width, owner, False)
+        out[..., HOST_SERVED, :] = owner[..., IDS, :] * row_bytes(t, width)[0]
+        out[..., HOST_SENT, :] = out[..., SERVED, :]
+        out[..., SERVED, :] = 0.0
+        return out
+
+    def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
+        """Tally rows of a tier of a piece of `width` columns, replicas on all ranks, without
+        partial sums; `owner` float64 [..., 4, W]."""
+        in_host = tier.memory == "host"
+        if tier.placement == "replicated":
+            out = self.replica_rows(t, width, owner)
+            if in_host:
+                row, total = row_bytes(t, width)[0], owner.sum(axis=-1)
+                self._into_host(out, t, width, owner)
+                self._off_device(out, t, width, owner, False)
+                out[..., HOST_FORWARD, :] = total[..., IDS, None] * row
+                if self.training:
+                    out[..., HOST_UPDATE, :] += total[..., TOUCHED_ALL, None] * row
+            return out
+        if tier.mode == "pull":
+            return (self.host_rows if in_host else self.shard_rows)(t, width, owner)
+        out = self.push_rows(t, width, owner)
+        if in_host:
+            self._into_host(out, t, width, owner)
+            self._off_device(out, t, width, owner, True)
+            ids = owner[..., IDS, :] * self.machine.world_size
+            out[..., HOST_FORWARD, :] = ids * row_bytes(t, width)[0]
+        return out
+
+    def _into_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
+        """Moves memory held, and what updates read and write of it, to host memory."""
+        row, _, state = row_bytes(t, width)
+        out[..., HOST_HELD, :] = out[..., HELD, :]
+        out[..., HELD, :] = 0.0
+        if self.training:
+            update = owner[..., TOUCHED_ALL, :] * 2 * (row + state)
+            out[..., HOST_UPDATE, :] = update
+            out[..., UPDATE_BYTES, :] = np.maximum(out[..., UPDATE_BYTES, :] - update, 0.0)
+
+    def _off_device(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
+                    pushed: bool) -> None:
+        """Takes the reads of rows off device memory and its caches, which hold no host memory."""
+        if pushed:
+            rows, ids = owner[..., TOUCHED_ALL, :], owner[..., IDS, :] * self.machine.world_size
+        else:
+            rows, ids = (owner[..., f, :].sum(axis=-1)[..., None] for f in (TOUCHED, IDS))
+        again = self.repeat_cost(t, pushed)
+        saved = (rows * self.caching.first(t) + (ids - rows) * again) * row_bytes(t, width)[0]
+        out[..., FORWARD_BYTES, :] = np.maximum(out[..., FORWARD_BYTES, :] - saved, 0.0)
+
+    def own_requests(self, own: np.ndarray, ids: np.ndarray | float) -> np.ndarray:
+        """Nanoseconds in which ranks ask themselves for pushed rows; float64 [W].
+
+        Only the owner of a whole table leaves its own ids out of the exchange. `push_rows`, and so
+        the bound, takes all owners to do so, and stays below.
+
+        Args:
+            own: float64 [W], ids that each rank pushes to itself.
+            ids: all ids of a rank's batch.
+        """
+        return np.where(own >= np.asarray(ids) * (1 - 1e-9), 0.0, own) * self.costs.push_ns
+
+    def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
+        """Bytes of partial sums that an owner of `ids` (float64 [...]) sends to each reader."""
+        if t.spec.pooling == "none":
+            return ids * width * GRAD_BYTES
+        share = ids / max(t.total[IDS], 1e-300)
+        return t.traffic.bags_touching(share) * width * GRAD_BYTES
+
+    def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, total: np.ndarray) -> None:
+        row, grad, _ = row_bytes(t, width)
+        again = self.repeat_cost(t, False)
+        ids, distinct = total[..., IDS, None], total[..., TOUCHED, None]
+        first, buffers = self.caching.first(t), self.caching.buffers
+        out[..., FORWARD_BYTES, :] += (distinct * first + (ids - distinct) * again) * row
+        out[..., FORWARD_IDS, :] += ids
+        out[..., FORWARD_NS, :] += ids * self.odd_ns(t, width, 0)
+        if self.training:
+            # Gradients of a bag are read once from memory (`table_rows`), then from cache per id.
+            per_id = 0.0 if t.spec.pooling == "none" else grad * again
+            out[..., BACKWARD_BYTES, :] += distinct * grad * buffers + ids * per_id
+            out[..., BACKWARD_IDS, :] += ids
+            out[..., BACKWARD_NS, :] += (distinct * self.costs.run_ns
+                                         + ids * self.odd_ns(t, width, 1))
+
+    def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
+        if self.training:
+            row, _, state = row_bytes(t, width)
+            out[..., UPDATE_BYTES, :] += owner[..., TOUCHED_ALL, :] * 2 * (row + state)
+            out[..., UPDATE_ROWS, :] += owner[..., TOUCHED_ALL, :]
+            out[..., UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
+
+    def odd_ns(self, t: TableProblem, width: int, phase: int) -> float:
+        """Nanoseconds per id or row of a table without a kernel of its width.
+
+        Args:
+            t: the table; its own width counts, so that a piece costs in proportion to its columns.
+            width: columns of the piece.
+            phase: 0..2, forward, backward and update.
+        """
+        if t.spec.dim in KERNEL_WIDTHS:
+            return 0.0
+        vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
+        return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
+
+    def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
+        """Tally rows that every plan pays for the table: outputs, bag gradients, outbox memory.
+
+        Args:
+            t: the table.
+            num_outputs: float64 [W], rows of each rank's output (default: as expected).
+        """
+        out = np.zeros((NUM_ROWS, self.machine.world_size))
+        if num_outputs is None:
+            num = t.traffic.num_ids if t.spec.pooling == "none" else t.traffic.num_bags
+            num_outputs = np.full(self.machine.world_size, num)
+        out[FORWARD_BYTES] = num_outputs * t.spec.dim * GRAD_BYTES * self.caching.buffers
+        if self.training:
+            out[BACKWARD_BYTES] = out[FORWARD_BYTES]
+            out[HELD] = min(t.traffic.num_ids, t.spec.num_rows) * t.spec.dim * GRAD_BYTES
+        out[list(self.every_pass)] += self.costs.table_us * 1e3
+        if self.training:
+            out[BACKWARD_NS] += self.costs.sort_table_us * 1e3
+        return out
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def base(self) -> Tally:
+        """What every plan pays, all tables together."""
+        rows = sum((self.table_rows(t) for t in self.problem.tables),
+                   np.zeros((NUM_ROWS, self.machine.world_size)))
+        return Tally(rows, {})
+
+    def tally(self, t: TableProblem, pieces: tuple[Piece, ...], ordered: bool) -> Tally:
+        """Tally of one table's placement, without `table_rows`.
+
+        Args:
+            t: the table.
+            pieces: its column pieces.
+            ordered: whether positions are hotness ranks (else ids).
+        """
+        total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)), {})
+        for piece in pieces:
+            total = total.plus(self.piece_tally(t, piece, ordered))
+        split = len(pieces) > 1 and self.training and t.spec.optimizer in ROW_WISE
+        rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
+        return Tally(rows, total.partial_replicas, total.num_pushed, (len(pieces) - 1) * split)
+
+    def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
+                    bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:
+        """Tally rows of all pieces of a table and what they cost together.
+
+        Args:
+            pieces: its column pieces.
+            rows: float64 [20, W], the sum over pieces.
+            ids: ids per rank and batch, or float64 [W].
+            bags: bags per rank and batch, or float64 [W].
+            exchanges_squares: whether owners of the columns of a row exchange the sum of their
+                squared gradients.
+        """
+        rows = rows.copy()
+        rows[list(self.every_pass)] += (len(pieces) - 1) * self.costs.table_us * 1e3
+        if any(len(p.tiers) > 1 for p in pieces):
+            pushes = any(x.mode == "push" for p in pieces for x in p.tiers)
+            rows[list(self.passes)] += ids * self.tiers_ns(pushes) * len(pieces)
+            if pushes:
+                rows[FORWARD_NS] += bags * self.costs.push_bag_ns * len(pieces)
+        if exchanges_squares:
+            rows[UPDATE_BYTES] += SQUARE_BYTES * rows[UPDATE_ROWS]
+        return rows
+
+    def tiers_ns(self, pushes: bool) -> float:
+        """Per id and pass of a table of several tiers; `pushes`: whether any is pushed. A reader of
+        pushed rows goes through its ids to count them, to write its requests, and to add up."""
+        return PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns
+
+    def piece_tally(self, t: TableProblem, piece: Piece, ordered: bool, alone: bool = True
+                    ) -> Tally:
+        """Tally of the tiers of one column piece.
+
+        Args:
+            t: the table.
+            piece: its columns, and tiers of all or some of its rows.
+            ordered: whether positions are hotness ranks (else they are ids).
+            alone: whether no other rows of the table are pushed; else partial sums and own
+                requests, which are concave in what an owner holds, are left out.
+        """
+        width, world = piece.stop - piece.start, self.machine.world_size
+        rows, num_pushed = np.zeros((NUM_ROWS, world)), 0
+        replicas: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
+        pushed_ids = np.zeros(world)
+        for tier in piece.tiers:
+            if tier.memory == "host" and not self.machine.host_capacity_bytes.any():
+                raise PlanError(fail(f"cannot evaluate a plan of table {t.spec.name!r}", "memory",
+                                     tier.memory, "device, on a topology without host memory",
+                                     "state host_memory_bytes and host_gbps in the topology"))
+            owner = owned_features(t, tier, world, ordered)
+            if tier.mode == "push":
+                num_pushed += 1
+                pushed_ids += owner[IDS]
+            if tier.placement != "replicated" or len(tier.ranks) == world:
+                rows += self.tier_rows(t, width, tier, owner)
+            else:
+                part, need, send = self.subset_rows(t, width, tier, owner)
+                rows += part
+                key = tuple(sorted(tier.ranks))
+                old = replicas.get(key, (0.0, np.zeros(world)))
+                replicas[key] = (old[0] + need, old[1] + send)
+        if num_pushed and alone:
+            # One partial sum per bag and owner, however many tiers the owner holds.
+            rows[PARTIALS] += self.partial_bytes(t, width, pushed_ids)
+            rows[list(self.passes)] += self.own_requests(pushed_ids, float(t.total[IDS]))
+        return Tally(rows, replicas, num_pushed)
+
+    def subset_rows(self, t: TableProblem, width: int, tier: Tier,
+                    owner: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
+        """A tier replicated on some ranks: rows, bytes needed by a reader, broadcast by master."""
+        rows = self.tier_rows(t, width, tier, owner)
+        row, _, state = row_bytes(t, width)
+        send = rows[BROADCAST].copy()
+        rows[BROADCAST] = 0.0
+        holds = np.isin(np.arange(self.machine.world_size), tier.ranks).astype(float)
+        rows[UPDATE_NS] *= holds
+        copies = owner[ROWS].sum() * row * holds
+        held = HOST_HELD if tier.memory == "host" else HELD
+        if self.training:
+            rows[held] = copies + owner[ROWS] * (row + state)
+        else:
+            rows[held] = copies / np.maximum(self.machine.domain_sum(holds), 1.0)
+        return rows, float(owner[TOUCHED].sum() * row), send
+
+    def loads(self, rows: np.ndarray) -> np.ndarray:
+        """Units per phase, term and rank of tally rows.
+
+        Args:
+            rows: float64 [..., 20, W].
+
+        Returns:
+            float64 [..., num_phases, 7, W]: bytes, and nanoseconds of compute.
+        """
+        costs, world = self.costs, float(self.machine.world_size)
+        shape = (*rows.shape[:-2], len(self.phases), len(TERMS), rows.shape[-1])
+        out = np.zeros(shape)
+        first = self.phases.index("forward")
+        forward = out[..., first, :, :]
+        forward[..., MEMORY, :] = rows[..., FORWARD_BYTES, :]
+        forward[..., COMPUTE, :] = (rows[..., FORWARD_IDS, :] * costs.id_ns
+                                    + rows[..., FORWARD_NS, :])
+        owner_sends(self.machine, forward, rows[..., SERVED, :])
+        owner_receives(self.machine, forward, rows[..., PUSH_IDS, :])
+        owner_sends(self.machine, forward, rows[..., PARTIALS, :])
+        forward[..., MEMORY, :] += 2 * rows[..., PARTIALS, :].sum(axis=-1, keepdims=True)
+        # Ranks of a host read its memory themselves, each over its own link.
+        forward[..., HOST_MEMORY, :] = (rows[..., HOST_FORWARD, :]
+                                        + self.machine.host_sum(rows[..., HOST_SERVED, :]))
+        host_sends(self.machine, forward, rows[..., HOST_SENT, :])
+        if self.training:
+            backward, update = out[..., first + 1, :, :], out[..., first + 2, :, :]
+            backward[..., MEMORY, :] = rows[..., BACKWARD_BYTES, :]
+            backward[..., COMPUTE, :] = (rows[..., BACKWARD_IDS, :] * costs.reduce_ns
+                                         + rows[..., BACKWARD_NS, :])
+            # The phase before forward resolves ahead; else backward is the one that sorts.
+            sorts = out[..., 0 if first else 1, :, :]
+            sorts[..., COMPUTE, :] += rows[..., BACKWARD_IDS, :] * costs.sort_ns
+            update[..., MEMORY, :] = rows[..., UPDATE_BYTES, :]
+            update[..., COMPUTE, :] = (rows[..., UPDATE_ROWS, :] * costs.update_ns
+                                       + rows[..., UPDATE_NS, :])
+            update[..., HOST_MEMORY, :] = rows[..., HOST_UPDATE, :]
+            update[..., MEMORY, :] += rows[..., GRADS, :] * self.machine.num_near
+            owner_receives(self.machine, update, rows[..., GRADS, :])
+            # Gradients of the bags that owners pooled.
+            owner_receives(self.machine, update, rows[..., PARTIALS, :])
+            update[..., MEMORY, :] += rows[..., PARTIALS, :] * world
+            broadcast(self.machine, update, rows[..., BROADCAST, :], np.ones(int(world)))
+        add_wire(out, self.machine)
+        return out
+
+    def units(self, tally: Tally) -> np.ndarray:
+        """Units per phase, term and rank of a whole tally; float64 [num_phases, 7, W]."""
+        out = self.loads(tally.rows)
+        more = np.zeros_like(out)
+        for ranks, (need, send) in tally.partial_replicas.items():
+            subset_reads(self.machine, more[self.phases.index("forward")], ranks, need)
+            if self.training:
+                holds = np.isin(np.arange(self.machine.world_size), ranks).astype(float)
+                broadcast(self.machine, more[-1], send, holds)
+        add_wire(more, self.machine)
+        return out + more
+
+    def fixed_us(self, tally: Tally) -> list[float]:
+        """Fixed microseconds of each phase: a call and a barrier, and one barrier more where
+        partial sums or column-wise squared gradients must have arrived."""
+        phase = self.machine.topology.costs.phase_us
+        fixed = [0.0 if p == RESOLVE else phase for p in self.phases]
+        fixed[self.phases.index("forward")] += phase * (tally.num_pushed > 0)
+        if self.training:
+            fixed[-1] += phase * (tally.num_split > 0)
+        return fixed
+
+    def evaluation(self, tally: Tally) -> Evaluation:
+        """The modelled step of a whole plan's tally (`base` included)."""
+        units = self.units(tally)
+        seconds = units * self.machine.seconds_per_unit
+        fixed = self.fixed_us(tally)
+        phases = tuple(Phase(name, units[k], seconds[k], fixed[k], self.hidden[k])
+                       for k, name in enumerate(self.phases))
+        return Evaluation(phases, tally.rows[HELD], self.machine.per_domain(tally.rows[HELD]),
+                          self.machine.capacity_bytes,
+                          self.machine.per_host(tally.rows[HOST_HELD]),
+                          self.machine.host_capacity_bytes)
+
+
+def is_ordered(t: TableProblem, entry: TablePlan) -> bool:
+    """Whether positions of the plan are hotness ranks of the problem."""
+    return t.ids_are_positions or entry.head_ids.size > 0
+
+
+def evaluate(plan: Plan, problem: Problem) -> Evaluation:
+    """The modelled step of `plan`: per phase, rank and term, and the memory it needs.
+
+    Raises:
+        PlanError: the plan is for other tables or another number of ranks.
+    """
+    plan.check_for([t.spec for t in problem.tables], problem.machine.world_size)
+    model = CostModel(problem)
+    total = model.base()
+    for t in problem.tables:
+        entry = plan.table(t.spec.name)
+        total = total.plus(model.tally(t, entry.pieces, is_ordered(t, entry)))
+    return model.evaluation(total)

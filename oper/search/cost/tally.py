@@ -1,0 +1,75 @@
+"""A tally: what tables ask of the ranks, linear in the rows that these own, copy and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.plan import Tier
+from oper.search.problem.statement import TableProblem
+from oper.tables import OPTIMIZERS
+
+GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
+
+# Rows of a tally. Relational: what an owner exchanges with *each* reading rank; rows in host memory
+# are served to ranks of the host (once per id), and sent to those of others (distinct rows).
+SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)
+NUM_RELATIONAL = 7
+# Local: what a rank does by itself, and the bytes it holds.
+(FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS,
+ UPDATE_BYTES, UPDATE_ROWS, HELD) = range(7, 14)
+# The same over the rank's link to host memory.
+HOST_FORWARD, HOST_UPDATE, HOST_HELD = range(14, 17)
+# Nanoseconds of a rank beyond what its ids and rows cost.
+FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(17, 20)
+NUM_ROWS = 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tally:
+    """What tables ask of the ranks; adds up over tables.
+
+    Attributes:
+        rows: float64 [20, W], see the constants above.
+        partial_replicas: for replica sets other than all ranks: bytes that each reader needs of
+            them, and float64 [W] bytes to broadcast by master.
+        num_pushed: pushed tiers. A plan with any pays one barrier more.
+        num_split: column pieces beyond the first, of tables whose optimizer must add up squared
+            gradients over columns. A plan with any pays one barrier more.
+    """
+
+    rows: np.ndarray
+    partial_replicas: dict[tuple[int, ...], tuple[float, np.ndarray]]
+    num_pushed: int = 0
+    num_split: int = 0
+
+    def plus(self, other: Tally, sign: int = 1) -> Tally:
+        """This tally with `other` added (or taken away, `sign=-1`)."""
+        replicas = self.partial_replicas
+        if other.partial_replicas:
+            replicas = dict(replicas)
+            for key, (need, send) in other.partial_replicas.items():
+                old = replicas.get(key, (0.0, np.zeros(self.rows.shape[1])))
+                replicas[key] = (old[0] + sign * need, old[1] + sign * send)
+        return Tally(self.rows + sign * other.rows, replicas,
+                     self.num_pushed + sign * other.num_pushed,
+                     self.num_split + sign * other.num_split)
+
+
+def row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
+    """Bytes of one row of a piece: weights, float32 gradient, optimizer state."""
+    return (t.spec.row_bytes * width / t.spec.dim, width * GRAD_BYTES,
+            OPTIMIZERS[t.spec.optimizer].state_bytes(width))
+
+
+def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) -> np.ndarray:
+    """Features that each rank owns (or holds the master copy) of a tier; float64 [4, W]."""
+    pattern = tier.pattern() if tier.weights or tier.placement == "owned" else list(tier.ranks)
+    shares = t.shares(tier.start, tier.stop, len(pattern), ordered)
+    out = np.zeros((shares.shape[0], world_size))
+    if tier.weights:
+        np.add.at(out.T, np.array(pattern), shares.T)
+    else:
+        out[:, pattern] = shares
+    return out

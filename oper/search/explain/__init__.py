@@ -1,0 +1,1 @@
+"""What a plan says to people: summary, bottleneck, differences, what if, why nothing fits."""

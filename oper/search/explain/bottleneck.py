@@ -1,0 +1,140 @@
+"""What bounds a plan: the tiers that load its slowest rank, and what moving each would save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from oper.plan import Plan, TablePlan, Tier
+from oper.search.cost.model import CostModel, Evaluation, Phase, is_ordered
+from oper.search.cost.tally import Tally
+from oper.search.problem.machine import GROUPS, by_group
+from oper.search.problem.statement import Problem, TableProblem
+
+_TARGETS = 4  # ranks that are tried as the new owner
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """A tier on the slowest rank of the longest phase.
+
+    Attributes:
+        table: the table.
+        columns, rows: what the tier covers.
+        tier: how it is placed now, see `describe`.
+        load_us: what it adds there to the resource that binds, microseconds.
+        is_cut: whether the table is split by columns.
+        move: the placement of the tier that would save most, or "" where none saves anything.
+        saves_us: what that saves of the whole step, microseconds.
+    """
+
+    table: str
+    columns: tuple[int, int]
+    rows: tuple[int, int]
+    tier: str
+    load_us: float
+    is_cut: bool
+    move: str
+    saves_us: float
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able values."""
+        return asdict(self)
+
+
+def describe(tier: Tier) -> str:
+    """A placement in split / broadcast / partial notation, with its ranks: ``"S@3"``, ``"Bx8"``."""
+    ranks = f"@{tier.ranks[0]}" if len(tier.ranks) == 1 else f"x{len(tier.ranks)}"
+    return tier.notation() + ranks + ("" if tier.memory == "device" else " host memory")
+
+
+def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck]:
+    """The `count` tiers that load the slowest rank of the longest phase most, heaviest first.
+
+    Raises:
+        PlanError: the plan is for other tables or another number of ranks.
+    """
+    plan.check_for([t.spec for t in problem.tables], problem.machine.world_size)
+    model, tallies = CostModel(problem), {}
+    total = model.base()
+    for t in problem.tables:
+        entry = plan.table(t.spec.name)
+        tallies[t.spec.name] = model.tally(t, entry.pieces, is_ordered(t, entry))
+        total = total.plus(tallies[t.spec.name])
+    found = model.evaluation(total)
+    number = int(np.argmax([p.time_us for p in found.phases]))
+    heavy = []
+    for t in problem.tables:
+        entry = plan.table(t.spec.name)
+        for i, piece in enumerate(entry.pieces):
+            for n, tier in enumerate(piece.tiers):
+                alone = model.tally(t, (replace(piece, tiers=(tier,)),), is_ordered(t, entry))
+                load = _load_us(model, alone, number, found.phases[number])
+                if load > 0:
+                    heavy.append((-load, t.spec.name, i, n))
+    out = []
+    for negative, name, i, n in sorted(heavy)[:count]:
+        entry, t = plan.table(name), problem.table(name)
+        piece = entry.pieces[i]
+        rest = total.plus(tallies[name], -1)
+        move, step = _best_move(model, t, entry, (i, n), rest, found)
+        saves = max(0.0, found.step_us - step)
+        out.append(Bottleneck(
+            name, (piece.start, piece.stop), (piece.tiers[n].start, piece.tiers[n].stop),
+            describe(piece.tiers[n]), -negative, len(entry.pieces) > 1,
+            move if saves > 1e-9 * found.step_us else "", saves))
+    return out
+
+
+def _load_us(model: CostModel, alone: Tally, number: int, phase: Phase) -> float:
+    """What one tier adds to the binding group of the slowest rank of phase `number`."""
+    seconds = model.units(alone)[number] * model.machine.seconds_per_unit
+    return float(by_group(seconds)[GROUPS.index(phase.binding), phase.slowest_rank] * 1e6)
+
+
+def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple[int, int],
+               rest: Tally, found: Evaluation) -> tuple[str, float]:
+    """The other placement of one tier with the fastest step that fits, and that step."""
+    i, n = place
+    best = ("", np.inf)
+    for tier in _placements(model.problem, t, entry.pieces[i].tiers[n], found):
+        tiers = list(entry.pieces[i].tiers)
+        tiers[n] = tier
+        pieces = list(entry.pieces)
+        pieces[i] = replace(pieces[i], tiers=tuple(tiers))
+        after = model.evaluation(rest.plus(model.tally(t, tuple(pieces), is_ordered(t, entry))))
+        if (after.fits or not found.fits) and after.step_us < best[1]:
+            best = (describe(tier), after.step_us)
+    return best
+
+
+def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation
+                ) -> Iterator[Tier]:
+    """Other placements of a tier that the constraints allow."""
+    held = problem.constraints.tables.get(t.spec.name)
+    if held is not None and (held.tiers is not None or tier in held.pinned):
+        return
+    world = range(problem.machine.world_size)
+    owners = tuple(world) if held is None or held.ranks is None else tuple(sorted(set(held.ranks)))
+    level = sum((p.groups.max(axis=0) for p in found.phases), np.zeros(len(world)))
+    places = problem.placements_of(t.spec.name)
+    memories = problem.memories_of(t.spec.name)
+    plain = replace(tier, weights=(), memory="device")
+    made = []
+    if "host" in memories and "striped" in places and "pull" in problem.modes_of(t.spec.name):
+        made.append(replace(plain, placement="striped", ranks=owners, mode="pull", memory="host"))
+    for mode in sorted(problem.modes_of(t.spec.name)) if "device" in memories else ():
+        if "owned" in places:
+            idle = sorted(owners, key=lambda r: (level[r], r))[:_TARGETS]
+            made += [replace(plain, placement="owned", ranks=(r,), mode=mode) for r in idle]
+        if "striped" in places:
+            made.append(replace(plain, placement="striped", ranks=owners, mode=mode))
+            made.append(replace(plain, placement="striped", ranks=owners[::-1], mode=mode))
+    if "replicated" in places:
+        made.append(replace(plain, placement="replicated", ranks=tuple(world), mode="pull"))
+    for one in made:
+        if one != tier:
+            yield one

@@ -1,0 +1,93 @@
+"""Two plans side by side: which tables are placed otherwise, and what that does to the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oper.plan import Plan, TablePlan
+from oper.search.cost.model import Evaluation, evaluate
+from oper.search.explain.bottleneck import describe
+from oper.search.problem.statement import Problem
+from oper.tables import format_bytes
+
+
+def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
+    """What changes from one plan to another of the same tables; JSON-able.
+
+    Args:
+        before, after: the plans.
+        problem: prices both.
+
+    Returns:
+        ``{"tables": [{"table", "before", "after", "num_bytes"}], "num_tables", "before": figures,
+        "after": figures}``, tables that are placed alike left out.
+
+    Raises:
+        PlanError: a plan is for other tables or another number of ranks.
+    """
+    changed = []
+    for t in problem.tables:
+        old, new = before.table(t.spec.name), after.table(t.spec.name)
+        if _text(old) != _text(new) or not _same_order(old, new):
+            changed.append({"table": t.spec.name, "before": _text(old), "after": _text(new),
+                            "num_bytes": t.spec.num_bytes})
+    return {"tables": changed, "num_tables": len(problem.tables),
+            "before": _figures(evaluate(before, problem)),
+            "after": _figures(evaluate(after, problem))}
+
+
+def _same_order(old: TablePlan, new: TablePlan) -> bool:
+    return old.head_ids.size == new.head_ids.size and bool((old.head_ids == new.head_ids).all())
+
+
+def _text(entry: TablePlan) -> str:
+    return places(entry, ranks=True)
+
+
+def places(entry: TablePlan, ranks: bool = False) -> str:
+    """Tiers of a table in split / broadcast / partial notation, hottest rows first.
+
+    A column split is written ``S(columns)`` before its pieces. With `ranks`, rank sets are listed.
+    """
+    parts = []
+    for piece in entry.pieces:
+        columns = "" if len(entry.pieces) == 1 else f"S({piece.start}:{piece.stop}) "
+        tiers = " ".join(
+            f"{x.stop - x.start}:{describe(x)}"
+            + (f"{list(x.ranks)}" if ranks and len(x.ranks) > 1 else "")
+            + (f"*{list(x.weights)}" if ranks and x.weights else "") for x in piece.tiers)
+        parts.append(columns + tiers)
+    return " | ".join(parts)
+
+
+def _figures(found: Evaluation) -> dict[str, Any]:
+    return {"step_us": found.step_us, "fits": found.fits, "imbalance": found.imbalance,
+            "phases_us": {p.name: p.time_us for p in found.phases},
+            "most_held_bytes": float(found.held_bytes.max())}
+
+
+def as_text(found: dict[str, Any], names: tuple[str, str], max_tables: int = 40) -> str:
+    """`diff`'s figures for a person."""
+    old, new = found["before"], found["after"]
+    rows = [("step us", old["step_us"], new["step_us"])]
+    rows += [(f"  {k} us", v, new["phases_us"][k]) for k, v in old["phases_us"].items()]
+    lines = [f"from {names[0]} to {names[1]}",
+             f"  {'':<22}{'before':>14}{'after':>14}{'change':>10}"]
+    for title, a, b in rows:
+        change = f"{100 * (b / a - 1):+.1f} %" if a > 0 else ""
+        lines.append(f"  {title:<22}{a:>14.1f}{b:>14.1f}{change:>10}".rstrip())
+    lines.append(f"  {'imbalance':<22}{old['imbalance']:>14.3f}{new['imbalance']:>14.3f}")
+    lines.append(f"  {'most held by a rank':<22}{format_bytes(old['most_held_bytes']):>14}"
+                 f"{format_bytes(new['most_held_bytes']):>14}")
+    lines.append(f"  {'fits':<22}{_yes(old['fits']):>14}{_yes(new['fits']):>14}")
+    lines.append(f"{len(found['tables'])} of {found['num_tables']} tables are placed otherwise")
+    for entry in found["tables"][:max_tables]:
+        lines += [f"  {entry['table']} ({format_bytes(entry['num_bytes'])})",
+                  f"    - {entry['before']}", f"    + {entry['after']}"]
+    if len(found["tables"]) > max_tables:
+        lines.append(f"  and {len(found['tables']) - max_tables} more")
+    return "\n".join(lines) + "\n"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,109 @@
+"""Why no plan fits, in numbers: need and capacity, the largest table, the smallest way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from oper.errors import PlanInfeasibleError, fail
+from oper.search.bound.master import Bound, lower_bound
+from oper.search.cost.model import Evaluation
+from oper.search.problem.constraints import Constraints, without
+from oper.search.problem.machine import make_machine
+from oper.search.problem.statement import Problem
+from oper.tables import TableSpec, format_bytes
+
+_TODO = "use one of the relaxations named"
+_MAX_BLAMED = 16  # constraints that are left out one by one
+
+
+def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
+    """The relaxation itself overflows: not even perfectly divided rows fit."""
+    relaxation = bound.relaxation
+    machine = problem.machine
+    classes = relaxation.classes
+    share = relaxation.base[relaxation.phase_of == -1].copy()
+    if relaxation.tables:
+        # With memory alone priced, every table takes the configuration that needs least of it.
+        cheapest = bound.node.cheapest(np.where(relaxation.phase_of == -1, 1.0, 0.0))
+        share += cheapest.resources[:, relaxation.phase_of == -1].sum(axis=0)
+    need = share[classes.of_domain] * machine.capacity_bytes
+    factor = 1.0 + bound.overflow
+    memory = "memory per domain" + " and per host" * relaxation.rows.uses_host
+    return _error(problem, need, f"{_blamed(problem)}{_host_memory(problem)}{memory} times "
+                                 f"{_up(factor)}, or the same by more ranks, a smaller dim or "
+                                 "dtype, or a lighter optimizer")
+
+
+def _host_memory(problem: Problem) -> str:
+    """Host memory as a way out, where the problem does not allow it and the machine has it."""
+    wider = replace(problem, allow=problem.allow | {"host"})
+    if wider.allow == problem.allow or not problem.topology.host_memory_bytes:
+        return ""
+    fits = lower_bound(wider, max_rounds=30).overflow <= 1e-6
+    return "'host' in `allow`, so that host memory holds cold rows, or " if fits else ""
+
+
+def _blamed(problem: Problem) -> str:
+    """The constraints whose removal alone would make room, as the first of the ways out."""
+    if problem.constraints == Constraints():
+        return ""
+    found = [name for name, held in islice(without(problem.constraints), _MAX_BLAMED)
+             if _fits(problem, held)]
+    if found:
+        return f"{' or '.join(found[:4])} left out, or "
+    return "all constraints left out, or " if _fits(problem, Constraints()) else ""
+
+
+def _fits(problem: Problem, held: Constraints) -> bool:
+    """Whether perfectly divided rows fit under other constraints."""
+    machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
+    bound = lower_bound(replace(problem, machine=machine, constraints=held), max_rounds=30)
+    return bound.overflow <= 1e-6
+
+
+def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleError:
+    """The relaxation fits, but no plan of whole pieces was found that does."""
+    factor, held = evaluation.fullest, problem.constraints.tables
+    pins = [n for n, c in held.items() if c.pinned or c.unreplicated]
+    ways = [f"memory per domain times {_up(factor)}"]
+    if any("striped" not in problem.placements_of(t.spec.name) and t.spec.num_rows > 1
+           for t in problem.tables):
+        ways.insert(0, "striped placement for the tables that may only be owned whole")
+    if pins:
+        ways.insert(0, f"what some rows of tables {pins[:4]} are held to left out")
+    return _error(problem, evaluation.domain_bytes, ", or ".join(ways))
+
+
+def _up(factor: float) -> str:
+    return f"{np.ceil(factor * 1000) / 1000:.3f}"
+
+
+def _table_bytes(problem: Problem, spec: TableSpec) -> int:
+    return spec.num_bytes if problem.training else spec.num_rows * spec.row_bytes
+
+
+def _error(problem: Problem, need: np.ndarray, relaxation: str) -> PlanInfeasibleError:
+    capacity = problem.machine.capacity_bytes
+    domains = problem.topology.domains
+    largest = max((t.spec for t in problem.tables),
+                  key=lambda s: (_table_bytes(problem, s), s.name))
+    worst = sorted(range(need.size), key=lambda k: (-(need[k] - capacity[k]), k))[:8]
+    lines = [f"domain {k} (ranks {_ranks(domains[k].ranks)}) needs {format_bytes(float(need[k]))} "
+             f"of {format_bytes(max(0.0, float(capacity[k])))}" for k in sorted(worst)]
+    if "host" in problem.allow and problem.topology.host_memory_bytes:
+        lines.append(f"each host has {format_bytes(problem.topology.host_memory_bytes)} of memory "
+                     "beside")
+    total = sum(_table_bytes(problem, t.spec) for t in problem.tables)
+    what = (f"no plan fits {problem.topology.name!r}: {'; '.join(lines)}; all tables "
+            f"{format_bytes(total)}, largest table {largest.name!r} with "
+            f"{format_bytes(_table_bytes(problem, largest))}; smallest relaxation: {relaxation}")
+    return PlanInfeasibleError(fail(what, "need_bytes", int(need.sum()),
+                                    f"<= {int(max(0.0, capacity.sum()))} in all domains together, "
+                                    "and each domain within its own", _TODO))
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

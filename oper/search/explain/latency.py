@@ -1,0 +1,281 @@
+"""Plans for a latency bound: replicas and batching that meet it with the least memory.
+
+The queueing model. Samples arrive as a Poisson process of the given rate and are split at random
+over the ranks, each of which serves a queue of its own: it starts a batch as soon as it is free and
+either `max_batch` samples wait or the oldest has waited `max_wait_ms`, takes up to `max_batch` of
+them in order, and is busy for the modelled time of a lookup of so many samples plus the dense
+compute that was declared. This is a queue with Poisson arrivals, deterministic service that depends
+on the batch, and bulk service with a timer (M/D/1 for batches of one); its percentiles have no
+closed form, so that they come from the recursion over batches with fixed random numbers. All times
+are modelled; what the operating system, the network and a server add is not in them. A common queue
+for all ranks would do a little better than a random split.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.plan import Plan
+from oper.search.cost.model import evaluate
+from oper.search.planner import plan_problem
+from oper.search.problem.constraints import Constraints
+from oper.search.problem.machine import make_machine
+from oper.search.problem.statement import Problem, make_problem
+from oper.stats import AccessStats
+from oper.tables import TableSpec, format_bytes
+from oper.topology import Topology
+
+_NUM_SAMPLES = 60_000  # of the recursion; the 99th percentile then varies by a few per cent
+_WARM_UP = 0.1  # share that is left out, since it met an empty queue
+_WAITS = (0.0, 0.05, 0.1, 0.2, 0.4)  # of the bound
+_STEPS = 5  # of the bisection over memory; its last interval is 1/32 of the replicas
+_QUANTILE = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyGoal:
+    """What is asked.
+
+    Attributes:
+        request_rate: samples per second, over all ranks.
+        bound_ms: most that the 99th percentile of the time from arrival to answer may be.
+        dense_us: dense compute of a batch, microseconds: fixed, and per sample.
+        max_batch: largest batch to consider.
+    """
+
+    request_rate: float
+    bound_ms: float
+    dense_us: tuple[float, float] = (0.0, 0.0)
+    max_batch: int = 1024
+
+    def __post_init__(self) -> None:
+        numbers = {"request_rate": self.request_rate, "bound_ms": self.bound_ms}
+        for name, value in numbers.items():
+            if not 0 < value < math.inf:
+                raise InvalidInputError(fail("invalid latency goal", name, value,
+                                             "> 0 and finite", "correct it"))
+        if len(self.dense_us) != 2 or not all(0 <= x < math.inf for x in self.dense_us):
+            raise InvalidInputError(fail("invalid latency goal", "dense_us", self.dense_us,
+                                         "two numbers >= 0: fixed, per sample", "correct it"))
+        if not 1 <= self.max_batch <= 1 << 16:
+            raise InvalidInputError(fail("invalid latency goal", "max_batch", self.max_batch,
+                                         "1..65536", "correct it"))
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How to serve a plan, and what the model expects of it.
+
+    Attributes:
+        max_batch, max_wait_ms: when a batch starts.
+        p99_ms: modelled 99th percentile of the latency.
+        mean_batch: mean samples of a batch.
+        utilisation: share of the time that a rank is busy.
+        memory_bytes: of tables and buffers, all memory domains together.
+        replica_share: bytes of replicas beyond the first copy, per byte of the tables.
+    """
+
+    max_batch: int
+    max_wait_ms: float
+    p99_ms: float
+    mean_batch: float
+    utilisation: float
+    memory_bytes: int = 0
+    replica_share: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able values."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topology: Topology,
+                 goal: LatencyGoal, constraints: Constraints | Mapping[str, Any] | None = None
+                 ) -> tuple[Plan, Serving]:
+    """The inference plan with the least memory whose modelled latency keeps a bound.
+
+    Args:
+        tables, stats, topology: as for `make_plan`; every rank is a worker.
+        goal: request rate and bound.
+        constraints: as for `make_plan`.
+
+    Returns:
+        The plan, whose notes hold the same under ``"latency"``, and how to serve it.
+
+    Raises:
+        PlanInfeasibleError: no memory, or no batching, keeps the bound; names the smallest bound
+            at this rate and the largest rate at this bound.
+    """
+    specs = list(tables)
+
+    def state(batch_size: int) -> Problem:
+        return make_problem(specs, stats, topology, objective="inference", batch_size=batch_size,
+                            constraints=constraints)
+
+    problem = state(_likely_batch(goal, topology))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there are no statistics: said once
+        problems = {n: state(n) for n in range_of_powers(goal.max_batch)}
+    most = plan_problem(problem)
+    best = _serving(most, problems, goal)
+    if best is None or best.p99_ms > goal.bound_ms:
+        raise _infeasible(most, problems, goal, best)
+    high = float(evaluate(most, problem).domain_bytes.max())
+    low = sum(t.spec.num_rows * t.spec.row_bytes for t in problem.tables) / len(topology.domains)
+    plan, found = most, best
+    for step in range(_STEPS if len(topology.domains) > 1 and low < high else 0):
+        cap = low if step == 0 else (low + high) / 2
+        lean = _within(problem, cap)
+        serving = None if lean is None else _serving(lean, problems, goal)
+        if lean is not None and serving is not None and serving.p99_ms <= goal.bound_ms:
+            plan, found, high = lean, serving, cap
+            if step == 0:
+                break
+        else:
+            low = cap
+    notes = {**plan.notes, "latency": {
+        **found.to_json(), "request_rate": goal.request_rate, "bound_ms": goal.bound_ms,
+        "dense_us": list(goal.dense_us), "model": "Poisson arrivals, one queue per rank, "
+        "deterministic bulk service with a timer; modelled"}}
+    return replace(plan, notes=notes), found
+
+
+def _likely_batch(goal: LatencyGoal, topology: Topology) -> int:
+    """Samples that a rank sees in half of the bound: what the placement is made for."""
+    per_rank = goal.request_rate / topology.world_size
+    return max(1, min(goal.max_batch, int(per_rank * goal.bound_ms / 2e3)))
+
+
+def _within(problem: Problem, domain_bytes: float) -> Plan | None:
+    """A plan whose domains hold at most so much each, or None."""
+    ranks = min(len(d.ranks) for d in problem.topology.domains)
+    held = replace(problem.constraints, memory_bytes=int(domain_bytes / ranks))
+    machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
+    try:
+        # Less memory means less of any: host memory is no way out here.
+        return plan_problem(replace(problem, machine=machine, constraints=held,
+                                    last_resort=frozenset()))
+    except PlanInfeasibleError:
+        return None
+
+
+def range_of_powers(largest: int) -> list[int]:
+    """1, 2, 4, ... and `largest`."""
+    return sorted({*(1 << k for k in range(largest.bit_length())), largest})
+
+
+def service_us(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -> np.ndarray:
+    """Modelled microseconds of a batch by its samples, float64 [max_batch + 1]; [0] is unused.
+
+    Args:
+        plan: the plan.
+        problems: the problem stated for some batch sizes; between them times are interpolated.
+        goal: what is asked.
+    """
+    sizes = sorted(problems)
+    lookup = [evaluate(plan, problems[n]).step_us for n in sizes]
+    at = np.arange(goal.max_batch + 1)
+    fixed, per_sample = goal.dense_us
+    return np.asarray(np.interp(at, sizes, lookup) + fixed + per_sample * at)
+
+
+def _serving(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -> Serving | None:
+    """The batching with the lowest 99th percentile, or None when no batching keeps up."""
+    largest = problems[max(problems)]
+    service = service_us(plan, problems, goal)
+    rate = goal.request_rate / largest.topology.world_size
+    options: list[Serving] = []
+    for size in sorted(problems):
+        # Full batches must leave time to spare, or the queue grows without end.
+        if rate * service[size] * 1e-6 / size < 1:
+            options += [simulate_queue(service, rate, size, share * goal.bound_ms)
+                        for share in _WAITS if size > 1 or share == 0]
+    if not options:
+        return None
+    found = min(options, key=lambda s: (s.p99_ms, s.max_batch, s.max_wait_ms))
+    # Buffers grow with the batch: those of the batch that is chosen.
+    need = float(evaluate(plan, problems[found.max_batch]).domain_bytes.sum())
+    return replace(found, memory_bytes=int(need), replica_share=_replica_share(plan, largest))
+
+
+def simulate_queue(service: np.ndarray, rate: float, max_batch: int, max_wait_ms: float,
+                   seed: int = 0) -> Serving:
+    """One rank's queue, by the recursion over its batches.
+
+    Args:
+        service: float64 [at least max_batch + 1], microseconds of a batch by its samples.
+        rate: samples per second at this rank.
+        max_batch, max_wait_ms: a batch starts when so many wait or the oldest has waited so long.
+        seed: of the arrivals.
+    """
+    gaps = np.random.default_rng(seed).exponential(1e6 / rate, _NUM_SAMPLES)
+    arrived = np.cumsum(gaps)
+    times = arrived.tolist()
+    ends = np.empty(_NUM_SAMPLES)
+    wait_us, free, busy, begin, batches = max_wait_ms * 1e3, 0.0, 0.0, 0, 0
+    while begin < _NUM_SAMPLES:
+        last = begin + max_batch - 1
+        ready = times[begin] + wait_us
+        if last < _NUM_SAMPLES:
+            ready = min(ready, times[last])
+        start = max(free, ready)
+        end = begin + 1
+        limit = min(begin + max_batch, _NUM_SAMPLES)
+        while end < limit and times[end] <= start:
+            end += 1
+        took = float(service[end - begin])
+        free = start + took
+        busy += took
+        ends[begin:end] = free
+        begin = end
+        batches += 1
+    latency = (ends - arrived)[int(_WARM_UP * _NUM_SAMPLES):]
+    return Serving(max_batch, max_wait_ms, float(np.quantile(latency, _QUANTILE)) / 1e3,
+                   _NUM_SAMPLES / batches, busy / free)
+
+
+def _replica_share(plan: Plan, problem: Problem) -> float:
+    """Bytes of copies beyond the first, per byte of the tables."""
+    domain = problem.machine.domain
+    extra = total = 0.0
+    for entry in plan.tables:
+        for piece in entry.pieces:
+            width = entry.table.row_bytes * (piece.stop - piece.start) / entry.table.dim
+            for tier in piece.tiers:
+                size = (tier.stop - tier.start) * width
+                total += size
+                if tier.placement == "replicated":
+                    extra += size * (len({int(domain[r]) for r in tier.ranks}) - 1)
+    return extra / total if total else 0.0
+
+
+def _infeasible(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal,
+                best: Serving | None) -> PlanInfeasibleError:
+    """With all memory used: the smallest bound at this rate, the largest rate at this bound."""
+    service = service_us(plan, problems, goal)
+    ranks = problems[1].topology.world_size
+    # No rate above that of full batches without pause can be kept.
+    low, high = 0.0, min(goal.request_rate, max(ranks * n / service[n] * 1e6 for n in problems))
+    for _ in range(8):
+        middle = (low + high) / 2
+        found = _serving(plan, problems, replace(goal, request_rate=middle))
+        if found is not None and found.p99_ms <= goal.bound_ms:
+            low = middle
+        else:
+            high = middle
+    ways = [] if best is None else [f"a bound of {math.ceil(best.p99_ms * 1e3) / 1e3:g} ms"]
+    if low > 0:
+        ways.append(f"{math.floor(low):g} samples per second")
+    ways.append("more ranks, or less dense compute")
+    held = format_bytes(float(evaluate(plan, problems[max(problems)]).domain_bytes.sum()))
+    return PlanInfeasibleError(
+        fail("no plan keeps the latency bound (modelled)", "request_rate, bound_ms",
+             (goal.request_rate, goal.bound_ms),
+             f"smallest relaxation: {', or '.join(ways)} (with {held} of tables and buffers)",
+             "relax one of them"))

@@ -1,0 +1,209 @@
+"""A plan in words and aligned numbers: where the step time goes, rank by rank and term by term."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from oper.plan import Plan
+from oper.search.bound.certificate import not_certified
+from oper.search.cost.model import Evaluation, Phase, evaluate, is_ordered
+from oper.search.explain.bottleneck import bottlenecks
+from oper.search.problem.constraints import Constraints, violations
+from oper.search.problem.machine import GROUPS, TERMS
+from oper.search.problem.statement import IDS, ROWS, Problem
+from oper.tables import format_bytes
+
+KEY = "S: rows split, B: a copy on each rank, P: split and sent as partial sums; @3: on rank 3"
+_MAX_RANKS = 16  # ranks printed in full; the rest as minimum, mean and maximum
+
+
+def summary(plan: Plan, problem: Problem) -> str:
+    """What `plan` costs on the problem's machine, as text for a person.
+
+    Raises:
+        PlanError: the plan is for other tables or another number of ranks.
+    """
+    found = evaluate(plan, problem)
+    parts = [_headline(plan, problem, found), _phases(found), _ranks(found),
+             _memory(found, problem), _tables(plan, problem), _constraints(plan, problem),
+             _heaviest(plan, problem, found)]
+    return "\n\n".join(p for p in parts if p) + "\n"
+
+
+def as_json(plan: Plan, problem: Problem) -> dict[str, Any]:
+    """The figures of `summary` as JSON-able values."""
+    found = evaluate(plan, problem)
+    share_rows, share_ids = replica_share(plan, problem)
+    why = not_certified(plan, problem)
+    return {
+        "topology": problem.topology.name, "source": problem.topology.source,
+        "objective": problem.objective, "world_size": problem.machine.world_size,
+        "batch_size": problem.batch_size, "step_us": found.step_us,
+        "lower_bound_us": 0.0 if why else plan.lower_bound_us,
+        "gap": None if why else _number(plan.gap), "not_certified": why or None,
+        "imbalance": found.imbalance, "fits": found.fits,
+        "bottlenecks": [x.to_json() for x in bottlenecks(plan, problem)],
+        "broken_constraints": violations(plan, problem.constraints),
+        "replica_share_rows": share_rows, "replica_share_ids": share_ids,
+        "domain_bytes": found.domain_bytes.tolist(),
+        "capacity_bytes": found.capacity_bytes.tolist(),
+        "host_bytes": found.host_bytes.tolist(),
+        "host_capacity_bytes": found.host_capacity_bytes.tolist(),
+        "phases": [{
+            "name": p.name, "time_us": p.time_us, "fixed_us": p.fixed_us, "binding": p.binding,
+            "hidden_us": (p.hidden * 1e6).tolist(),
+            "slowest_rank": p.slowest_rank, "rank_us": (p.groups.max(axis=0) * 1e6).tolist(),
+            "bytes": {t: p.units[k].tolist() for k, t in enumerate(TERMS) if t != "compute"},
+        } for p in found.phases],
+    }
+
+
+def replica_share(plan: Plan, problem: Problem) -> tuple[float, float]:
+    """Share of all rows, and of all ids looked up, that meet a replicated tier."""
+    held, every = np.zeros(4), np.zeros(4)
+    for t in problem.tables:
+        entry = plan.table(t.spec.name)
+        every += t.total
+        for piece in entry.pieces:
+            part = (piece.stop - piece.start) / t.spec.dim
+            for tier in piece.tiers:
+                if tier.placement == "replicated":
+                    held += part * t.features(tier.start, tier.stop, is_ordered(t, entry))
+    return float(held[ROWS] / every[ROWS]), float(held[IDS] / max(every[IDS], 1e-300))
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _headline(plan: Plan, problem: Problem, found: Evaluation) -> str:
+    topology = problem.topology
+    modelled = "measured constants" if topology.source == "measured" else (
+        f"modelled with {topology.source} constants")
+    size = ", ".join(f"{n} {noun}{'s' * (n != 1)}" for n, noun in (
+        (problem.machine.world_size, "rank"), (len(topology.domains), "memory domain"),
+        (topology.num_hosts, "host")))
+    tables = len(problem.tables)
+    lines = [f"{problem.objective} on {topology.name}: {size} ({modelled})",
+             f"batch size per rank {problem.batch_size}, {tables} table{'s' * (tables != 1)}, "
+             f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}",
+             f"step        {found.step_us:12.1f} us"]
+    why = not_certified(plan, problem)
+    if why:
+        lines.append(f"not certified: {why}")
+    else:
+        gap = found.step_us / plan.lower_bound_us - 1.0
+        lines += [f"lower bound {plan.lower_bound_us:12.1f} us   no plan of this space is faster",
+                  f"gap         {100 * gap:12.3f} %"]
+    lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
+    return "\n".join(lines)
+
+
+def _phases(found: Evaluation) -> str:
+    hides = any(p.hidden.any() for p in found.phases)
+    head = ["phase", "us", "slowest", "busy with", *(f"{g} us" for g in GROUPS), "fixed us",
+            *(["beside dense us"] if hides else [])]
+    rows = []
+    for p in found.phases:
+        rank = p.slowest_rank
+        rows.append([p.name, f"{p.time_us:.1f}", f"rank {rank}", p.binding,
+                     *(f"{1e6 * x:.1f}" for x in p.groups[:, rank]), f"{p.fixed_us:.1f}",
+                     *([f"{1e6 * p.hidden[rank]:.1f}"] if hides else [])])
+    return "phases (terms of the slowest rank)\n" + _aligned(head, rows)
+
+
+def _ranks(found: Evaluation) -> str:
+    """Per rank and phase: microseconds by term."""
+    world = found.held_bytes.size
+    blocks = []
+    for p in found.phases:
+        terms = [k for k in range(len(TERMS)) if p.seconds[k].max() > 0]
+        head = ["rank", "total us", *(f"{TERMS[k]} us" for k in terms),
+                *(f"{TERMS[k]} bytes" for k in terms if TERMS[k] != "compute")]
+        rows = [_rank_row(p, terms, r) for r in range(min(world, _MAX_RANKS))]
+        if world > _MAX_RANKS:
+            level = p.groups.max(axis=0)
+            for word, rank in (("least", level.argmin()), ("most", level.argmax())):
+                rows.append([f"{word}: {rank}", *_rank_row(p, terms, int(rank))[1:]])
+        blocks.append(f"{p.name}, per rank\n" + _aligned(head, rows))
+    return "\n\n".join(blocks)
+
+
+def _rank_row(p: Phase, terms: list[int], r: int) -> list[str]:
+    return [str(r), f"{1e6 * p.groups[:, r].max():.1f}",
+            *(f"{1e6 * p.seconds[k, r]:.1f}" for k in terms),
+            *(format_bytes(p.units[k, r]) for k in terms if TERMS[k] != "compute")]
+
+
+def _memory(found: Evaluation, problem: Problem) -> str:
+    domains = problem.topology.domains
+    rows = []
+    for k, d in enumerate(domains[:_MAX_RANKS]):
+        need, have = float(found.domain_bytes[k]), float(found.capacity_bytes[k])
+        name = str(d.ranks[0]) if len(d.ranks) == 1 else f"{d.ranks[0]}-{d.ranks[-1]}"
+        rows.append([str(k), name, format_bytes(need), format_bytes(have),
+                     f"{100 * need / max(have, 1.0):.1f} %"])
+    for k, (need, have) in enumerate(zip(found.host_bytes, found.host_capacity_bytes, strict=True)):
+        if have > 0 and k < _MAX_RANKS:
+            rows.append([f"host {k}", "", format_bytes(need), format_bytes(have),
+                         f"{100 * need / have:.1f} %"])
+    tail = "" if len(domains) <= _MAX_RANKS else f"\n({len(domains) - _MAX_RANKS} more domains)"
+    return "memory\n" + _aligned(["domain", "ranks", "need", "capacity", "used"], rows) + tail
+
+
+def _tables(plan: Plan, problem: Problem) -> str:
+    share_rows, share_ids = replica_share(plan, problem)
+    kinds: dict[str, int] = {}
+    for entry in plan.tables:
+        for piece in entry.pieces:
+            for tier in piece.tiers:
+                name = tier.placement
+                if name != "replicated":
+                    name += f" {tier.mode}"
+                if name == "replicated" and len(tier.ranks) < plan.world_size:
+                    name = "replicated per host"
+                name += f" ({tier.notation()})" + " in host memory" * (tier.memory == "host")
+                kinds[name] = kinds.get(name, 0) + 1
+    text = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
+    return (f"tiers: {text}\n{KEY}\nreplicas: {100 * share_rows:.2f} % of the rows, "
+            f"{100 * share_ids:.2f} % of the lookups")
+
+
+def _heaviest(plan: Plan, problem: Problem, found: Evaluation) -> str:
+    """The tiers that bound the slowest rank of the longest phase, and what moving each saves."""
+    phase = max(found.phases, key=lambda p: p.time_us)
+    rows = []
+    for x in bottlenecks(plan, problem):
+        columns = f"[{x.columns[0]}:{x.columns[1]}] " if x.is_cut else ""
+        saves = f"{x.saves_us:.1f} as {x.move}" if x.move else "0.0 anywhere else"
+        rows.append([x.table, f"{columns}{x.rows[0]}:{x.rows[1]}", x.tier, f"{x.load_us:.1f}",
+                     saves])
+    head = ["table", "rows", "placed", f"{phase.binding} us", "moving it alone saves us"]
+    title = (f"what binds: {phase.binding} of rank {phase.slowest_rank}, which ends {phase.name}, "
+             "the longest phase\n")
+    return title + _aligned(head, rows, left=(0, 1, 2, 4))
+
+
+def _constraints(plan: Plan, problem: Problem) -> str:
+    """Which constraints the plan is held to, and those that it breaks."""
+    held = problem.constraints
+    if held == Constraints():
+        return ""
+    broken = violations(plan, held)
+    names = ", ".join(held.to_json())
+    if not broken:
+        return f"constraints: all kept ({names})"
+    return f"constraints: {len(broken)} broken ({names})\n" + "\n".join(
+        f"  {line}" for line in broken)
+
+
+def _aligned(head: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
+    """A table with columns as wide as their widest cell; numbers to the right."""
+    widths = [max(len(row[k]) for row in [head, *rows]) for k in range(len(head))]
+    return "\n".join("  " + "  ".join(
+        cell.ljust(w) if k in left else cell.rjust(w)
+        for k, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in [head, *rows])

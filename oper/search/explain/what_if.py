@@ -1,0 +1,139 @@
+"""What a plan, and the best plan, would cost on a machine that is a little different."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.plan import Plan
+from oper.search.cost.model import evaluate
+from oper.search.planner import plan_problem
+from oper.search.problem.statement import Problem
+from oper.topology import Domain, Topology
+
+_DOMAIN_FIELDS = {"memory": ("memory_bytes",), "read": ("read_gbps", "cache_gbps"),
+                  "link": ("link_gbps",), "cross": ("cross_gbps",)}
+_HOST_FIELDS = {"host-memory": "host_memory_bytes", "host-link": "host_gbps"}
+NAMES = (*_DOMAIN_FIELDS, *_HOST_FIELDS, "batch")
+_FORM = "NAME=+10%, NAME=-10% or NAME=x1.5 (batch=4096 as well)"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One changed quantity of a problem.
+
+    Attributes:
+        text: as written.
+        name: one of `NAMES`.
+        factor: what it is multiplied with.
+        value: what it is set to instead (batch only), or None.
+    """
+
+    text: str
+    name: str
+    factor: float
+    value: int | None = None
+
+
+def parse_change(text: str) -> Change:
+    """A change from text such as ``memory=+10%``, ``link=x2`` or ``batch=4096``.
+
+    Raises:
+        InvalidInputError: an unknown name, or a quantity that would not stay positive.
+    """
+    name, _, amount = text.partition("=")
+    percent = re.fullmatch(r"([+-]\d+(?:\.\d+)?)%", amount)
+    times = re.fullmatch(r"x(\d+(?:\.\d+)?)", amount)
+    factor = 1 + float(percent[1]) / 100 if percent else float(times[1]) if times else 0.0
+    whole = int(amount) if name == "batch" and amount.isdecimal() else 0
+    if name not in NAMES or (factor <= 0 and whole < 1):
+        raise InvalidInputError(fail("cannot change the problem", "what-if", text,
+                                     f"{_FORM} with a name of {list(NAMES)}, staying above 0",
+                                     "correct it"))
+    return Change(text, name, factor, whole or None)
+
+
+def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Change]
+                    ) -> tuple[Topology, int]:
+    """The topology and the batch size after the changes.
+
+    Constants that were measured or published are neither after a change: its source is assumed.
+    """
+    for change in changes:
+        if change.name == "batch":
+            batch_size = change.value or max(1, round(batch_size * change.factor))
+            continue
+        if change.name in _HOST_FIELDS:
+            field = _HOST_FIELDS[change.name]
+            value = getattr(topology, field) * change.factor
+            topology = replace(topology, **{field: type(getattr(topology, field))(value)})
+        else:
+            domains = tuple(_scaled(d, change) for d in topology.domains)
+            topology = replace(topology, domains=domains)
+        topology = replace(topology, name=f"{topology.name} {change.text}", source="assumed")
+    return topology, batch_size
+
+
+def _scaled(domain: Domain, change: Change) -> Domain:
+    values: dict[str, Any] = {}
+    for name in _DOMAIN_FIELDS[change.name]:
+        value = getattr(domain, name) * change.factor
+        values[name] = max(1, int(value)) if name == "memory_bytes" else value
+    return replace(domain, **values)
+
+
+def compare(plan: Plan, before: Problem, after: Problem) -> dict[str, Any]:
+    """The plan, a new plan and the bound before and after a change; JSON-able.
+
+    Args:
+        plan: for the tables of both problems.
+        before: the problem as it is.
+        after: the problem as it would be.
+
+    Returns:
+        ``{"before": figures, "after": figures}`` with ``step_us`` and ``fits`` of the plan,
+        ``planned_step_us``, ``lower_bound_us`` and ``imbalance`` of a new plan (None where nothing
+        fits), and ``slowest_phase`` and ``binding`` of the plan.
+    """
+    old, planned = _figures(plan, before, plan)
+    # Started from the plans before, so that more of anything never makes the new plan worse.
+    return {"before": old, "after": _figures(plan, after, planned)[0]}
+
+
+def _figures(plan: Plan, problem: Problem, start: Plan) -> tuple[dict[str, Any], Plan]:
+    """Figures of a problem, and the new plan (`start` where nothing fits)."""
+    found = evaluate(plan, problem)
+    longest = max(found.phases, key=lambda p: p.time_us)
+    values: dict[str, Any] = {
+        "batch_size": problem.batch_size, "step_us": found.step_us, "fits": found.fits,
+        "planned_step_us": None, "lower_bound_us": None, "slowest_phase": longest.name,
+        "binding": longest.binding, "imbalance": found.imbalance,
+        "memory_used": found.fullest}
+    try:
+        new = plan_problem(problem, start=start)
+    except PlanInfeasibleError:
+        return values, start
+    return {**values, "planned_step_us": new.step_us, "lower_bound_us": new.lower_bound_us}, new
+
+
+def as_text(changes: Sequence[Change], found: dict[str, Any]) -> str:
+    """`compare`'s figures side by side."""
+    us: Callable[[Any], str] = lambda x: "infeasible" if x is None else f"{x:.1f} us"  # noqa: E731
+    rows: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("samples per rank", "batch_size", str), ("this plan", "step_us", us),
+        ("this plan fits", "fits", lambda x: "yes" if x else "no"),
+        ("fullest memory", "memory_used", lambda x: f"{100 * x:.1f} %"),
+        ("longest phase", "slowest_phase", str), ("bound by", "binding", str),
+        ("imbalance", "imbalance", lambda x: f"{x:.3f}"), ("a new plan", "planned_step_us", us),
+        ("lower bound", "lower_bound_us", us)]
+    lines = ["what if " + " ".join(c.text for c in changes),
+             f"  {'':<18}{'before':>14}{'after':>14}{'change':>10}"]
+    for title, key, show in rows:
+        old, new = found["before"][key], found["after"][key]
+        number = isinstance(new, float) and isinstance(old, float) and old > 0
+        change = f"{100 * (new / old - 1):+.1f} %" if number else ""
+        lines.append(f"  {title:<18}{show(old):>14}{show(new):>14}{change:>10}".rstrip())
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""From the relaxed solution to a plan: rounding, annealing, local search."""

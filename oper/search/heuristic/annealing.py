@@ -1,0 +1,442 @@
+"""Which rank owns which columns and rows of pushed tables, by simulated annealing in C++.
+
+Packing whole tables evenly is NP-hard, but pieces may be cut: by columns, which costs an id stream
+each, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves, swaps,
+shifts, splits, merges and re-deals pieces and exchanges recipes, and looks at the whole step every
+time. As the relaxation mixes configurations of a table, so do the columns of a table: they are in
+two parts, each with a recipe of its own. Pulled rows are divisible: ranks of a class own as many
+parts of them as they have room for. Replicated rows load all ranks of a class alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from oper.plan import MAX_PATTERN
+from oper.search import native
+from oper.search.bound.master import Bound
+from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD
+from oper.search.bound.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS, own_load
+from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
+from oper.search.heuristic.recipes import Recipe, RecipeBook
+from oper.search.problem.machine import GROUPS, by_group
+from oper.search.problem.overlap import RESOLVE
+from oper.search.problem.statement import IDS, NUM_FEATURES
+from oper.traffic import ROW_WISE
+
+_SHARES = 96  # parts of a piece at which partial sums are tabulated
+_OWNERS = 48  # of one piece at most
+_HEADS = 16  # hottest pushed rows of a table that are told apart
+_UNITS = 256  # parts of pulled rows in all, about
+
+_OWNERSHIP = ("table", "piece", "width", "rank", "weight")  # arrays by piece and owner
+_CHANGED = ("recipe", "part_width", "units")  # other arrays that a search changes
+
+#: A column piece: its columns, its owners, and how many rows each of them takes in turn.
+Shard = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Adjacent columns of a table.
+
+    Attributes:
+        width: how many.
+        recipe: their tiers.
+        shards: pieces of what is pushed, none where nothing is.
+    """
+
+    width: int
+    recipe: Recipe
+    shards: tuple[Shard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """What the search found.
+
+    Attributes:
+        parts: per table, in the order of its columns.
+        units: parts that each rank owns of the pulled rows of its class.
+        step_us: modelled step, with all that is not pushed spread evenly, barriers included.
+        num_moves: moves that were tried.
+        arrays: the same, to go on from.
+    """
+
+    parts: list[list[Part]]
+    units: tuple[int, ...]
+    step_us: float
+    num_moves: int
+    arrays: dict[str, np.ndarray]
+
+
+class Loads:
+    """Loads of ranks: microseconds by (phase, group of terms), and the share of memory at the end.
+
+    Attributes:
+        num_loads: G = 5 P + 1.
+        class_of: int64 [W].
+        piece_us: float64 [G], what every column piece of a table costs each rank.
+        read_unit: float64 [C, 20, C, G], what a unit of each tally row puts on ranks that do not
+            own it, by class of the owner and of theirs.
+        own_unit: float64 [C, 20, G], what its owner does more than others of its class.
+    """
+
+    def __init__(self, book: RecipeBook) -> None:
+        self.relaxation = book.relaxation
+        self.model = self.relaxation.model
+        self.class_of = self.relaxation.classes.of_rank
+        ranks = self.relaxation.classes.ranks
+        self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
+        self.num_loads = self.num_phases * NUM_PIECE_GROUPS + 1
+        self.own_unit = np.zeros((self.num_classes, NUM_ROWS, self.num_loads))
+        self.own_unit[..., :-1] = own_load(self.model, [int(r[0]) for r in ranks]).reshape(
+            self.num_classes, NUM_ROWS, -1)
+        machine = self.model.machine
+        for c, r in enumerate(ranks):
+            room = machine.capacity_bytes[machine.domain[r[0]]] / machine.num_near[r[0]]
+            self.own_unit[c, HELD, -1] = 1.0 / max(room, 1e-3)
+        self.piece_us = np.zeros(self.num_loads)  # of a piece, in every phase that looks at tables
+        for p, name in enumerate(self.model.phases):
+            self.piece_us[p * NUM_PIECE_GROUPS] = self.model.costs.table_us * (name != RESOLVE)
+        self.read_unit = self.by_class(self.relaxation.unit)  # the mean, its owner's load included
+        for c, r in enumerate(ranks):
+            others = r.size * self.read_unit[c, :, c] - self.own_unit[c]
+            self.read_unit[c, :, c] = others / max(r.size - 1, 1)
+            self.own_unit[c] -= self.read_unit[c, :, c]
+
+    def by_class(self, rows: np.ndarray) -> np.ndarray:
+        """Resource rows (float64 [..., R]) as loads by class; float64 [..., C, G]."""
+        out = np.zeros((*rows.shape[:-1], self.num_classes, self.num_loads))
+        for n, (phase, group, c) in enumerate(self.relaxation.rows.names):
+            # Host memory is no resource of its own here: its time counts beside the rank's own.
+            at = GROUPS.index(group) % NUM_PIECE_GROUPS
+            out[..., c, phase * NUM_PIECE_GROUPS + at] += rows[..., n]
+        machine, classes = self.model.machine, self.relaxation.classes
+        memory = self.relaxation.rows.first_memory
+        for c, ranks in enumerate(classes.ranks):
+            out[..., c, -1] = rows[..., memory + classes.of_domain[machine.domain[ranks[0]]]]
+        return out
+
+    def base(self, num_tables: int) -> np.ndarray:
+        """What every plan puts on each rank, without the first pieces of `num_tables` tables;
+        float64 [W, G]."""
+        model, tally = self.model, self.relaxation.base_tally
+        units = model.units(Tally(tally.rows, tally.partial_replicas))
+        groups = by_group(units * model.machine.seconds_per_unit * 1e6)
+        groups[:, 0] += groups[:, NUM_PIECE_GROUPS]
+        groups = groups[:, :NUM_PIECE_GROUPS]
+        groups -= 1e6 * model.hidden[:, None]  # beyond the dense compute that hides it
+        out = np.zeros((self.class_of.size, self.num_loads))
+        out[:, :-1] = groups.reshape(-1, self.class_of.size).T
+        out[:, :-1] -= num_tables * self.piece_us[:-1]
+        machine = model.machine
+        held = machine.per_domain(tally.rows[HELD]) / np.maximum(machine.capacity_bytes, 1e-3)
+        out[:, -1] = held[machine.domain]
+        return out
+
+
+class Annealing:
+    """The search's view of a recipe book: arrays over recipes.
+
+    Args:
+        book: recipes; the chosen ones are where a search begins.
+        bound: says how wide pieces are at first and among how many owners they are dealt.
+    """
+
+    def __init__(self, book: RecipeBook, bound: Bound) -> None:
+        self.book, self.bound, self.loads = book, bound, Loads(book)
+        self.relaxation = book.relaxation
+        self.recipes = [self._ordered(k) for k in range(len(book.recipes))]
+        self.first = np.concatenate([[0], np.cumsum([len(r) for r in self.recipes])])
+        arrays = self._arrays()
+        arrays |= self._begin(arrays)  # here, as another box may be set when it is searched from
+        self.arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
+
+    def _ordered(self, k: int) -> list[int]:
+        """Recipes of table `k`, neighbours alike: by how much they push, then replicate."""
+        amount = self.book.amounts[k]
+        push = np.array([o.kind == PUSH for o in self.relaxation.options], bool)
+        return np.lexsort((amount[:, 0, IDS], amount[:, push, IDS].sum(axis=1))).tolist()
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        relaxation, loads = self.relaxation, self.loads
+        amount = np.concatenate([self.book.amounts[k][r] for k, r in enumerate(self.recipes)])
+        table = np.repeat(np.arange(len(self.recipes)), np.diff(self.first))
+        push = np.array([o.kind == PUSH for o in relaxation.options], bool)
+        features = amount[:, push].sum(axis=1)  # [N, 4]
+        stay = np.where(push[:, None], 0.0, amount)
+        one = np.ones(amount.shape[:2])
+        whole = relaxation.resources_of(stay, table, one, one)
+        once = np.einsum("nof,nofr->nr", stay, self._once()[table])
+        tables, class_of = relaxation.tables, loads.class_of
+        per_table = self._per_table()
+        rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in per_table]
+        of_ids = features[:, IDS, None, None] * per_table[0][table][:, :, IDS]
+        head_at, head = self._heads()
+        fill, fill_once = self._fill(amount, table)
+        size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
+        shares = np.linspace(0.0, 1.0, _SHARES + 1)
+        sums = np.stack([loads.model.partial_bytes(tables[k], 1, f * shares)
+                         for k, f in zip(table.tolist(), features[:, IDS], strict=True)])
+        order = np.argsort(class_of, kind="stable")
+        places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
+        split = np.array([loads.model.problem.may_split(t) for t in tables], bool)
+        dim = np.array([t.spec.dim for t in tables])
+        may = np.stack([self._may(k) for k in range(len(tables))])[:, order]
+        may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
+        columns = dim[table][:, None, None]
+        piece, asked = self._unseen(features[:, IDS], table)
+        every = relaxation.total_ids[table]
+        parts = 2 if may_split.any() else 1
+        of_parts = {"first": self.first[:-1], "num_recipes": np.diff(self.first),
+                    "may_split": may_split.astype(np.uint8),
+                    "may_stripe": np.array(["striped" in p for p in places], np.uint8),
+                    "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
+        return {
+            "class_of": class_of[order], "rank_of": order, "base": loads.base(len(tables))[order],
+            "partial": loads.own_unit[:, PARTIALS], "partial_read": loads.read_unit[:, PARTIALS],
+            "level": np.array([self.bound.phase_us(p) for p in range(loads.num_phases)]),
+            "stay": (loads.by_class(whole - once) - (fill - fill_once) / size) / columns,
+            "stay_once": loads.by_class(once) - fill_once / size + piece[:, None],
+            "fill": (fill - fill_once) / columns, "fill_once": fill_once,
+            "column": np.einsum("ncq,cqg->ncg", rows[0], loads.own_unit),
+            "stream": np.einsum("ncq,cqg->ncg", rows[1], loads.own_unit),
+            "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit),
+            "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit)
+            + np.einsum("ncq,dqg->ncdg", rows[2], loads.own_unit),
+            "column_ids": np.einsum("ncq,cqg->ncg", of_ids, loads.own_unit),
+            "head_at": head_at, "head": head, "asked": asked,
+            "whole": (features[:, IDS] >= every * (1 - 1e-9)).astype(np.uint8),
+            "sums": sums, "pushes": (features[:, IDS] > 0).astype(np.uint8),
+            **{n: np.concatenate([x] * parts) for n, x in of_parts.items()}}
+
+    def _unseen(self, pushed_ids: np.ndarray, table: np.ndarray
+                ) -> tuple[np.ndarray, np.ndarray]:
+        """What a column piece costs every rank whatever its rows are, and what the owner of pushed
+        rows, in proportion to its share, for asking itself unless it owns all; float64 [N, G] each.
+
+        The relaxation sees neither and is below every plan all the same. As `CostModel.whole_table`
+        and `own_requests`, but for tables of two recipes, each of which pays for its own tiers."""
+        model, tables = self.loads.model, self.relaxation.tables
+        ids = self.relaxation.total_ids[table]
+        bags = np.array([t.traffic.num_bags for t in tables], float)[table]
+        of = [self.book.recipes[k][r] for k, rs in enumerate(self.recipes) for r in rs]
+        several = np.array([len(r.stops) > 1 for r in of])
+        pushes = pushed_ids > 0
+        tiers = ids * several * np.where(pushes, model.tiers_ns(True), model.tiers_ns(False))
+        piece = np.tile(self.loads.piece_us, (table.size, 1))
+        asked = np.zeros_like(piece)
+        for p, name in enumerate(model.phases):
+            at = p * NUM_PIECE_GROUPS
+            if name in ("forward", "backward"):
+                piece[:, at] += tiers * 1e-3
+                asked[:, at] = pushed_ids * model.costs.push_ns * 1e-3
+            if name == "forward":
+                piece[:, at] += bags * (several & pushes) * model.costs.push_bag_ns * 1e-3
+        return piece, asked
+
+    def _heads(self) -> tuple[np.ndarray, np.ndarray]:
+        """The hottest rows that each recipe pushes: their places in its first pushed tier (int64
+        [N, H]) and their shares of the lookups of all that it pushes (float64 [N, H], 0 = none)."""
+        at, head = [], []
+        pushes = [o.kind == PUSH for o in self.relaxation.options]
+        for k, t in enumerate(self.relaxation.tables):
+            recipes = [self.book.recipes[k][r] for r in self.recipes[k]]
+            ends = [(0, *r.stops) for r in recipes]
+            which = [next((n for n, o in enumerate(r.options) if pushes[o]), -1) for r in recipes]
+            start, stop = np.array([e[n:n + 2] if n >= 0 else (0, 0)
+                                    for e, n in zip(ends, which, strict=True)]).T
+            places = np.tile(np.arange(_HEADS), (len(recipes), 1))
+            edges = np.minimum(start[:, None] + np.arange(_HEADS + 1), stop[:, None])
+            mass = np.diff(t.prefix(edges)[IDS], axis=1)
+            if not t.ids_are_positions:  # tables of one tier are dealt by id
+                by_id = np.array([len(r.stops) == 1 for r in recipes]) & (stop > start)
+                hot = np.argsort(-t.explicit[IDS], kind="stable")[:_HEADS]
+                places[by_id, :hot.size] = t.explicit_ids[hot]
+                mass[by_id] = 0.0
+                mass[by_id, :hot.size] = t.explicit[IDS, hot]
+            pushed = self.book.amounts[k][self.recipes[k]][:, pushes, IDS].sum(axis=1)
+            at.append(places)
+            head.append(mass / np.maximum(pushed, 1e-300)[:, None] * (pushed > 0)[:, None])
+        return np.concatenate(at).astype(np.int64), np.concatenate(head)
+
+    def _once(self) -> np.ndarray:
+        """What a column piece that is not pushed costs whatever its width is; [T, O, 4, R]."""
+        relaxation, model = self.relaxation, self.loads.model
+        out = np.zeros_like(relaxation.coefficients)
+        world = self.loads.class_of.size
+        for o, option in enumerate(relaxation.options):
+            if option.kind in (PUSH, COPIES):
+                continue
+            make = {SHARD: model.shard_rows, HOST: model.host_rows,
+                    REPLICATED: model.replica_rows}[option.kind]
+            spread = np.full(world, 1 / world)
+            if option.rank_class >= 0:
+                member = self.loads.class_of == option.rank_class
+                spread = member / member.sum()
+            owner = np.eye(NUM_FEATURES)[:, :, None] * spread
+            for k, t in enumerate(relaxation.tables):
+                once, twice = (make(t, w, owner) for w in (t.spec.dim, 2 * t.spec.dim))
+                out[k, o] = relaxation.mean(model.cut_rows(t, once, twice))
+        return out
+
+    def _fill(self, amount: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What owners of pulled rows do beside reading (float64 [N, C, G]), were they one rank, and
+        how much of it does not depend on the width."""
+        relaxation, world = self.relaxation, self.loads.class_of.size
+        out = np.zeros((2, len(table), self.loads.num_classes, self.loads.num_loads))
+        for o, option in enumerate(relaxation.options):
+            if option.kind != SHARD or world == 1:
+                continue
+            rank = int(relaxation.classes.ranks[option.rank_class][0])
+            owner = np.zeros((NUM_FEATURES, NUM_FEATURES, world))
+            owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), rank] = 1.0
+            own = []
+            for t in relaxation.tables:
+                once, twice = (self.loads.model.shard_rows(t, w, owner)
+                               for w in (t.spec.dim, 2 * t.spec.dim))
+                cut = self.loads.model.cut_rows(t, once, twice)
+                own.append([x[..., rank] - x[..., (rank + 1) % world] for x in (once, cut)])
+            rows = np.einsum("nf,nxfq->xnq", amount[:, o], np.array(own)[table])
+            out[:, :, option.rank_class] += rows @ self.loads.own_unit[option.rank_class]
+        return out[0], out[1]
+
+    def _per_table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tally rows by class of the owner and feature, of a column and of an id stream beyond what
+        all ranks do alike, and the latter, which every id stream costs; [T, C, 4, 20] each."""
+        ranks, world = [int(r[0]) for r in self.relaxation.classes.ranks], self.loads.class_of.size
+        each = np.arange(len(ranks))
+        owner = np.zeros((len(ranks), NUM_FEATURES, NUM_FEATURES, world))
+        for c, r in enumerate(ranks):
+            owner[c, np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), r] = 1.0
+        column, stream, alike = [], [], []
+        for t in self.relaxation.tables:
+            made = [self.loads.model.push_rows(t, w, owner) for w in (t.spec.dim, 2 * t.spec.dim)]
+            once, cut = (x[each, ..., ranks] for x in (
+                made[0], self.loads.model.cut_rows(t, made[0], made[1])))
+            # What a rank does that owns nothing depends on no width.
+            reader = (made[0][each, ..., [(r + 1) % world for r in ranks]] if world > 1
+                      else np.zeros_like(once))
+            column.append((once - cut) / t.spec.dim)
+            stream.append(cut - reader)
+            alike.append(reader)
+        return np.stack(column), np.stack(stream), np.stack(alike)
+
+    def _may(self, k: int) -> np.ndarray:
+        """Ranks that may own pushed rows of table `k`; bool [W]."""
+        good = [o.rank_class for n, o in enumerate(self.relaxation.options)
+                if o.kind == PUSH and self.relaxation.allowed[k, n]]
+        return np.isin(self.loads.class_of, good)
+
+    def _begin(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Where a search begins, beside `arrays`: recipes of pieces, their widths, their owners."""
+        num_tables, world = len(self.recipes), self.loads.class_of.size
+        chosen = np.array([r.index(p) for r, p in zip(self.recipes, self.book.pick.tolist(),
+                                                      strict=True)], np.int64)
+        cuts = np.array([self._first_cut(k) for k in range(num_tables)], np.int64)
+        dim = np.array([t.spec.dim for t in self.relaxation.tables])
+        size = arrays["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * dim
+        num_parts = arrays["first"].size
+        times = num_parts // num_tables
+        width = np.zeros(num_parts, np.int64)
+        width[:num_tables] = dim
+        return {"order": np.argsort(-size, kind="stable"),
+                "first_owners": np.tile(cuts[:, 0], times), "part_width": width,
+                "first_width": np.tile(cuts[:, 1], times), "recipe": np.tile(chosen, times),
+                "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world))}
+
+    def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0,
+            start: Packed | None = None) -> Packed:
+        """Search.
+
+        Args:
+            max_moves: moves to try.
+            goal_us: stop at this step.
+            seed: equal seeds give equal results unless the time ends the search.
+            seconds: stop after so long; 0 = no limit.
+            start: what to go on from, found by another run; by default many short searches begin
+                from the relaxed solution.
+        """
+        num_tables, world = len(self.recipes), self.loads.class_of.size
+        num_parts, capacity = self.arrays["first"].size, num_tables * _OWNERS * 64
+        arrays = (self.arrays | {n: self.arrays[n].copy() for n in _CHANGED}
+                  | {n: np.zeros(capacity, np.int64) for n in _OWNERSHIP})
+        if start is not None:
+            for name, known in start.arrays.items():
+                arrays[name][:known.size] = known
+        packing: Any = native.call(
+            "oper_pack", native.Packing, arrays, num_ranks=world,
+            num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
+            num_tables=num_tables, num_parts=num_parts, num_shares=_SHARES, num_heads=_HEADS,
+            max_moves=max_moves, seconds=seconds, seed=seed, capacity=capacity,
+            resumes=int(start is not None),
+            count=0 if start is None else start.arrays["rank"].size,
+            goal=goal_us - self._fixed_us(1, int(arrays["may_split"].any())))
+        shards = _layout(arrays, packing.count)
+        parts: list[list[Part]] = [[] for _ in range(num_tables)]
+        for n in np.flatnonzero(arrays["part_width"]).tolist():
+            k = n % num_tables
+            recipe = self.book.recipes[k][self.recipes[k][int(arrays["recipe"][n])]]
+            part = Part(int(arrays["part_width"][n]), recipe, tuple(shards.get(n, ())))
+            if parts[k] and parts[k][0].recipe == recipe:  # both came to the same
+                first = parts[k].pop()
+                part = Part(first.width + part.width, recipe, first.shards + part.shards)
+            parts[k].append(part)
+        units = np.zeros(world, np.int64)
+        units[arrays["rank_of"]] = arrays["units"]
+        pushed = sum(bool(part.shards) for every in parts for part in every)
+        split = sum(sum(max(1, len(part.shards)) for part in every) - 1
+                    for t, every in zip(self.relaxation.tables, parts, strict=True)
+                    if t.spec.optimizer in ROW_WISE)
+        found = Packed(parts, tuple(units.tolist()),
+                       packing.step + self._fixed_us(pushed, split), packing.moves,
+                       {n: arrays[n][:packing.count].copy() for n in _OWNERSHIP}
+                       | {n: arrays[n] for n in _CHANGED})
+        if start is not None and start.step_us < found.step_us:  # by what is fixed
+            return replace(start, num_moves=packing.moves)
+        return found
+
+    def _fixed_us(self, num_pushed: int, num_split: int) -> float:
+        """Fixed costs of a plan that pushes so many tiers and splits row-wise tables so often."""
+        base = self.relaxation.base_tally
+        return float(sum(self.relaxation.model.fixed_us(replace(
+            base, num_pushed=base.num_pushed + num_pushed,
+            num_split=base.num_split + num_split))))
+
+    def _first_cut(self, k: int) -> tuple[int, int]:
+        """Owners per piece, and columns of each piece, as the relaxation would have them."""
+        relaxation, t = self.relaxation, self.relaxation.tables[k]
+        amount = self.book.amounts[k][self.book.pick[k]]
+        kind = int(self.bound.node.kinds(amount[None], k, self.bound.prices)[0])
+        for o, option in enumerate(relaxation.options):
+            if option.kind == PUSH and amount[o, IDS] > 0:
+                types = self.bound.node.fit.types[k][option.rank_class]
+                j = min(kind, types.mass.size - 1)
+                share = amount[o, IDS] / t.total[IDS] / max(float(types.mass[j]), 1e-3)
+                pieces = int(np.ceil(types.streams[j] - 1e-2))
+                return int(np.clip(np.ceil(share - 1e-2), 1, _OWNERS)), -(-t.spec.dim // pieces)
+        return 1, t.spec.dim
+
+
+def _layout(found: dict[str, np.ndarray], count: int) -> dict[int, list[Shard]]:
+    out: dict[int, list[Shard]] = {}
+    piece = found["piece"][:count]
+    for start, stop in zip(*_runs(piece), strict=True):
+        at = slice(start, stop)
+        weights = found["weight"][at] // np.gcd.reduce(found["weight"][at])
+        out.setdefault(int(found["table"][start]), []).append(
+            (int(found["width"][start]), tuple(found["rank"][at].tolist()),
+             () if (weights == 1).all() else tuple(weights.tolist())))
+    return out
+
+
+def _runs(values: np.ndarray) -> tuple[list[int], list[int]]:
+    """Where runs of equal values begin and end."""
+    if not values.size:
+        return [], []
+    edges = np.flatnonzero(np.diff(values)) + 1
+    return [0, *edges.tolist()], [*edges.tolist(), values.size]

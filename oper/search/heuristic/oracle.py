@@ -1,0 +1,142 @@
+"""Slow, readable statements of the same problems, to hold the fast ones against in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from oper.errors import MissingDependencyError, OperError, fail
+from oper.search.bound.options import PUSH
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import CostModel
+from oper.search.cost.tally import HELD, HOST_HELD, PARTIALS, Tally
+from oper.search.heuristic.placing import Placement, table_tally
+from oper.search.problem.machine import GROUPS, by_group
+from oper.search.problem.statement import IDS
+
+
+def relaxed_by_cvxpy(relaxation: Relaxation) -> float:
+    """The relaxation over blocks as one linear program, stated in cvxpy; microseconds.
+
+    Every block divides itself over the options. Partial sums of pushed blocks enter by their chord,
+    which lies below them, so that this optimum never exceeds the column-generation one, and equals
+    it where nothing may be pushed.
+
+    Raises:
+        MissingDependencyError: cvxpy is not installed.
+        OperError: the solver found no optimum.
+    """
+    try:
+        import cvxpy as cp
+    except ImportError:
+        raise MissingDependencyError(fail("the readable statement needs cvxpy", "module", "cvxpy",
+                                          "installed", "pip install 'oper[plan]'")) from None
+    num_phases = int(relaxation.phase_of.max()) + 1
+    num_blocks, num_options = relaxation.features.shape[0], len(relaxation.options)
+    share = cp.Variable((num_blocks, num_options), nonneg=True)
+    phase_time = cp.Variable(num_phases, nonneg=True)
+    cost = np.einsum("bf,bofr->bor", relaxation.features,
+                     relaxation.coefficients[relaxation.table_of])
+    cost += _chords(relaxation)
+    load = [relaxation.base[r] + cp.sum(cp.multiply(cost[:, :, r], share))
+            for r in range(relaxation.num_rows)]
+    constraints = [cp.sum(share, axis=1) == 1,
+                   share <= relaxation.allowed[relaxation.table_of].astype(float)]
+    for row, phase in enumerate(relaxation.phase_of.tolist()):
+        constraints.append(load[row] <= (1.0 if phase < 0 else phase_time[phase]))
+    problem = cp.Problem(cp.Minimize(cp.sum(phase_time) + relaxation.fixed_us), constraints)
+    problem.solve(solver=cp.HIGHS)
+    if problem.status != cp.OPTIMAL:
+        raise OperError(fail("the relaxation has no optimum", "status", problem.status, "optimal",
+                             "check that the tables fit"))
+    return float(problem.value)
+
+
+def _chords(relaxation: Relaxation) -> np.ndarray:
+    """Partial sums by their chord: bytes of the whole table's times each block's share of mass."""
+    out = np.zeros((relaxation.features.shape[0], len(relaxation.options), relaxation.num_rows))
+    for o, option in enumerate(relaxation.options):
+        if option.kind == PUSH:
+            for k, t in enumerate(relaxation.tables):
+                at = slice(relaxation.starts[k], relaxation.starts[k + 1])
+                ids = relaxation.features[at, IDS]
+                whole = relaxation.model.partial_bytes(t, t.spec.dim, ids.sum())
+                out[at, o] = np.outer(ids / max(ids.sum(), 1e-300) * whole,
+                                      relaxation.unit[option.rank_class, PARTIALS])
+    return out
+
+
+def best_of_candidates(
+    relaxation: Relaxation, candidates: Sequence[Sequence[Placement]]
+) -> tuple[float, list[int]]:
+    """The best plan that gives each table one of its candidates, by mixed-integer programming.
+
+    Everything about a plan adds up over its tables but for two barriers, which whoever pushes, or
+    splits columns under a row-wise optimizer, pays once: a binary variable each.
+
+    Args:
+        relaxation: names the problem's free tables.
+        candidates: per table, the placements to choose from.
+
+    Returns:
+        The step (us) and the candidate chosen for each table.
+
+    Raises:
+        OperError: no choice fits.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    model = relaxation.model
+    pairs = [(k, c) for k, placements in enumerate(candidates) for c in range(len(placements))]
+    tallies = [table_tally(model, relaxation.tables[k], candidates[k][c]) for k, c in pairs]
+    num_phases, size = len(model.phases), len(pairs)
+    base_time, base_held = _rank_rows(model, relaxation.base_tally)
+    hidden = np.repeat(model.hidden[:, None] * 1e6, len(GROUPS), axis=1)
+    base_time = base_time - hidden.reshape(num_phases, -1)
+    columns = [_rank_rows(model, x) for x in tallies]
+    time = np.stack([c[0] for c in columns], axis=-1)  # [phases, groups * W, N]
+    held = np.stack([c[1] for c in columns], axis=-1)  # [domains + hosts, N]
+    capacity = np.maximum(np.concatenate([model.machine.capacity_bytes,
+                                          model.machine.host_capacity_bytes]), 1.0)
+    # Variables: a choice per pair, a time per phase, the two barriers.
+    width = size + num_phases + 2
+    constraints = []
+    for phase in range(num_phases):
+        rows = np.zeros((time.shape[1], width))
+        rows[:, :size], rows[:, size + phase] = time[phase], -1.0
+        constraints.append(LinearConstraint(rows, -np.inf, -base_time[phase]))
+    rows = np.zeros((held.shape[0], width))
+    rows[:, :size] = held / capacity[:, None]
+    constraints.append(LinearConstraint(rows, -np.inf, 1.0 - base_held / capacity))
+    one = np.zeros((len(candidates), width))
+    one[[k for k, _ in pairs], range(size)] = 1.0
+    constraints.append(LinearConstraint(one, 1.0, 1.0))
+    base = relaxation.base_tally
+    for n, pays in enumerate(([x.num_pushed > 0 for x in tallies],
+                              [x.num_split > 0 for x in tallies])):
+        rows = np.zeros((sum(pays), width))
+        rows[range(sum(pays)), np.flatnonzero(pays)] = 1.0
+        rows[:, size + num_phases + n] = -1.0
+        if rows.size:
+            constraints.append(LinearConstraint(rows, -np.inf, 0.0))
+    barrier = model.costs.phase_us * np.array([not base.num_pushed, not base.num_split], float)
+    cost = np.concatenate([np.zeros(size), np.ones(num_phases), barrier])
+    upper = np.concatenate([np.ones(size), np.full(num_phases, np.inf), np.ones(2)])
+    integrality = np.concatenate([np.ones(size), np.zeros(num_phases), np.ones(2)])
+    found = milp(cost, constraints=constraints, bounds=Bounds(0.0, upper), integrality=integrality,
+                 options={"mip_rel_gap": 0.0})
+    if found.x is None:
+        raise OperError(fail("no choice of candidates fits", "status", found.status, "a solution",
+                             "allow more memory"))
+    picks = {k: c for (k, c), x in zip(pairs, found.x, strict=False) if x > 0.5}
+    return float(found.fun) + relaxation.fixed_us, [picks[k] for k in range(len(candidates))]
+
+
+def _rank_rows(model: CostModel, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
+    """Microseconds per phase of all groups and ranks [P, 5 W], and bytes per domain and host."""
+    seconds = model.units(tally) * model.machine.seconds_per_unit * 1e6
+    groups = by_group(seconds)
+    held = np.concatenate([model.machine.per_domain(tally.rows[HELD]),
+                           model.machine.per_host(tally.rows[HOST_HELD])])
+    return groups.reshape(groups.shape[0], -1), held

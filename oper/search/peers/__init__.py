@@ -1,0 +1,1 @@
+"""Other systems' planners, as published, under the same cost model."""

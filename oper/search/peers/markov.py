@@ -1,0 +1,147 @@
+"""A Markov-chain search over the whole space, for comparison with the relaxation-guided one.
+
+FlexFlow (Jia, Zaharia, Aiken 2019) searches its SOAP space with the Metropolis-Hastings algorithm:
+a proposal gives one operator another configuration, drawn at random, and is taken when it lowers
+the simulated cost, else with probability `exp(beta (old - new))`. Here an operator is a table, its
+configuration are column pieces, tiers, placements, ranks and exchange modes, and the simulator is
+the cost model. The chain knows no bound and no bottleneck.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+
+from oper.errors import fail
+from oper.plan import Piece, Plan, Tier
+from oper.search.bound.pieces import MIN_COLUMNS
+from oper.search.cost.model import CostModel
+from oper.search.cost.tally import Tally
+from oper.search.heuristic.placing import Placement, table_plan
+from oper.search.heuristic.state import State
+from oper.search.problem.pins import impose
+from oper.search.problem.statement import Problem, TableProblem
+
+_BETA = 50.0  # per cost of the first placement: one that is 2 % of it worse is taken in 1 of e
+_MAX_TIERS = 3
+_MAX_PIECES = 4
+
+
+def markov_chain(problem: Problem, seed: int, num_proposals: int, *, goal_us: float = 0.0,
+                 deadline: float | None = None) -> Plan | None:
+    """The best plan that the chain meets, or None where it meets none that fits.
+
+    Args:
+        problem: the problem; groups of tables are not looked at.
+        seed: equal seeds give equal plans unless a deadline cuts the chain short.
+        num_proposals: its length.
+        goal_us: it ends at a plan that fits with at most this step.
+        deadline: `time.monotonic()` value at which it ends.
+    """
+    rng = np.random.default_rng(seed)
+    model = CostModel(problem)
+    tables, base = _free(model)
+    state = State(model, tables, base, [_start(problem, t) for t in tables])
+    best, beta = state.copy(), _BETA / max(state.score, 1e-30)
+    for _ in range(num_proposals if tables else 0):
+        done = best.evaluation.fits and best.evaluation.step_us <= goal_us
+        if done or (deadline is not None and time.monotonic() > deadline):
+            break
+        k = int(rng.integers(len(tables)))
+        change = {k: _proposal(problem, tables[k], rng)}
+        attempt = state.attempt(change)
+        if attempt[0] <= state.score or rng.random() < np.exp(beta * (state.score - attempt[0])):
+            state.apply(change, attempt)
+            if state.score < best.score:
+                best = state.copy()
+    if not best.evaluation.fits:
+        return None
+    pieces = {t.spec.name: p for t, p in zip(tables, best.pieces, strict=True)}
+    entries = tuple(table_plan(t, pieces.get(t.spec.name) or _pinned(problem, t))
+                    for t in problem.tables)
+    return Plan(problem.machine.world_size, entries, problem.objective, problem.batch_size,
+                problem.topology.name, best.evaluation.step_us,
+                notes={"constants": problem.topology.source})
+
+
+def _free(model: CostModel) -> tuple[tuple[TableProblem, ...], Tally]:
+    """Tables that are not pinned, and what every plan pays."""
+    problem, total = model.problem, model.base()
+    free = []
+    for t in problem.tables:
+        held = problem.constraints.tables.get(t.spec.name)
+        if held is None or held.tiers is None:
+            free.append(t)
+        else:
+            ordered = t.ids_are_positions or len(held.tiers) > 1
+            total = total.plus(model.tally(t, _pinned(problem, t), ordered))
+    return tuple(free), total
+
+
+def _pinned(problem: Problem, t: TableProblem) -> Placement:
+    return (Piece(0, t.spec.dim, problem.constraints.tables[t.spec.name].tiers or ()),)
+
+
+def _owners(problem: Problem, t: TableProblem) -> list[int]:
+    held = problem.constraints.tables.get(t.spec.name)
+    ranks = None if held is None else held.ranks
+    return list(range(problem.machine.world_size)) if ranks is None else sorted(set(ranks))
+
+
+def _start(problem: Problem, t: TableProblem) -> Placement:
+    """Rows over all ranks where that is allowed, as data-parallel is where FlexFlow starts."""
+    places, owners = problem.placements_of(t.spec.name), _owners(problem, t)
+    mode = "pull" if "pull" in problem.modes_of(t.spec.name) else "push"
+    memory = min(problem.memories_of(t.spec.name))  # the device's where that is allowed
+    if "striped" in places:
+        tier = Tier(0, t.spec.num_rows, "striped", tuple(owners), mode=mode, memory=memory)
+    elif "owned" in places:
+        tier = Tier(0, t.spec.num_rows, "owned", (owners[0],), mode=mode, memory=memory)
+    else:
+        tier = Tier(0, t.spec.num_rows, "replicated", tuple(owners))
+    return impose(problem.constraints.tables.get(t.spec.name), (Piece(0, t.spec.dim, (tier,)),))
+
+
+def _proposal(problem: Problem, t: TableProblem, rng: np.random.Generator) -> Placement:
+    """Any configuration of one table."""
+    parts = 1
+    if problem.may_split(t) and t.spec.dim >= 2 * MIN_COLUMNS and rng.random() < 0.25:
+        parts = int(rng.integers(2, min(_MAX_PIECES, t.spec.dim // MIN_COLUMNS) + 1))
+    columns = [round(t.spec.dim * k / parts / 4) * 4 for k in range(parts)] + [t.spec.dim]
+    pieces = tuple(Piece(a, b, _tiers(problem, t, rng)) for a, b in pairwise(columns))
+    return impose(problem.constraints.tables.get(t.spec.name), pieces)
+
+
+def _tiers(problem: Problem, t: TableProblem, rng: np.random.Generator) -> tuple[Tier, ...]:
+    inner = t.edges[1:-1]
+    count = min(int(rng.integers(1, _MAX_TIERS + 1)) - 1, inner.size)
+    cuts = np.sort(rng.choice(inner, count, replace=False)).tolist()
+    return tuple(_tier(problem, t, rng, a, b)
+                 for a, b in pairwise([0, *map(int, cuts), t.spec.num_rows]))
+
+
+def _tier(problem: Problem, t: TableProblem, rng: np.random.Generator, start: int,
+          stop: int) -> Tier:
+    owners = _owners(problem, t)
+    place = str(rng.choice(sorted(problem.placements_of(t.spec.name))))
+    if place == "replicated":
+        return Tier(start, stop, place, tuple(range(problem.machine.world_size)))
+    memory = str(rng.choice(sorted(problem.memories_of(t.spec.name))))
+    modes = problem.modes_of(t.spec.name) & ({"pull"} if memory == "host" else {"pull", "push"})
+    if not modes:
+        memory, modes = "device", problem.modes_of(t.spec.name)
+    mode = str(rng.choice(sorted(modes)))
+    if place == "owned":
+        return Tier(start, stop, place, (int(rng.choice(owners)),), mode=mode, memory=memory)
+    size = len(owners) if rng.random() < 0.5 else int(rng.integers(1, len(owners) + 1))
+    return Tier(start, stop, place, tuple(int(r) for r in rng.permutation(owners)[:size]),
+                mode=mode, memory=memory)
+
+
+def no_plan_found(problem: Problem, num_proposals: int) -> str:
+    """What to say when the chain met no plan that fits."""
+    return fail(f"the Markov chain met no plan that fits {problem.topology.name!r}",
+                "proposals", num_proposals, "a plan within memory",
+                "search longer, or leave the default search to tell what fits")

@@ -1,0 +1,230 @@
+"""Peers that state placement as a program: RecShard's coverage MILP and UGache's LP.
+
+Both are written here from their publications, solved with HiGHS, and see of the problem what their
+papers use: access frequencies, sizes, bandwidths.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oper.plan import MAX_PATTERN, Piece, Plan, Tier
+from oper.search.cost.model import evaluate
+from oper.search.heuristic.placing import table_plan
+from oper.search.problem.machine import CROSS_IN, LINK_IN, MEMORY, Machine
+from oper.search.problem.statement import IDS, Problem, TableProblem
+
+_COVERAGE = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # steps of a table's access distribution
+_MAX_BINARIES = 12_000  # what the solver handles within its time
+_SECONDS = 3.0
+_MIP_GAP = 0.01
+_HEAT_CLASSES = 30
+_MAX_WEIGHT = 16
+#: Shares of memory offered to a program; a plan has buffers of which the programs know nothing.
+_SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
+
+
+# -- RecShard --------------------------------------------------------------------------------------
+
+
+def coverage_milp(problem: Problem, seed: int) -> Plan | None:
+    """RecShard (Sethi et al. 2022): the hottest rows of every table on one rank, chosen by MILP.
+
+    Per table a binary names the rank and a step of the table's access distribution; rows up to the
+    step live in the rank's fast memory, the others in slow memory. The largest cost over ranks,
+    `lookups x bytes x (hits / fast bandwidth + misses / slow bandwidth)`, is least. There is no
+    slow memory here, so the colder rows are dealt over all ranks and read across links. Tables are
+    pooled at their rank (pushed). None when nothing fits, or with more binaries than the solver
+    handles in a few seconds.
+    """
+    world = problem.machine.world_size
+    cells = len(problem.tables) * world
+    if cells > _MAX_BINARIES:
+        return None
+    steps = _COVERAGE if cells * len(_COVERAGE) <= _MAX_BINARIES else _COVERAGE[-1:]
+    for share in _SHARES:
+        found = _solve_coverage(problem, steps, share)
+        if found is None:
+            return None
+        plan = Plan(world, tuple(table_plan(t, (Piece(0, t.spec.dim, x),))
+                                 for t, x in zip(problem.tables, found, strict=True)),
+                    problem.objective, problem.batch_size, problem.topology.name)
+        if evaluate(plan, problem).fits:
+            return plan
+    return None
+
+
+def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
+                    ) -> list[tuple[Tier, ...]] | None:
+    """Tiers of every table; None where the program has no solution."""
+    from scipy import sparse
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    machine = problem.machine
+    world, num_tables, num_steps = machine.world_size, len(problem.tables), len(steps)
+    stops = np.array([_stops(t, steps) for t in problem.tables])  # [T, K]
+    row = np.array([float(t.spec.row_bytes) for t in problem.tables])[:, None]
+    size = np.array([float(t.spec.num_bytes) for t in problem.tables])[:, None]
+    rows = np.array([float(t.spec.num_rows) for t in problem.tables])[:, None]
+    hits = np.stack([np.interp(s, t.edges, t.cumulative[IDS])
+                     for t, s in zip(problem.tables, stops, strict=True)])
+    every = np.array([float(t.total[IDS]) for t in problem.tables])[:, None]
+    slow_term = CROSS_IN if problem.topology.num_hosts > 1 else LINK_IN
+    fast, slow = machine.seconds_per_unit[MEMORY], machine.seconds_per_unit[slow_term]
+    # [T, W, K]: cost at the rank, and bytes there; dealt rows count everywhere.
+    cost = row[:, None] * (hits[:, None] * fast[:, None] + (every - hits)[:, None] * slow[:, None])
+    hot = size * stops / rows
+    cold = (size - hot) / world
+    cells, index = num_tables * world * num_steps, np.arange(num_tables * world * num_steps)
+    t, r = index // (world * num_steps), index // num_steps % world
+    k = index % num_steps
+    time_rows = sparse.coo_array((cost.reshape(-1) * 1e6, (r, index)), (world, cells + 1)).tolil()
+    time_rows[:, cells] = -1.0
+    held = sparse.coo_array((hot[t, k], (r, index)), (world, cells + 1)).tocsr()
+    dealt = sparse.csr_array((cold[t, k], (np.zeros_like(index), index)), (1, cells + 1))
+    held = held + sparse.vstack([dealt] * world)
+    one = sparse.coo_array((np.ones(cells), (t, index)), (num_tables, cells + 1))
+    room = share * machine.capacity_bytes[machine.domain] / machine.num_near
+    found = milp(
+        np.append(np.zeros(cells), 1.0),
+        constraints=[LinearConstraint(time_rows.tocsr(), -np.inf, 0.0),
+                     LinearConstraint(held / max(float(room.max()), 1.0), -np.inf,
+                                      room / max(float(room.max()), 1.0)),
+                     LinearConstraint(one.tocsr(), 1.0, 1.0)],
+        bounds=Bounds(0.0, np.append(np.ones(cells), np.inf)),
+        integrality=np.append(np.ones(cells), 0.0),
+        options={"time_limit": _SECONDS, "mip_rel_gap": _MIP_GAP})
+    if found.x is None:
+        return None
+    chosen = np.flatnonzero(found.x[:cells] > 0.5)
+    ranks = tuple(range(world))
+    return [_split(table, int(stops[n, k[c]]), int(r[c]), ranks)
+            for n, (table, c) in enumerate(zip(problem.tables, chosen.tolist(), strict=True))]
+
+
+def _stops(t: TableProblem, steps: tuple[float, ...]) -> list[int]:
+    """Rows that take each share of the table's accesses."""
+    block = np.searchsorted(t.cumulative[IDS], np.array(steps) * t.total[IDS] * (1 - 1e-12))
+    stops = t.edges[np.minimum(block, t.edges.size - 1)]
+    return [t.spec.num_rows if s == 1.0 else int(x) for s, x in zip(steps, stops, strict=True)]
+
+
+def _split(t: TableProblem, stop: int, rank: int, ranks: tuple[int, ...]) -> tuple[Tier, ...]:
+    tiers = [Tier(0, stop, "owned", (rank,), mode="push")] if stop else []
+    if stop < t.spec.num_rows:
+        tiers.append(Tier(stop, t.spec.num_rows, "striped", ranks))
+    return tuple(tiers)
+
+
+# -- UGache ----------------------------------------------------------------------------------------
+
+
+def extraction_lp(problem: Problem, seed: int) -> Plan | None:
+    """UGache (Song et al. 2023): replicate, partition or mix, for ranks and links of any speed.
+
+    Rows of equal hotness over all tables are one class. The LP divides each class into a share that
+    every rank holds and shares that single ranks hold, so that the slowest of all extractions
+    (local reads, and each direction of each link, beside each other) is as fast as memory allows.
+    It is rounded to the hottest rows replicated and the others dealt by the ranks' shares; the
+    paper's symmetric closed form is the peer ``ugache-replicate-or-partition``.
+    """
+    for share in _SHARES:
+        found = _solve_extraction(problem, share)
+        if found is None:
+            continue
+        plan = _rounded(problem, *found)
+        if evaluate(plan, problem).fits:
+            return plan
+    return None
+
+
+def _heat_classes(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Class of every block of every table (hottest 0), and bytes held and read by class."""
+    heat = np.concatenate([t.blocks[:, IDS] / (np.diff(t.edges) * t.spec.row_bytes)
+                           for t in problem.tables])
+    held = np.concatenate([np.diff(t.edges) * float(t.spec.row_bytes) for t in problem.tables])
+    read = np.concatenate([t.blocks[:, IDS] * t.spec.row_bytes for t in problem.tables])
+    order = np.argsort(-heat, kind="stable")
+    # Classes of equal share of the reads, then of the bytes: hot and cold ends are both resolved.
+    level = (np.cumsum(read[order]) / max(read.sum(), 1e-300)
+             + np.cumsum(held[order]) / held.sum()) / 2
+    of_block = np.empty(order.size, np.int64)
+    of_block[order] = np.minimum((level * _HEAT_CLASSES).astype(np.int64), _HEAT_CLASSES - 1)
+    return (of_block, np.bincount(of_block, held, _HEAT_CLASSES),
+            np.bincount(of_block, read, _HEAT_CLASSES))
+
+
+def _solve_extraction(problem: Problem, share: float
+                      ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Class of every block, replicated share by class [H], and rows by rank of the others [W]."""
+    from scipy.optimize import linprog
+
+    machine = problem.machine
+    of_block, held, read = _heat_classes(problem)
+    world, classes = machine.world_size, held.size
+    rows, limit = _extraction_rows(machine, held, read, share, problem.training)
+    equal = np.zeros((classes, rows.shape[1]))
+    for h in range(classes):
+        equal[h, h] = 1.0
+        equal[h, classes + h * world:classes + (h + 1) * world] = 1.0
+    cost = np.zeros(rows.shape[1])
+    cost[-1] = 1.0
+    found = linprog(cost, A_ub=rows, b_ub=limit, A_eq=equal, b_eq=np.ones(classes),
+                    bounds=(0, None), method="highs")
+    if found.x is None:
+        return None
+    part = found.x[classes:-1].reshape(classes, world)
+    return of_block, found.x[:classes], part.T @ held
+
+
+def _extraction_rows(machine: Machine, held: np.ndarray, read: np.ndarray, share: float,
+                     training: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Memory and extraction rows over variables (replicated [H], part [H, W], time)."""
+    world, classes = machine.world_size, held.size
+    unit = machine.seconds_per_unit * 1e6
+    near = machine.domain[:, None] == machine.domain
+    host = machine.host[:, None] == machine.host
+    rows, limit = [], []
+
+    def add(replicated: np.ndarray, part: np.ndarray, time: float, most: float) -> None:
+        rows.append(np.concatenate([replicated, part.reshape(-1), [time]]))
+        limit.append(most)
+
+    none = np.zeros(classes)
+    for k in range(machine.capacity_bytes.size):
+        inside = (machine.domain == k).astype(float)
+        room = max(share * float(machine.capacity_bytes[k]), 1.0)
+        copies = inside.sum() if training else 1.0
+        add(held * copies / room, np.outer(held, inside) / room, 0.0, 1.0)
+    for r in range(world):
+        reached = near[r].astype(float)
+        add(read * unit[MEMORY, r], np.outer(read, reached) * unit[MEMORY, r], -1.0, 0.0)
+        for term, afar in ((LINK_IN, host[r] & ~near[r]), (CROSS_IN, ~host[r])):
+            if afar.any():
+                add(none, np.outer(read, afar) * unit[term, r], -1.0, 0.0)
+                own = np.zeros(world)
+                own[r] = afar.sum()
+                add(none, np.outer(read, own) * unit[term, r], -1.0, 0.0)
+    return np.array(rows), np.array(limit)
+
+
+def _rounded(problem: Problem, of_block: np.ndarray, replicated: np.ndarray,
+             by_rank: np.ndarray) -> Plan:
+    world = problem.machine.world_size
+    weight = np.rint(by_rank / max(float(by_rank.max()), 1e-300) * _MAX_WEIGHT).astype(np.int64)
+    if weight.max() == 0 or weight.sum() > MAX_PATTERN:
+        weight = np.ones(world, np.int64)
+    ranks = np.flatnonzero(weight)
+    even = np.unique(weight[ranks]).size == 1
+    weights = () if even else tuple(int(x) for x in weight[ranks])
+    first, entries = 0, []
+    for t in problem.tables:
+        blocks = replicated[of_block[first:first + t.edges.size - 1]]
+        first += t.edges.size - 1
+        stop = round(float(blocks @ np.diff(t.edges)))
+        tiers = [Tier(0, stop, "replicated", tuple(range(world)))] if stop else []
+        if stop < t.spec.num_rows:
+            tiers.append(Tier(stop, t.spec.num_rows, "striped", tuple(ranks.tolist()), weights))
+        entries.append(table_plan(t, (Piece(0, t.spec.dim, tuple(tiers)),)))
+    return Plan(world, tuple(entries), problem.objective, problem.batch_size,
+                problem.topology.name)

@@ -1,0 +1,219 @@
+"""A topology as arrays over ranks: who shares memory, who shares a host, what a byte costs.
+
+Also the partition of ranks into classes that a relaxation may average over: two ranks are of one
+class when the topology (and what the constraints say of single ranks) looks the same from both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from oper.topology import Topology
+
+# Terms of a phase's load on one rank. `memory` and `compute` add up (one core or one kernel does
+# both); the result, each direction of each link class, and what a rank reads and writes in host
+# memory run beside each other.
+TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
+MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY = range(7)
+GROUPS = ("local", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """Arrays over the ranks 0..W-1 of a topology.
+
+    Attributes:
+        topology: the topology.
+        domain: int64 [W], index of the rank's memory domain.
+        host: int64 [W], index 0..num_hosts-1 of the rank's host.
+        num_near: float64 [W], ranks of the same domain, itself included.
+        num_host: float64 [W], ranks of the same host, itself included.
+        seconds_per_unit: float64 [7, W], by term: seconds per byte, or per nanosecond of compute.
+        capacity_bytes: float64 [num_domains], memory for tables.
+        host_capacity_bytes: float64 [num_hosts], host memory for tables (0 = none).
+    """
+
+    topology: Topology
+    domain: np.ndarray
+    host: np.ndarray
+    num_near: np.ndarray
+    num_host: np.ndarray
+    seconds_per_unit: np.ndarray
+    capacity_bytes: np.ndarray
+    host_capacity_bytes: np.ndarray
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks W."""
+        return self.domain.size
+
+    def domain_sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the ranks of one's own domain; float64 [..., W] -> [..., W]."""
+        return _group_sum(values, self.domain, self._domain_starts)
+
+    def host_sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the ranks of one's own host; float64 [..., W] -> [..., W]."""
+        return _group_sum(values, self.host, self._host_starts)
+
+    @cached_property
+    def _domain_starts(self) -> np.ndarray | None:
+        return _starts(self.domain)
+
+    @cached_property
+    def _host_starts(self) -> np.ndarray | None:
+        return _starts(self.host)
+
+    def elsewhere_on_host(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the other domains of one's own host; float64 [..., W] -> [..., W]."""
+        rest = self.host_sum(values) - self.domain_sum(values)
+        return np.where(self.num_host > self.num_near, rest, 0.0)  # exact zero, not a remainder
+
+    def other_hosts(self, values: np.ndarray) -> np.ndarray:
+        """Sum over all other hosts; float64 [..., W] -> [..., W]."""
+        rest = values.sum(axis=-1, keepdims=True) - self.host_sum(values)
+        return np.where(self.num_host < self.world_size, rest, 0.0)
+
+    def per_domain(self, values: np.ndarray) -> np.ndarray:
+        """Sum per domain; float64 [W] -> [num_domains]."""
+        return np.bincount(self.domain, values, minlength=self.capacity_bytes.size)
+
+    def per_host(self, values: np.ndarray) -> np.ndarray:
+        """Sum per host; float64 [W] -> [num_hosts]."""
+        return np.bincount(self.host, values, minlength=self.host_capacity_bytes.size)
+
+
+def _starts(group: np.ndarray) -> np.ndarray | None:
+    """Where groups begin; None where they are not contiguous. Ranks are numbered through domains in
+    order and domains through hosts, so that only a host that is listed twice is such."""
+    starts = np.flatnonzero(np.diff(group, prepend=-1))
+    ascending = starts.size == group[-1] + 1 and (np.diff(group) >= 0).all()
+    return starts if ascending else None
+
+
+def _group_sum(values: np.ndarray, group: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
+    if starts is not None:
+        return np.add.reduceat(values, starts, axis=-1)[..., group]
+    member = (group[:, None] == np.arange(group.max() + 1)).astype(float)
+    return (values @ member)[..., group]
+
+
+def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
+                 memory_bytes: int | tuple[int, ...] | None = None) -> Machine:
+    """The arrays of `topology`.
+
+    Args:
+        topology: the machine.
+        reserve_bytes: taken off its memory, per rank.
+        memory_bytes: cap of what is left, per rank; None = no cap.
+    """
+    domain = np.array(topology.domain_of(), np.int64)
+    hosts = sorted({d.host for d in topology.domains})
+    host = np.array([hosts.index(topology.domains[k].host) for k in domain], np.int64)
+    near = np.bincount(domain)[domain].astype(float)
+    unit = np.zeros((len(TERMS), domain.size))
+    for r, k in enumerate(domain):
+        d = topology.domains[k]
+        unit[MEMORY, r] = near[r] / (d.read_gbps * 1e9)
+        unit[COMPUTE, r] = 1e-9
+        unit[[LINK_IN, LINK_OUT], r] = 1 / (d.link_gbps * 1e9)
+        unit[[CROSS_IN, CROSS_OUT], r] = 1 / (d.cross_gbps * 1e9)
+    if topology.host_gbps:
+        unit[HOST_MEMORY] = 1 / (topology.host_gbps * 1e9)
+    capacity = np.array([d.memory_bytes for d in topology.domains], float)
+    capacity -= np.bincount(domain, np.broadcast_to(reserve_bytes, domain.size))
+    if memory_bytes is not None:
+        cap = np.bincount(domain, np.broadcast_to(memory_bytes, domain.size))
+        capacity = np.minimum(capacity, cap)
+    return Machine(topology, domain, host, near, np.bincount(host)[host].astype(float), unit,
+                   capacity, np.full(len(hosts), float(topology.host_memory_bytes)))
+
+
+def by_group(loads: np.ndarray) -> np.ndarray:
+    """What runs beside each other; float64 [..., 7, W] by term -> [..., 6, W] by group."""
+    local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
+    return np.concatenate([local, loads[..., LINK_IN:, :]], axis=-2)
+
+
+def add_wire(units: np.ndarray, machine: Machine) -> None:
+    """Adds what bytes between hosts cost the ranks themselves to their compute, in place.
+
+    Args:
+        units: float64 [..., 7, W], by term and rank.
+        machine: the machine.
+    """
+    units[..., COMPUTE, :] += machine.topology.costs.wire_ns * (
+        units[..., CROSS_OUT, :] + units[..., CROSS_IN, :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankClasses:
+    """Classes of interchangeable ranks, and of interchangeable domains.
+
+    Attributes:
+        of_rank: int64 [W], class of each rank.
+        ranks: the ranks of each class.
+        of_domain: int64 [num_domains], class of each domain.
+        of_host: int64 [num_hosts], class of each host.
+    """
+
+    of_rank: np.ndarray
+    ranks: tuple[np.ndarray, ...]
+    of_domain: np.ndarray
+    of_host: np.ndarray
+
+    @property
+    def num_domain_classes(self) -> int:
+        """Number of domain classes."""
+        return int(self.of_domain.max()) + 1
+
+    @property
+    def num_host_classes(self) -> int:
+        """Number of host classes."""
+        return int(self.of_host.max()) + 1
+
+
+def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) -> RankClasses:
+    """Partition the ranks so that permuting a class leaves the machine as it is.
+
+    Args:
+        machine: the machine.
+        distinguished: rank sets that some constraint names; their members stay apart from others.
+
+    A rank is described by its domain's constants and by which sets name it, a domain by its ranks,
+    a host by its domains; equal descriptions at all three levels can be swapped, because links know
+    only same domain, same host and other host. So the mean load over a class is the load of the
+    symmetrised plan, and it depends on a plan only through how much each class owns.
+    """
+    sets = [frozenset(s) for s in distinguished]
+    domains = machine.topology.domains
+    marks = [tuple(r in s for s in sets) for r in range(machine.world_size)]
+    capacity = machine.capacity_bytes.tolist()  # with what constraints take off single ranks
+    of_domain = [(capacity[k], d.read_gbps, d.cache_gbps, d.cache_bytes, d.link_gbps,
+                  d.cross_gbps, tuple(sorted(marks[r] for r in d.ranks)))
+                 for k, d in enumerate(domains)]
+    of_host = {host: tuple(sorted(of_domain[k] for k, d in enumerate(domains) if d.host == host))
+               for host in {d.host for d in domains}}
+    domain_keys = [(of_domain[k], of_host[d.host]) for k, d in enumerate(domains)]
+    rank_keys = [(domain_keys[k], marks[r]) for r, k in enumerate(machine.domain.tolist())]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(rank_keys))}
+    domain_numbers = {key: i for i, key in enumerate(dict.fromkeys(domain_keys))}
+    host_keys = [of_host[host] for host in sorted(of_host)]
+    host_numbers = {key: i for i, key in enumerate(dict.fromkeys(host_keys))}
+    of_rank = np.array([numbers[k] for k in rank_keys], np.int64)
+    return RankClasses(of_rank, tuple(np.flatnonzero(of_rank == c) for c in range(len(numbers))),
+                       np.array([domain_numbers[k] for k in domain_keys], np.int64),
+                       np.array([host_numbers[k] for k in host_keys], np.int64))
+
+
+def copy_sets(machine: Machine) -> list[tuple[int, ...]]:
+    """Sets of one rank of every host: the first rank of each, the second, and so on; empty where
+    hosts have one rank or there is one host."""
+    hosts = [np.flatnonzero(machine.host == h) for h in range(machine.host_capacity_bytes.size)]
+    most = max(h.size for h in hosts)
+    if len(hosts) == 1 or most == 1:
+        return []
+    return [tuple(int(h[n % h.size]) for h in hosts) for n in range(most)]

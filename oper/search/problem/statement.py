@@ -1,0 +1,488 @@
+"""The planning problem: tables as curves over hotness, a machine, an objective, a space.
+
+Rows never appear one by one. A table is cut into blocks of about equal hotness, geometric in the
+number of rows (the hottest rows alone, then blocks that grow by about a third), and of each block
+four numbers are kept, its *features*:
+
+====================  ==============================================================
+ROWS                  rows
+IDS                   expected ids per rank and batch, `B L p_r` summed
+TOUCHED               expected distinct rows in one rank's batch, `u_r(B)` summed
+TOUCHED_ALL           expected distinct rows in all ranks' batches, `u_r(WB)` summed
+====================  ==============================================================
+
+`u_r(n) = 1 - E[(1 - p_r)^L]^n` for n bags of independent ids, over the distribution of the bag
+length L. With its mean alone, `1 - (1 - p_r)^(n E[L])`, rows of rare long bags would count as
+touched more often than they are. Where presence was measured, `n` is replaced by the number of
+independent bags that would touch as many rows, so that saturated rows stay at 1.
+"""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Tier
+from oper.search.problem.constraints import Constraints, check_rows, parse_constraints
+from oper.search.problem.machine import Machine, make_machine
+from oper.search.problem.overlap import Overlap, parse_overlap
+from oper.search.problem.space import EXECUTABLE, check_allow, executed_space, used_by
+from oper.stats import AccessStats, TableStats, table_stats_for
+from oper.tables import CODE_BITS, TableSpec, check_unique
+from oper.topology import Topology
+
+ROWS, IDS, TOUCHED, TOUCHED_ALL = range(4)
+NUM_FEATURES = 4
+MAX_BLOCKS = 60
+_MAX_PRODUCTS = 20_000_000  # hotness classes times bag lengths that are multiplied out
+_MOST_KNOWN = 8  # deals of one table that are remembered
+_NUM_EXPLICIT = 1 << 16  # hot rows whose ids are followed when a plan carries no hotness order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """How many ids and bags one rank's batch brings to a table.
+
+    Attributes:
+        num_ids: ids per rank and batch, `B L` over all features of the table.
+        num_bags: bags per rank and batch.
+        lengths: float64 [P], bag lengths.
+        length_share: float64 [P], share of the bags that have that length.
+    """
+
+    num_ids: float
+    num_bags: float
+    lengths: np.ndarray
+    length_share: np.ndarray
+
+    def bags_touching(self, mass: np.ndarray | float) -> np.ndarray:
+        """Bags that meet rows holding `mass` of the accesses: `bags E[1 - (1 - q)^L]`."""
+        miss = np.power(1.0 - np.clip(np.asarray(mass)[..., None], 0.0, 1.0), self.lengths)
+        return self.num_bags * ((1.0 - miss) @ self.length_share)
+
+
+@dataclass(frozen=True, eq=False)
+class TableProblem:
+    """One table of a planning problem.
+
+    Attributes:
+        spec: the table.
+        traffic: ids and bags per rank and batch.
+        edges: int64 [K+1], positions where blocks begin, ending with `num_rows`.
+        cumulative: float64 [4, K+1], the features of positions `[0, edges[k])`.
+        ids_are_positions: ids are in hotness order; a plan needs no `head_ids`.
+        head_ids: int64 [H], ids at the first positions (empty when `ids_are_positions`).
+        explicit_ids: int64 [E], ascending; the hottest rows by id, for plans that do not order ids.
+        explicit: float64 [4, E], their features.
+    """
+
+    spec: TableSpec
+    traffic: Traffic
+    edges: np.ndarray
+    cumulative: np.ndarray
+    ids_are_positions: bool
+    head_ids: np.ndarray
+    explicit_ids: np.ndarray
+    explicit: np.ndarray
+
+    @cached_property
+    def blocks(self) -> np.ndarray:
+        """float64 [K, 4], the features of each block."""
+        return np.diff(self.cumulative, axis=1).T
+
+    @cached_property
+    def total(self) -> np.ndarray:
+        """float64 [4], the features of the whole table."""
+        return self.cumulative[:, -1]
+
+    @cached_property
+    def _rest(self) -> np.ndarray:
+        num_rest = max(1, self.spec.num_rows - self.explicit_ids.size)
+        return np.maximum(self.total - self.explicit.sum(axis=1), 0.0) / num_rest
+
+    def prefix(self, position: np.ndarray | float) -> np.ndarray:
+        """Features of the `position` hottest rows, linear inside a block; float64 [4, ...]."""
+        return np.stack([np.interp(position, self.edges, c) for c in self.cumulative])
+
+    def features(self, start: int, stop: int, ordered: bool) -> np.ndarray:
+        """Features of positions `[start, stop)`; float64 [4].
+
+        Args:
+            start, stop: positions.
+            ordered: whether positions are hotness ranks (else they are ids).
+        """
+        return self.shares(start, stop, 1, ordered)[:, 0]
+
+    def shares(self, start: int, stop: int, period: int, ordered: bool) -> np.ndarray:
+        """Features of positions `start + k + j * period`, `j = 0, 1, ...`, below `stop`, by k.
+
+        Returns:
+            float64 [4, period], read-only.
+        """
+        key = (start, stop, period, ordered)
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._shares(start, stop, period, ordered)
+            self._known[key].flags.writeable = False
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int, bool], np.ndarray]:
+        """What `shares` returned last: a placement is looked at several times."""
+        return {}
+
+    def _shares(self, start: int, stop: int, period: int, ordered: bool) -> np.ndarray:
+        turn = np.arange(period)
+        if ordered:
+            inside = self.edges[(self.edges > start) & (self.edges < stop)]
+            cuts = np.concatenate([[start], inside, [stop]])
+            density = np.diff(self.prefix(cuts), axis=1) / np.diff(cuts)
+            # Positions below x that are congruent to k, for every cut x; their differences count.
+            below = -((turn[None, :] - (cuts[:, None] - start)) // period)
+            return density @ np.diff(np.maximum(below, 0), axis=0)
+        first, last = np.searchsorted(self.explicit_ids, [start, stop])
+        slot = (self.explicit_ids[first:last] - start) % period
+        hot = np.stack([np.bincount(slot, row, minlength=period)
+                        for row in self.explicit[:, first:last]])
+        num_rows = np.maximum(-((turn - (stop - start)) // period), 0)
+        num_rest = num_rows - np.bincount(slot, minlength=period)
+        return hot + self._rest[:, None] * num_rest
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What to plan: tables, machine, objective, and what a plan may use.
+
+    Attributes:
+        tables: one entry per table, in the order given.
+        machine: the topology as arrays.
+        objective: ``"training"`` or ``"inference"``.
+        batch_size: samples per rank and step.
+        allow: placements, exchange modes and splits that a plan may use.
+        constraints: what the plan is held to.
+        notes: what the maker wants to say (JSON-able), copied into the plan.
+        overlap: dense compute that phases may hide behind, microseconds by phase and rank.
+        last_resort: what a plan may use as well where nothing else fits.
+    """
+
+    tables: tuple[TableProblem, ...]
+    machine: Machine
+    objective: str
+    batch_size: int
+    allow: frozenset[str] = EXECUTABLE
+    constraints: Constraints = field(default_factory=Constraints)
+    notes: dict[str, Any] = field(default_factory=dict)
+    overlap: Overlap = field(default_factory=dict)
+    last_resort: frozenset[str] = frozenset()
+
+    @property
+    def topology(self) -> Topology:
+        """The topology the problem is for."""
+        return self.machine.topology
+
+    @property
+    def training(self) -> bool:
+        """Whether backward and update phases count."""
+        return self.objective == "training"
+
+    def table(self, name: str) -> TableProblem:
+        """The entry of table `name`; raises InvalidInputError."""
+        for t in self.tables:
+            if t.spec.name == name:
+                return t
+        raise InvalidInputError(fail("the problem does not know a table", "table", name,
+                                     f"one of {[t.spec.name for t in self.tables][:8]}",
+                                     "state the problem for this model"))
+
+    def in_need(self) -> Problem:
+        """The problem whose plans may use the last resort."""
+        return replace(self, allow=self.allow | self.last_resort, last_resort=frozenset())
+
+    def may_split(self, t: TableProblem) -> bool:
+        """Whether a plan may split table `t` by columns."""
+        return "columns" in self.allow and t.spec.may_be_split
+
+    def placements_of(self, name: str) -> frozenset[str]:
+        """Placements that table `name` may use."""
+        held = self.constraints.tables.get(name)
+        chosen = self.allow & {"replicated", "striped", "owned"}
+        if held is not None and held.placements is not None:
+            chosen &= held.placements
+        owners = None if held is None else held.ranks
+        if owners is not None and len(set(owners)) < self.machine.world_size:
+            chosen -= {"replicated"}
+        # Replicas are in device memory.
+        return chosen if "device" in self.memories_of(name) else chosen - {"replicated"}
+
+    def modes_of(self, name: str) -> frozenset[str]:
+        """Exchange modes that table `name` may use."""
+        held = self.constraints.tables.get(name)
+        chosen = self.allow & {"pull", "push"}
+        return chosen if held is None or held.modes is None else chosen & held.modes
+
+    def pinned_of(self, name: str) -> tuple[Tier, ...]:
+        """Tiers that some rows of table `name` are pinned to."""
+        held = self.constraints.tables.get(name)
+        return () if held is None else held.pinned
+
+    def memories_of(self, name: str) -> frozenset[str]:
+        """Memories that may hold rows of table `name`; in host memory they are only pulled."""
+        held = self.constraints.tables.get(name)
+        chosen = {"device"} | (self.allow & {"host"} if self.topology.host_memory_bytes else set())
+        if held is not None and held.memories is not None:
+            chosen &= held.memories
+        return frozenset(chosen)
+
+
+def make_problem(
+    tables: Iterable[TableSpec],
+    stats: AccessStats | None,
+    topology: Topology,
+    *,
+    objective: str = "training",
+    batch_size: int,
+    allow: Iterable[str] | None = None,
+    constraints: Constraints | Mapping[str, Any] | None = None,
+) -> Problem:
+    """State the planning problem of a model on a machine.
+
+    Args:
+        tables: the tables, in the order of the collection.
+        stats: access statistics; None = plan from sizes alone, with one warning.
+        topology: the machine.
+        objective: ``"training"`` or ``"inference"``.
+        batch_size: samples per rank and step.
+        allow: what a plan may use, names of `oper.search.problem.space.FEATURES`. By default what
+            the runtimes execute well on that topology (`executed_space`), and host memory where the
+            rows do not fit without it.
+        constraints: see `oper.search.problem.constraints`.
+
+    Raises:
+        InvalidInputError: an argument is out of range, or the statistics are for other tables.
+    """
+    specs = check_unique(tables)
+    _check_arguments(topology, objective, batch_size)
+    if stats is None:
+        warnings.warn("no access statistics: the plan follows table sizes alone and takes all rows "
+                      "of a table as equally hot", stacklevel=2)
+    world_size = topology.world_size
+    held = parse_constraints(constraints, (t.name for t in specs), world_size)
+    entries = tuple(make_table(t, stats, batch_size, world_size) for t in specs)
+    chosen = executed_space(topology) if allow is None else check_allow(allow)
+    in_need = {"host"} if allow is None and topology.host_memory_bytes else set()
+    if objective == "inference" and "pull" in chosen:
+        chosen -= {"push"}  # serving has no barriers, which partial sums would need
+        if allow is None:
+            chosen -= {"columns"}  # which spread partial sums
+    chosen |= {f for c in held.tables.values() for x in c.pinned for f in used_by(x, world_size)}
+    if any(t.dtype in CODE_BITS for t in specs):
+        chosen -= {"columns"}  # the codes of a row share a scale
+    if not any(t.may_be_split for t in specs):
+        chosen -= {"columns"}
+    machine = make_machine(topology, held.reserve_bytes, held.memory_bytes)
+    problem = Problem(entries, machine, objective, batch_size, chosen, held,
+                      last_resort=frozenset(in_need))
+    for t in specs:
+        if t.name in held.tables:
+            check_rows(t.name, held.tables[t.name], t.num_rows, world_size)
+        pinned = t.name in held.tables and held.tables[t.name].tiers is not None
+        if not pinned and not _may_place(problem, t.name):
+            raise InvalidInputError(
+                fail(f"nothing is left to choose for table {t.name!r}", "constraint",
+                     held.tables[t.name], f"a placement and a mode of {sorted(problem.allow)}",
+                     "relax the constraint or widen `allow`"))
+    return problem
+
+
+def _may_place(problem: Problem, name: str) -> bool:
+    """Whether any placement is left for table `name`, with all that may be used in need."""
+    problem = problem.in_need()
+    places, modes = problem.placements_of(name), problem.modes_of(name)
+    memories = problem.memories_of(name)
+    if "device" in memories and places and modes:
+        return True
+    return "host" in memories and "pull" in modes and bool(places - {"replicated"})
+
+
+def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem:
+    """The problem with dense compute declared beside its phases.
+
+    Args:
+        problem: the problem.
+        overlap: see `oper.search.problem.overlap.parse_overlap`; None = nothing hides.
+
+    Raises:
+        InvalidInputError: an unknown phase, or anything but microseconds >= 0.
+    """
+    phases = ("forward", "backward", "update") if problem.training else ("forward",)
+    return replace(problem, overlap=parse_overlap(overlap, phases, problem.machine.world_size))
+
+
+def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
+    what = "cannot state the problem"
+    if not isinstance(topology, Topology):
+        raise InvalidInputError(fail(what, "topology", topology, "an oper.Topology",
+                                     "make one with Topology.from_toml, or by name with "
+                                     "oper.search.topology_preset"))
+    if objective not in OBJECTIVES:
+        raise InvalidInputError(fail(what, "objective", objective, EXPECTED_OBJECTIVE,
+                                     "correct it"))
+    if not isinstance(batch_size, numbers.Integral) or not 1 <= int(batch_size) < 2**31:
+        raise InvalidInputError(fail(what, "batch_size", batch_size, "an integer >= 1 and < 2^31",
+                                     "pass the samples per rank and step"))
+
+
+def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
+               world_size: int) -> TableProblem:
+    """The problem's view of one table; raises InvalidInputError when statistics do not fit."""
+    found = None if stats is None else table_stats_for(stats, spec.name, spec.num_rows)
+    num_features = max(1, len(spec.features))
+    if stats is None or found is None or found.num_accesses == 0:
+        traffic = Traffic(float(batch_size * num_features), float(batch_size * num_features),
+                          np.ones(1), np.ones(1))
+        curve = _curve([spec.num_rows], np.full(1, 1 / spec.num_rows), batch_size, world_size,
+                       traffic, (1.0, 1.0))
+        edges = np.unique(np.array([0, *_geometric(spec.num_rows, 8), spec.num_rows], np.int64))
+        cumulative = np.stack([np.interp(edges, curve[ROWS], c) for c in curve])
+        none = np.zeros(0, np.int64)
+        return TableProblem(spec, traffic, edges, cumulative, True, none, none,
+                            np.zeros((NUM_FEATURES, 0)))
+    in_order = stats.ids_in_hotness_order
+    rows, probability = _hotness_classes(found, in_order)
+    traffic = _traffic(found, stats.num_samples, num_features, batch_size)
+    log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
+    stretch = _presence_stretch(found, rows, log_miss, traffic.num_bags / batch_size,
+                                (batch_size, batch_size * world_size))
+    curve = _curve(rows, probability, batch_size, world_size, traffic, stretch)
+    num_head = found.head_ids.size
+    num_touched = found.num_touched_rows
+    if not in_order and num_head < spec.num_rows:
+        # Beyond the head nobody knows which row is which: all of it has its mean hotness.
+        curve = curve[:, (curve[ROWS] <= num_head) | (curve[ROWS] == spec.num_rows)]
+        num_touched = num_head
+    edges = np.unique(np.array(
+        [0, *_geometric(num_touched, MAX_BLOCKS), num_touched, spec.num_rows], np.int64))
+    cumulative = np.stack([np.interp(edges, curve[ROWS], c) for c in curve])
+    head = np.zeros(0, np.int64) if in_order else found.head_ids
+    explicit = head[:_NUM_EXPLICIT]
+    order = np.argsort(explicit)
+    position = np.arange(explicit.size + 1)
+    # As hot as the mean of its block: plans that do not order ids then lie between those that do.
+    each = np.diff(np.stack([np.interp(position, edges, c) for c in cumulative]), axis=1)
+    return TableProblem(spec, traffic, edges, cumulative, in_order, head, explicit[order],
+                        each[:, order])
+
+
+def _geometric(num_rows: int, num_blocks: int) -> Sequence[int]:
+    """Block edges in `(0, num_rows)`: single rows first, then a constant ratio."""
+    single = min(8, num_rows)
+    edges = list(range(1, single + 1))
+    if num_rows > single:
+        edges += np.geomspace(single, num_rows, num_blocks - single).astype(np.int64).tolist()
+    return edges
+
+
+def _hotness_classes(stats: TableStats, in_order: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of equal access count, hottest first: how many (int64 [K]) and `p_r` (float64 [K]).
+
+    Rows never seen share the Good-Turing mass of unseen ids (Good 1953), but are never taken to be
+    hotter than the coldest row that was seen.
+    """
+    counts, rows = stats.count_histogram()
+    rows = rows.copy()
+    total = float(stats.num_accesses)
+    coldest = float(counts[counts > 0].min())
+    unseen = float(rows[counts == 0].sum())
+    mass = min(stats.unseen_mass, 0.9, unseen * coldest / (total + unseen * coldest))
+    probability = counts / total * (1.0 - mass)
+    probability[counts == 0] = mass / max(unseen, 1.0)
+    if in_order and stats.head_ids.size:
+        # Id 0 stands for unseen and rare ids and is written first whatever its count is.
+        at = np.flatnonzero(stats.head_ids == 0)
+        count = stats.head_counts[at[0]] if at.size else counts[-1]
+        k = int(np.flatnonzero(counts == count)[0])
+        rows[k] -= 1
+        rows = np.concatenate([[1], rows])
+        probability = np.concatenate([[probability[k]], probability])
+    keep = rows > 0
+    return rows[keep], probability[keep]
+
+
+def _traffic(stats: TableStats, num_samples: int, num_features: int, batch_size: int) -> Traffic:
+    if stats.num_bags > 0:
+        per_sample = stats.num_bags / num_samples if num_samples > 0 else float(num_features)
+        lengths, share = stats.length_values.astype(float), stats.length_counts / stats.num_bags
+    else:  # published counts without bags: one id per bag
+        per_sample = stats.num_accesses / num_samples if num_samples > 0 else float(num_features)
+        lengths, share = np.ones(1), np.ones(1)
+    num_bags = batch_size * per_sample
+    return Traffic(num_bags * float(lengths @ share), num_bags, lengths, share)
+
+
+def _log_miss(probability: np.ndarray, lengths: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """`ln E[(1 - p)^L]`: what a bag adds to the log probability of missing a row; float64 [K]."""
+    if lengths.size * probability.size > _MAX_PRODUCTS:
+        # Lengths within 5 % of each other stand in for their mean.
+        group = np.floor(np.log(np.maximum(lengths, 0.5)) / np.log(1.05)).astype(np.int64)
+        _, group = np.unique(group, return_inverse=True)
+        total = np.bincount(group, share)
+        lengths = np.bincount(group, share * lengths) / np.maximum(total, 1e-300)
+        share = total
+    # A row that takes every access (p = 1) is touched by any id at all.
+    once = np.log1p(-np.minimum(probability, 1.0 - 1e-12))
+    missed = np.zeros_like(once)
+    for length, part in zip(lengths.tolist(), share.tolist(), strict=True):
+        missed += part * np.expm1(length * once)
+    return np.log1p(np.maximum(missed, -1.0 + 2.0**-53))  # rounding of what no bag misses
+
+
+def _touched(rows: np.ndarray, log_miss: np.ndarray, num_bags: float) -> np.ndarray:
+    """Expected distinct rows of each class in `num_bags` bags; float64 [K]."""
+    return rows * -np.expm1(num_bags * log_miss)
+
+
+def _curve(rows: Sequence[int] | np.ndarray, probability: np.ndarray, batch_size: int,
+           world_size: int, traffic: Traffic, stretch: tuple[float, float]) -> np.ndarray:
+    """Cumulative features at the class ends; float64 [4, K+1]."""
+    rows = np.asarray(rows, float)
+    mass = rows * probability
+    ids = traffic.num_ids * mass / mass.sum()
+    log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
+    one = _touched(rows, log_miss, traffic.num_bags * stretch[0])
+    every = _touched(rows, log_miss, traffic.num_bags * world_size * stretch[1])
+    one = np.minimum(one, ids)  # no more rows than ids
+    every = np.clip(every, one, world_size * one)
+    each = np.stack([rows, ids, one, every])
+    return np.concatenate([np.zeros((NUM_FEATURES, 1)), np.cumsum(each, axis=1)], axis=1)
+
+
+def _presence_stretch(stats: TableStats, rows: np.ndarray, log_miss: np.ndarray,
+                      bags_per_sample: float, wanted: tuple[int, int]) -> tuple[float, float]:
+    """Independent samples per real sample at the numbers of samples `wanted` (1.0 = independent).
+
+    At each measured n the number of independent bags is found that touches the measured rows; their
+    ratio is interpolated in log n and held constant outside of the measured range.
+    """
+    use = (stats.presence_windows > 0) & (stats.presence_rows > 0) & (stats.presence_samples > 0)
+    if not use.any():
+        return 1.0, 1.0
+    ratios = []
+    for n, distinct in zip(stats.presence_samples[use], stats.presence_rows[use], strict=True):
+        low, high = np.log(1e-3), np.log(8.0)
+        for _ in range(40):
+            middle = (low + high) / 2
+            touched = _touched(rows, log_miss, n * bags_per_sample * np.exp(middle)).sum()
+            low, high = (middle, high) if touched < distinct else (low, middle)
+        ratios.append((low + high) / 2)
+    samples = stats.presence_samples[use].astype(float)
+    order = np.argsort(samples)
+    at = np.interp(np.log(wanted), np.log(samples[order]), np.array(ratios)[order])
+    return float(np.exp(at[0])), float(np.exp(at[1]))

@@ -1,0 +1,1 @@
+"""What a plan executes: batches replayed id by id, bytes and timelines."""

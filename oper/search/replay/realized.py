@@ -1,0 +1,274 @@
+"""The load of real batches under the cost model: its formulas with what was looked up in place of
+what was to be expected.
+
+Where the model says "expected distinct rows of a rank's batch", this counts them. So the difference
+between a prediction and a replay is that of statistics and data, and nothing else. Bytes between
+ranks are taken per pair of ranks, where the model takes all readers alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.plan import Piece, Plan
+from oper.search.cost.model import CostModel, Phase
+from oper.search.cost.tally import (
+    BACKWARD_IDS,
+    BACKWARD_NS,
+    BROADCAST,
+    FORWARD_NS,
+    GRAD_BYTES,
+    GRADS,
+    HOST_SENT,
+    HOST_SERVED,
+    NUM_RELATIONAL,
+    NUM_ROWS,
+    PUSH_IDS,
+    SERVED,
+    UPDATE_BYTES,
+    Tally,
+)
+from oper.search.problem.machine import (
+    CROSS_IN,
+    CROSS_OUT,
+    HOST_MEMORY,
+    LINK_IN,
+    LINK_OUT,
+    MEMORY,
+    Machine,
+    add_wire,
+)
+from oper.search.problem.statement import (
+    IDS,
+    NUM_FEATURES,
+    TOUCHED,
+    TOUCHED_ALL,
+    Problem,
+    TableProblem,
+)
+from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_batch
+from oper.traffic import ROW_WISE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLoad:
+    """What the ranks do in one step.
+
+    Attributes:
+        phases: the model's phases.
+        ids_us: float64 [W], the part of backward that needs ids only and may run ahead (sorting).
+    """
+
+    phases: tuple[Phase, ...]
+    ids_us: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """Bytes between ranks in one step; float64 [W, W] each, by the rank that has them and the rank
+    that gets them.
+
+    Attributes:
+        rows: distinct rows that a reader pulls.
+        ids: ids that a reader pushes.
+        partials: partial sums, and as many bytes of bag gradients the other way.
+        in_host: rows in host memory, for every id; what another host's ranks would read is unused.
+        host_sent: distinct rows in host memory; what ranks of the owner's host get is unused.
+        gradients: summed gradients of rows.
+        copies: changed rows, to each rank with a copy; those of one domain are counted elsewhere.
+    """
+
+    rows: np.ndarray
+    in_host: np.ndarray
+    host_sent: np.ndarray
+    ids: np.ndarray
+    partials: np.ndarray
+    gradients: np.ndarray
+    copies: np.ndarray
+
+    @staticmethod
+    def none(world_size: int) -> Exchange:
+        """No bytes."""
+        return Exchange(*(np.zeros((world_size, world_size)) for _ in range(7)))
+
+
+class RealizedLoad:
+    """Phases of a step on real batches.
+
+    Args:
+        plan: the plan.
+        problem: machine and cost constants; tables in the plan's shape.
+    """
+
+    def __init__(self, plan: Plan, problem: Problem) -> None:
+        plan.check_for([t.spec for t in problem.tables], problem.machine.world_size)
+        self.plan, self.problem = plan, problem
+        self.model = CostModel(problem)
+        self.world_size = problem.machine.world_size
+        one_sided = not problem.training
+        self.placed = {e.table.name: [Placed(e, self.world_size, k, one_sided)
+                                      for k in range(len(e.pieces))] for e in plan.tables}
+        tallies = [self.model.tally(problem.table(e.table.name), e.pieces, True)
+                   for e in plan.tables]
+        self.fixed_us = self.model.fixed_us(Tally(
+            np.zeros((NUM_ROWS, self.world_size)), {}, sum(t.num_pushed for t in tallies),
+            sum(t.num_split for t in tallies)))
+        self.has_push = any(p.has_push for ps in self.placed.values() for p in ps)
+
+    def step(self, ranks: Sequence[RankBatch]) -> StepLoad:
+        """The load of one step on these batches, one per rank.
+
+        Raises:
+            InvalidInputError: a bad batch.
+        """
+        rows, exchange = np.zeros((NUM_ROWS, self.world_size)), Exchange.none(self.world_size)
+        for entry in self.plan.tables:
+            t = self.problem.table(entry.table.name)
+            batches = [table_batch(entry.table, b) for b in ranks]
+            own = self.model.table_rows(t, np.array(
+                [b.ids.size if t.spec.pooling == "none" else b.num_bags for b in batches], float))
+            for piece, placed in zip(entry.pieces, self.placed[t.spec.name], strict=True):
+                own += self._piece(t, piece, placed, batches, exchange)
+            split = self.problem.training and len(entry.pieces) > 1 and (
+                t.spec.optimizer in ROW_WISE)
+            rows += self.model.whole_table(
+                entry.pieces, own, np.array([b.ids.size for b in batches], float),
+                np.array([b.num_bags for b in batches], float), split)
+        units = self.model.loads(rows)
+        self._exchange(units, exchange)
+        seconds = units * self.problem.machine.seconds_per_unit
+        phases = tuple(Phase(name, units[k], seconds[k], self.fixed_us[k],
+                             self.model.hidden[k])
+                       for k, name in enumerate(self.model.phases))
+        return StepLoad(phases, rows[BACKWARD_IDS] * self.model.costs.sort_ns / 1e3)
+
+    def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
+               batches: Sequence[TableBatch], exchange: Exchange) -> np.ndarray:
+        """Adds to `exchange`; returns each rank's own tally rows, float64 [20, W]."""
+        width, world = piece.stop - piece.start, self.world_size
+        features = self._features(len(piece.tiers), placed, batches)
+        rows, own = np.zeros((NUM_ROWS, world)), np.zeros(world)
+        for k, tier in enumerate(piece.tiers):
+            owner = features[k]
+            if tier.mode == "push" and self.problem.training:
+                out = self.model.tier_rows(t, width, tier, owner)
+                rows += _own(out.mean(axis=0))  # an owner pools for all, a mean times their number
+                exchange.ids.__iadd__(out[:, PUSH_IDS])
+                own += np.diagonal(owner[:, IDS])
+            elif tier.placement == "replicated":
+                out = self.model.tier_rows(t, width, tier, owner)
+                rows += _own(np.diagonal(out, axis1=0, axis2=2))
+                holds = np.isin(np.arange(world), tier.ranks)
+                exchange.copies.__iadd__(out[0, BROADCAST][:, None] * holds)
+                # As the model has it: ranks that share a memory read and write for themselves.
+                near = self.problem.machine.domain_sum(holds.astype(float))
+                rows[UPDATE_BYTES] += 2 * self.problem.machine.domain_sum(
+                    out[0, BROADCAST]) * holds * (near > 1)
+                # A rank without a copy in its domain reads one of its host, else any.
+                row = t.spec.row_bytes * width / t.spec.dim
+                exchange.rows.__iadd__(_nearest(holds, self.problem.machine)
+                                       * owner[:, TOUCHED].sum(axis=1) * row)
+            else:
+                out = self.model.tier_rows(t, width, tier, owner)
+                rows += _own(np.diagonal(out, axis1=0, axis2=2))
+                exchange.rows.__iadd__(out[:, SERVED].T)
+                exchange.in_host.__iadd__(out[:, HOST_SERVED].T)
+                exchange.host_sent.__iadd__(out[:, HOST_SENT].T)
+            if tier.mode != "push":
+                exchange.gradients.__iadd__(out[:, GRADS])
+        if placed.has_push:
+            exchange.partials.__iadd__(_partials(placed, batches, world) * width * GRAD_BYTES)
+            rows[[FORWARD_NS, BACKWARD_NS]] += self.model.own_requests(
+                own, np.array([b.ids.size for b in batches], float))
+        return rows
+
+    def _features(self, num_tiers: int, placed: Placed, batches: Sequence[TableBatch]
+                  ) -> np.ndarray:
+        """float64 [tiers, W readers, 4, W owners]; rows are left out (nothing of them is used)."""
+        world = self.world_size
+        out = np.zeros((num_tiers, world, NUM_FEATURES, world))
+        distinct = [np.unique(b.ids, return_counts=True) for b in batches]
+        for reader, (ids, number) in enumerate(distinct):
+            tier, owner = placed.resolve(ids)
+            at = tier * world + owner
+            size = num_tiers * world
+            out[:, reader, IDS] = np.bincount(at, number, minlength=size).reshape(-1, world)
+            out[:, reader, TOUCHED] = np.bincount(at, minlength=size).reshape(-1, world)
+        tier, owner = placed.resolve(np.unique(np.concatenate([ids for ids, _ in distinct])))
+        every = np.bincount(tier * world + owner, minlength=num_tiers * world)
+        out[:, :, TOUCHED_ALL] = every.reshape(num_tiers, 1, world)
+        return out
+
+    def _exchange(self, units: np.ndarray, x: Exchange) -> None:
+        machine = self.problem.machine
+        near = machine.domain[:, None] == machine.domain[None, :]
+        forward = units[self.model.phases.index("forward")]
+        transfer(forward, x.rows, machine)
+        same = machine.host[:, None] == machine.host[None, :]
+        sent = x.host_sent * ~same
+        forward[HOST_MEMORY] += (x.in_host * same).sum(axis=0) + sent.sum(axis=1)
+        transfer(forward, sent, machine, reads_source=False)
+        transfer(forward, x.ids, machine)
+        transfer(forward, x.partials, machine)
+        forward[MEMORY] += 2 * x.partials.sum(axis=0)
+        if self.problem.training:
+            update = units[-1]
+            transfer(update, x.partials.T, machine)
+            update[MEMORY] += x.partials.sum(axis=1)
+            update[MEMORY] += (x.gradients * near).sum(axis=0)
+            transfer(update, x.gradients, machine)
+            update[MEMORY] += (x.copies * ~near).sum(axis=0)
+            transfer(update, x.copies, machine, reads_source=False)
+        add_wire(units, machine)
+
+
+def transfer(out: np.ndarray, amount: np.ndarray, machine: Machine, reads_source: bool = True
+             ) -> None:
+    """Adds bytes between ranks of different domains to the units `out` (float64 [7, W]).
+
+    Args:
+        out: one phase's units.
+        amount: float64 [W, W], bytes by source and destination; what stays in a memory domain uses
+            no link.
+        machine: who shares a domain or a host.
+        reads_source: whether the bytes also come from the source's memory.
+    """
+    host = machine.host[:, None] == machine.host[None, :]
+    far = machine.domain[:, None] != machine.domain[None, :]
+    out[LINK_OUT] += (amount * (far & host)).sum(axis=1)
+    out[LINK_IN] += (amount * (far & host)).sum(axis=0)
+    out[CROSS_OUT] += (amount * ~host).sum(axis=1)
+    out[CROSS_IN] += (amount * ~host).sum(axis=0)
+    if reads_source:
+        out[MEMORY] += (amount * far).sum(axis=1)
+
+
+def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:
+    """Share of a copied tier that each reader gets from each rank with a copy (bool [W]); float64
+    [W, W], by the rank with the copy and the reader; 0 where a copy is in the reader's domain."""
+    same, far = (x[:, None] == x[None, :] for x in (machine.host, machine.domain))
+    on_host = same & holds[:, None]
+    near = (far & holds[:, None]).any(axis=0)
+    share = np.where(on_host.any(axis=0), on_host, holds[:, None]).astype(float)
+    return share / share.sum(axis=0) * ~near
+
+
+def _own(rows: np.ndarray) -> np.ndarray:
+    """Tally rows without those between ranks; float64 [20, W]."""
+    out = rows.copy()
+    out[:NUM_RELATIONAL] = 0.0
+    return out
+
+
+def _partials(placed: Placed, batches: Sequence[TableBatch], world: int) -> np.ndarray:
+    """Partial sums by owner and reader, float64 [W, W]."""
+    out = np.zeros((world, world))
+    for reader, batch in enumerate(batches):
+        tier, owner = placed.resolve(batch.ids)
+        pushed = placed.pushed(tier)
+        pairs = np.unique(owner[pushed] * max(1, batch.num_bags) + batch.bags[pushed])
+        out[:, reader] = np.bincount(pairs // max(1, batch.num_bags), minlength=world)
+    return out

@@ -1,0 +1,253 @@
+"""Real batches replayed through a plan: what every rank reads, exactly, without executing anything.
+
+`replay` does in NumPy what the runtime's counters do while it runs (`oper.traffic`), from the plan
+and the ids alone: the counts of both are equal, unit for unit. `LoadReplay` in
+`oper.search.replay.timeline` turns the same batches into seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from oper.directory import TableDirectory
+from oper.errors import InvalidInputError, fail
+from oper.plan import Plan, TablePlan
+from oper.tables import TableSpec
+from oper.traffic import KIND, KINDS, ROW_WISE, Traffic
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bags:
+    """The bags of one feature in one rank's batch.
+
+    Attributes:
+        ids: int64 [N].
+        lengths: int64 [B], ids of each bag.
+        weighted: whether each id has a per-sample weight.
+        trains_weights: whether those weights have gradients of their own.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    weighted: bool = False
+    trains_weights: bool = False
+
+
+#: One rank's batch by feature.
+RankBatch = Mapping[str, Bags]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableBatch:
+    """What one rank looks up in one table.
+
+    Attributes:
+        ids: int64 [N], over all features of the table.
+        bags: int64 [N], bag of each id, numbered through the features.
+        num_bags: bags.
+        weighted, trains_weights: as for `Bags`.
+    """
+
+    ids: np.ndarray
+    bags: np.ndarray
+    num_bags: int
+    weighted: bool
+    trains_weights: bool
+
+
+def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
+    """The lookups of `table` in one rank's batch; a feature that is missing has none.
+
+    Raises:
+        InvalidInputError: an id outside of the table, or lengths that do not fit the ids.
+    """
+    parts = [batch[f] for f in table.features if f in batch]
+    ids = np.concatenate([p.ids for p in parts]) if parts else np.zeros(0, np.int64)
+    lengths = np.concatenate([p.lengths for p in parts]) if parts else np.zeros(0, np.int64)
+    for feature, part in zip([f for f in table.features if f in batch], parts, strict=True):
+        if (part.lengths.size and part.lengths.min() < 0) or part.lengths.sum() != part.ids.size:
+            raise InvalidInputError(fail(f"cannot replay feature {feature!r}", "sum(lengths)",
+                                         int(part.lengths.sum()),
+                                         f"{part.ids.size} with no negative length",
+                                         "correct the batch"))
+    if ids.size and not 0 <= ids.min() <= ids.max() < table.num_rows:
+        bad = ids[(ids < 0) | (ids >= table.num_rows)][0]
+        raise InvalidInputError(fail(f"cannot replay lookups in table {table.name!r}", "id",
+                                     int(bad), f"0 <= id < {table.num_rows}",
+                                     "replay data that the plan was made for"))
+    return TableBatch(ids, np.repeat(np.arange(lengths.size), lengths), int(lengths.size),
+                      any(p.weighted for p in parts), any(p.trains_weights for p in parts))
+
+
+class Placed:
+    """Where the rows of one column piece live, as a reader sees them.
+
+    Args:
+        plan: placement of the table.
+        world_size: ranks W.
+        piece: which column piece.
+        one_sided: nothing is pushed (inference, or a forward pass without gradients).
+    """
+
+    def __init__(self, plan: TablePlan, world_size: int, piece: int,
+                 one_sided: bool = False) -> None:
+        self.directory = TableDirectory(plan, world_size, piece)
+        tiers = plan.pieces[piece].tiers
+        self._starts = np.array([x.start for x in tiers])
+        self._num_rows = plan.table.num_rows
+        self._pushes = np.array([x.mode == "push" and not one_sided for x in tiers])
+        self.has_push = bool(self._pushes.any())
+        self._holds = np.zeros((world_size, len(tiers)), bool)
+        for k, x in enumerate(tiers):
+            if x.placement == "replicated":
+                self._holds[list(x.ranks), k] = True
+
+    def resolve(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tier and home owner (int64 [n] each) of ids (int64 [n])."""
+        positions = self.directory.position_of(ids)
+        owner, _ = self.directory.locate(positions)
+        return np.searchsorted(self._starts, positions, side="right") - 1, owner
+
+    def pushed(self, tier: np.ndarray) -> np.ndarray:
+        """bool [n], whether the rows of a tier number (int64 [n]) are pushed."""
+        return self._pushes[tier]
+
+    def pushed_by(self, reader: int, tier: np.ndarray) -> np.ndarray:
+        """bool [n], whether `reader` asks owners to pool the rows of a tier number (int64 [n]).
+
+        Not where it owns the whole of a pushed piece, which it reads as if it were pulled.
+        """
+        alone = self._pushes.all() and self.directory.num_slots[reader] == self._num_rows
+        return self.pushed(tier) & (not alone)
+
+    def held(self, rank: int, tier: np.ndarray) -> np.ndarray:
+        """bool [n], whether `rank` has a copy of the rows of a tier number (int64 [n])."""
+        return self._holds[rank][tier]
+
+
+class Replay:
+    """Counts what the ranks read of their batches under a plan.
+
+    Args:
+        plan: the plan.
+        training: whether backward and update follow (default: the plan's objective).
+        deduplicates: whether lookups read a row of another rank once per batch
+            (`oper.shmem.pull`), except in tables that the reader pushes.
+        clipped: tables whose rows' gradients are clipped to a norm.
+
+    The forward pass of training is collective: tiers in push mode are pooled by their owners.
+    """
+
+    def __init__(self, plan: Plan, training: bool | None = None, deduplicates: bool = False,
+                 clipped: Collection[str] = ()) -> None:
+        self.plan, self.deduplicates, self.clipped = plan, deduplicates, clipped
+        self.training = plan.objective == "training" if training is None else training
+        self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
+
+    def empty(self) -> list[Traffic]:
+        """Nothing read yet, by rank."""
+        return [Traffic.empty(r, self.plan.world_size, self.pieces)
+                for r in range(self.plan.world_size)]
+
+    def step(self, ranks: Sequence[RankBatch]) -> list[Traffic]:
+        """What every rank reads in one step on these batches, by rank.
+
+        Raises:
+            InvalidInputError: another number of batches than ranks, or a bad batch.
+        """
+        found = self.empty()
+        for t, counts in enumerate(self.counts(ranks)):
+            for rank, traffic in enumerate(found):
+                traffic.counts[:, t] = counts[:, rank]
+        return [replace(t, num_forward=1, num_backward=int(self.training)) for t in found]
+
+    def counts(self, ranks: Sequence[RankBatch]) -> Iterator[np.ndarray]:
+        """int64 [13, W, W] by kind, reader and peer, for one piece after the other."""
+        world = self.plan.world_size
+        if len(ranks) != world:
+            raise InvalidInputError(fail("cannot replay a step", "batches", len(ranks),
+                                         f"one per rank, {world}", "pass every rank's batch"))
+        for entry in self.plan.tables:
+            batches = [table_batch(entry.table, b) for b in ranks]
+            pieces = [Placed(entry, world, k, not self.training) for k in range(len(entry.pieces))]
+            clips = len(pieces) > 1 and entry.table.name in self.clipped
+            sums = len(pieces) > 1 and entry.table.optimizer in ROW_WISE
+            # Clipped rows are summed anew for the optimizer's squares, and clipped again with them.
+            squares = 3 if clips and sums else int(clips or sums)
+            touched = np.unique(np.concatenate([b.ids for b in batches]))
+            owners = [p.resolve(touched)[1] for p in pieces] if squares else []
+            for k, placed in enumerate(pieces):
+                counts = np.zeros((len(KINDS), world, world), np.int64)
+                for reader, batch in enumerate(batches):
+                    _count_forward(counts, placed, reader, batch, self.training)
+                    if self.deduplicates:
+                        _count_once(counts, placed, reader, batch)
+                    if self.training:
+                        _count_gradients(counts, placed, reader, batch, 1 + clips + sums)
+                if self.training:
+                    _count_update(counts, placed, touched)
+                    for other in owners:
+                        np.add.at(counts[KIND["squares"]], (owners[k], other), squares)
+                yield counts
+
+
+def _count_forward(counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch,
+                   training: bool) -> None:
+    world = counts.shape[1]
+    tier, owner = placed.resolve(batch.ids)
+    seen = np.where(placed.held(reader, tier), reader, owner)
+    pushed = placed.pushed_by(reader, tier)
+    counts[KIND["rows"], reader] += np.bincount(seen[~pushed], minlength=world)
+    if training and batch.trains_weights:
+        counts[KIND["weight_rows"], reader] += np.bincount(seen, minlength=world)
+    if not placed.has_push:
+        return
+    asked = np.bincount(owner[pushed], minlength=world)
+    counts[KIND["ids"], :, reader] += asked
+    if batch.weighted:
+        counts[KIND["id_weights"], :, reader] += asked
+    np.fill_diagonal(counts[KIND["pooled_rows"]], counts[KIND["pooled_rows"]].diagonal() + asked)
+    bags = np.unique(owner[pushed] * max(1, batch.num_bags) + batch.bags[pushed])
+    counts[KIND["partial_sums"], reader] += np.bincount(bags // max(1, batch.num_bags),
+                                                        minlength=world)
+
+
+def _count_once(counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch) -> None:
+    """Takes what repeats from the rows that were read of other ranks."""
+    if placed.pushed_by(reader, np.arange(len(placed.directory.tiers))).any():
+        return
+    ids, number = np.unique(batch.ids, return_counts=True)
+    tier, owner = placed.resolve(ids)
+    seen = np.where(placed.held(reader, tier), reader, owner)
+    again = np.bincount(seen, number - 1, minlength=counts.shape[1]).astype(np.int64)
+    again[reader] = 0
+    counts[KIND["rows"], reader] -= again
+
+
+def _count_gradients(counts: np.ndarray, placed: Placed, sender: int, batch: TableBatch,
+                     passes: int) -> None:
+    world = counts.shape[1]
+    ids, number = np.unique(batch.ids, return_counts=True)
+    tier, owner = placed.resolve(ids)
+    pushed = placed.pushed_by(sender, tier)
+    counts[KIND["gradient_rows"], :, sender] += passes * np.bincount(owner[~pushed],
+                                                                     minlength=world)
+    asked = np.bincount(owner[pushed], number[pushed], minlength=world).astype(np.int64)
+    counts[KIND["gradient_ids"], :, sender] += asked
+    counts[KIND["bag_gradients"], :, sender] += asked
+    if batch.weighted:
+        counts[KIND["gradient_id_weights"], :, sender] += asked
+
+
+def _count_update(counts: np.ndarray, placed: Placed, touched: np.ndarray) -> None:
+    """`touched`: int64 [n], distinct ids in all ranks' batches."""
+    world = counts.shape[1]
+    tier, owner = placed.resolve(touched)
+    updated = np.bincount(owner, minlength=world)
+    np.fill_diagonal(counts[KIND["updated_rows"]], updated)
+    for rank in range(world):
+        held = placed.held(rank, tier)
+        counts[KIND["refreshed_rows"], rank] += np.bincount(owner[held], minlength=world)

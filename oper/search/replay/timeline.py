@@ -1,0 +1,210 @@
+"""Steps as events in time: who works, who waits, what runs beside what; as a Chrome trace.
+
+Every rank has two lanes, lookups and dense compute, and one per direction and class of link. A
+training step on a rank: forward (and, with pushed tiers, a barrier), dense compute, backward,
+barrier, update, barrier. Ranks do not wait for each other between forward and backward. With K
+batches in flight the id-only work of up to K - 1 later batches (sorting ids) runs in the lookup
+lane while dense compute keeps the rank busy; rows are never read before the previous update. An
+inference rank answers one batch after the other, up to K of them between its two lanes.
+
+The trace is JSON in the trace-event format (Chrome, Perfetto): complete events in microseconds, one
+process per rank, one thread per lane.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from json import dumps
+from typing import Any
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+from oper.files import write_text
+from oper.search.cost.model import Phase
+from oper.search.problem.machine import CROSS_IN, CROSS_OUT, LINK_IN, LINK_OUT, TERMS
+from oper.search.replay.realized import StepLoad
+
+LANES = ("lookups", "dense", *TERMS[2:])
+LOOKUPS, DENSE = 0, 1
+_LINKS = (LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a rank does.
+
+    Attributes:
+        rank, lane: where; lanes are numbers in `LANES`.
+        name: what.
+        step: in which step.
+        start_us, length_us: when.
+        num_bytes: bytes over the link, or from and to memory.
+    """
+
+    rank: int
+    lane: int
+    name: str
+    step: int
+    start_us: float
+    length_us: float
+    num_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How steps follow each other.
+
+    Attributes:
+        training: whether steps end in updates that all ranks wait for.
+        has_push: whether the forward pass waits for owners.
+        dense_us: dense compute per step and rank, between forward and backward (inference: after
+            the lookup).
+        in_flight: batches under way at a time, K >= 1.
+    """
+
+    training: bool
+    has_push: bool = False
+    dense_us: float = 0.0
+    in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("dense_us", 0), ("in_flight", 1)):
+            value = getattr(self, name)
+            if not (value >= least and value < float("inf")):
+                raise InvalidInputError(fail("cannot replay steps", name, value, f">= {least}",
+                                             "correct it"))
+
+
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """Events of a run.
+
+    Attributes:
+        events: in no particular order.
+        ends_us: when each step ended on its slowest rank.
+    """
+
+    world_size: int
+    events: list[Event] = field(default_factory=list)
+    ends_us: list[float] = field(default_factory=list)
+
+    @property
+    def step_us(self) -> float:
+        """Mean microseconds per step."""
+        return self.ends_us[-1] / len(self.ends_us) if self.ends_us else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The trace: metadata, then events in order of time."""
+        found: list[dict[str, Any]] = []
+        used = sorted({(e.rank, e.lane) for e in self.events})
+        for rank in range(self.world_size):
+            found.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0,
+                          "args": {"name": f"rank {rank}"}})
+        for rank, lane in used:
+            found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane,
+                          "args": {"name": LANES[lane]}})
+            found.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": lane,
+                          "args": {"sort_index": lane}})
+        for e in sorted(self.events, key=lambda e: (e.start_us, e.rank, e.lane)):
+            found.append({"ph": "X", "name": e.name, "cat": LANES[e.lane], "pid": e.rank,
+                          "tid": e.lane, "ts": round(e.start_us, 3), "dur": round(e.length_us, 3),
+                          "args": {"step": e.step, "bytes": round(e.num_bytes)}})
+        return {"displayTimeUnit": "ms", "traceEvents": found}
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file, atomically."""
+        write_text(path, dumps(self.to_json()) + "\n")
+
+
+def run(steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> Timeline:
+    """Play the steps one after the other."""
+    player = _Training(steps, schedule, world_size) if schedule.training else _Inference(
+        steps, schedule, world_size)
+    for number in range(len(steps)):
+        player.play(number)
+    return player.timeline
+
+
+class _Player:
+    def __init__(self, steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> None:
+        self.steps, self.schedule = steps, schedule
+        self.timeline = Timeline(world_size)
+        self.now = np.zeros(world_size)  # when each rank's lookup lane is free
+
+    def add(self, rank: int, lane: int, name: str, step: int, span: tuple[float, float],
+            num_bytes: float = 0.0) -> None:
+        if span[1] > span[0]:
+            self.timeline.events.append(
+                Event(rank, lane, name, step, span[0], span[1] - span[0], num_bytes))
+
+    def phase(self, number: int, phase: Phase, less_us: np.ndarray | float = 0.0) -> None:
+        """One phase on all ranks, each from when it is free; `less_us` has been done before."""
+        local = np.maximum(phase.groups[0] * 1e6 - less_us, 0.0)
+        links = phase.seconds[list(_LINKS)] * 1e6
+        for rank, start in enumerate(self.now.tolist()):
+            busy = start + float(local[rank])
+            self.add(rank, LOOKUPS, phase.name, number, (start, busy), phase.units[0, rank])
+            for k, term in enumerate(_LINKS):
+                self.add(rank, DENSE + 1 + k, phase.name, number,
+                         (start, start + float(links[k, rank])), phase.units[term, rank])
+        self.now = self.now + np.maximum(local, links.max(axis=0)) + phase.fixed_us
+
+    def barrier(self, number: int) -> None:
+        end = float(self.now.max())
+        for rank, start in enumerate(self.now.tolist()):
+            self.add(rank, LOOKUPS, "wait", number, (start, end))
+        self.now = np.full(self.now.shape, end)
+
+
+class _Training(_Player):
+    def __init__(self, steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> None:
+        super().__init__(steps, schedule, world_size)
+        self.left = np.array([s.ids_us for s in steps]).reshape(len(steps), world_size)
+
+    def play(self, number: int) -> None:
+        step = self.steps[number]
+        forward, backward, update = step.phases[-3:]
+        self.phase(number, forward)
+        if self.schedule.has_push:
+            self.barrier(number)
+        self._dense(number)
+        # Less what ran ahead, beside earlier dense compute.
+        self.phase(number, backward, step.ids_us - self.left[number])
+        self.barrier(number)
+        self.phase(number, update)
+        self.barrier(number)
+        self.timeline.ends_us.append(float(self.now.max()))
+
+    def _dense(self, number: int) -> None:
+        dense = self.schedule.dense_us
+        for rank, start in enumerate(self.now.tolist()):
+            self.add(rank, DENSE, "dense", number, (start, start + dense))
+            at = start
+            for ahead in range(number + 1, min(number + self.schedule.in_flight, len(self.steps))):
+                length = min(float(self.left[ahead, rank]), start + dense - at)
+                self.add(rank, LOOKUPS, "ids ahead", ahead, (at, at + length))
+                self.left[ahead, rank] -= length
+                at += length
+        self.now = self.now + dense
+
+
+class _Inference(_Player):
+    def __init__(self, steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> None:
+        super().__init__(steps, schedule, world_size)
+        self.answered: list[np.ndarray] = []
+
+    def play(self, number: int) -> None:
+        before = number - self.schedule.in_flight
+        if before >= 0:
+            self.now = np.maximum(self.now, self.answered[before])
+        self.phase(number, self.steps[number].phases[-1])
+        dense = self.schedule.dense_us
+        start = np.maximum(self.now, self.answered[-1]) if self.answered else self.now
+        for rank, at in enumerate(start.tolist()):
+            self.add(rank, DENSE, "dense", number, (at, at + dense))
+        self.answered.append(start + dense)
+        self.timeline.ends_us.append(float(self.answered[-1].max()))
+

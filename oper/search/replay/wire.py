@@ -1,0 +1,189 @@
+"""Real batches replayed through a plan: what ranks of different memory domains send each other.
+
+`WireReplay` does in NumPy what the exchange between domains does while it runs, from the plan and
+the ids alone: its bytes are those of `ShardedTables.sent_bytes`, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from oper.directory import needs_across
+from oper.errors import InvalidInputError, fail
+from oper.plan import Plan
+from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_batch
+from oper.tables import TableSpec
+from oper.traffic import ROW_WISE, SENT
+
+_KIND = {name: k for k, name in enumerate(SENT)}
+_HEAD_NUMBERS, _HEAD_NUMBERS_PER_PIECE = 8, 3  # uint32 each, of a header
+_HEAD_UNIT_BYTES = 1024  # of which it has whole ones
+
+
+class _Sizes:
+    """Bytes of rows and gradients of one column piece on the wire; arrays take whole words."""
+
+    def __init__(self, table: TableSpec, width: int, is_half: bool) -> None:
+        self.row = table.row_bytes * width // table.dim
+        self._row = self.row // 2 if is_half and table.dtype == "float32" else self.row
+        self._gradient = 2 * width if is_half else 4 * width
+
+    def rows(self, number: int) -> int:
+        """Of so many rows."""
+        return (number * self._row + 3) // 4 * 4
+
+    def gradients(self, number: int) -> int:
+        """Of so many gradients, or partial sums."""
+        return (number * self._gradient + 3) // 4 * 4
+
+
+class WireReplay:
+    """Counts what the ranks send between memory domains under a plan.
+
+    Args:
+        plan: the plan.
+        domain_of: index of each rank's memory domain, by rank.
+        training: whether backward and update follow (default: the plan's objective).
+        is_half: whether fp32 numbers travel as 16 bits (``OPER_WIRE``).
+        clipped: tables whose rows' gradients are clipped to a norm.
+
+    Raises:
+        InvalidInputError: another number of domains than ranks.
+    """
+
+    def __init__(self, plan: Plan, domain_of: Sequence[int], training: bool | None = None, *,
+                 is_half: bool = False, clipped: Collection[str] = ()) -> None:
+        if len(domain_of) != plan.world_size:
+            raise InvalidInputError(fail("cannot replay the exchange", "domain_of",
+                                         list(domain_of)[:16], f"one per rank, {plan.world_size}",
+                                         "pass the domains of this plan's ranks"))
+        self.plan, self.is_half, self.clipped = plan, is_half, clipped
+        self.training = plan.objective == "training" if training is None else training
+        domains = np.asarray(domain_of)
+        self.far = domains[:, None] != domains[None, :]
+        self._members = [np.flatnonzero(domains == d).tolist() for d in domains]
+        self._placed = [[Placed(t, plan.world_size, k, not self.training)
+                         for k in range(len(t.pieces))] for t in plan.tables]
+        flat = [p for pieces in self._placed for p in pieces]
+        self._needs = needs_across([p.directory for p in flat], domain_of)
+        self._has_push = any(p.has_push for p in flat)
+        head = 4 * (_HEAD_NUMBERS + _HEAD_NUMBERS_PER_PIECE * len(flat))
+        self._head_bytes = -(-head // _HEAD_UNIT_BYTES) * _HEAD_UNIT_BYTES
+
+    def step(self, ranks: Sequence[RankBatch]) -> np.ndarray:
+        """Bytes of one step on these batches, int64 [12, W, W] by kind (`SENT`), sender, receiver.
+
+        Raises:
+            InvalidInputError: another number of batches than ranks, or a bad batch.
+        """
+        world = self.plan.world_size
+        if len(ranks) != world:
+            raise InvalidInputError(fail("cannot replay a step", "batches", len(ranks),
+                                         f"one per rank, {world}", "pass every rank's batch"))
+        sent = np.zeros((len(SENT), world, world), np.int64)
+        rounds, trains_weights = 0, False
+        for entry, pieces in zip(self.plan.tables, self._placed, strict=True):
+            table = entry.table
+            batches = [table_batch(table, b) for b in ranks]
+            trains_weights |= any(b.trains_weights for b in batches)
+            for piece, placed in zip(entry.pieces, pieces, strict=True):
+                sizes = _Sizes(table, piece.stop - piece.start, self.is_half)
+                for rank, batch in enumerate(batches):
+                    self._lookup(sent, placed, sizes, rank, batch)
+                    if self.training:
+                        self._gradients(sent, placed, sizes, rank, batch)
+            if self.training:
+                touched = np.unique(np.concatenate([b.ids for b in batches]))
+                mine = self._rounds(table, len(pieces))
+                rounds = max(rounds, mine)
+                self._squares(sent, pieces, touched, mine)
+                for piece, placed in zip(entry.pieces, pieces, strict=True):
+                    sizes = _Sizes(table, piece.stop - piece.start, self.is_half)
+                    self._refreshes(sent, placed, sizes, touched)
+        # Rows of pushed tiers are pooled by their owners: then only those of pulled tiers are asked
+        # for.
+        asks = self._needs.pulls if self._has_push else self._needs.gathers
+        meetings = int(asks) + 2 * self._has_push
+        if self.training:
+            meetings += 1 + rounds + self._needs.refreshes
+            meetings += int(self._needs.gathers and trains_weights)
+        sent[_KIND["headers"]] = meetings * self._head_bytes
+        return sent * self.far
+
+    def _lookup(self, sent: np.ndarray, placed: Placed, sizes: _Sizes, reader: int,
+                batch: TableBatch) -> None:
+        tier, owner = placed.resolve(batch.ids)
+        near = ~self.far[reader][owner]
+        for member in self._members[reader]:
+            near |= placed.held(member, tier)
+        pushed = placed.pushed_by(reader, tier)
+        self._rows(sent, sizes, reader, (batch.ids, owner), ~near & ~pushed)
+        if self.training and batch.trains_weights:
+            self._rows(sent, sizes, reader, (batch.ids, owner), ~near)
+        for peer, ids, bags in _requests(owner, batch.bags, pushed):
+            sent[_KIND["ids"], reader, peer] += 4 * ids + (ids + 31) // 32 * 4
+            if batch.weighted:
+                sent[_KIND["id_weights"], reader, peer] += 4 * ids
+            sent[_KIND["partial_sums"], peer, reader] += sizes.gradients(bags)
+
+    @staticmethod
+    def _rows(sent: np.ndarray, sizes: _Sizes, reader: int, of: tuple[np.ndarray, np.ndarray],
+              asked: np.ndarray) -> None:
+        """Rows that a reader asks for: ids and their owners, and which of them."""
+        ids, first = np.unique(of[0][asked], return_index=True)
+        number = np.bincount(of[1][asked][first], minlength=sent.shape[1])
+        assert number.sum() == ids.size
+        for peer in np.flatnonzero(number).tolist():
+            sent[_KIND["row_ids"], reader, peer] += 4 * number[peer]
+            sent[_KIND["rows"], peer, reader] += sizes.rows(int(number[peer]))
+
+    @staticmethod
+    def _gradients(sent: np.ndarray, placed: Placed, sizes: _Sizes, sender: int,
+                   batch: TableBatch) -> None:
+        ids = np.unique(batch.ids)
+        tier, owner = placed.resolve(ids)
+        number = np.bincount(owner[~placed.pushed_by(sender, tier)], minlength=sent.shape[1])
+        for peer in np.flatnonzero(number).tolist():
+            sent[_KIND["gradient_rows"], sender, peer] += (
+                4 * number[peer] + sizes.gradients(int(number[peer])))
+        # Owners keep the ids of the forward pass, which are those of the backward pass.
+        tier, owner = placed.resolve(batch.ids)
+        for peer, _, bags in _requests(owner, batch.bags, placed.pushed_by(sender, tier)):
+            sent[_KIND["bag_gradients"], sender, peer] += sizes.gradients(bags)
+
+    def _rounds(self, table: TableSpec, num_pieces: int) -> int:
+        """How often owners of column pieces exchange squares."""
+        if num_pieces == 1:
+            return 0
+        return int(table.name in self.clipped) + int(table.optimizer in ROW_WISE)
+
+    def _squares(self, sent: np.ndarray, pieces: Sequence[Placed], touched: np.ndarray,
+                 rounds: int) -> None:
+        if not rounds:
+            return
+        owners = [p.resolve(touched)[1] for p in pieces]
+        for mine in owners:
+            for peer in range(self.plan.world_size):
+                asks = np.any([theirs == peer for theirs in owners], axis=0)
+                sent[_KIND["squares"], :, peer] += 8 * rounds * np.bincount(
+                    mine[asks], minlength=self.plan.world_size)
+
+    def _refreshes(self, sent: np.ndarray, placed: Placed, sizes: _Sizes, touched: np.ndarray
+                   ) -> None:
+        tier, owner = placed.resolve(touched)
+        for peer in range(self.plan.world_size):
+            number = np.bincount(owner[placed.held(peer, tier)], minlength=self.plan.world_size)
+            sent[_KIND["refreshed_rows"], :, peer] += np.where(
+                number > 0, 4 * (number + 1) + (number * sizes.row + 3) // 4 * 4, 0)
+
+
+def _requests(owner: np.ndarray, bags: np.ndarray, pushed: np.ndarray
+              ) -> list[tuple[int, int, int]]:
+    """Owner, ids and distinct bags of what a reader asks each owner to pool."""
+    found = []
+    for peer in np.unique(owner[pushed]).tolist():
+        mine = bags[pushed & (owner == peer)]
+        found.append((peer, int(mine.size), int(np.unique(mine).size)))
+    return found

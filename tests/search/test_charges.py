@@ -1,0 +1,121 @@
+"""Every term of the cost model is in the relaxation: the two are compared cost by cost."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from search_cases import gpus, host, tables_and_stats
+
+from oper.plan import Piece, Tier
+from oper.search.bound.node import (
+    ALL_PUSHED,
+    ONE_TIER,
+    TIERS,
+    TIERS_PUSHED,
+    Configuration,
+    Node,
+    PieceChoice,
+)
+from oper.search.bound.options import PUSH, REPLICATED, SHARD
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import CostModel
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import NUM_FEATURES, Problem, TableProblem, make_problem
+from oper.topology import Costs
+
+FIELDS = [f.name for f in fields(Costs) if f.name != "phase_us"]
+TOPOLOGIES = {"gpus": gpus(4), "hosts": gpus(4, per_host=2), "host": host(3)}
+
+
+def stated(name: str, objective: str, **costs: float) -> Problem:
+    specs, stats = tables_and_stats(3, 4, lengths=(4, 20))
+    none = dict.fromkeys(FIELDS, 0.0)
+    topology = replace(TOPOLOGIES[name], costs=Costs(phase_us=1.0, **{**none, **costs}))
+    return make_problem(specs, stats, topology, objective=objective, batch_size=512,
+                        allow=EVERYTHING)
+
+
+def tiers_of(t: TableProblem, kinds: list[str], world: int, rng: np.random.Generator
+             ) -> tuple[Tier, ...]:
+    """Tiers that end where blocks do; pushed rows belong to one rank, pulled ones to all evenly."""
+    inner = rng.choice(t.edges[1:-1], len(kinds) - 1, replace=False) if len(kinds) > 1 else []
+    edges = [0, *sorted(int(e) for e in inner), t.spec.num_rows]
+    everyone = tuple(range(world))
+    made = {REPLICATED: lambda a, b: Tier(a, b, "replicated", everyone),
+            SHARD: lambda a, b: Tier(a, b, "striped", everyone),
+            PUSH: lambda a, b: Tier(a, b, "owned", (1,), mode="push")}
+    return tuple(made[kind](a, b) for kind, a, b in zip(kinds, edges, edges[1:], strict=False))
+
+
+def configuration(relaxation: Relaxation, k: int, pieces: tuple[Piece, ...]) -> Configuration:
+    """The same placement, as the relaxation states it."""
+    t, parts = relaxation.tables[k], []
+    option = {o.kind: n for n, o in enumerate(relaxation.options)}
+    for piece in pieces:
+        choice = np.zeros(t.blocks.shape[0], np.int64)
+        for tier in piece.tiers:
+            kind = REPLICATED if tier.placement == "replicated" else (
+                PUSH if tier.mode == "push" else SHARD)
+            choice[(t.edges[:-1] >= tier.start) & (t.edges[:-1] < tier.stop)] = option[kind]
+        amount = np.zeros((len(relaxation.options), NUM_FEATURES))
+        np.add.at(amount, choice, t.blocks)
+        pushes = any(x.mode == "push" for x in piece.tiers)
+        mode = (ALL_PUSHED, TIERS_PUSHED)[len(piece.tiers) > 1] if pushes else (
+            ONE_TIER, TIERS)[len(piece.tiers) > 1]
+        width = piece.stop - piece.start
+        parts.append(PieceChoice(width / t.spec.dim, t.spec.dim / width, 0, mode, choice, amount))
+    return tuple(parts)
+
+
+def both(problem: Problem, k: int, pieces: tuple[Piece, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """What the relaxation and what the cost model says a placement asks of the resource rows."""
+    model = CostModel(problem)
+    relaxation = Relaxation(model)
+    asked = Node(relaxation).resources(np.array([k]), [configuration(relaxation, k, pieces)])[0]
+    tally = model.tally(relaxation.tables[k], pieces, True)
+    return asked[:relaxation.rows.phase_of.size], relaxation.rows.of_tally(tally)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+def test_a_piece_asks_what_the_cost_model_says(name, field):
+    rng = np.random.default_rng(FIELDS.index(field))
+    for objective in ("training", "inference"):
+        # Pieces of a table that pushes elsewhere pay the other charge, so that the lesser counts.
+        other = {"push_tier_ns": 1.0} if field == "tier_ns" else {}
+        free = stated(name, objective, **other)
+        dear = stated(name, objective, **other, **{field: 0.7})
+        for kinds in ([REPLICATED], [SHARD], [PUSH], [REPLICATED, SHARD], [REPLICATED, PUSH],
+                      [REPLICATED, SHARD, PUSH]):
+            if PUSH in kinds and objective == "inference":
+                continue  # nothing is pushed there
+            k = int(rng.integers(3))
+            t = free.tables[k]
+            tiers = tiers_of(t, kinds, free.machine.world_size, rng)
+            (none, true_none), (asked, true) = (both(x, k, (Piece(0, t.spec.dim, tiers),))
+                                                for x in (free, dear))
+            # Partial sums are tabulated, from below.
+            assert (asked <= true * (1 + 1e-9)).all() and asked == pytest.approx(true, rel=1e-4)
+            if field not in ("warm_share", "wire_ns"):  # of bytes, those of partial sums too
+                assert asked - none == pytest.approx(true - true_none, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+def test_several_pieces_ask_no_more_and_all_charges(name):
+    rng = np.random.default_rng(3)
+    charges = {"table_us": 3.0, "tier_ns": 2.0, "push_tier_ns": 2.0}
+    for objective in ("training", "inference"):
+        free, dear = (stated(name, objective, id_ns=0.1, **x) for x in ({}, charges))
+        for _ in range(10):
+            k = int(rng.integers(3))
+            t = free.tables[k]
+            if t.spec.dim < 16:
+                continue
+            tiers = tiers_of(t, [REPLICATED, SHARD], free.machine.world_size, rng)
+            pieces = (Piece(0, 8, tiers), Piece(8, t.spec.dim, tiers))
+            asked, true = both(free, k, pieces)
+            more, truly_more = both(dear, k, pieces)
+            assert (asked <= true + 1e-9).all()
+            assert more - asked == pytest.approx(truly_more - true, rel=1e-9, abs=1e-9)
