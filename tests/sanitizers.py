@@ -137,7 +137,9 @@ KINDS = {
          "tests/shmem/test_peers.py::test_a_full_outbox_on_one_rank_releases_the_others"),
         {f"tests/shmem/test_{name}": "ranks map every segment at one place, for all to write"
          for name in ("heap.py::test_a_rank_can_write_only_its_own_arena",
-                      "migration.py::test_no_room_and_a_move_given_up_leave_nothing")}),
+                      "migration.py::test_no_room_and_a_move_given_up_leave_nothing")}
+        | {"tests/shmem/test_threads.py::test_a_sharded_module_with_batches_that_are_announced":
+           "evaluation reads rows that are being trained, as it may"}),
 }
 
 

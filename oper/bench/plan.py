@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib.util
 import math
-import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from oper.search.peers.baselines import score_peers
 from oper.search.planner import plan_problem, proved
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import make_problem
+from oper.topology import Topology
 
 _WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
     "criteo-kaggle": plan_workloads.criteo_kaggle,
@@ -38,7 +38,9 @@ _WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
     "giant": plan_workloads.giant,
     "few-tables": plan_workloads.few_tables,
     "unequal-100": lambda seed: plan_workloads.synthetic(100, seed),
+    "drawn": plan_workloads.drawn,
 }
+CONSTANTS = ("published", "measured")
 TARGET_GAP, TARGET_SECONDS = 0.03, 10.0  # what every case is held to
 _TORCHREC = "torchrec: "  # before the name of a proposer, among the peers
 _QUICK = {"criteo-kaggle/8", "synthetic-100/8", "few-tables/16"}
@@ -46,47 +48,83 @@ _QUICK = {"criteo-kaggle/8", "synthetic-100/8", "few-tables/16"}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload on one machine for one objective."""
+    """One workload on one machine for one objective.
 
+    Attributes:
+        constants: ``"published"``, GPU machines with published constants; ``"measured"``, CPU
+            clusters with those that ``oper calibrate`` measured.
+        workload, num_ranks, objective: see `cases`.
+        seed: of tables, machine and search.
+    """
+
+    constants: str
     workload: str
     num_ranks: int
     objective: str
+    seed: int
 
     @property
     def name(self) -> str:
-        """``WORKLOAD/RANKS/OBJECTIVE``."""
-        return f"{self.workload}/{self.num_ranks}/{self.objective}"
+        """``CONSTANTS/WORKLOAD/RANKS/OBJECTIVE/SEED``."""
+        return (f"{self.constants}/{self.workload}/{self.num_ranks}/{self.objective}/"
+                f"{self.seed}")
+
+    @property
+    def topology(self) -> Topology:
+        """The machine."""
+        if self.constants == "measured":
+            return plan_workloads.cluster(self.num_ranks, self.seed)
+        return plan_workloads.machine(self.num_ranks, self.workload.startswith("unequal"))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of the benchmark beside the common ones."""
-    parser.add_argument("--seed", type=whole(0), default=0,
-                        help="of the synthetic tables and of the search (default 0)")
-    parser.add_argument("--torchrec-seconds", type=number(), default=20.0, metavar="S",
-                        help="time limit of TorchRec's planner per case (default 20; 0 = leave it "
-                             "out)")
+    parser.add_argument("--seeds", type=_seeds, default="0", metavar="A-B",
+                        help="of tables, machines and search: one number, or a range with both "
+                             "ends (default 0)")
+    parser.add_argument("--constants", choices=CONSTANTS, default="published",
+                        help="GPU machines with published constants, or CPU clusters with "
+                             "measured ones (default published)")
+    parser.add_argument("--torchrec-seconds", type=number(), default=TARGET_SECONDS, metavar="S",
+                        help="time limit of TorchRec's planner per case (default "
+                             f"{TARGET_SECONDS:.0f}, as OPER's target; 0 = leave it out)")
     parser.add_argument("--prove-seconds", type=number(), default=20.0, metavar="S",
                         help="how long the bound of a case above the target gap is raised after "
                              "planning (default 20; 0 = not at all)")
     parser.add_argument("--resume", metavar="RECORD", default="",
-                        help="an earlier record of these settings: its cases are kept and not "
-                             "run again, whatever --only names; may be the file of --json, which "
-                             "then need not exist yet")
+                        help="an earlier record: its cases are kept and not run again, whatever "
+                             "--only, --seeds and --constants name; may be the file of --json, "
+                             "which then need not exist yet")
 
 
-def cases(quick: bool) -> list[Case]:
-    """Every workload on 8, 16, 64 and 128 ranks, for training and inference."""
-    every = [Case(w, n, o) for w in _WORKLOADS for n in (8, 16, 64, 128)
-             for o in OBJECTIVES]
-    return [c for c in every if not quick or f"{c.workload}/{c.num_ranks}" in _QUICK]
+def _seeds(text: str) -> str:
+    """`text`, of which both ends are numbers in order."""
+    first, _, last = text.partition("-")
+    whole(whole(0)(first))(last or first)
+    return text
+
+
+def cases(quick: bool, constants: str = "published", seeds: str = "0") -> list[Case]:
+    """Every workload on 8, 16, 64 and 128 ranks, for training and inference; `seeds` as
+    ``--seeds``."""
+    first, _, last = seeds.partition("-")
+    return [Case(constants, w, n, o, seed) for seed in range(int(first), int(last or first) + 1)
+            for w in _WORKLOADS
+            for n in (8, 16, 64, 128) for o in OBJECTIVES
+            if (not quick or f"{w}/{n}" in _QUICK)
+            and not (constants == "measured" and w.startswith("unequal"))]  # links are by seed
 
 
 def ordered(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
     """All that the record to go on from holds, chosen or not, then the others of `chosen`: a
     record that is written to the same file keeps every entry whatever becomes of the others."""
     known = _resumed(args)
-    return [*(c for c in cases(False) if c.name in known),
-            *(c for c in chosen if c.name not in known)]
+    return [*(_named(name) for name in known), *(c for c in chosen if c.name not in known)]
+
+
+def _named(name: str) -> Case:
+    constants, workload, ranks, objective, seed = name.split("/")
+    return Case(constants, workload, int(ranks), objective, int(seed))
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -101,13 +139,13 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
             if case.name in known:
                 yield known[case.name]
                 continue
-            workload = _WORKLOADS[case.workload](args.seed)
+            workload = _WORKLOADS[case.workload](case.seed)
             if workload is None:
                 yield {"name": case.name, "verified": True,
                        "skipped": "its data is not in the folder named by OPER_DATA"}
                 continue
             try:
-                yield run_case(case, workload, args.seed, torchrec, args.prove_seconds)
+                yield run_case(case, workload, torchrec, args.prove_seconds)
             except Exception as error:  # the cases after it are still worth their time
                 yield {"name": case.name, "verified": False,
                        "failed": f"{type(error).__name__}: {error}"}
@@ -117,34 +155,32 @@ def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Entries by name of an earlier record, without failed and skipped ones.
 
     Raises:
-        InvalidInputError: the file is no record of this benchmark with this seed.
+        InvalidInputError: the file is no record of this benchmark.
     """
-    path, seed = args.resume, args.seed
+    path = args.resume
     if not path or (path == args.json and not Path(path).exists()):
         return {}
     try:
         value = read_json(path, f"cannot read {path!r}")
-        words = shlex.split(value["command"])
-        same = words[:3] == ["oper", "bench", "plan"] and (
-            int(words[words.index("--seed") + 1]) == seed)
         found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
+        if value["benchmark"] != "plan":
+            raise ValueError(f"it is one of {value['benchmark']!r}")
+        for name in found:
+            _named(name)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
                                      "a record of oper bench plan", str(error))) from error
-    if not same:
-        raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
-                                     f"oper bench plan with --seed {seed}", "name that record"))
     return found
 
 
-def run_case(case: Case, workload: Workload, seed: int, torchrec: TorchRecPlanner | None = None,
+def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = None,
              prove_seconds: float = 0.0) -> dict[str, Any]:
     """Plan one case, score the peers, and check the plan against bound, memory and peers."""
-    topology = plan_workloads.machine(case.num_ranks, case.workload.startswith("unequal"))
+    topology = case.topology
     begin, busy = time.perf_counter(), record.BusyClock()
     problem = make_problem(workload.tables, workload.stats, topology, objective=case.objective,
                            batch_size=workload.batch_size, allow=EVERYTHING)
-    plan = plan_problem(problem, seed=seed)
+    plan = plan_problem(problem, seed=case.seed)
     seconds = time.perf_counter() - begin
     others = busy.others(lambda own: own)
     peak_rss_mb = memory.peak_rss_mb()
@@ -155,7 +191,7 @@ def run_case(case: Case, workload: Workload, seed: int, torchrec: TorchRecPlanne
     begin = time.perf_counter()
     theirs = {} if torchrec is None else torchrec.propose(problem)
     torchrec_seconds = time.perf_counter() - begin
-    peers = score_peers(problem, seed, {_TORCHREC + k: p for k, p in theirs.items()})
+    peers = score_peers(problem, case.seed, {_TORCHREC + k: p for k, p in theirs.items()})
     best = min(peers, key=lambda n: (peers[n], n), default=None)
     own = min((us for n, us in peers.items() if n.startswith(_TORCHREC)), default=None)
     return {
@@ -198,17 +234,29 @@ def report(entries: Sequence[Mapping[str, Any]]) -> str:
                                            for why in ("skipped", "failed") if why in e)
 
 
-def _summary(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Gaps and times of all cases, and the cases that miss a target or stand behind a peer."""
+def _gaps(objective: str, entries: Sequence[Mapping[str, Any]]) -> str:
+    """Gaps of one objective: those of training and inference differ too much for one median."""
     if not entries:
         return ""
     gaps, near = (sorted(math.inf if e[k] is None else 100 * e[k] for e in entries)
                   for k in ("gap", "proved_gap"))
+    ratios = sorted(e["ratio_vs_torchrec"] for e in entries if e["ratio_vs_torchrec"])
+    theirs = f"; TorchRec's planner / ours: median {statistics.median(ratios):.2f}, least " \
+             f"{ratios[0]:.2f}" if ratios else ""
+    return (f"{objective}, {len(entries)} cases: gap median {statistics.median(gaps):.2f} %, worst "
+            f"{gaps[-1]:.2f} %; proved after planning: median {statistics.median(near):.2f} %, "
+            f"worst {near[-1]:.2f} %{theirs}\n")
+
+
+def _summary(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Gaps and times of all cases, and the cases that miss a target or stand behind a peer."""
+    if not entries:
+        return ""
+    text = "".join(_gaps(objective, [e for e in entries if f"/{objective}/" in e["name"]])
+                   for objective in OBJECTIVES)
     slowest = max(entries, key=lambda e: e["seconds"])
-    text = (f"gap: median {statistics.median(gaps):.2f} %, worst {gaps[-1]:.2f} %; proved after "
-            f"planning: median {statistics.median(near):.2f} %, worst {near[-1]:.2f} %; slowest "
-            f"{slowest['seconds']:.1f} s ({slowest['name']}); peak memory "
-            f"{max(e['peak_rss_mb'] for e in entries):.0f} MB\n")
+    text += (f"slowest {slowest['seconds']:.1f} s ({slowest['name']}); peak memory "
+             f"{max(e['peak_rss_mb'] for e in entries):.0f} MB\n")
     missed: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         f"gap above {100 * TARGET_GAP:.0f} %": lambda e: e["gap"] is None or e["gap"] > TARGET_GAP,
         f"not proved within {100 * TARGET_GAP:.0f} %":

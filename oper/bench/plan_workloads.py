@@ -129,6 +129,30 @@ def few_tables(seed: int) -> Workload:
                      [4.0, 20.0, 1.0, 1.0], [1.05, 0.9, 1.1, 0.8], 4096)
 
 
+def drawn(seed: int) -> Workload:
+    """3 to 1,000 tables, few more often than many."""
+    rng = np.random.default_rng([seed, 3])
+    return synthetic(round(10 ** rng.uniform(np.log10(3), 3)), seed)
+
+
+def cluster(num_ranks: int, seed: int) -> Topology:
+    """CPU hosts with the constants that ``oper calibrate`` measured on two cores of an Intel Xeon.
+
+    Hosts have 2, 4 or 8 ranks, and 0.1 to 12.5 GB/s per rank between them; for every third seed
+    every other host has half of that.
+    """
+    rng = np.random.default_rng([seed, num_ranks])
+    per_host = int(rng.choice([2, 4, 8]))
+    cross_gbps = float(10 ** rng.uniform(-1, np.log10(12.5)))
+    domains = [Domain((r,), r // per_host, int(32e9), 29.7 / 2, 700.0, 8 << 20, 29.7 / 2,
+                      cross_gbps * (0.5 if seed % 3 == 2 and r // per_host % 2 else 1.0))
+               for r in range(num_ranks)]
+    costs = Costs(phase_us=74.76, id_ns=4.969, sort_ns=5.453, reduce_ns=5.453, update_ns=10.291,
+                  refresh_ns=16.323, tier_ns=1.452, push_tier_ns=9.347, push_ns=11.336,
+                  push_bag_ns=60.611, odd_ns=0.408, table_us=1.002, warm_share=0.4)
+    return Topology(f"cluster-{num_ranks}", tuple(domains), costs, "measured")
+
+
 def machine(num_ranks: int, unequal: bool = False) -> Topology:
     """H100-like hosts of eight; `unequal`: half the ranks with half the memory, 0.6 the speed."""
     domains = []

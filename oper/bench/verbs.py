@@ -77,6 +77,8 @@ def run_bench(args: argparse.Namespace) -> int:
 
         run, report = model_steps.run, model_steps.report
         every = model_steps.cases(args.quick, args.model)
+    elif args.benchmark == "plan":
+        every = module.cases(args.quick, args.constants, args.seeds)
 
     chosen = [c for c in every if fnmatch.fnmatch(c.name, args.cases)]
     if not chosen:

@@ -10,7 +10,7 @@ import pytest
 
 from oper.bench import plan, plan_peer, verbs
 from oper.bench.plan_peer import TorchRecPlanner
-from oper.bench.plan_workloads import Workload, machine
+from oper.bench.plan_workloads import Workload, cluster, drawn, machine
 from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.search.problem.space import EVERYTHING
@@ -48,26 +48,47 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_record_and_table(suite, tmp_path, capsys) -> None:
     target = tmp_path / "plan.json"
-    assert bench("--only", "*/8/training", "--seed", "3", "--torchrec-seconds", "0",
+    assert bench("--only", "*/8/training/*", "--seeds", "3", "--torchrec-seconds", "0",
                  "--json", str(target)) == 0
     value = json.loads(target.read_text())
-    assert value["command"] == ("oper bench plan --only '*/8/training' --seed 3 "
-                                f"--torchrec-seconds 0.0 --prove-seconds 20.0 --json {target}")
+    assert value["command"] == (
+        "oper bench plan --only '*/8/training/*' --seeds 3 --constants published "
+        f"--torchrec-seconds 0.0 --prove-seconds 20.0 --json {target}")
     case, absent = value["cases"]
-    assert case["name"] == "small/8/training" and set(KEYS) <= set(case)
+    assert case["name"] == "published/small/8/training/3" and set(KEYS) <= set(case)
     assert case["lower_bound_us"] <= case["modelled_step_us"] <= case["best_peer_step_us"]
     assert case["ratio_vs_torchrec"] is None and case["torchrec"] is None
     assert case["proved_gap"] <= case["gap"]
-    assert absent == {"name": "absent/8/training", "verified": True,
+    assert absent == {"name": "published/absent/8/training/3", "verified": True,
                       "skipped": "its data is not in the folder named by OPER_DATA"}
     out = capsys.readouterr().out
-    assert "small/8/training" in out and "skipped absent/8/training" in out
+    assert "small/8/training" in out and "skipped published/absent/8/training/3" in out
+    assert "training, 1 cases: gap median" in out and "inference" not in out
+
+
+def test_seeds_and_measured_machines(suite, tmp_path) -> None:
+    target = tmp_path / "plan.json"
+    assert bench("--only", "*/small/8/training/*", "--seeds", "4-5", "--constants", "measured",
+                 "--torchrec-seconds", "0", "--prove-seconds", "0", "--json", str(target)) == 0
+    value = json.loads(target.read_text())
+    assert [c["name"] for c in value["cases"]] == [f"measured/small/8/training/{s}" for s in (4, 5)]
+    assert all(c["modelled"] == "measured" for c in value["cases"])
+    assert "--seeds 4-5" in value["command"]
+    machines = [cluster(16, seed) for seed in range(12)]
+    links = np.array([d.cross_gbps for m in machines for d in m.domains])
+    assert 0.1 * 0.5 <= links.min() < 1 < links.max() <= 12.5
+    assert len({max(d.host for d in m.domains) for m in machines}) > 1
+    unequal = [len({d.cross_gbps for d in m.domains}) == 2 for m in machines]
+    assert unequal == [seed % 3 == 2 for seed in range(12)]
+    sizes = [len(drawn(seed).tables) for seed in range(30)]
+    assert min(sizes) < 10 and max(sizes) > 400
 
 
 def test_a_failed_case_keeps_the_others_and_is_run_again_on_resume(
         suite, tmp_path, capsys, monkeypatch) -> None:
     target, whole = tmp_path / "plan.json", plan.run_case
-    words = ("--only", "small/[81]*/inference", "--torchrec-seconds", "0", "--json", str(target))
+    words = ("--only", "*/small/[81]*/inference/*", "--torchrec-seconds", "0",
+             "--json", str(target))
 
     def fails_at_16(case, *rest):
         if case.num_ranks == 16:
@@ -77,49 +98,52 @@ def test_a_failed_case_keeps_the_others_and_is_run_again_on_resume(
     monkeypatch.setattr(plan, "run_case", fails_at_16)
     assert bench(*words) == 1
     first, broken, last = json.loads(target.read_text())["cases"]
-    assert broken == {"name": "small/16/inference", "verified": False,
+    assert broken == {"name": "published/small/16/inference/0", "verified": False,
                       "failed": "RuntimeError: the solver broke"}
-    assert "failed small/16/inference: RuntimeError: the solver broke" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "failed published/small/16/inference/0: RuntimeError: the solver broke" in out
     asked = []
     monkeypatch.setattr(plan, "run_case", lambda case, *rest: asked.append(case.name)
                         or whole(case, *rest))
     assert bench(*words, "--resume", str(target)) == 0
-    assert asked == ["small/16/inference"]
+    assert asked == ["published/small/16/inference/0"]
     again = json.loads(target.read_text())["cases"]
     # What the record held comes first: nothing of it is lost if the run ends early.
     assert again[:2] == [first, last] and again[2]["verified"]
-    with pytest.raises(InvalidInputError, match="--seed 5"):
-        bench(*words, "--seed", "5", "--resume", str(target))
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"benchmark": "train", "cases": again}))
+    with pytest.raises(InvalidInputError, match="a record of oper bench plan"):
+        bench(*words, "--resume", str(other))
     with pytest.raises(InvalidInputError, match="--resume"):
         bench(*words, "--resume", str(tmp_path / "absent.json"))
 
 
 def test_one_file_to_write_and_to_go_on_from_need_not_exist(suite, tmp_path, capsys) -> None:
     target = tmp_path / "plan.json"
-    words = ("--only", "small/8/inference", "--torchrec-seconds", "0", "--json", str(target),
+    words = ("--only", "*/small/8/inference/*", "--torchrec-seconds", "0", "--json", str(target),
              "--resume", str(target))
     assert bench(*words) == 0
     made = json.loads(target.read_text())["cases"]
-    assert [e["name"] for e in made] == ["small/8/inference"]
+    assert [e["name"] for e in made] == ["published/small/8/inference/0"]
     assert bench(*words) == 0
     assert json.loads(target.read_text())["cases"] == made
     assert "gap above 3 %: 0 of 1\n" in capsys.readouterr().out
-    others = ("--only", "small/8/training", *words[2:])
+    others = ("--only", "*/small/8/training/*", *words[2:])
     assert bench(*others) == 0
     kept, new = json.loads(target.read_text())["cases"]
-    assert kept == made[0] and new["name"] == "small/8/training"
+    assert kept == made[0] and new["name"] == "published/small/8/training/0"
 
 
 def test_a_plan_behind_a_peer_is_not_verified(suite, monkeypatch, capsys) -> None:
     monkeypatch.setattr(plan, "score_peers", lambda *a: {"faster": 1e-3})
-    assert bench("--only", "small/8/training", "--torchrec-seconds", "0") == 1
+    assert bench("--only", "*/small/8/training/*", "--torchrec-seconds", "0") == 1
     assert "faster" in capsys.readouterr().out
 
 
 def test_torchrec_is_a_peer(suite, tmp_path) -> None:
     pytest.importorskip("torchrec")
     target = tmp_path / "plan.json"
-    assert bench("--only", "small/8/training", "--torchrec-seconds", "10",
+    assert bench("--only", "*/small/8/training/*", "--torchrec-seconds", "10",
                  "--json", str(target)) == 0
     case, = json.loads(target.read_text())["cases"]
     theirs = {k: v for k, v in case["peers_step_us"].items() if k.startswith("torchrec: ")}

@@ -107,6 +107,22 @@ def test_what_lies_outside_of_the_space_is_not_certified(tier: Tier, columns: in
     assert "outside the space" in not_certified(edited, problem) and edited.lower_bound_us == 0
 
 
+def test_column_pieces_beside_pinned_rows_need_a_hotness_order() -> None:
+    specs, stats = tables_and_stats(2, 5, in_order=False)
+    specs = [replace(s, dim=64) for s in specs]
+    pinned = {"t0": {"pinned": [{"rows": [0, 1], "place": "owned", "ranks": [1]}]}}
+    problem = make_problem(specs, stats, gpus(2), batch_size=64, allow=EVERYTHING,
+                           constraints={"tables": pinned})
+    rest = Tier(1, specs[0].num_rows, "striped", (0, 1))
+    for tiers, word in (((Tier(0, specs[0].num_rows, "owned", (1,)),), ""),
+                        ((Tier(0, 1, "owned", (1,)), rest), "no hotness order")):
+        plan = plan_problem(problem, time_budget_s=1.0)
+        entry = replace(plan.tables[0], pieces=(Piece(0, 32, tiers), Piece(32, 64, tiers)),
+                        head_ids=np.zeros(0, np.int64))
+        found = outside_space(replace(plan, tables=(entry, *plan.tables[1:])), problem)
+        assert word in found and bool(word) == bool(found)
+
+
 def test_hosts_are_alike_only_with_equal_dense_compute_beside_them() -> None:
     """More overlaps than are told apart, and pinned loads: the distinguished host is left out."""
     for seed in range(3):

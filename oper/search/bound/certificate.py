@@ -129,8 +129,9 @@ def outside_space(plan: Plan, problem: Problem) -> str:
             return f"{name} pushes columns {piece.start}:{piece.stop}"
     for t in problem.tables:
         held = problem.constraints.tables.get(t.spec.name)
-        if held is not None and held.pinned and not is_ordered(t, plan.table(t.spec.name)) and (
-                len(plan.table(t.spec.name).tiers) > 1):
+        entry = plan.table(t.spec.name)
+        if held is not None and held.pinned and not is_ordered(t, entry) and any(
+                len(p.tiers) > 1 for p in entry.pieces):
             return f"table {t.spec.name!r} has pinned rows, and no hotness order"
     return ""
 
