@@ -144,7 +144,7 @@ def cluster(num_ranks: int, seed: int) -> Topology:
     rng = np.random.default_rng([seed, num_ranks])
     per_host = int(rng.choice([2, 4, 8]))
     cross_gbps = float(10 ** rng.uniform(-1, np.log10(12.5)))
-    domains = [Domain((r,), r // per_host, int(32e9), 29.7 / 2, 700.0, 8 << 20, 29.7 / 2,
+    domains = [Domain((r,), r // per_host, int(96e9), 29.7 / 2, 700.0, 8 << 20, 29.7 / 2,
                       cross_gbps * (0.5 if seed % 3 == 2 and r // per_host % 2 else 1.0))
                for r in range(num_ranks)]
     costs = Costs(phase_us=74.76, id_ns=4.969, sort_ns=5.453, reduce_ns=5.453, update_ns=10.291,
