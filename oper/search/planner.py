@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, PlanInfeasibleError, fail
-from oper.plan import Piece, Plan
+from oper.plan import Piece, Plan, uniform_plan
 from oper.search.bound.branching import Branching
 from oper.search.bound.certificate import is_for, with_bound
 from oper.search.bound.master import Bound, solve_node
@@ -145,15 +145,20 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     if problem.overlap:
         notes["overlap_us"] = overlap_to_json(problem.overlap)
     plan = replace(plan, notes=notes)
-    if start is None and not problem.training and plan.step_us > lower_us * (1 + _CLOSE):
-        # Often the optimum but for the rounding of stripes, where its rows fill memory to the last.
-        start = replicate_or_partition(problem)
-    plan = plan if start is None else _not_slower(plan, start, problem)
-    return with_bound(plan, problem, lower_us)
+    if plan.step_us > lower_us * (1 + _CLOSE):
+        # Even stripes over unequal ranks are one tier, which the search, that deals rows to classes
+        # of equal ranks, has not; and in inference it may miss by the rounding of its stripes.
+        simple = uniform_plan([t.spec for t in problem.tables], problem.machine.world_size)
+        plan = _not_slower(plan, simple, problem)
+        if not problem.training:
+            plan = _not_slower(plan, replicate_or_partition(problem), problem)
+    return with_bound(_not_slower(plan, start, problem), problem, lower_us)
 
 
-def _not_slower(plan: Plan, start: Plan, problem: Problem) -> Plan:
+def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
     """`plan`, or the placement of `start` where that is allowed and faster."""
+    if start is None:
+        return plan
     found = evaluate(start, problem)
     allowed = used_features(start) <= problem.allow and not violations(start, problem.constraints)
     if not (allowed and found.fits and found.step_us < plan.step_us):
