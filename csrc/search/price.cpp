@@ -182,8 +182,8 @@ class Pricing {
   }
 
   // Pieces of type j where all owners are alike: everything is pushed, or a prefix of the blocks by what
-  // pushing them costs per id, or so much that owners are full, or a single block: partial sums being
-  // concave, one of these is cheapest of all sets that are not empty.
+  // pushing them costs per id, or so much that owners are full. No block at all stands for the least part
+  // of one: that is pushed for the charge alone.
   void one_class(int64_t j) {
     if (!std::isfinite(p_.go[begin_])) return;  // as all blocks of the table
     const double* ids = p_.ids + begin_;
@@ -210,22 +210,14 @@ class Pricing {
       }
       if (below < std::min(limit, all)) {
         double cheapest = std::min(limit, all);
-        int64_t end = 0;
+        int64_t end = -1;
         walk(ids, n_, full, p_.price[0], [&](int64_t count, double found) {
-          if (count == 0) return;
           least = std::min(least, found + fixed);
-          if (count > 0 && found + fixed < cheapest) cheapest = found + fixed, end = count;
+          if (count >= 0 && found + fixed < cheapest) cheapest = found + fixed, end = count;
         });
-        int64_t single = -1;
-        for (int64_t b = 0; b < n_; ++b) {
-          const double found = gain_[b] + sums_cost(j, 0, ids[b]) + fixed;
-          least = std::min(least, found);
-          if (found < cheapest) cheapest = found, single = b;
-        }
-        if (single >= 0 || end > 0) {
+        if (end >= 0) {
           chosen_.assign(n_, 0);
-          for (int64_t i = 0; i < end && single < 0; ++i) chosen_[order_[i]] = 1;
-          if (single >= 0) chosen_[single] = 1;
+          for (int64_t i = 0; i < end; ++i) chosen_[order_[i]] = 1;
           keep_set(j, cheapest, kTiersPushed);
         }
       } else {
@@ -430,7 +422,7 @@ class Pricing {
   // Keep the blocks of `found_` if pushing them (all to one class: `only` > 0) is the cheapest yet; what
   // each costs is what `set_type` found. Without `only`, their `mass_` by class is looked up, too.
   void keep(int64_t j, int64_t begin, int64_t n, int64_t only) {
-    double total = 0, mass = 0;
+    double total = 0;
     if (only == 0) mass_.assign(p_.num_options, 0.0);
     for (const int64_t m : of_class_) {
       if (only > 0 && m != only - 1) continue;
@@ -438,9 +430,8 @@ class Pricing {
       picked(&found_[0], only ? 0 : m + 1, &pushed_[m * n], &fixed_[0], p_.ids + begin, n, &cost, &ids);
       total += cost + (ids > 0 ? sums_cost(j, m, ids) : 0.0);
       if (only == 0) mass_[m] = ids;
-      mass += ids;
     }
-    if (!(total + offset_ < best_) || mass <= 0) return;
+    if (!(total + offset_ < best_)) return;
     for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? (only ? only : found_[b]) : 0;
     keep_set(j, total + offset_, mode_);
   }

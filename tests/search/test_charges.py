@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from search_cases import gpus, host, tables_and_stats
 
-from oper.plan import Piece, Tier
+from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound.node import (
     ALL_PUSHED,
     ONE_TIER,
@@ -20,7 +20,8 @@ from oper.search.bound.node import (
 )
 from oper.search.bound.options import PUSH, REPLICATED, SHARD
 from oper.search.bound.relaxation import Relaxation
-from oper.search.cost.model import CostModel
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.planner import space_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, TableProblem, make_problem
 from oper.topology import Costs
@@ -119,3 +120,20 @@ def test_several_pieces_ask_no_more_and_all_charges(name):
             more, truly_more = both(dear, k, pieces)
             assert (asked <= true + 1e-9).all()
             assert more - asked == pytest.approx(truly_more - true, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("per_host", [4, 2])
+def test_a_few_pushed_rows_may_be_cheaper_than_tiers_that_are_not_pushed(per_host):
+    """Where passes over the ids of pushed tiers cost less, nearly all rows stay where they are."""
+    specs, stats = tables_and_stats(1, 4, lengths=(20,))
+    topology = replace(gpus(4, per_host=per_host), costs=Costs(phase_us=1.0, tier_ns=50.0))
+    problem = make_problem(specs, stats, topology, batch_size=512, allow=EVERYTHING)
+    t, everyone = problem.tables[0], (0, 1, 2, 3)
+    rows = t.spec.num_rows
+    bound = space_bound(problem, max_boxes=20)
+    for edge in (1, 5, rows // 2, rows - 1):
+        for last in (Tier(edge, rows, "owned", (1,), mode="push"),
+                     Tier(edge, rows, "striped", everyone)):
+            tiers = (Tier(0, edge, "replicated", everyone), last)
+            plan = Plan(4, (TablePlan(t.spec, (Piece(0, t.spec.dim, tiers),)),), "training", 512)
+            assert bound <= evaluate(plan, problem).step_us * (1 + 1e-9)

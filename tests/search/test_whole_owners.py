@@ -123,4 +123,7 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     assert (mine >= least * (1 - 1e-9)).all()
     assert np.median(out["value"] / least) > 0.95
     assert np.median(mine / least) < 1.01
-    assert ((chosen > 0).any(axis=1) & ((chosen == 0).any(axis=1) | must)).sum() > 50
+    assert ((chosen > 0).any(axis=1) & ((chosen == 0).any(axis=1) | must)).sum() > 30
+    if not must:  # the smallest part of a block may be pushed for the charge alone
+        part = stay.reshape(num_tables, n).sum(axis=1) + tiers_pushed
+        assert (out["value"] <= part * (1 + 1e-7))[states != STILL].all()

@@ -238,9 +238,11 @@ class Relaxation:
         ids = np.array([t.total[IDS] for t in self.tables])[:, None]
         bags = np.array([t.traffic.num_bags for t in self.tables])[:, None]
         pull, push = model.tiers_ns(False), model.tiers_ns(True)
-        # Pieces of one table pay the same; one that pushes nothing may lie beside one that does.
-        still = np.array([min(pull, push) if self.problem.may_split(t) else pull
-                          for t in self.tables])[:, None]
+        # Pieces of a table pay the same, and what pushes nothing may lie beside pieces, or pinned
+        # rows, that are pushed.
+        still = np.array([
+            min(pull, push) if self.problem.may_split(t) or self.problem.pinned_of(t.spec.name)
+            else pull for t in self.tables])[:, None]
         self.tiers = ids * still * passes
         self.tiers_pushed = (ids * push * passes
                              + bags * costs.push_bag_ns * self.every[FORWARD_NS])
