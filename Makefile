@@ -13,6 +13,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 DATA ?=
 ARGS ?=
 
+# Tests that share nothing with each other but the processors, and measure no time: two at once.
+SIDE_BY_SIDE := $(addprefix tests/,analysis data fuzz report rl_rec search)
+
 # A machine without a GPU must not fetch gigabytes of CUDA libraries. On Linux on x86-64 the plain
 # name means the CUDA build, so ask for the CPU build by its full version there.
 KIND := $(if $(wildcard /dev/nvidiactl),gpu,cpu)
@@ -66,7 +69,14 @@ demo: setup
 	@$(BIN)/oper demo $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: setup
+ifeq ($(strip $(ARGS)),)
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=1; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(SIDE_BY_SIDE)) || status=1; \
+	exit $$status
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
 
 test-faults: setup
 	@$(BIN)/python -W ignore -m tests.faults $(ARGS)
