@@ -29,6 +29,7 @@ _PUBLIC = {
     "load_checkpoint": "oper.integration.saving",
     "DeltaCheckpoints": "oper.integration.deltas",
     "make_plan": "oper.search",
+    "verify_plan": "oper.search",
     "collect": "oper.analysis",
     "AccessStats": "oper.stats",
     "TableStats": "oper.stats",
@@ -89,7 +90,7 @@ if TYPE_CHECKING:
     )
     from oper.plan import Plan as Plan
     from oper.replanning import replan as replan
-    from oper.search import make_plan as make_plan
+    from oper.search import make_plan as make_plan, verify_plan as verify_plan
     from oper.sharding import migrate as migrate, no_sync as no_sync, shard as shard
     from oper.shmem.optimizers import (
         LAMB as LAMB,

@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
     "analyze": ("oper.data.verbs", "count what the data looks up: access statistics"),
     "generate": ("oper.data.verbs", "synthetic lookups and their statistics, for a workload"),
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),
+    "verify": ("oper.search.verbs", "check the proof of a plan's lower bound, independently"),
     "explain": ("oper.report.verbs", "say in words and figures what a plan does and why"),
     "simulate": ("oper.report.simulation", "replay real batches through a plan: bytes and events"),
     "report": ("oper.report.verbs", "one page with plots about statistics, a plan or a benchmark"),

@@ -116,12 +116,12 @@ class Pricing {
     double value = std::min(best_, least_);
     int64_t at = 0;
     if (is_cut() && num_types > 0 && std::isfinite(value)) {
+      // More than the cheapest type alone, as pieces are whole; less where a table has to push, and does
+      // so in some of its pieces.
       const double whole = whole_widths();
-      if (whole > value) {
-        value = whole;
-        // Of several classes not every type's set is known; the cheapest type's then stands for it.
-        if (M == 1) best_type_ = kPath, best_ = whole;
-      }
+      // Of several classes not every type's set is known; the cheapest type's then stands for it.
+      if (whole != value && (M == 1 || has_sets())) best_type_ = kPath, best_ = whole;
+      value = std::min(known, whole);
     }
     if (best_ < known) at = best_type_ == kPath ? path_parts() : part(0, 1.0, best_type_, 1.0);
     p_.value[k] = value;
@@ -187,7 +187,7 @@ class Pricing {
   void one_class(int64_t j) {
     if (!std::isfinite(p_.go[begin_])) return;  // as all blocks of the table
     const double* ids = p_.ids + begin_;
-    const double streams = streams_of(j), own = streams * p_.own[0], full = full_of(j, 0);
+    const double streams = streams_of(j), own = streams * p_.own[k_ * p_.num_options], full = full_of(j, 0);
     const double pieces = (streams - 1.0) * p_.piece;
     const double limit = is_cut() ? kInfinity : best_;  // of a cut table every type's cost is asked
     double all = sums_cost(j, 0, mass_all_) + (mass_of(j, 0) < kWhole ? own * mass_all_ : 0.0) + pieces;
@@ -392,8 +392,10 @@ class Pricing {
       const double more = p_.streams[type_of(j, m)] - 1.0;
       const int64_t at = m * p_.num_blocks + begin;
       blend(&pushed_[m * n], p_.go + at, p_.more + at, more, n);
-      for (int64_t b = 0; b < n && mode_ == kTiersPushed; ++b)  // else one rank may own the whole piece
-        pushed_[m * n + b] += (more + 1.0) * p_.own[m] * p_.ids[begin + b];
+      // A rank that owns the whole piece does not ask itself.
+      const bool asks = mode_ == kTiersPushed || mass_of(j, m) < kWhole;
+      for (int64_t b = 0; b < n && asks; ++b)
+        pushed_[m * n + b] += (more + 1.0) * p_.own[k_ * M + m] * p_.ids[begin + b];
       of_class_.push_back(m);
     }
   }
@@ -527,6 +529,17 @@ class Pricing {
     const double none = steps_[2 * count].cost, some = steps_[2 * count + 1].cost;
     lane_ = p_.pushes[k_] == kPushes || some < none;
     return lane_ ? some : none;
+  }
+
+  // Whether sets of pushed blocks are known for all types of the path.
+  bool has_sets() const {
+    int64_t lane = lane_;
+    for (int64_t at = p_.columns[k_] / p_.step; at > 0;) {
+      const Step& x = steps_[2 * at + lane];
+      if (x.type >= 0 && found_type_[x.type].chosen.empty()) return false;
+      at -= x.width, lane = x.lane;
+    }
+    return true;
   }
 
   // Write the parts of the path that `whole_widths` found; returns how many.

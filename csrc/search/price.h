@@ -43,7 +43,7 @@ struct OperPricing {
   const double* tiers_pushed;   // [T], and of one that is pushed in part
   const double* go;             // [M, K], cost when pushed as one id stream
   const double* more;           // [M, K], cost of every further stream
-  const double* own;            // [M], cost of an id that a rank pushes to itself
+  const double* own;            // [T, M], cost of an id that a rank pushes to itself
   const double* ids;            // [K]
   const double* total_ids;      // [T]
   const double* price;          // [M], of a byte of partial sums

@@ -24,6 +24,8 @@ _PUBLIC = {
     "EVERYTHING": "oper.search.problem.space",
     "executed_space": "oper.search.problem.space",
     "topology_preset": "oper.search.problem.presets",
+    "verify_plan": "oper.search.verify.check",
+    "Verdict": "oper.search.verify.check",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -44,5 +46,6 @@ if TYPE_CHECKING:
         executed_space as executed_space,
     )
     from oper.search.problem.statement import Problem as Problem, make_problem as make_problem
+    from oper.search.verify.check import Verdict as Verdict, verify_plan as verify_plan
 
 __getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

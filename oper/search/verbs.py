@@ -1,9 +1,10 @@
-"""``oper plan`` and ``oper explain``."""
+"""``oper plan``, ``oper verify`` and ``oper explain``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -175,19 +176,63 @@ def _print_diff(args: argparse.Namespace, plan: Plan, problem: Problem) -> int:
     return 0
 
 
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``oper verify``."""
+    parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan'")
+    parser.add_argument("--stats", metavar="STATS", required=True,
+                        help="the statistics that it was made from")
+    _add_overlap(parser)
+    add_machine(parser, required=False)
+    parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Check the proof of a plan's lower bound; returns 1 where it does not hold."""
+    from oper.search.verify.check import verify_plan
+
+    plan, problem = stated(args, _stats(args))
+    problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
+    found = verify_plan(plan, problem)
+
+    def known(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    if args.json:
+        print(json.dumps({
+            "plan": args.plan, "certified": found.certified, "why": found.why or None,
+            "step_us": found.step_us, "bound_us": known(found.bound_us),
+            "cutoff_us": known(found.cutoff_us), "leaves": found.num_leaves,
+            "gap": known(found.gap)}))
+        return 0 if found.certified else 1
+    print(f"step        {found.step_us:12.1f} us   evaluated anew")
+    if math.isfinite(found.bound_us):
+        print(f"bound       {found.bound_us:12.1f} us   the least of {found.num_leaves} "
+              f"{'leaves' if found.num_leaves != 1 else 'leaf'}, computed anew from the prices")
+    if math.isfinite(found.cutoff_us):
+        print(f"cutoff      {found.cutoff_us:12.1f} us   only faster plans were bounded")
+    if found.certified:
+        print(f"gap         {100 * found.gap:12.3f} %\n"
+              f"verified: no plan of this space is faster than {found.lower_bound_us:.1f} us")
+    else:
+        print(f"not certified: {found.why}")
+    return 0 if found.certified else 1
+
+
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
-    from oper.search.bound.certificate import is_for, with_bound
+    from oper.search.bound.certificate import is_for, proof_of, with_bound
+    from oper.search.bound.subspaces import space_bound
     from oper.search.cost.model import evaluate
-    from oper.search.planner import space_bound
 
     plan, problem = stated(args, _stats(args))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     step_us = evaluate(plan, problem).step_us
     priced = replace(plan, step_us=step_us, batch_size=problem.batch_size, lower_bound_us=0.0)
     # Of another machine, batch or statistics the bound in the file says nothing.
-    lower_us = plan.lower_bound_us if is_for(plan, problem) else space_bound(problem)
-    return with_bound(priced, problem, lower_us), problem
+    if is_for(plan, problem):
+        return with_bound(priced, problem, plan.lower_bound_us, proof_of(plan)), problem
+    return with_bound(priced, problem, space_bound(problem)), problem
 
 
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:

@@ -9,9 +9,10 @@ import pytest
 from search_cases import gpus, problem
 
 from oper.bench import plan as bench_plan, plan_workloads, verbs
+from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers, score_peers
-from oper.search.planner import plan_problem, space_bound
+from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import make_problem
 

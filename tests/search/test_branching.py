@@ -260,7 +260,7 @@ def test_pieces_are_whole():
                                   allow=EVERYTHING), 60)
     relaxation, more = boxes.bound.relaxation, 0
     pieces = relaxation.pieces
-    columns = pieces.columns
+    columns, cut = pieces.columns, pieces.cut
     for bound in boxes.lowest(3):
         node, prices = Node(relaxation, bound.node.box), bound.prices
         found, types = node.cheapest(prices).value, node.fit.types
@@ -275,9 +275,9 @@ def test_pieces_are_whole():
                 part = Node(relaxation, box, states)
                 mine = [replace(x, mass=x.mass * (np.arange(number) == kind)) for x in types[k]]
                 part.fit.types = [*types[:k], mine, *types[k + 1:]]
-                pieces.columns = np.zeros_like(columns)
+                pieces.columns, pieces.cut = np.zeros_like(columns), np.zeros_like(cut)
                 value = part.cheapest(prices).value[k]
-                pieces.columns = columns
+                pieces.columns, pieces.cut = columns, cut
                 return value
 
             by_width = {}
@@ -288,6 +288,7 @@ def test_pieces_are_whole():
             for kind, (low, high) in enumerate(pieces.widths[k][:number]):
                 cost = pushed(kind)
                 least = min(least, cost)
+                low = low if number > 1 else MIN_COLUMNS  # what fits whole fits in any width
                 for width in range(low, high + 1, COLUMN_STEP):
                     by_width[width] = min(by_width[width], cost)
             whole = [0.0]

@@ -14,11 +14,12 @@ from search_cases import counted, gpus, host, random_plan, tables_and_stats, wit
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
 from oper.search.bound.certificate import not_certified, outside_space, problem_digest, with_bound
+from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import evaluate
 from oper.search.explain.summary import as_json, summary
 from oper.search.heuristic.placing import table_plan
 from oper.search.peers.baselines import peers
-from oper.search.planner import plan_problem, proved, space_bound
+from oper.search.planner import plan_problem, proved
 from oper.search.problem.constraints import violations
 from oper.search.problem.pins import impose
 from oper.search.problem.presets import topology_preset
@@ -132,7 +133,7 @@ def test_hosts_are_alike_only_with_equal_dense_compute_beside_them() -> None:
         alike = plan_problem(problem, time_budget_s=1.0)
         hidden = [0.0, 0.0, *(alike.step_us * (1 + 0.1 * n) for n in range(6))]
         stated = with_overlap(problem, {"forward": hidden, "update": hidden})
-        bound = space_bound(stated, max_boxes=20)
+        bound = space_bound(stated, max_nodes=20)
         rng = np.random.default_rng(seed)
         steps = [plan_problem(stated, time_budget_s=1.0).step_us] + [
             evaluate(random_plan(stated, rng, KINDS), stated).step_us for _ in range(20)]
@@ -236,7 +237,7 @@ def held_to(plan: Plan, problem: Problem) -> Plan:
 @QUICK
 @given(constrained(), st.integers(0, 10**6))
 def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
-    bound = space_bound(problem, max_boxes=6)
+    bound = space_bound(problem, max_nodes=6)
     rng = np.random.default_rng(seed)
     kinds = tuple(k for k in KINDS if {k.partition("-")[0]} | (
         {k.partition("-")[2] or "pull"} - {"pull"}) <= problem.allow)

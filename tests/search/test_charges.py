@@ -20,8 +20,8 @@ from oper.search.bound.node import (
 )
 from oper.search.bound.options import PUSH, REPLICATED, SHARD
 from oper.search.bound.relaxation import Relaxation
+from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import CostModel, evaluate
-from oper.search.planner import space_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, TableProblem, make_problem
 from oper.topology import Costs
@@ -130,7 +130,7 @@ def test_a_few_pushed_rows_may_be_cheaper_than_tiers_that_are_not_pushed(per_hos
     problem = make_problem(specs, stats, topology, batch_size=512, allow=EVERYTHING)
     t, everyone = problem.tables[0], (0, 1, 2, 3)
     rows = t.spec.num_rows
-    bound = space_bound(problem, max_boxes=20)
+    bound = space_bound(problem, max_nodes=20)
     for edge in (1, 5, rows // 2, rows - 1):
         for last in (Tier(edge, rows, "owned", (1,), mode="push"),
                      Tier(edge, rows, "striped", everyone)):

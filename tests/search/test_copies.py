@@ -13,9 +13,10 @@ from oper.plan import Piece, Tier
 from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_problem
 from oper.search.bound.options import COPIES
 from oper.search.bound.relaxation import Relaxation
+from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import CostModel
 from oper.search.heuristic.copies import spread_copies
-from oper.search.planner import plan_problem, space_bound
+from oper.search.planner import plan_problem
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.space import ACROSS_HOSTS, executed_space, used_features
 from oper.search.problem.statement import TOUCHED

@@ -24,9 +24,10 @@ from oper.search.bound.node import (
 from oper.search.bound.options import PUSH
 from oper.search.bound.owner_rows import neighbourhoods
 from oper.search.bound.relaxation import Relaxation
+from oper.search.bound.subspaces import _load_apart
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.heuristic.oracle import best_of_candidates
-from oper.search.planner import _load_apart, plan_problem, proved
+from oper.search.planner import plan_problem, proved
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem

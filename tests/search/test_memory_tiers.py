@@ -16,9 +16,10 @@ from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_plan, make_proble
 from oper.search.bound.master import lower_bound, solve_node
 from oper.search.bound.node import Node
 from oper.search.bound.relaxation import Relaxation
+from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import CostModel
 from oper.search.heuristic.oracle import best_of_candidates, relaxed_by_cvxpy
-from oper.search.planner import plan_problem, space_bound
+from oper.search.planner import plan_problem
 from oper.search.problem.machine import CROSS_IN, HOST_MEMORY, LINK_IN
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL
 from oper.search.verbs import configure_explain, configure_plan, run_explain, run_plan

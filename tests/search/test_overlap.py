@@ -13,8 +13,9 @@ from search_cases import gpus, host, random_plan, tables_and_stats
 from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.search import evaluate, make_plan, make_problem
+from oper.search.bound.subspaces import space_bound
 from oper.search.explain.summary import summary
-from oper.search.planner import plan_problem, space_bound
+from oper.search.planner import plan_problem
 from oper.search.problem.overlap import overlap_to_json, parse_overlap
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import with_overlap

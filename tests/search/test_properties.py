@@ -13,8 +13,9 @@ from search_cases import gpus, host, random_plan, tables_and_stats, with_host_me
 from oper.errors import PlanInfeasibleError
 from oper.plan import Plan
 from oper.search import evaluate, make_problem
+from oper.search.bound.subspaces import space_bound
 from oper.search.explain.what_if import compare
-from oper.search.planner import plan_problem, space_bound
+from oper.search.planner import plan_problem
 from oper.search.problem.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE, used_features
 from oper.search.verbs import configure_plan, run_plan
 from oper.stats import AccessStats

@@ -79,7 +79,8 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
               "price": price, "first": np.arange(num_tables * num_options + 1),
               "streams": np.ones(mass.size), "mass": mass, "narrowest": np.full(mass.size, 8.0),
               "columns": np.zeros(num_tables, np.int64), "known": np.full(num_tables, np.inf),
-              "one": one, "tiers": tiers, "tiers_pushed": tiers_pushed, "own": own,
+              "one": one, "tiers": tiers, "tiers_pushed": tiers_pushed,
+              "own": np.tile(own, (num_tables, 1)),
               "pushes": states}
     out = {"value": np.zeros(num_tables), "num_parts": np.zeros(num_tables, np.int64),
            "kind": np.zeros(num_tables, np.int64), "mode": np.zeros(num_tables, np.int64),
@@ -107,10 +108,7 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
             share = pushed @ ids[k]
             owners = np.floor(share / full)
             out += pushed @ go[m, at]
-            if num_options == 1:  # no owner holds all ids of a table
-                out += share * own[m]
-            else:
-                out += np.where(every, 0.0, share * own[m])
+            out += share * own[m]  # no owner holds all ids of a table
             out += price[m] * (owners * sent(full) + sent(np.maximum(0, share - owners * full)))
         out[none if states[k] == PUSHES else ~none & (states[k] == STILL)] = np.inf
         return out

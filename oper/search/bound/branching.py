@@ -53,11 +53,29 @@ class Cut:
     ratio: float
 
 
-class Branching:
-    """Nodes of a tree, the one with the least bound first.
+@dataclass(slots=True, eq=False)
+class TreeNode:
+    """A node of the tree.
 
     Attributes:
-        bound: of all plans, from the node that holds the bound down.
+        bound: of its plans.
+        cut: how it was parted; None for a leaf.
+        parts: its two halves.
+        last: where what it is a half of was parted.
+    """
+
+    bound: Bound
+    last: Load | int | None = None
+    cut: Cut | None = None
+    parts: tuple[TreeNode, ...] = ()
+
+
+class Branching:
+    """A tree whose node with the least bound is parted first.
+
+    Attributes:
+        root: the tree.
+        bound: of all plans, from the leaf that holds the bound down.
         solved: relaxations solved so far.
         is_uncut: whether there was nothing to cut, because no load of a piece was overlooked, and
             no table is pushed in part.
@@ -65,11 +83,12 @@ class Branching:
 
     def __init__(self, bound: Bound) -> None:
         self.bound, self.solved, self.is_uncut = bound, 0, False
+        self.root = TreeNode(bound)
         self._order = count()
-        self._heap: list[tuple[float, int, Bound, Load | int | None]] = []
+        self._heap: list[tuple[float, int, TreeNode]] = []
         relaxation = bound.relaxation
         if relaxation.tables and relaxation.owner_rows and bound.overflow <= 1e-6:
-            self._heap = [(bound.lower_bound_us, next(self._order), bound, None)]
+            self._heap = [(bound.lower_bound_us, next(self._order), self.root)]
 
     def run(self, max_boxes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
             deadline: float | None = None) -> Bound:
@@ -87,7 +106,8 @@ class Branching:
         while self._heap and self.solved < end and self._heap[0][0] < min(goal_us, step_us):
             if deadline is not None and time.monotonic() > deadline:
                 break
-            _, _, node, last = self._heap[0]
+            parent = self._heap[0][2]
+            node, last = parent.bound, parent.last
             loads, tables = _load_cuts(node, limit), _table_cuts(node, limit)
             if not loads and not tables:
                 self.is_uncut = self.solved == 0
@@ -99,11 +119,12 @@ class Branching:
             found = [[self._solve(node, part, deadline) for part in x.parts] for x in tried]
             best = max(range(len(tried)), key=lambda n: _gain(node, found[n]))
             heapq.heappop(self._heap)
-            for part in found[best]:
-                heapq.heappush(self._heap, (part.lower_bound_us, next(self._order), part,
-                                            tried[best].at))
+            parent.cut = tried[best]
+            parent.parts = tuple(TreeNode(x, tried[best].at) for x in found[best])
+            for part in parent.parts:
+                heapq.heappush(self._heap, (part.bound.lower_bound_us, next(self._order), part))
         if self._heap:
-            self.bound = self._heap[0][2]
+            self.bound = self._heap[0][2].bound
         return self.bound
 
     def _solve(self, parent: Bound, part: Node, deadline: float | None) -> Bound:
@@ -113,7 +134,7 @@ class Branching:
 
     def lowest(self, number: int) -> list[Bound]:
         """The bounds of the `number` nodes with the least bounds, least first."""
-        return [x[2] for x in heapq.nsmallest(number, self._heap)
+        return [x[2].bound for x in heapq.nsmallest(number, self._heap)
                 if np.isfinite(x[0])] or [self.bound]
 
 

@@ -6,23 +6,27 @@ the problem that its bound was computed for, and its gap is certified only where
 * the digest is that of the problem in hand,
 * the plan fits, keeps the constraints and lies in the relaxed space, and
 * the bound is not above the plan's step, which would show an error: nothing caps a bound.
+
+The plan also carries the proof: the tree and the prices of its leaves (`part_to_json`), which
+`oper.search.verify` checks without any of this code.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from oper.plan import Piece, Plan, Tier
+from oper.search.bound.branching import Branching, TreeNode
+from oper.search.bound.master import Bound
 from oper.search.bound.pieces import COLUMN_STEP, MIN_COLUMNS
-from oper.search.bound.relaxation import has_copies
+from oper.search.bound.relaxation import Relaxation, has_copies
 from oper.search.cost.model import CostModel, evaluate, is_ordered
-from oper.search.problem.constraints import violations
-from oper.search.problem.overlap import overlap_to_json
+from oper.search.problem.constraints import TableConstraint, violations
+from oper.search.problem.digest import problem_digest
+from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import used_by
 from oper.search.problem.statement import Problem, TableProblem
 
@@ -30,42 +34,80 @@ _ROUNDING = 1e-6  # of a step, by which sums of many terms may differ
 _NOTE = "certificate"
 
 
-def problem_digest(problem: Problem) -> str:
-    """SHA-256 (hexadecimal) of all that a bound depends on: tables, access curves, machine, costs,
-    objective, batch size, space, constraints and overlap."""
-    machine = problem.machine
-    stated = {"topology": asdict(problem.topology), "objective": problem.objective,
-              "batch_size": problem.batch_size, "allow": sorted(problem.allow),
-              "constraints": problem.constraints.to_json(),
-              "overlap": overlap_to_json(problem.overlap),
-              "tables": [t.spec.to_json() for t in problem.tables]}
-    out = hashlib.sha256(json.dumps(stated, sort_keys=True, default=str).encode())
-    arrays = [machine.capacity_bytes, machine.host_capacity_bytes]
-    for t in problem.tables:
-        arrays += [t.edges, t.cumulative, t.traffic.lengths, t.traffic.length_share,
-                   np.array([t.traffic.num_ids, t.traffic.num_bags, float(t.ids_are_positions)])]
-        if t.spec.name in problem.constraints.tables:  # pinned rows may be named by id
-            arrays += [t.explicit_ids, t.explicit]
-    for x in arrays:
-        out.update(f"{x.dtype}{x.shape}".encode())
-        out.update(np.ascontiguousarray(x).tobytes())
-    return out.hexdigest()
-
-
-def with_bound(plan: Plan, problem: Problem, lower_us: float) -> Plan:
+def with_bound(plan: Plan, problem: Problem, lower_us: float,
+               proof: dict[str, Any] | None = None) -> Plan:
     """`plan` with a bound of the problem's space, or with the reason why that does not certify it.
 
     Args:
         plan: a plan with its step, made for the problem.
         problem: the problem.
         lower_us: microseconds; no plan of the relaxed space is faster.
+        proof: what shows it: `bound_us`, `cutoff_us` and `parts`.
     """
     why = _reason(plan, problem, lower_us)
-    certificate = {"problem": problem_digest(problem)}
+    certificate = {"problem": problem_digest(problem), **(proof or {})}
     if why:
-        certificate["not_certified"] = why
+        certificate = {"problem": certificate["problem"], "not_certified": why}
     return replace(plan, lower_bound_us=0.0 if why else min(lower_us, plan.step_us),
                    notes={**plan.notes, _NOTE: certificate})
+
+
+def proof_of(plan: Plan) -> dict[str, Any]:
+    """The proof that a plan carries; empty where it has none."""
+    noted: Any = plan.notes.get(_NOTE)
+    noted = noted if isinstance(noted, dict) else {}
+    return {k: noted[k] for k in ("bound_us", "cutoff_us", "parts") if k in noted}
+
+
+def part_to_json(tree: Branching, plans: tuple[str, ...], target_us: float) -> dict[str, Any]:
+    """A part of a proof: the tree down to nodes whose bound is at least `target_us`, with the
+    branching of every inner node and the prices of every leaf.
+
+    Classes of ranks, memories and hosts are listed by what prices do not tell apart; `rows` names
+    what a price is for: a microsecond of a class in a phase and group of terms, a whole memory, or
+    a row about the owner of the largest piece.
+    """
+    relaxation = tree.bound.relaxation
+    model, classes = relaxation.model, relaxation.classes
+    load = None if relaxation.apart is None else _load_name(relaxation, relaxation.apart)
+    return {
+        "plans": list(plans), "apart": load,
+        "classes": [r.tolist() for r in classes.ranks],
+        "memories": _groups(classes.of_domain),
+        "hosts": _groups(classes.of_host) if relaxation.rows.uses_host else [],
+        "own_time_beside_reader": relaxation.pieces.beside_reader,
+        "rows": [
+            *(["load", model.phases[p], g, c] for p, g, c in relaxation.rows.names),
+            *(["memory", k] for k in range(classes.num_domain_classes)),
+            *(["host memory", k] for k in range(
+                classes.num_host_classes if relaxation.rows.uses_host else 0)),
+            *([kind, *_load_name(relaxation, (p, g))] for kind, (_, p, g) in zip(
+                relaxation.owner_kinds, relaxation.owner_rows, strict=True))],
+        "tree": _tree_to_json(tree.root, target_us)}
+
+
+def _groups(of: np.ndarray) -> list[list[int]]:
+    return [np.flatnonzero(of == k).tolist() for k in range(int(of.max()) + 1)]
+
+
+def _load_name(relaxation: Relaxation, load: tuple[int, int]) -> list[str]:
+    return [relaxation.model.phases[load[0]], GROUPS[load[1]]]
+
+
+def _tree_to_json(node: TreeNode, target_us: float) -> dict[str, Any]:
+    if node.cut is None or node.bound.lower_bound_us >= target_us:
+        return {"prices": _prices_to_json(node.bound)}
+    relaxation, at = node.bound.relaxation, node.cut.at
+    parts = [_tree_to_json(x, target_us) for x in node.parts]
+    if isinstance(at, int):
+        return {"table": relaxation.tables[at].spec.name, "parts": parts}
+    return {"load": _load_name(relaxation, at), "at_us": float(node.cut.parts[1].box.least[at]),
+            "parts": parts}
+
+
+def _prices_to_json(bound: Bound) -> dict[str, float]:
+    prices = bound.relaxation.normalised(bound.prices)
+    return {str(k): float(f"{prices[k]:.7g}") for k in np.flatnonzero(prices).tolist()}
 
 
 def not_certified(plan: Plan, problem: Problem) -> str:
@@ -130,10 +172,24 @@ def outside_space(plan: Plan, problem: Problem) -> str:
     for t in problem.tables:
         held = problem.constraints.tables.get(t.spec.name)
         entry = plan.table(t.spec.name)
-        if held is not None and held.pinned and not is_ordered(t, entry) and any(
+        ordered = is_ordered(t, entry)
+        if held is not None and ordered != _is_taken_as_ordered(t, held, ordered):
+            return (f"table {t.spec.name!r} has {'a' if ordered else 'no'} hotness order, and its "
+                    "pinned rows are priced otherwise")
+        if held is not None and held.pinned and not ordered and any(
                 len(p.tiers) > 1 for p in entry.pieces):
             return f"table {t.spec.name!r} has pinned rows, and no hotness order"
     return ""
+
+
+def _is_taken_as_ordered(t: TableProblem, held: TableConstraint, other: bool) -> bool:
+    """Whether the relaxation takes positions of a wholly pinned table to be hotness ranks; `other`
+    where it is not wholly pinned."""
+    if held.tiers is not None:
+        return t.ids_are_positions or len(held.tiers) > 1
+    whole = len(held.pinned) == 1 and (
+        held.pinned[0].stop - held.pinned[0].start == t.spec.num_rows)
+    return t.ids_are_positions if whole else other
 
 
 def _is_pinned(problem: Problem, t: TableProblem, tier: Tier) -> bool:

@@ -23,6 +23,7 @@ from oper.search.problem.statement import Problem
 
 _SEVERAL = 4e-4  # tolerance where ranks differ: prices of several classes are known no closer
 _KEPT = 4  # configurations of a table that a part of a node begins with, beside the solution's
+_NEVER = 1e15  # microseconds: a bound of plans that there are none of
 _ELASTIC = 1e3  # price ceiling of memory, in units of the first configurations' step
 
 
@@ -211,16 +212,20 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
             break
         master.add(new)
     master.store_weights()
+    full = None if over <= 0 or solved is None else _full(node, solved[2])
+    if full is not None:
+        return Bound(_NEVER, relaxed, full, node, pool, over, rounds, True)
     # Rounding of a few thousand additions stays far below this margin.
-    return Bound(best * (1 - 1e-9), relaxed, best_prices, node, pool, over, rounds,
-                 over > 0 and solved is not None and _overflows(node, solved[2]))
+    return Bound(best * (1 - 1e-9), relaxed, best_prices, node, pool, over, rounds)
 
 
-def _overflows(node: Node, prices: np.ndarray) -> bool:
-    """Whether memory at these prices (float64 [R]) is less than all tables need at least."""
+def _full(node: Node, prices: np.ndarray) -> np.ndarray | None:
+    """Memory prices that bound every step by `_NEVER`, where memory at these prices (float64 [R])
+    is less than all tables need at least (Farkas); else None."""
     memory = np.where(node.relaxation.phase_of == -1, np.maximum(prices, 0.0), 0.0)
     need = node.cheapest(memory).value.sum() + float(memory @ node.base)
-    return bool(need > float(memory.sum()) * (1 + 1e-9))
+    missing = need - float(memory.sum()) * (1 + 1e-9)
+    return memory * (1.01 * _NEVER / missing) if missing > 0 else None
 
 
 def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
@@ -228,7 +233,8 @@ def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
     prices = np.zeros(relaxation.num_rows)
     for phase in range(int(relaxation.phase_of.max()) + 1):
         at = np.flatnonzero(relaxation.phase_of == phase)
-        prices[at[int(total[at].argmax())]] = 1.0
+        worst = at[int(total[at].argmax())]
+        prices[worst] = float(total[worst] > 0)
     return prices
 
 

@@ -175,9 +175,13 @@ class Node:
             "go": cost[:, options].T, "ids": r.features[:, IDS], "total_ids": r.total_ids,
             "more": np.einsum("bf,bmf->mb", r.features,
                               (r.per_stream[:, options] @ prices)[r.table_of]),
-            "price": r.unit[classes, PARTIALS] @ prices, "own": r.own[options] @ prices,
+            "price": r.unit[classes, PARTIALS] @ prices,
+            "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
-            "pushes": self.pushes,
+            # Where widths are no multiples, pieces that stay beside others that are pushed are not
+            # priced: such tables are as if nothing was known.
+            "pushes": np.where(pieces.columns > 0, self.pushes, np.where(
+                (self.pushes == PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
             "first": np.cumsum([0, *(x.mass.size for x in types)]),
             "streams": np.concatenate([np.zeros(0), *(x.streams for x in types)]),
             "mass": np.concatenate([np.zeros(0), *(x.mass for x in types)]),
@@ -217,8 +221,8 @@ class Node:
         for o in options if pushed.any() else ():
             each, mass = self.fit.chosen(table, r.options[o].rank_class, kind)
             # The owner of a whole piece does not ask itself.
-            asks = (mode == TIERS_PUSHED) | ((mode == ALL_PUSHED) & (mass < _WHOLE)
-                                             & (options.size == 1))
+            asks = r.asks[table] & ((mode == TIERS_PUSHED) | ((mode == ALL_PUSHED)
+                                                              & (mass < _WHOLE)))
             asked += (asks * each * amount[:, o, IDS])[:, None] * r.own[o]
         np.add.at(out, of, np.array([p.share for p in pieces])[:, None] * asked)
         return out

@@ -4,12 +4,11 @@ Let y be the largest load that a piece puts on its owner, in some phase and grou
 at least y, and at least y beside what the owner does as a reader. An owner reads its own piece,
 too: of its own time, y is what it does more for that piece than a reader, and what else it owns
 costs it the lesser of an owner's and a reader's part. Over links, reading spares what its own host
-owns (itself, on a single host of n = 1): of W ranks, the n of a host own at most what they can send
-in the phase T, so that with d the mean over ranks of what is read,
-`T (1 + n / (W - n)) >= y + d W / (W - n)`. What is read in the forward phase T_f comes back as
-gradients in the phase T_u, which limits what a host owns as well:
-`T_f + n / (W - n) s T_u >= y + d W / (W - n)`, s >= 1 being the largest ratio of a row's bytes to
-its gradient's.
+(on a single host, its memory domain) owns: of W ranks, the n of a host own at most what they can
+send in the phase T, so that with d the mean over ranks of what is read, `T (1 + n / (W - n)) >= y +
+d W / (W - n)`. What is read in the forward phase T_f comes back as gradients in the phase T_u,
+which limits what a host owns as well: `T_f + n / (W - n) s T_u >= y + d W / (W - n)`, s >= 1 being
+the largest ratio of a row's bytes to its gradient's.
 
 Better still is a relaxation in which the ranks of the host (on a single host: of the memory
 domain) that owns the piece are a class of their own (`Relaxation(apart=...)`): what such a reader
@@ -40,7 +39,10 @@ from oper.search.problem.machine import (
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
 Load = tuple[int, int]  # phase and group of terms
-_Limit = tuple[np.ndarray, float]  # weights of the phases' times, weight of the reader's part
+_Limit = tuple[np.ndarray, float, str]  # weights of the phases' times, of the reader's part; kind
+#: Kinds of rows: the load of the piece alone; beside what a rank reads; the same over links, where
+#: its host is spared what it owns; that with the gradients that come back; with the host apart.
+PIECE, READER, SPREAD, RETURNED, APART = "piece", "reader", "spread", "returned", "apart"
 
 
 def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:
@@ -77,6 +79,7 @@ class OwnerRows:
 
     Attributes:
         loads: phase and group of terms of the load that each is about.
+        kinds: what each says.
         phase_of: int64 [O], its phase, -2 where it bounds several together.
         weight: float64 [O, P], a row is at most the weighted sum of the phases' times.
         base: float64 [O], what every plan asks.
@@ -87,6 +90,7 @@ class OwnerRows:
     """
 
     loads: list[Load]
+    kinds: list[str]
     phase_of: np.ndarray
     weight: np.ndarray
     base: np.ndarray
@@ -132,7 +136,7 @@ class OwnerRowMaker:
         apart = self.apart if self.apart in names else None
         if apart is not None:  # what the reader's part is follows below
             names.append(apart)
-            limits.append((np.eye(len(model.phases))[apart[0]], 1.0))
+            limits.append((np.eye(len(model.phases))[apart[0]], 1.0, APART))
         weights = np.array([x[0] for x in limits])
         scale = np.array([x[1] for x in limits])
         at = tuple(np.array(names, np.int64).T)
@@ -145,19 +149,20 @@ class OwnerRowMaker:
             read = unit[:, :, -1] = self._host_reads(apart)
         # Loads exceed the phases by the dense compute that hides them, at most.
         hidden = pieces.hidden.max(axis=0)[:, 0]
-        base = scale * pieces.floor.min(axis=0)[at] - weights @ hidden
+        base = pieces.floor.min(axis=0)[at] - weights @ hidden
         once, more = self._coefficients(units, at, scale)
         if apart is not None:
             for o in range(len(self.options)):
                 self._host_coefficients(o, read, once, more)
-        return OwnerRows(names, np.where(plain, at[0], -2), weights, base, unit,
+        kinds = [x[2] for x in limits]
+        return OwnerRows(names, kinds, np.where(plain, at[0], -2), weights, base, unit,
                          scale * units.every.min(axis=0)[:, at[0], at[1]], once, more)
 
     def _none(self) -> OwnerRows:
         table = np.zeros((len(self.tables), len(self.options), NUM_FEATURES, 0))
         unit = np.zeros((*self.rows.unit.shape[:2], 0))
         weight = np.zeros((0, len(self.model.phases)))
-        return OwnerRows([], np.zeros(0, np.int64), weight, np.zeros(0), unit, unit[0], table,
+        return OwnerRows([], [], np.zeros(0, np.int64), weight, np.zeros(0), unit, unit[0], table,
                          table)
 
     def _coefficients(self, units: _Units, at: tuple[np.ndarray, ...], scale: np.ndarray
@@ -212,13 +217,13 @@ class OwnerRowMaker:
         world, near = float(machine.world_size), float(machine.num_host[0])
         one = np.eye(num_phases)[phase]
         if group == "local":
-            return [(one, 1.0 if self.pieces.beside_reader else 0.0)]
-        if group.startswith("link"):
-            near = 1.0 if near == world else world
+            return [(one, 1.0, READER) if self.pieces.beside_reader else (one, 0.0, PIECE)]
+        if group.startswith("link"):  # ranks of a memory domain have none between them
+            near = float(machine.num_near[0]) if near == world else world
         if near == world:
-            return [(one, 0.0)]
+            return [(one, 0.0, PIECE)]
         ratio, scale = near / (world - near), world / (world - near)
-        out = [(one, 0.0), (one * (1.0 + ratio), scale)]
+        out = [(one, 0.0, PIECE), (one * (1.0 + ratio), scale, SPREAD)]
         if self.model.phases[phase] == "forward" and group.endswith("in"):
             most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
             own = self.pieces.unit[0, :, :, GROUPS.index(group)]
@@ -228,7 +233,7 @@ class OwnerRowMaker:
                 # Phases in which an owner receives what it sent; both amounts when it is the same.
                 back = np.maximum(np.eye(num_phases)[int(sums.argmax())],
                                   most * np.eye(num_phases)[int(rows.argmax())])
-                out.append((one + ratio * back, scale))
+                out.append((one + ratio * back, scale, RETURNED))
         return out
 
     def _reader_units(self) -> _Units:
@@ -237,8 +242,11 @@ class OwnerRowMaker:
         alone = {o: unit_load(model, o) for o in {0, 1, *first}}  # [20, P, 5, W] each
         other = np.stack([alone[0][..., 1:].sum(axis=-1) / world] * len(first))
         own = other.copy()
-        for c, (owner, readers) in enumerate(read_pairs(classes)):
-            other[c, ..., LOCAL] = alone[owner][:, :, LOCAL, readers].min(axis=-1)
+        # Readers of the owner's domain, of its host and of others pay differently.
+        read = np.min([np.delete(x[:, :, LOCAL], o, axis=-1).min(axis=-1)
+                       for o, x in alone.items()], axis=0)
+        for c in range(len(first)):
+            other[c, ..., LOCAL] = read
             own[c, ..., LOCAL] = alone[first[c]][:, :, LOCAL, first[c]]
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world))
         return _Units(other, own, np.moveaxis(group_us(model, every)[..., first], -1, 0))

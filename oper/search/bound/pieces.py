@@ -20,7 +20,7 @@ import numpy as np
 
 from oper.search import native
 from oper.search.cost.model import CostModel
-from oper.search.cost.tally import NUM_ROWS, PARTIALS
+from oper.search.cost.tally import FORWARD_BYTES, NUM_ROWS, PARTIALS, row_bytes
 from oper.search.problem.machine import GROUPS, RankClasses, by_group
 from oper.search.problem.statement import IDS, TableProblem
 
@@ -161,9 +161,10 @@ class Pieces:
         #: int64 [T + 1], where each table's types begin; float64 [N], their widths and id streams.
         sizes = [len(w) for w in self.widths]
         self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        #: int64 [T], columns of the tables whose pieces are told to be whole, 0 for others.
-        self.columns = np.array([t.spec.dim * (len(w) > 1 and t.spec.dim % COLUMN_STEP == 0
-                                               and len(tables) <= _FEW)
+        #: bool [T], which may be cut by columns.
+        self.cut = np.array([len(w) > 1 for w in self.widths], bool)
+        #: int64 [T], columns of the tables whose pieces have to make them up, 0 for others.
+        self.columns = np.array([t.spec.dim * (len(w) > 1 and t.spec.dim % COLUMN_STEP == 0)
                                  for t, w in zip(tables, self.widths, strict=True)], np.int64)
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)
         self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
@@ -240,6 +241,10 @@ class Pieces:
         owner[classes, IDS, first] = t.total[IDS]
         rows = self.model.push_rows(t, width, owner)
         own = rows[classes, :, first]
+        # The first read of a row is dearer than the next one, unless caches are warm.
+        again, once = self.model.repeat_cost(t, True)[first], self.model.caching.first(t)[first]
+        own[:, FORWARD_BYTES] -= (t.total[IDS] * world * np.maximum(again - once, 0.0)
+                                  * row_bytes(t, width)[0])
         out = np.einsum("cq,cqpg->cpg", own, self.unit)
         if self.beside_reader:
             owners, read = [o for o, _ in self._pairs], rows
@@ -272,7 +277,9 @@ class Fit:
     def __init__(self, pieces: Pieces, mass: np.ndarray, whole: np.ndarray) -> None:
         self._pieces, self._mass, self._whole, one = pieces, mass, whole, np.ones(1)
         spans = list(pairwise(pieces.first.tolist()))
-        self.types = [[PieceTypes(one, one, pieces.narrow[a:a + 1]) if whole[k, c] else
+        # What fits as a whole row has the least streams, whatever its width is.
+        self.types = [[PieceTypes(one, one, pieces.narrow[a:b].min(keepdims=True))
+                       if whole[k, c] else
                        PieceTypes(pieces.streams[a:b], mass[a:b, c], pieces.narrow[a:b])
                        for c in range(whole.shape[1])] for k, (a, b) in enumerate(spans)]
         any_whole = np.repeat(whole.any(axis=1), np.diff(pieces.first))

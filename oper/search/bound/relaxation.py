@@ -69,9 +69,12 @@ class Relaxation:
         piece: float64 [R], what every further column piece of a table asks.
         tiers, tiers_pushed: float64 [T, R], what a piece of several tiers asks, none of them or
             some of them pushed.
-        own: float64 [M, R], what an id that a rank pushes to itself asks.
+        own: float64 [M, R], what an id that a rank pushes to itself asks; of the tables `asks`
+            (bool [T]) alone.
         pieces: pushed pieces.
-        owner_rows: row, phase and group of the rows about the owner of a large piece.
+        owner_rows: row, phase and group of the rows about the owner of a large piece; `owner_kinds`
+            what each says.
+        apart: the load by whose largest piece a host is apart.
         unit: float64 [C, 20, R], what a unit of each tally row, spread over a class, asks.
         base: float64 [R], what every plan asks.
         pinned: float64 [R], what rows that are pinned ask; part of `base`, and of no configuration.
@@ -81,7 +84,7 @@ class Relaxation:
     """
 
     def __init__(self, model: CostModel, apart: Load | None = None) -> None:
-        self.model = model
+        self.model, self.apart = model, apart
         self.problem = model.problem
         held = self.problem.constraints.tables
         pinned = {n: c.tiers for n, c in held.items() if c.tiers is not None}
@@ -226,6 +229,7 @@ class Relaxation:
         weight[timed, rows.phase_of[timed]] = 1.0
         self.phase_weight = np.concatenate([weight, owners.weight])
         self.owner_rows = [(rows.phase_of.size + n, *load) for n, load in enumerate(owners.loads)]
+        self.owner_kinds = owners.kinds
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
         #: float64 [20, R], what a unit of each tally row on every rank asks.
@@ -246,6 +250,10 @@ class Relaxation:
         self.tiers = ids * still * passes
         self.tiers_pushed = (ids * push * passes
                              + bags * costs.push_bag_ns * self.every[FORWARD_NS])
+        # Who has a table's pinned pushed rows may have all of them, whatever pieces of others fit.
+        self.asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
+                                  for x in self.problem.pinned_of(t.spec.name))
+                              for t in self.tables], bool)
         own = np.zeros((len(self.options), self.phase_of.size))
         timed = self.rows.phase_of.size  # the owner of a large piece may have none of these ids
         for o in np.flatnonzero(self.pushes):

@@ -263,7 +263,7 @@ class CostModel:
         saved = (rows * self.caching.first(t) + (ids - rows) * again) * row_bytes(t, width)[0]
         out[..., FORWARD_BYTES, :] = np.maximum(out[..., FORWARD_BYTES, :] - saved, 0.0)
 
-    def own_requests(self, own: np.ndarray, ids: np.ndarray | float) -> np.ndarray:
+    def own_requests(self, own: np.ndarray, has_all: np.ndarray) -> np.ndarray:
         """Nanoseconds in which ranks ask themselves for pushed rows; float64 [W].
 
         Only the owner of a whole table leaves its own ids out of the exchange. `push_rows`, and so
@@ -271,9 +271,9 @@ class CostModel:
 
         Args:
             own: float64 [W], ids that each rank pushes to itself.
-            ids: all ids of a rank's batch.
+            has_all: bool [W], whether it owns all rows of the table.
         """
-        return np.where(own >= np.asarray(ids) * (1 - 1e-9), 0.0, own) * self.costs.push_ns
+        return np.where(has_all, 0.0, own) * self.costs.push_ns
 
     def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
         """Bytes of partial sums that an owner of `ids` (float64 [...]) sends to each reader."""
@@ -403,7 +403,7 @@ class CostModel:
         width, world = piece.stop - piece.start, self.machine.world_size
         rows, num_pushed = np.zeros((NUM_ROWS, world)), 0
         replicas: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
-        pushed_ids = np.zeros(world)
+        pushed_ids, pushed_rows = np.zeros((2, world))
         for tier in piece.tiers:
             if tier.memory == "host" and not self.machine.host_capacity_bytes.any():
                 raise PlanError(fail(f"cannot evaluate a plan of table {t.spec.name!r}", "memory",
@@ -413,6 +413,7 @@ class CostModel:
             if tier.mode == "push":
                 num_pushed += 1
                 pushed_ids += owner[IDS]
+                pushed_rows += owner[ROWS]
             if tier.placement != "replicated" or len(tier.ranks) == world:
                 rows += self.tier_rows(t, width, tier, owner)
             else:
@@ -424,7 +425,8 @@ class CostModel:
         if num_pushed and alone:
             # One partial sum per bag and owner, however many tiers the owner holds.
             rows[PARTIALS] += self.partial_bytes(t, width, pushed_ids)
-            rows[list(self.passes)] += self.own_requests(pushed_ids, float(t.total[IDS]))
+            has_all = pushed_rows >= t.spec.num_rows * (1 - 1e-12)
+            rows[list(self.passes)] += self.own_requests(pushed_ids, has_all)
         return Tally(rows, replicas, num_pushed)
 
     def subset_rows(self, t: TableProblem, width: int, tier: Tier,

@@ -24,7 +24,7 @@ from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.heuristic.recipes import Recipe, RecipeBook
 from oper.search.problem.machine import GROUPS, by_group
 from oper.search.problem.overlap import RESOLVE
-from oper.search.problem.statement import IDS, NUM_FEATURES
+from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
 from oper.traffic import ROW_WISE
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
@@ -190,7 +190,7 @@ class Annealing:
         may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
         columns = dim[table][:, None, None]
         piece, asked = self._unseen(features[:, IDS], table)
-        every = relaxation.total_ids[table]
+        num_rows = np.array([t.spec.num_rows for t in tables], float)
         parts = 2 if may_split.any() else 1
         of_parts = {"first": self.first[:-1], "num_recipes": np.diff(self.first),
                     "may_split": may_split.astype(np.uint8),
@@ -210,7 +210,7 @@ class Annealing:
             + np.einsum("ncq,dqg->ncdg", rows[2], loads.own_unit),
             "column_ids": np.einsum("ncq,cqg->ncg", of_ids, loads.own_unit),
             "head_at": head_at, "head": head, "asked": asked,
-            "whole": (features[:, IDS] >= every * (1 - 1e-9)).astype(np.uint8),
+            "whole": (features[:, ROWS] >= num_rows[table] * (1 - 1e-12)).astype(np.uint8),
             "sums": sums, "pushes": (features[:, IDS] > 0).astype(np.uint8),
             **{n: np.concatenate([x] * parts) for n, x in of_parts.items()}}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,23 +19,25 @@ from oper.search.problem.constraints import TableConstraint, group_violations, u
 from oper.search.problem.machine import rank_classes
 from oper.search.problem.statement import Problem
 
+Proof = TypeVar("Proof")
 
-def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, float]]
-                     ) -> tuple[Plan, float]:
-    """A plan of a problem whose constraints may bind several tables at once, and the bound (us) of
-    all plans, whatever ranks they name for the groups.
+
+def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Proof]]
+                     ) -> tuple[Plan, Proof]:
+    """A plan of a problem whose constraints may bind several tables at once, and the proof of the
+    bound of all plans, whatever ranks they name for the groups.
 
     Args:
         problem: the problem.
-        make: plan and bound of a problem without looking at `keep_together` and `keep_apart`.
+        make: plan and proof of a problem without looking at `keep_together` and `keep_apart`.
 
     Raises:
         PlanInfeasibleError: nothing fits, or no way of naming ranks keeps every group.
     """
     held = problem.constraints
-    plan, lower_us = make(problem)
+    plan, proof = make(problem)
     if not group_violations(plan, held):
-        return plan, lower_us
+        return plan, proof
     best: Plan | None = None
     for tables in _assignments(problem):
         try:
@@ -49,7 +52,7 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, flo
             group_violations(plan, held), "ranks for every group within memory and pinned ranks",
             "without keep_together and keep_apart it fits: remove a table from a group, or pin "
             "fewer tables"))
-    return best, lower_us
+    return best, proof
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,10 @@ ACROSS_HOSTS = ACROSS_DOMAINS | {"columns", "per_host"}
 #: All that the search knows, but for copies per host.
 EVERYTHING = FEATURES - {"per_host"}
 
+#: Plans by the barriers that they pay: none for pushed rows, one for partial sums, and one more
+#: where owners of the columns of a row exchange sums of squares.
+PLANS = STILL, WITH_ROWS, WITH_COLUMNS = "nothing pushed", "rows pushed", "columns pushed"
+
 
 def executed_space(topology: Topology) -> frozenset[str]:
     """What a plan for the ranks of `topology` may use by default, in `oper.shard` as well."""

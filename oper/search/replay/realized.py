@@ -181,8 +181,10 @@ class RealizedLoad:
                 exchange.gradients.__iadd__(out[:, GRADS])
         if placed.has_push:
             exchange.partials.__iadd__(_partials(placed, batches, world) * width * GRAD_BYTES)
-            rows[[FORWARD_NS, BACKWARD_NS]] += self.model.own_requests(
-                own, np.array([b.ids.size for b in batches], float))
+            owners = {r for tier in piece.tiers
+                      for r in (tier.ranks if tier.mode == "push" else (-1,))}
+            has_all = np.array([owners == {r} for r in range(world)])
+            rows[[FORWARD_NS, BACKWARD_NS]] += self.model.own_requests(own, has_all)
         return rows
 
     def _features(self, num_tiers: int, placed: Placed, batches: Sequence[TableBatch]

@@ -1,0 +1,264 @@
+"""The space in parts that pay different barriers, each with its bound and its tree.
+
+A step with pushed rows has one barrier more, for their partial sums, and one with tables cut by
+columns one more where their owners exchange sums of squares. The relaxation does not see these
+fixed costs. So plans that push nothing, that push whole rows and that push columns are bounded
+apart, and each bound has its barriers added. Cutting what is not pushed only costs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from oper.search.bound.branching import Branching
+from oper.search.bound.certificate import part_to_json
+from oper.search.bound.master import Bound, solve_node
+from oper.search.bound.node import Node
+from oper.search.bound.owner_rows import neighbourhoods
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import CostModel
+from oper.search.problem.machine import GROUPS
+from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
+from oper.search.problem.statement import Problem
+from oper.traffic import ROW_WISE
+
+_FEW = 20  # tables, up to which a host apart costs no more time than other nodes
+_MANY = 200  # tables, above which less is tried
+_NEGLIGIBLE = 1e-2  # of a step
+_MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ, and less
+_MANY_CLASSES = 2  # of ranks, above which prices with a host apart take too long
+_HOST_NODES = 2  # what a node with one of many hosts apart costs, in others
+_OVERFLOW = 1e-6  # of a memory, up to which a relaxed solution fits
+_TURN = 6  # nodes of one subspace before another may have its turn: one cut at every load tried
+
+
+class Subspace:
+    """A part of the space with its bound; every plan lies in some part.
+
+    Args:
+        problem: the problem, which may use what plans of the part use.
+        plans: which plans it has, names of `oper.search.problem.space.PLANS`.
+        deadline: `time.monotonic()` value after which no further round begins.
+
+    Attributes:
+        tree: what the bound comes from, and relaxed solutions to begin a search from.
+        hosts: the tree with the host of the largest piece apart; None before `prove`, or where that
+            is no other relaxation.
+        extra_us: barriers that every plan of the part pays and the relaxation does not see.
+        cutoff_us: the least known step that any node was bounded below; slower plans may be
+            missing.
+        root_us: the bound before any branching, of which no known step is a part.
+    """
+
+    def __init__(self, problem: Problem, plans: tuple[str, ...], deadline: float | None) -> None:
+        bound = solve_node(Node(Relaxation(CostModel(problem))), deadline=deadline)
+        self.plans = plans
+        self.tree = Branching(bound)
+        self.hosts: Branching | None = None
+        self._apart = _load_apart(bound.relaxation)
+        is_cheap = (len(set(problem.machine.host)) <= _MANY_HOSTS
+                    or len(bound.relaxation.tables) <= _FEW)
+        self._host_nodes = 1 if is_cheap else _HOST_NODES
+        base = bound.relaxation.fixed_tally
+        barriers = (STILL not in plans and not base.num_pushed) + (
+            plans == (WITH_COLUMNS,) and not base.num_split)
+        self.extra_us = problem.topology.costs.phase_us * barriers * bool(bound.relaxation.tables)
+        self.cutoff_us = np.inf
+        self.root_us = self.lower_bound_us
+
+    @property
+    def bound(self) -> Bound:
+        """The bound of the part's relaxation."""
+        return self.tree.bound
+
+    @property
+    def lower_bound_us(self) -> float:
+        """No plan of the part is faster."""
+        return min(self.uncapped_us, self.cutoff_us)
+
+    @property
+    def uncapped_us(self) -> float:
+        """The bound of the tree that is the better one: no plan that was bounded is faster."""
+        by_hosts = 0.0 if self.hosts is None else self.hosts.bound.lower_bound_us
+        return max(self.bound.lower_bound_us, by_hosts) + self.extra_us
+
+    @property
+    def solved(self) -> int:
+        """Relaxations solved while branching."""
+        return self.tree.solved + (0 if self.hosts is None else self.hosts.solved)
+
+    @property
+    def effort(self) -> int:
+        """What they cost, in relaxations without a host apart."""
+        return self.tree.solved + (0 if self.hosts is None
+                                   else self._host_nodes * self.hosts.solved)
+
+    def is_part_of(self, other: Subspace) -> bool:
+        """Whether `other` has all plans of this part and its barriers hardly count, so that a
+        search there serves both."""
+        mine, theirs = (x.bound.relaxation.problem.allow for x in (self, other))
+        spared = other.extra_us - self.extra_us
+        return "push" in mine and mine < theirs and spared <= _NEGLIGIBLE * self.lower_bound_us
+
+    def takes_in(self, part: Problem, plans: tuple[str, ...]) -> bool:
+        """Stand for other plans as well where tables are many and this part's barriers hardly
+        count, which its bound then leaves out; whether it does."""
+        relaxation = self.bound.relaxation
+        if (len(relaxation.tables) <= _MANY or not part.allow < relaxation.problem.allow
+                or self.bound.overflow > 1e-6
+                or self.extra_us > _NEGLIGIBLE * self.lower_bound_us):
+            return False
+        self.root_us -= self.extra_us
+        self.extra_us = 0.0
+        self.plans = (*plans, *self.plans)
+        return True
+
+    def tighten(self, max_nodes: int, step_us: float, goal_us: float,
+                deadline: float | None) -> None:
+        """Raise the bound; only plans faster than `step_us` count."""
+        self.cutoff_us = min(self.cutoff_us, step_us)
+        self.tree.run(max_nodes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
+                      deadline=deadline)
+
+    def prove(self, max_nodes: int, step_us: float, goal_us: float, deadline: float | None,
+              patiently: bool = False) -> None:
+        """As `tighten`, for the bound alone, with the host of the largest piece apart where that
+        may gain something; where it takes long as well, if `patiently`."""
+        if (self._apart is None or self.tree.is_uncut
+                or not (patiently or self.hosts or _is_short(self.bound.relaxation))):
+            self.tighten(max_nodes, step_us, goal_us, deadline)
+            return
+        self.cutoff_us = min(self.cutoff_us, step_us)
+        if self.hosts is None:
+            model = CostModel(self.bound.relaxation.problem)
+            self.hosts = Branching(solve_node(Node(Relaxation(model, self._apart)),
+                                              deadline=deadline))
+        self.hosts.run(max_nodes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
+                       deadline=deadline)
+
+    def lowest(self, number: int) -> list[Bound]:
+        """Relaxed solutions of the nodes with the least bounds, least first."""
+        if self.hosts is None:
+            return self.tree.lowest(number)
+        relaxation, out = self.bound.relaxation, []
+        for found in self.hosts.lowest(number):
+            node = Node(relaxation, found.node.box, found.node.pushes)
+            bound = solve_node(node, pool=self.bound.pool.under(node, self.bound.prices))
+            out.append(self.bound if bound.is_infeasible else bound)
+        return out
+
+    def to_json(self, target_us: float) -> dict[str, Any]:
+        """The part of a certificate that shows a bound of `target_us` for its plans."""
+        hosts = self.hosts
+        if hosts is not None and hosts.bound.lower_bound_us > self.bound.lower_bound_us:
+            return part_to_json(hosts, self.plans, target_us - self.extra_us)
+        return part_to_json(self.tree, self.plans, target_us - self.extra_us)
+
+
+def subspaces(problem: Problem, deadline: float | None) -> list[Subspace]:
+    """All parts of the space, those that may hold plans first, by bound."""
+    out: list[Subspace] = []
+    for part, plans in reversed(_parts(problem)):  # those that may do most first
+        if not any(x.takes_in(part, plans) for x in out):
+            out.append(Subspace(part, plans, deadline))
+    return sorted(out, key=lambda x: (x.bound.is_infeasible, x.lower_bound_us))
+
+
+def fit(parts: list[Subspace]) -> bool:
+    """Whether any part may hold plans: its relaxed solution fits the memory."""
+    return any(x.bound.overflow <= _OVERFLOW for x in parts)
+
+
+def tighten(parts: list[Subspace], max_nodes: int, step_us: float, goal_us: float,
+            deadline: float | None, raise_: Callable[..., None] = Subspace.tighten) -> int:
+    """Raise the bound of whichever part holds it down, by `Subspace.tighten` or `Subspace.prove`;
+    returns the nodes solved."""
+    before = sum(x.solved for x in parts)
+    end = max_nodes + sum(x.effort for x in parts)
+    while sum(x.effort for x in parts) < end:
+        lowest = min(parts, key=lambda x: x.lower_bound_us)
+        solved, known = lowest.solved, lowest.lower_bound_us
+        raise_(lowest, min(max_nodes, _TURN), step_us, goal_us, deadline)
+        if lowest.solved == solved and lowest.lower_bound_us <= known:
+            break
+    return sum(x.solved for x in parts) - before
+
+
+def space_bound(problem: Problem, max_nodes: int = 0) -> float:
+    """Lower bound (us) of all plans of the space; 0 where memory fits none.
+
+    Args:
+        problem: the problem.
+        max_nodes: relaxations to solve while branching, about, without the cutoff of a known step.
+    """
+    parts = subspaces(problem, None)
+    if not fit(parts):
+        return 0.0
+    found = [x for x in parts if not x.bound.is_infeasible]
+    if max_nodes:
+        tighten(found, max_nodes, np.inf, np.inf, None, partial(Subspace.prove, patiently=True))
+    return min(x.lower_bound_us for x in found)
+
+
+def _is_short(relaxation: Relaxation) -> bool:
+    """Whether planning has the time for a relaxation with a host apart; on one host it gains less
+    than other boxes at first."""
+    num_hosts = len(set(relaxation.model.machine.host))
+    return len(relaxation.tables) <= _MANY and (
+        1 < num_hosts <= _MANY_HOSTS or (num_hosts > 1 and relaxation.alike))
+
+
+def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
+    """The load by which the host of the largest piece (on a single host: its memory domain) is
+    looked at apart: what a rank receives from others in the forward phase; None where hosts
+    differ, or ranks differ much."""
+    model = relaxation.model
+    of_rank, group = neighbourhoods(model.machine)
+    number = int(of_rank.max()) + 1
+    members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
+    if not (relaxation.owner_rows and number > 1 and relaxation.is_symmetric
+            and len(relaxation.classes.ranks) <= _MANY_CLASSES
+            and all((n == n[0]).all() for n in members)):
+        return None
+    return model.phases.index("forward"), GROUPS.index(group)
+
+
+def _splits_pay(problem: Problem) -> bool:
+    """Whether every column split costs a barrier."""
+    pinned = problem.constraints.tables
+    return problem.training and all(
+        t.spec.optimizer in ROW_WISE for t in problem.tables if problem.may_split(t)
+        and (t.spec.name not in pinned or pinned[t.spec.name].tiers is None))
+
+
+def _parts(problem: Problem) -> list[tuple[Problem, tuple[str, ...]]]:
+    """The parts, with what their plans may use; those that push keep no copies per host."""
+    if "push" not in problem.allow:
+        return [(problem, (STILL,))]
+    out: list[tuple[Problem, tuple[str, ...]]] = []
+    pinned = problem.constraints.tables
+    if all(_may_rest(problem, t.spec.name) for t in problem.tables
+           if t.spec.name not in pinned or pinned[t.spec.name].tiers is None):
+        out.append((replace(problem, allow=problem.allow - {"push", "columns"}), (STILL,)))
+    pushes = replace(problem, allow=problem.allow - {"per_host"})
+    if "columns" not in problem.allow:
+        return [*out, (pushes, (WITH_ROWS,))]
+    if not _splits_pay(problem):
+        return [*out, (pushes, (WITH_ROWS, WITH_COLUMNS))]
+    rows = replace(pushes, allow=pushes.allow - {"columns"})
+    return [*out, (rows, (WITH_ROWS,)), (pushes, (WITH_COLUMNS,))]
+
+
+def _may_rest(problem: Problem, name: str) -> bool:
+    """Whether table `name` can be placed without being pushed."""
+    places = problem.placements_of(name)
+    pinned = sum(x.stop - x.start for x in problem.pinned_of(name))
+    if pinned == problem.table(name).spec.num_rows:
+        return not all(x.mode == "push" and x.placement != "replicated"
+                       for x in problem.pinned_of(name))
+    return "replicated" in places or ("pull" in problem.modes_of(name) and bool(places))

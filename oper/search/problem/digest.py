@@ -1,0 +1,34 @@
+"""A digest of a planning problem, by which a plan's bound is known to be about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+import numpy as np
+
+from oper.search.problem.overlap import overlap_to_json
+from oper.search.problem.statement import Problem
+
+
+def problem_digest(problem: Problem) -> str:
+    """SHA-256 (hexadecimal) of all that a bound depends on: tables, access curves, machine, costs,
+    objective, batch size, space, constraints and overlap."""
+    machine = problem.machine
+    stated = {"topology": asdict(problem.topology), "objective": problem.objective,
+              "batch_size": problem.batch_size, "allow": sorted(problem.allow),
+              "constraints": problem.constraints.to_json(),
+              "overlap": overlap_to_json(problem.overlap),
+              "tables": [t.spec.to_json() for t in problem.tables]}
+    out = hashlib.sha256(json.dumps(stated, sort_keys=True, default=str).encode())
+    arrays = [machine.capacity_bytes, machine.host_capacity_bytes]
+    for t in problem.tables:
+        arrays += [t.edges, t.cumulative, t.traffic.lengths, t.traffic.length_share,
+                   np.array([t.traffic.num_ids, t.traffic.num_bags, float(t.ids_are_positions)])]
+        if t.spec.name in problem.constraints.tables:  # pinned rows may be named by id
+            arrays += [t.explicit_ids, t.explicit]
+    for x in arrays:
+        out.update(f"{x.dtype}{x.shape}".encode())
+        out.update(np.ascontiguousarray(x).tobytes())
+    return out.hexdigest()

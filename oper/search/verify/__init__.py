@@ -1,0 +1,1 @@
+"""Checking a plan's certificate, without the code that made it."""

@@ -1,0 +1,347 @@
+"""Whether a plan's bound holds, from the proof that its file carries.
+
+A proof has parts, each for some of the plans (`oper.search.problem.space.PLANS`), and each part a
+tree. An inner node says how the plans are parted: by the largest load that any one pushed piece
+puts on its owner, below a value or not, or by whether a table pushes rows. A leaf has prices, from
+which the bound of its plans follows. So no plan is faster than the least bound of all leaves, or
+than the cutoff, a step that was known and that only faster plans were bounded below.
+
+Nothing of the search or of its relaxation is used: the branchings are seen to hold all plans by
+their form, and the bound of every leaf is computed anew from the problem's statement and the cost
+model (`oper.search.verify.leaf`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from oper.plan import Plan
+from oper.search.cost.model import CostModel, evaluate, is_ordered
+from oper.search.problem.constraints import violations
+from oper.search.problem.digest import problem_digest
+from oper.search.problem.machine import CROSS_IN, CROSS_OUT, GROUPS, LINK_IN, LINK_OUT, rank_classes
+from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS, used_by
+from oper.search.problem.statement import Problem
+from oper.search.verify.leaf import Checker
+from oper.search.verify.prices import (
+    APART,
+    FREE,
+    KINDS,
+    PUSHES,
+    STILL as PUSHES_NOTHING,
+    Leaf,
+    Part,
+)
+from oper.search.verify.tables import NARROWEST, STEP
+from oper.traffic import ROW_WISE
+
+_ROUNDING = 1e-6  # of a bound: prices in files have seven digits
+_PIECE_GROUPS = 5  # pushed pieces are not in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a plan's bound.
+
+    Attributes:
+        certified: whether the plan's own bound holds.
+        why: why not; empty where it does.
+        step_us: the plan's modelled step, evaluated anew.
+        bound_us: the least bound of all leaves; NaN where it was not computed.
+        cutoff_us: a known step; only faster plans were bounded. Infinite where there was none.
+        num_leaves: leaves of the trees.
+    """
+
+    certified: bool
+    why: str
+    step_us: float
+    bound_us: float = math.nan
+    cutoff_us: float = math.inf
+    num_leaves: int = 0
+
+    @property
+    def lower_bound_us(self) -> float:
+        """No plan of the space is faster (microseconds); NaN where nothing was shown."""
+        return min(self.bound_us, self.cutoff_us)
+
+    @property
+    def gap(self) -> float:
+        """(step - bound) / bound, from what was computed here; NaN where not certified."""
+        if not self.certified:
+            return math.nan
+        return max(0.0, self.step_us / self.lower_bound_us - 1.0)
+
+
+class _NotShown(Exception):
+    """A proof has a hole."""
+
+
+def verify_plan(plan: Plan, problem: Problem) -> Verdict:
+    """Check the proof that a plan carries.
+
+    Args:
+        plan: a plan, as made or as read from its file.
+        problem: the problem that it is for: same tables, statistics, machine, batch size, space,
+            constraints and overlap (`oper.search.make_problem`).
+
+    Returns:
+        The verdict. A plan that was edited, a proof for another problem or with a hole, and what
+        the checker cannot judge are not certified, and `why` says so.
+
+    Raises:
+        PlanError: the plan is for other tables or another number of ranks.
+    """
+    found = evaluate(plan, problem)
+    noted = plan.notes.get("certificate")
+    noted = noted if isinstance(noted, dict) else {}
+    step_us = found.step_us
+    why = ""
+    if noted.get("not_certified"):
+        why = str(noted["not_certified"])
+    elif "parts" not in noted:
+        why = "the plan carries no proof: plan again with this release"
+    elif noted.get("problem") != problem_digest(problem):
+        why = ("the proof is for another problem: its tables, statistics, machine, batch size, "
+               "space, constraints or overlap differ")
+    elif not found.fits:
+        why = "the plan does not fit the memory"
+    elif violations(plan, problem.constraints):
+        why = f"the plan breaks a constraint: {violations(plan, problem.constraints)[0]}"
+    elif not math.isclose(plan.step_us, step_us, rel_tol=_ROUNDING):
+        why = (f"the file says a step of {plan.step_us:.6g} us, and its placement takes "
+               f"{step_us:.6g}")
+    if why:
+        return Verdict(False, why, step_us)
+    try:
+        proof = _Proof(problem, noted)
+        bounds = [bound for part in noted["parts"] for bound in proof.part(part)]
+        proof.check_all_plans(plan)
+    except _NotShown as hole:
+        return Verdict(False, str(hole), step_us)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        return Verdict(False, f"the proof cannot be read: {type(error).__name__}: {error}", step_us)
+    out = Verdict(True, "", step_us, min(bounds, default=math.inf), proof.cutoff_us, len(bounds))
+    lower_us = out.lower_bound_us
+    if not lower_us >= plan.lower_bound_us * (1 - _ROUNDING):
+        why = (f"the file says a bound of {plan.lower_bound_us:.6g} us, and its prices show "
+               f"{lower_us:.6g}")
+    elif lower_us > step_us * (1 + _ROUNDING):
+        why = (f"the bound of {lower_us:.6g} us is above the step of {step_us:.6g} us: an error of "
+               "the planner or of this checker, please report it")
+    return replace(out, certified=not why, why=why)
+
+
+class _Proof:
+    """A proof as it is read."""
+
+    def __init__(self, problem: Problem, noted: dict[str, Any]) -> None:
+        self.problem, self.model = problem, CostModel(problem)
+        self.covered: set[str] = set()
+        self.has_copies = False
+        cutoff_us = noted["cutoff_us"]
+        self.cutoff_us = math.inf if cutoff_us is None else float(cutoff_us)
+
+    def part(self, value: dict[str, Any]) -> Iterator[float]:
+        """The bounds of a part's leaves, microseconds."""
+        part = self._read_part(value)
+        checker = Checker(self.model, part)
+        if STILL in part.plans:
+            self.has_copies = bool(checker.copies)
+        self.covered.update(part.plans)
+        tally, costs = checker.base, self.model.costs
+        fixed_us = sum(self.model.fixed_us(tally))
+        barriers = {STILL: 0, WITH_ROWS: int(not tally.num_pushed),
+                    WITH_COLUMNS: int(not tally.num_pushed)
+                    + int(self._cuts_pay() and not tally.num_split)}
+        if checker.tables:
+            fixed_us += costs.phase_us * min(barriers[x] for x in part.plans)
+        shape = (len(self.model.phases), _PIECE_GROUPS)
+        start = Leaf(np.zeros(0), np.zeros(0), np.zeros(0), 0.0, (), np.zeros(shape),
+                     np.full(shape, np.inf), self.cutoff_us - fixed_us,
+                     np.zeros(len(checker.tables), np.uint8))
+        names = [t.spec.name for t in checker.tables]
+        for leaf in self._leaves(value["tree"], start, part, value["rows"], names):
+            yield checker.bound(leaf, fixed_us)
+
+    def check_all_plans(self, plan: Plan) -> None:
+        """Whether the parts hold all plans of the space, and this one."""
+        problem, allow = self.problem, self.problem.allow
+        held = problem.constraints.tables
+        free = [t for t in problem.tables
+                if t.spec.name not in held or held[t.spec.name].tiers is None]
+        needed = set()
+        if all(self._may_rest(t.spec.name) for t in free):
+            needed.add(STILL)
+        if "push" in allow:
+            needed.add(WITH_ROWS)
+            if "columns" in allow:
+                needed.add(WITH_COLUMNS)
+        if needed - self.covered:
+            raise _NotShown("no part of the proof bounds plans with "
+                            f"{sorted(needed - self.covered)}")
+        for t in problem.tables:
+            # Pinned rows are priced for one order of ids.
+            c = held.get(t.spec.name)
+            ordered = is_ordered(t, plan.table(t.spec.name))
+            if c is None or not (c.tiers or c.pinned):
+                continue
+            if c.tiers is not None:
+                taken = t.ids_are_positions or len(c.tiers) > 1
+            else:
+                first = c.pinned[0]
+                whole = len(c.pinned) == 1 and first.stop - first.start == t.spec.num_rows
+                several = any(len(p.tiers) > 1 for p in plan.table(t.spec.name).pieces)
+                taken = t.ids_are_positions if whole else ordered or several
+            if ordered != taken:
+                raise _NotShown(f"table {t.spec.name!r} has pinned rows, which the proof prices in "
+                                "another order of ids")
+        tiers = [(t, piece, x) for t in free for piece in plan.table(t.spec.name).pieces
+                 for x in piece.tiers if x not in problem.pinned_of(t.spec.name)]
+        pushes = any(x.mode == "push" and x.placement != "replicated" for _, _, x in tiers)
+        for t, piece, x in tiers:
+            name = f"table {t.spec.name!r}"
+            width, dim = piece.stop - piece.start, t.spec.dim
+            if not used_by(x, plan.world_size) <= allow or (
+                    width < dim and not problem.may_split(t)):
+                raise _NotShown(f"{name} uses what the proof's space has not")
+            if x.memory == "host" and (x.placement == "replicated" or x.mode == "push"):
+                raise _NotShown(f"{name} has rows in host memory that are not pulled")
+            if x.placement == "replicated" and len(x.ranks) < plan.world_size:
+                hosts = sorted(problem.machine.host[list(x.ranks)].tolist())
+                every = list(range(int(problem.machine.host.max()) + 1))
+                if pushes or not self.has_copies or hosts != every:
+                    raise _NotShown(f"{name} is replicated on ranks {list(x.ranks)}, which the "
+                                    "proof's space has not")
+            elif x.placement != "replicated" and x.mode == "push" and width < dim and (
+                    width < NARROWEST or (width % STEP and (dim - width) % STEP)):
+                raise _NotShown(f"{name} pushes {width} columns, which the proof's space has not")
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _read_part(self, value: dict[str, Any]) -> Part:
+        m = self.problem.machine
+        plans = tuple(str(x) for x in value["plans"])
+        if not plans or not set(plans) <= set(PLANS):
+            raise _NotShown(f"a part of the proof is for plans {plans}, not some of {PLANS}")
+        if STILL in plans and len(plans) > 1 and "per_host" in self.problem.allow:
+            raise _NotShown("copies per host and pushed rows are in one part of the proof")
+        load: tuple[int, int] | None = None
+        apart: tuple[int, ...] = ()
+        if value["apart"] is not None:
+            load = self._load(value["apart"])
+            apart = self._interchangeable(load)
+        return Part(plans, _partition(value["classes"], m.world_size),
+                    _partition(value["memories"], m.capacity_bytes.size),
+                    _partition(value["hosts"], m.host_capacity_bytes.size if value["hosts"] else 0),
+                    apart, load, value["own_time_beside_reader"] is True)
+
+    def _load(self, value: Sequence[str]) -> tuple[int, int]:
+        phase, group = value
+        return self.model.phases.index(phase), GROUPS.index(group)
+
+    def _interchangeable(self, load: tuple[int, int]) -> tuple[int, ...]:
+        """Ranks of the first host (on a single host, memory domain), where swapping hosts changes
+        nothing, so that it may be taken to own the piece with the largest such load."""
+        m, model = self.problem.machine, self.model
+        single = bool((m.host == m.host[0]).all())
+        of = m.domain if single else m.host
+        held = self.problem.constraints.tables.values()
+        named = [x for c in held
+                 for x in (c.ranks, *(t.ranks for t in (*(c.tiers or ()), *c.pinned)))
+                 if x is not None]
+        hidden = [np.flatnonzero((model.hidden == x[:, None]).all(axis=0)).tolist()
+                  for x in np.unique(model.hidden, axis=1).T]
+        classes = rank_classes(m, [*named, *hidden])
+        alike = all((np.bincount(of[r], minlength=int(of.max()) + 1)
+                     == np.bincount(of[r])[0]).all() for r in classes.ranks)
+        if not alike or GROUPS[load[1]] != ("link_in" if single else "cross_in"):
+            raise _NotShown("the proof takes hosts to be interchangeable, and they are not")
+        return tuple(np.flatnonzero(of == of[0]).tolist())
+
+    def _cuts_pay(self) -> bool:
+        """Whether every plan with cut tables has a barrier for sums of squares."""
+        held = self.problem.constraints.tables
+        return self.problem.training and all(
+            t.spec.optimizer in ROW_WISE for t in self.problem.tables
+            if self.problem.may_split(t)
+            and (t.spec.name not in held or held[t.spec.name].tiers is None))
+
+    def _may_rest(self, name: str) -> bool:
+        places, pinned = self.problem.placements_of(name), self.problem.pinned_of(name)
+        if sum(x.stop - x.start for x in pinned) == self.problem.table(name).spec.num_rows:
+            return not all(x.mode == "push" and x.placement != "replicated" for x in pinned)
+        return "replicated" in places or ("pull" in self.problem.modes_of(name) and bool(places))
+
+    # -- trees ------------------------------------------------------------------------------------
+
+    def _leaves(self, value: dict[str, Any], at: Leaf, part: Part, rows: list[list[Any]],
+                names: list[str]) -> Iterator[Leaf]:
+        """The leaves below a node whose plans are those of `at`."""
+        if "prices" in value:
+            yield self._priced(value["prices"], at, part, rows)
+            return
+        first, second = value["parts"]  # a node has two halves, which hold all its plans
+        if "table" in value:
+            k = names.index(value["table"])
+            if at.pushes[k] != FREE:
+                raise _NotShown(f"table {value['table']!r} is parted twice on a path of the tree")
+            halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in (PUSHES_NOTHING, PUSHES)]
+        else:
+            load, cut = self._load(value["load"]), float(value["at_us"])
+            if not cut >= 0:
+                raise _NotShown(f"a node of the tree is parted at {cut} us")
+            halves = [replace(at, most=_with(at.most, load, min(at.most[load], cut))),
+                      replace(at, least=_with(at.least, load, max(at.least[load], cut)))]
+        for half, below in zip(halves, (first, second), strict=True):
+            yield from self._leaves(below, half, part, rows, names)
+
+    def _priced(self, prices: dict[str, float], at: Leaf, part: Part, rows: list[list[Any]]
+                ) -> Leaf:
+        m = self.problem.machine
+        load = np.zeros((len(self.model.phases), len(GROUPS), m.world_size))
+        memory, host = np.zeros(m.capacity_bytes.size), np.zeros(m.host_capacity_bytes.size)
+        memory_us, owner = 0.0, []
+        for number, given in prices.items():
+            price, (kind, *what) = float(given), rows[int(number)]
+            if not 0 <= price < math.inf:
+                raise _NotShown(f"a price of the proof is {price}")
+            if kind == "load":
+                ranks = part.classes[what[2]]
+                load[*self._load(what[:2]), ranks] += price / len(ranks)
+            elif kind in ("memory", "host memory"):
+                of, out, size = ((part.memories, memory, m.capacity_bytes) if kind == "memory" else
+                                 (part.hosts, host, m.host_capacity_bytes))
+                here = list(of[what[0]])
+                out[here] += price / max(float(size[here].sum()), 1e-3)
+                memory_us += price
+            elif kind in KINDS:
+                owner.append((kind, *self._load(what), price))
+                if kind == APART and owner[-1][1:3] != part.apart_load:
+                    raise _NotShown("the proof has another host apart than it says")
+            else:
+                raise _NotShown(f"the proof has a row {kind!r}, which is unknown")
+        if owner:
+            links = m.seconds_per_unit[[LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT]]
+            even = all((x == x[..., :1]).all() for x in (links, m.num_near, m.num_host))
+            if not (self.problem.training and m.world_size > 1 and even):
+                raise _NotShown("the proof has rows about owners, whose links are not alike")
+        return replace(at, load=load, memory=memory, host=host, memory_us=memory_us,
+                       owner=tuple(owner))
+
+
+def _with(values: np.ndarray, at: int | tuple[int, int], value: float) -> np.ndarray:
+    out = values.copy()
+    out[at] = value
+    return out
+
+
+def _partition(value: list[list[int]], number: int) -> tuple[tuple[int, ...], ...]:
+    out = tuple(tuple(int(r) for r in x) for x in value)
+    if sorted(r for x in out for r in x) != list(range(number)) or not all(out):
+        raise _NotShown(f"classes of the proof do not make up 0..{number - 1}")
+    return out

@@ -1,0 +1,252 @@
+"""The lower bound that a leaf's prices certify, computed anew from the cost model.
+
+For weights y >= 0 of the ranks' loads that add up to at most 1 in every phase, a step is at least
+
+    fixed + sum of y (load - hidden) = fixed + y base + sum over tables of what the table asks at y
+
+so that the bound is that with every table's least cost. Prices of memory (capacity less what is
+held is never negative) and of rows about the owner of the largest piece add to y; with the latter,
+the weights of a phase include theirs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oper.search.cost.model import CostModel
+from oper.search.cost.tally import (
+    FORWARD_BYTES,
+    FORWARD_NS,
+    HELD,
+    HOST_HELD,
+    NUM_RELATIONAL,
+    NUM_ROWS,
+    PARTIALS,
+)
+from oper.search.problem.machine import copy_sets, rank_classes
+from oper.search.problem.space import STILL, WITH_COLUMNS
+from oper.search.problem.statement import IDS
+from oper.search.verify.loads import (
+    KINDS,
+    LOCAL,
+    UnitLoads,
+    base_tally,
+    copy_units,
+    free_blocks,
+    kind_rows,
+    time_us,
+)
+from oper.search.verify.prices import APART, PIECE, READER, RETURNED, SPREAD, Leaf, Part
+from oper.search.verify.tables import Asked, TableCosts
+
+_PIECE_GROUPS = 5  # pushed pieces are not in host memory
+
+
+class Checker:
+    """Bounds of the leaves of one part.
+
+    Args:
+        model: the cost model.
+        part: the part.
+    """
+
+    def __init__(self, model: CostModel, part: Part) -> None:
+        self.model, self.part, problem = model, part, model.problem
+        held = problem.constraints.tables
+        named = [*part.classes, part.apart,
+                 *(c.ranks for c in held.values() if c.ranks is not None),
+                 *(x.ranks for c in held.values() for x in c.tiers or ())]
+        self.classes = rank_classes(model.machine, named)
+        self.units = UnitLoads(model, self.classes)
+        self.tables = [t for t in problem.tables
+                       if t.spec.name not in held or held[t.spec.name].tiers is None]
+        pushes = part.plans != (STILL,)
+        allowed = {"replicated": "replicated", "shard": "pull", "host": "pull", "push": "push"}
+        self.kinds = [k for k in KINDS if allowed[k] in problem.allow and (k != "push" or pushes)
+                      and (k != "host" or model.machine.host_capacity_bytes.any())]
+        self.rows = {k: [kind_rows(model, t, k, self.classes) for t in self.tables]
+                     for k in self.kinds}
+        sets = copy_sets(model.machine)
+        self.copies = ([copy_units(model, t, sets[0]) for t in self.tables]
+                       if "per_host" in problem.allow and not pushes and sets
+                       and len(self.classes.ranks) == 1 else [])
+        whole, self.base = base_tally(model, pushes)
+        base = time_us(model, model.units(whole))[:, :_PIECE_GROUPS]
+        self.hidden = 1e6 * model.hidden  # [P, W]
+        #: float64 [C, P, 5], what every plan puts on each rank of a class; [P, 5], on any.
+        self.floor = np.stack([base[..., r].min(axis=-1) for r in self.classes.ranks])
+        self.hidden_most = np.stack([self.hidden[:, r].max(axis=-1) for r in self.classes.ranks])
+        self.costs = TableCosts(model, self.tables, [free_blocks(model, t) for t in self.tables],
+                                WITH_COLUMNS in part.plans)
+        self.costs.admit(self._allowed())
+        self._set_piece_loads()
+
+    def _allowed(self) -> dict[str, np.ndarray]:
+        """Which table may be held how, by the owner's class; bool [T, C] by kind."""
+        problem, out = self.model.problem, {}
+        for kind in (*self.kinds, *(["copies"] if self.copies else [])):
+            may = np.zeros((len(self.tables), len(self.classes.ranks)), bool)
+            for k, t in enumerate(self.tables):
+                name = t.spec.name
+                held = problem.constraints.tables.get(name)
+                places, modes = problem.placements_of(name), problem.modes_of(name)
+                memory = "host" if kind == "host" else "device"
+                if kind in ("replicated", "copies"):
+                    may[k] = "replicated" in places
+                    continue
+                mode = "push" if kind == "push" else "pull"
+                if memory in problem.memories_of(name) and mode in modes and (
+                        places & {"striped", "owned"}):
+                    may[k] = [held is None or held.ranks is None or r in held.ranks
+                              for r in self.units.first]
+            out[kind] = may
+        return out
+
+    def _set_piece_loads(self) -> None:
+        """What ids of a pushed piece, and bytes of its partial sums, put on its owner."""
+        if "push" not in self.kinds:
+            return
+        u, rows = self.units, self.rows["push"]
+        partial = u.own[:, PARTIALS, :, :_PIECE_GROUPS].copy()
+        if self.part.beside_reader:
+            partial[..., LOCAL] -= u.other[:, PARTIALS, :, LOCAL]
+        ids = []
+        first = self.units.first
+        for t, x in zip(self.tables, rows, strict=True):
+            each = np.einsum("wcq,cqpg->wcpg", x.owner[:2, :, IDS], u.own[..., :_PIECE_GROUPS])
+            if self.part.beside_reader:
+                each[..., LOCAL] -= self._read_by_peer(x.owner[:2, :, IDS], x.reader[:2, :, IDS])
+            # A row's first read costs less than the next where caches are warm.
+            saved = np.maximum(self.model.repeat_cost(t, True) - self.model.caching.first(t), 0.0)
+            saved = saved[first] * self.model.machine.world_size * t.spec.row_bytes
+            less = saved[:, None] * u.own[:, FORWARD_BYTES, :, LOCAL]  # [C, P], of all columns
+            each[0, ..., LOCAL] -= less
+            each[1, ..., LOCAL] -= less / t.spec.dim
+            ids.append(each * float(t.total[IDS]))
+        self.costs.set_loads(np.array(ids), np.maximum(partial, 0.0))
+
+    def _read_by_peer(self, owner: np.ndarray, reader: np.ndarray) -> np.ndarray:
+        """Own time of another rank, of the owner's class if there is one; float64 [..., C, P]."""
+        u = self.units
+        out = np.einsum("...cq,cqp->...cp", owner, u.other[..., LOCAL])
+        local = self._reading(reader)
+        same = np.einsum("...ccp->...cp", local)
+        return np.asarray(out + np.where(np.isnan(same), np.nanmin(local, axis=-2), same))
+
+    def _reading(self, reader: np.ndarray) -> np.ndarray:
+        """Own time of readers (rows [..., C, 20, D]) by owner's and reader's class; [..., C, D, P].
+        """
+        u = self.units
+        return np.einsum("...cqd,dqp->...cdp", reader[..., NUM_RELATIONAL:, :],
+                         u.own[:, NUM_RELATIONAL:, :, LOCAL])
+
+    # -- a leaf -----------------------------------------------------------------------------------
+
+    def bound(self, leaf: Leaf, fixed_us: float) -> float:
+        """The bound in microseconds.
+
+        Args:
+            leaf: the leaf; its prices are scaled down where they add up to more than 1.
+            fixed_us: fixed cost of a step of any of its plans.
+        """
+        load, owner = self._normalised(leaf)
+        total = fixed_us - leaf.memory_us
+        units = time_us(self.model, self.model.units(self.base))
+        total += float((load * (units - self.hidden[:, None])).sum())
+        total += float(leaf.memory @ self.model.machine.per_domain(self.base.rows[HELD]))
+        total += float(leaf.host @ self.model.machine.per_host(self.base.rows[HOST_HELD]))
+        for kind, p, g, price in owner:
+            weights, _ = self._owner_row(kind, p, g)
+            floor = self.floor[:, p, g].min()
+            total += price * float(leaf.least[p, g] + floor
+                                   - weights @ self.hidden_most.max(axis=0))
+        return total + float(self.costs.least(self._asked(leaf, load, owner), leaf,
+                                              self.floor - self.hidden_most[..., None]).sum())
+
+    def _normalised(self, leaf: Leaf) -> tuple[np.ndarray, list[tuple[str, int, int, float]]]:
+        """Prices whose weights add up to at most 1 in every phase."""
+        load, owner = leaf.load.copy(), list(leaf.owner)
+        for phase in range(load.shape[0]):
+            weights = [price * self._owner_row(kind, p, g)[0] for kind, p, g, price in owner]
+            total = float(load[phase].sum()) + sum(float(w[phase]) for w in weights)
+            if total > 1.0:
+                load[phase] /= total
+                owner = [(kind, p, g, price / total if w[phase] > 0 else price)
+                         for (kind, p, g, price), w in zip(owner, weights, strict=True)]
+        return load, owner
+
+    def _owner_row(self, kind: str, p: int, g: int) -> tuple[np.ndarray, float]:
+        """Weights of the phases' times that bound such a row, and of what its rank reads."""
+        m, world = self.model.machine, float(self.model.machine.world_size)
+        one = np.eye(len(self.model.phases))[p]
+        if kind in (PIECE, READER, APART):
+            return one, float(kind != PIECE)
+        near = float(m.num_near[0] if m.num_host[0] == world else m.num_host[0])
+        ratio = near / (world - near)
+        weights = one * (1.0 + ratio) if kind == SPREAD else one.copy()
+        if kind == RETURNED:
+            widest = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
+            weights[-1] += ratio * max(1.0, widest)
+        return weights, world / (world - near)
+
+    def _asked(self, leaf: Leaf, load: np.ndarray, owner: list[tuple[str, int, int, float]]
+               ) -> Asked:
+        """Prices of what tables ask, by the class of the rank that owns."""
+        u, m = self.units, self.model.machine
+        unit = np.einsum("cqpgw,pgw->cq", u.on, load)  # [C, 20]
+        rank = np.array(u.first)
+        unit[:, HELD] += leaf.memory[m.domain[rank]]
+        unit[:, HOST_HELD] += leaf.host[m.host[rank]]
+        size = np.array([r.size for r in self.classes.ranks])
+        every, partial = size @ unit, unit[:, PARTIALS].copy()  # [20], [C]
+        shape = (3, len(self.tables), size.size, 4)
+        cost = {}
+        for kind in self.kinds:
+            cost[kind] = np.einsum("twcfqd,dq->wtcf", np.array([x.total for x in self.rows[kind]]),
+                                   unit) if self.tables else np.zeros(shape)
+        for name, p, g, price in owner:
+            weight = price * self._owner_row(name, p, g)[1]
+            if weight == 0:
+                continue
+            for kind in self.kinds:
+                for k, x in enumerate(self.rows[kind]):
+                    cost[kind][:, k] += weight * self._read(name, p, g, x.owner, x.reader)
+            sums = np.zeros((u.own.shape[0], 1, NUM_ROWS))
+            sums[:, 0, PARTIALS] = 1.0
+            partial += weight * self._read(name, p, g, sums,
+                                           np.zeros((*sums.shape, size.size)))[:, 0]
+            if name == READER:
+                every = every + weight * u.own[:, :, p, g].min(axis=0)
+        if self.copies:
+            y = load.mean(axis=-1)
+            cost["copies"] = np.zeros(shape)
+            for k, (times, held) in enumerate(self.copies):
+                cost["copies"][0, k] = np.einsum("fpg,pg->f", times, y) + held * leaf.memory[0]
+        costs = self.model.costs
+        passes = list(self.model.passes)
+        return Asked(
+            cost, partial, own=costs.push_ns * unit[:, passes].sum(axis=1),
+            piece=costs.table_us * 1e3 * float(every[list(self.model.every_pass)].sum()),
+            tier=float(every[passes].sum()), bag=costs.push_bag_ns * float(every[FORWARD_NS]))
+
+    def _read(self, name: str, p: int, g: int, owner: np.ndarray, reader: np.ndarray
+              ) -> np.ndarray:
+        """What a rank reads of a unit of each feature at least, whoever owns the largest piece;
+        owner [..., C, F, 20], reader [..., C, F, 20, D] -> float64 [..., C, F]."""
+        u = self.units
+        if name == READER:
+            own = np.einsum("...cfq,cq->...cf", owner, u.own[:, :, p, g])
+            other = np.einsum("...cfq,cq->...cf", owner[..., :NUM_RELATIONAL],
+                              u.other[:, :NUM_RELATIONAL, p, g])
+            local = np.einsum("...cfqd,dq->...cfd", reader[..., NUM_RELATIONAL:, :],
+                              u.own[:, NUM_RELATIONAL:, p, g])
+            return np.asarray(np.minimum(own, other + np.nanmin(local, axis=-1)))
+        if name == APART:
+            here = np.array(self.part.apart)
+            mean = u.on[:, :, p, g][..., here].sum(axis=-1)
+            inside = np.isin(u.first, here)
+            mean = (mean - inside[:, None] * u.own[:, :, p, g]) / here.size
+        else:
+            mean = u.mean_other[:, :, p, g]
+        return np.asarray(np.einsum("...cfq,cq->...cf", owner[..., :NUM_RELATIONAL],
+                                    mean[:, :NUM_RELATIONAL]))

@@ -1,0 +1,227 @@
+"""The checker of certificates: what holds is certified, what was tampered with is not."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from search_cases import gpus, host, random_plan, tables_and_stats
+from test_certificate import KINDS, QUICK, constrained, held_to
+
+import oper.search.verify
+from oper.errors import OperError
+from oper.plan import Plan, Tier
+from oper.search import evaluate, make_problem, verify_plan
+from oper.search.bound.certificate import outside_space
+from oper.search.bound.subspaces import space_bound
+from oper.search.planner import plan_problem, proved
+from oper.search.problem.constraints import violations
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import Problem, with_overlap
+from oper.search.verbs import configure_verify, run_verify
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+from oper.topology import Costs, Domain, Topology
+
+
+@pytest.fixture(scope="module")
+def case() -> tuple[Plan, Problem]:
+    """Tables that are pushed, over hosts, with a tree of some depth."""
+    specs, stats = tables_and_stats(4, 3, lengths=(20, 50), min_rows=5000)
+    specs = [replace(s, dim=64) for s in specs]
+    problem = make_problem(specs, stats, gpus(8, per_host=2), batch_size=4096, allow=EVERYTHING)
+    plan = proved(plan_problem(problem), problem, max_boxes=60)
+    assert json.dumps(plan.notes["certificate"]).count('"parts"') > 2
+    return plan, problem
+
+
+def test_a_plan_as_made_is_certified(case: tuple[Plan, Problem], tmp_path: Path) -> None:
+    plan, problem = case
+    found = verify_plan(plan, problem)
+    assert found.certified and not found.why and found.num_leaves > 2
+    assert found.lower_bound_us >= plan.lower_bound_us * (1 - 1e-6)
+    assert found.gap <= plan.gap + 1e-6
+    plan.save(tmp_path / "plan.json")
+    assert verify_plan(Plan.load(tmp_path / "plan.json"), problem) == found
+
+
+def _leaf(tree: dict[str, Any]) -> dict[str, Any]:
+    while "parts" in tree:
+        tree = tree["parts"][0]
+    return tree
+
+
+def _higher_price(proof: dict[str, Any]) -> None:
+    prices = _leaf(proof["parts"][-1]["tree"])["prices"]
+    prices.update({k: v * 0.5 for k, v in prices.items()})
+
+
+def _other_half(proof: dict[str, Any]) -> None:
+    part = next(p for p in proof["parts"] if "parts" in p["tree"])
+    part["tree"] = part["tree"]["parts"][1]
+    # What is left claims to be all of it, with the prices of half.
+
+
+def _no_half(proof: dict[str, Any]) -> None:
+    next(p for p in proof["parts"] if "parts" in p["tree"])["tree"]["parts"].pop()
+
+
+def _negative(proof: dict[str, Any]) -> None:
+    prices = _leaf(proof["parts"][0]["tree"])["prices"]
+    prices[next(iter(prices))] = -1.0
+
+
+@pytest.mark.parametrize(("change", "word"), [
+    (_higher_price, "its prices show"),
+    (_no_half, "cannot be read"),
+    (_negative, "a price of the proof is -1"),
+    (lambda p: p.update(parts=p["parts"][:1]), "no part of the proof bounds"),
+    (lambda p: p.update(parts=[]), "no part of the proof bounds"),
+    (lambda p: p["parts"][0].update(classes=[[0, 1]]), "do not make up 0..7"),
+    (lambda p: p["parts"][0].update(plans=["all"]), "not some of"),
+    (lambda p: p["parts"][0]["tree"].update(prices={"999": 1.0}, parts=None), "cannot be read"),
+    (lambda p: p.update(problem="0" * 64), "another problem"),
+    (lambda p: p.pop("parts"), "no proof"),
+    (lambda p: p.update(cutoff_us="soon"), "cannot be read"),
+])
+def test_a_proof_with_a_hole_is_none(case: tuple[Plan, Problem],
+                                     change: Callable[[dict[str, Any]], None], word: str) -> None:
+    plan, problem = case
+    proof = copy.deepcopy(plan.notes["certificate"])
+    change(proof)
+    found = verify_plan(replace(plan, notes={**plan.notes, "certificate": proof}), problem)
+    assert not found.certified and np.isnan(found.gap)
+    assert word in found.why
+
+
+def test_half_a_tree_bounds_less(case: tuple[Plan, Problem]) -> None:
+    """A cut is checked by what it says: where it is moved, the bound of a half is another."""
+    plan, problem = case
+    proof = copy.deepcopy(plan.notes["certificate"])
+    trees = [p["tree"] for p in proof["parts"] if "load" in p["tree"]]
+    assert trees
+    for tree in trees:
+        tree["at_us"] *= 50.0
+    found = verify_plan(replace(plan, notes={**plan.notes, "certificate": proof}), problem)
+    assert not found.certified and "its prices show" in found.why
+
+
+def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
+    plan, problem = case
+    found = verify_plan(replace(plan, step_us=plan.step_us * 0.99), problem)
+    assert not found.certified and "its placement takes" in found.why
+    higher = replace(plan, lower_bound_us=plan.step_us * 0.9999)
+    assert plan.gap > 2e-4
+    assert "its prices show" in verify_plan(higher, problem).why
+    entry = plan.tables[0]
+    rows = entry.table.num_rows
+    moved = tuple(replace(p, tiers=(Tier(0, rows, "owned", (1,)),)) for p in entry.pieces)
+    edited = replace(plan, tables=(replace(entry, pieces=moved), *plan.tables[1:]))
+    assert "its placement takes" in verify_plan(edited, problem).why
+    # An edited plan with its own step is another plan: the bound holds for it, too.
+    edited = replace(edited, step_us=evaluate(edited, problem).step_us)
+    found = verify_plan(edited, problem)
+    assert found.certified and found.gap > plan.gap
+    other = with_overlap(problem, {"update": 3.0})
+    assert "another problem" in verify_plan(plan, other).why
+
+
+@QUICK
+@given(constrained())
+def test_what_the_planner_certifies_the_checker_does(problem: Problem) -> None:
+    """With constraints, pins, unequal ranks, copies, host memory, overlaps and any costs."""
+    try:
+        plan = plan_problem(problem, time_budget_s=0.5)
+    except OperError:
+        return
+    found = verify_plan(plan, problem)
+    assert found.certified == ("not_certified" not in plan.notes["certificate"]), found.why
+
+
+def near_and_far() -> Topology:
+    """One host, two memory domains of two ranks."""
+    domains = tuple(Domain((2 * d, 2 * d + 1), 0, int(8e9), 40.0, 120.0, 32 << 20, 2.0, 2.0)
+                    for d in range(2))
+    return Topology("two-domains", domains, Costs(2.0, 0.1, 0.1, 0.1, 0.1))
+
+
+@pytest.mark.parametrize("topology", [near_and_far(), gpus(4, per_host=2), host(3)],
+                         ids=lambda t: t.name)
+@pytest.mark.parametrize("warm", [0.0, 0.8])
+@QUICK
+@given(seed=st.integers(0, 10**6))
+def test_no_plan_is_below_what_a_proof_shows(topology: Topology, warm: float, seed: int) -> None:
+    """Several domains of several ranks, warm caches, pinned pushed rows; random plans near good
+    ones."""
+    rng = np.random.default_rng(seed)
+    costs = replace(topology.costs, warm_share=warm, tier_ns=float(rng.choice([0.0, 5.0])),
+                    push_tier_ns=float(rng.choice([0.0, 5.0])), push_ns=float(rng.choice([0, 3])))
+    specs, stats = tables_and_stats(int(rng.integers(1, 4)), seed % 997, max_rows=3000,
+                                    lengths=(1, 20, 50))
+    world = topology.world_size
+    tables: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        name, rows = specs[0].name, specs[0].num_rows
+        stop = int(rng.integers(1, rows + 1))
+        kind = "tiers" if stop == rows else "pinned"
+        tables[name] = {kind: [{"rows": [0, stop], "place": "owned", "mode": "push",
+                                "ranks": [int(rng.integers(world))]}]}
+    problem = make_problem(specs, stats, replace(topology, costs=costs), batch_size=512,
+                           allow=EVERYTHING, constraints={"tables": tables})
+    plan = plan_problem(problem, time_budget_s=0.5, seed=seed % 7)
+    plan = proved(plan, problem, max_boxes=12)
+    bound = space_bound(problem, max_nodes=6)
+    found = verify_plan(plan, problem)
+    assert found.certified, found.why
+    for _ in range(8):
+        other = held_to(random_plan(problem, rng, KINDS, 3), problem)
+        price = evaluate(other, problem)
+        if price.fits and not violations(other, problem.constraints) and not outside_space(
+                other, problem):
+            assert price.step_us >= max(found.lower_bound_us, bound) * (1 - 1e-9)
+
+
+def test_the_checker_shares_nothing_with_the_search() -> None:
+    folder = Path(oper.search.verify.__file__).parent
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("oper.search"):
+                package = node.module.split(".")[2]
+                assert package in ("problem", "cost", "verify"), f"{path.name}: {node.module}"
+
+
+def test_verb_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    specs = [TableSpec(f"t{k}", 2000, 64, (f"f{k}",)) for k in range(3)]
+    _, stats = tables_and_stats(3, 1, min_rows=2000, max_rows=2001)
+    stats = AccessStats(stats.num_samples, {s.name: replace(x, num_rows=2000) for s, x in zip(
+        specs, stats.tables.values(), strict=True)}, "generated", True)
+    stats.save(tmp_path / "stats.npz")
+    from oper.search.problem.presets import topology_preset
+
+    problem = make_problem(specs, stats, topology_preset("h100-2x8"), batch_size=512)
+    plan = plan_problem(problem)
+    plan.save(tmp_path / "plan.json")
+
+    def told(*words: str) -> int:
+        parser = argparse.ArgumentParser()
+        configure_verify(parser)
+        return run_verify(parser.parse_args(
+            [str(tmp_path / "plan.json"), "--stats", str(tmp_path / "stats.npz"), *words]))
+
+    assert told() == 0
+    text = capsys.readouterr().out
+    assert "verified" in text and "gap" in text
+    assert told("--json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["certified"] and value["bound_us"] >= plan.lower_bound_us * (1 - 1e-6)
+    assert told("--batch-size", "513") == 1
+    assert "not certified: the proof is for another problem" in capsys.readouterr().out
