@@ -240,7 +240,7 @@ _TAKES = {(np.dtype(a), np.dtype(b)): k for k, (a, b) in enumerate(
 
 def take(values: np.ndarray, ends: np.ndarray | None, order: np.ndarray, size: int,
          to: list[np.ndarray]) -> None:
-    """Values of rows in another order, cut into batches; a row's bag follows that of the row before.
+    """Values of rows in another order, cut into batches, bag after bag.
 
     Args:
         values: int32, int64 or float32 [L], contiguous.

@@ -47,7 +47,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "cli": LEAVES,
     "__main__": frozenset({"cli"}),
 }
-TORCHREC_ROOMS = frozenset({"integration", "rl_rec", "rl_rec.models", "train", "serve", "bench"})
+TORCHREC_ROOMS = frozenset({"data", "integration", "rl_rec", "rl_rec.models", "train", "serve",
+                            "bench"})
 # Who may import a library that is slow to load or belongs to one room.
 LIBRARIES: dict[str, frozenset[str]] = {
     "torchrec": TORCHREC_ROOMS,

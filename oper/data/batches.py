@@ -10,7 +10,7 @@ import numpy as np
 
 from oper.data.folder import Folder
 from oper.data.groups import Column, GroupReader, RowGroups, joined
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import InvalidInputError, fail
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,8 @@ class Batches:
         self.folder = Folder.open(path)
         self.split, self.options = split, options
         folder = self.folder
-        self._groups = RowGroups(folder, split, (folder.label, *folder.dense, *folder.sparse))
+        self._groups = RowGroups(folder, split, (folder.label, *folder.dense, *folder.sparse),
+                                 frozenset(folder.multi_hot))
         self.num_rows = self._groups.num_rows
 
     def __len__(self) -> int:

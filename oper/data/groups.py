@@ -57,14 +57,16 @@ class RowGroups:
         folder: the folder.
         split: its part.
         columns: what is read, in the order in which it is returned.
+        bags: those of `columns` that hold lists, the others hold one number per row.
         rows: rows of each group, int64 [G].
         digest: tells this split from others and from later versions of itself: the manifest, the
             names and sizes of the files, and the rows of every group are in it.
     """
 
-    def __init__(self, folder: Folder, split: str, columns: tuple[str, ...]) -> None:
+    def __init__(self, folder: Folder, split: str, columns: tuple[str, ...],
+                 bags: frozenset[str]) -> None:
         """Read what the files say of themselves; raises InvalidInputError or FileFormatError."""
-        self.folder, self.split, self.columns = folder, split, columns
+        self.folder, self.split, self.columns, self.bags = folder, split, columns, bags
         self._places: list[tuple[Path, int]] = []
         rows: list[int] = []
         files: list[tuple[str, int]] = []
@@ -78,8 +80,8 @@ class RowGroups:
             raise FileFormatError(
                 fail(f"cannot read {str(folder.path)!r}", f"{split} rows", self.num_rows,
                      f"{folder.rows[split]} as the manifest says", "preprocess again"))
-        about = json.dumps([folder.manifest, split, files, rows], sort_keys=True)
-        self.digest = hashlib.sha256(about.encode()).hexdigest()[:32]
+        known = json.dumps([folder.manifest, split, files, rows], sort_keys=True)
+        self.digest = hashlib.sha256(known.encode()).hexdigest()[:32]
 
     @property
     def num_rows(self) -> int:
@@ -132,7 +134,7 @@ class GroupReader:
     def _column(self, part: Path, name: str, chunked: pa.ChunkedArray) -> Column:
         array = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
         what, again = f"cannot read {str(part)!r}", "preprocess again"
-        is_bags = name in self.groups.folder.multi_hot
+        is_bags = name in self.groups.bags
         limit = self._limits.get(name)
         kind = array.type
         if is_bags:
