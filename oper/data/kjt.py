@@ -105,13 +105,13 @@ class Assembly:
                   pin: bool) -> list[dict[str, Any]]:
         """Arguments of each batch's KeyedJaggedTensor."""
         keys, columns = self.folder.sparse, window.columns
-        lengths = [_empty((len(keys), n), torch.int32, pin) for n in counts]
+        lengths = [_empty((len(keys), n), torch.int32, pin).fill_(1) for n in counts]
         for c, name in enumerate(keys):
-            column = columns[name]
-            spread = None if column.ends is None else column.lengths.astype(np.int32)[order]
-            for k, batch in enumerate(lengths):
-                batch[c] = 1 if spread is None else torch.from_numpy(
-                    spread[k * size:k * size + counts[k]])
+            if name in self.bags:
+                found_lengths = torch.from_numpy(
+                    columns[name].lengths.astype(np.int32)[order])
+                for batch, own in zip(lengths, found_lengths.split(size), strict=False):
+                    batch[c] = own
         per_key = [x.sum(1).tolist() if self.bags else [n] * len(keys)
                    for x, n in zip(lengths, counts, strict=True)]
         ends = [np.cumsum([0, *x]) for x in per_key]
@@ -125,13 +125,15 @@ class Assembly:
                 own = self._weights_of(name, columns)
                 native.take(own.values, own.ends, order, size, _slices(weights, ends, c))
         found: list[dict[str, Any]] = []
+        upto = torch.arange(0 if self.bags else len(keys) * max(counts, default=0) + 1,
+                            dtype=torch.int32)
         for k, n in enumerate(counts):
             if self.deduplicate:
                 found.append(_deduplicated(keys, self.deduplicate, values[k], lengths[k],
                                            per_key[k]))
                 continue
-            offsets = None if self.bags else torch.arange(
-                len(keys) * n + 1, dtype=torch.int32, pin_memory=pin)
+            offsets = None if self.bags else _empty((len(keys) * n + 1,), torch.int32, pin).copy_(
+                upto[:len(keys) * n + 1])
             found.append({
                 "keys": list(keys), "values": values[k], "lengths": lengths[k].view(-1),
                 "offsets": offsets, "stride": n, "length_per_key": per_key[k],
