@@ -17,7 +17,7 @@ from oper.data import Folder
 from oper.data.folder import MANIFEST
 
 _BATCH, _WINDOW, _EPOCHS = 8192, 1 << 17, 5
-_SHAPE_BYTES = 100 * 10**9
+_SHAPE_BYTES, _SHAPE_FILES = 100 * 10**9, 4000  # the files of a short log are too small for both
 _PREPROCESS = """
 from oper.data import PreprocessOptions, load_recipe, preprocess
 value = preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2],
@@ -164,13 +164,14 @@ def _first(data: Path, shape: Path, sizes: list[str]) -> tuple[float, int, int]:
     """Seconds to the first batch of a folder of 100 GB, its files and its bytes."""
     folder = Folder.open(data)
     part = max(folder.parts("train"), key=lambda p: p.stat().st_size)
-    rows = folder.open_part(part, ()).metadata.num_rows
-    # As many files as there were if each had its 2^21 rows; a short log makes them smaller only.
-    count = max(1, round(_SHAPE_BYTES / (part.stat().st_size / rows * (1 << 21))))
+    about = folder.part_sizes[f"train/{part.name}"]
+    count = min(_SHAPE_FILES, -(-_SHAPE_BYTES // about[0]))
     (shape / "train").mkdir(parents=True)
-    for k in range(count):
-        os.link(part, shape / "train" / f"part-{k:05d}-000.parquet")
-    manifest = {**folder.manifest, "rows": {"train": rows * count, "valid": 0, "test": 0}}
+    names = [f"train/part-{k:05d}-000.parquet" for k in range(count)]
+    for name in names:
+        os.link(part, shape / name)
+    manifest = {**folder.manifest, "rows": {"train": about[1] * count, "valid": 0, "test": 0},
+                "parts": dict.fromkeys(names, about)}
     (shape / MANIFEST).write_text(json.dumps(manifest))
     seconds = [run_worker(_FIRST, str(shape), *sizes)["value"][0] for _ in range(3)]
-    return float(np.median(seconds)), count, part.stat().st_size * count
+    return float(np.median(seconds)), count, about[0] * count

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import pickle
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +202,37 @@ def test_ranks_read_their_own_row_groups(folder: Path, monkeypatch: pytest.Monke
         mine = read[before:]
         assert len(mine) == len(set(mine)), "a group that spans windows is read once"
     assert num_groups == 11 and len(read) <= num_groups + 2
+
+
+def test_a_folder_opens_without_opening_its_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first, unless the manifest does not know them; the batches are the same."""
+    from oper.data import Folder
+
+    opened: list[Path] = []
+    genuine = Folder.open_part
+    monkeypatch.setattr(Folder, "open_part", lambda self, part, columns: (
+        opened.append(part), genuine(self, part, columns))[1])
+    whole = Loader(folder, "train", LoaderOptions(64))
+    assert len(opened) == 1 < len(whole.folder.parts("train"))
+    shutil.copytree(folder, tmp_path / "old")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for change in ({"parts": {}}, {"row_group_rows": 0}):
+        (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, **change}))
+        opened.clear()
+        old = Loader(tmp_path / "old", "train", LoaderOptions(64))
+        assert len(opened) == 3 and old._groups.rows.tolist() == whole._groups.rows.tolist()
+        assert [everything(b) for b in old] == [everything(b) for b in whole]
+    for change in ({"parts": []}, {"parts": {"train/x": 1}}, {"parts": {"train/x": [1, -1]}},
+                   {"row_group_rows": "64"}, {"parts": {"train/x": [1, 2, 3]}}):
+        (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, **change}))
+        with pytest.raises(FileFormatError, match="manifest"):
+            Loader(tmp_path / "old", "train", LoaderOptions(64))
+    # A manifest that lies: more rows than there are, in groups of other sizes.
+    (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, "row_group_rows": 40}))
+    with pytest.raises(FileFormatError, match="row"):
+        list(Loader(tmp_path / "old", "train", LoaderOptions(64)))
 
 
 def test_features_share_one_values_tensor(folder: Path) -> None:
@@ -671,3 +704,14 @@ def test_pinned_memory(folder: Path) -> None:
     data = DataLoader(Loader(folder, "train", LoaderOptions(32)), batch_size=None, num_workers=1,
                       pin_memory=True)
     assert [everything(b) for b in data] == [everything(b) for b in plain]
+
+
+def test_the_example_of_the_documentation(folder: Path, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    (tmp_path / "data").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/data.md", "exec"), names)
+    assert names["loader"].state_dict() == names["state"] and names["state"]["epoch"] == 1
