@@ -163,7 +163,7 @@ class GroupReader:
         if not number or (array.values if is_bags else array).null_count:
             raise FileFormatError(fail(
                 what, name, f"{array.type}, {array.null_count} nulls",
-                "numbers without nulls, one per row" if not is_bags else "lists of ids", again))
+                "lists of ids" if is_bags else "one number per row, none null", again))
         ends = None
         if is_bags:
             ends = np.asarray(array.offsets.to_numpy(), np.int64)
