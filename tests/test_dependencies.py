@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import oper
 from tests.support import ROOT
 from tests.test_imports import MODULES
 
@@ -150,3 +151,21 @@ def test_imports_are_found_wherever_they_are() -> None:
     needed = {"numpy", "fbgemm-gpu", "mlcommons-loadgen", "scipy", "torchrec", "duckdb"}
     assert third_party(text) == needed
     assert third_party(text, optional=True) == needed | {"ray"}
+
+
+def test_one_version_everywhere() -> None:
+    cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    released = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert cited == [oper.__version__] == released[:1]
+
+
+def test_workflows_and_hooks_call_what_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = page.read_text(encoding="utf-8")
+        called = {w for line in re.findall(r"run: make ([\w ${}.-]+)", text)
+                  for w in re.sub(r"\$\{\{.*?\}\}", "", line).split()}
+        for listed in re.findall(r"target: \[(.*?)\]", text):
+            called |= set(listed.split(", "))
+        assert called
+        assert called <= targets
