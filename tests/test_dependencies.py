@@ -24,6 +24,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "oper.serve": ("serve",),
     "oper.serve.model": ("torchrec",),
     "oper.report": ("report",),
+    "oper.data.kjt": ("torchrec",),
     "oper.data.workers": ("data",),
     "oper.search.heuristic.oracle": ("plan",),
     "oper.search.peers": ("bench", "report"),
