@@ -25,7 +25,7 @@ else
 TORCH_SPEC ?= torch==2.13.0
 endif
 
-.PHONY: help setup build demo test test-faults test-sanitizers lint wheel-test clean
+.PHONY: help setup build demo test test-faults test-sanitizers lint docs wheel-test sdist wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,8 +33,10 @@ help:
 	@echo "make test [ARGS=...]        the tests"
 	@echo "make test-faults            kill, stop, slow down, fill up, damage; prints a table"
 	@echo "make test-sanitizers        the native libraries under the compiler's sanitizers"
-	@echo "make lint                   ruff and mypy"
-	@echo "make wheel-test             build a wheel, install it elsewhere, try it"
+	@echo "make lint                   ruff, mypy and codespell"
+	@echo "make docs                   links, examples and spelling of the documents"
+	@echo "make wheel-test             build a wheel from a source distribution, install it elsewhere, try it"
+	@echo "make sdist wheels           a release in dist/: sources, and manylinux wheels (needs docker)"
 	@echo "make setup                  only install into $(VENV) and build"
 	@echo "make clean                  remove what was built ($(VENV) stays)"
 
@@ -87,9 +89,22 @@ test-sanitizers: setup
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	git ls-files -z | xargs -0 $(BIN)/codespell
+
+docs: setup
+	$(BIN)/codespell *.md docs
+	$(BIN)/python -m pytest tests/test_readme.py $(ARGS)
 
 wheel-test: setup
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+
+sdist: setup
+	$(BIN)/python setup.py -q sdist
+
+# The settings are in pyproject.toml.
+wheels: setup
+	$(PIP) install --quiet cibuildwheel==4.3.3
+	$(BIN)/python -m cibuildwheel --platform linux --output-dir dist
 
 clean:
 	rm -rf build dist *.egg-info oper/_lib/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

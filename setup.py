@@ -10,7 +10,7 @@ Plain shared libraries come out:
 
 The last two use libtorch's stable C++ interface and no Python headers, so that one binary serves
 every Python and every torch from 2.11 on. torch must be there before the build; install it first
-and use ``pip install --no-build-isolation``.
+and use ``pip install --no-build-isolation``. A source distribution needs no torch.
 
 Environment variables:
     OPER_CUDA: ``auto`` (default), ``0`` (never), ``1`` (also for a torch without CUDA).
@@ -208,12 +208,16 @@ try:
     check_environment("cannot build", BUILD)
 except ValueError as error:
     sys.exit(str(error))
-torch_version()  # before pip resolves dependencies: it would fetch a torch of its own choice
+# What only looks at the sources needs no torch. Everything else stops here without one, before pip
+# resolves dependencies: it would fetch a torch of its own choice.
+packing = bool({"sdist", "egg_info"} & set(sys.argv[1:]))
+if not packing:
+    torch_version()
 host_sources = [s for s in sources("csrc/host/*.cpp", "csrc/ops_*.cpp")
                 if not s.endswith("ops_cuda.cpp")]
 extensions = [Extension(SEARCH, sources("csrc/search/*.cpp")),
               Extension(DATA, sources("csrc/data/*.cpp")), Extension(HOST, host_sources)]
-if cuda_sources():
+if not packing and cuda_sources():
     extensions.append(Extension(CUDA, cuda_sources()))
 setup(ext_modules=extensions,
       cmdclass={"build_ext": BuildNative, "build_py": BuildPython, "bdist_wheel": PlatformWheel})

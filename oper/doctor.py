@@ -33,11 +33,12 @@ _OPTIONAL = {  # module: (distributions that provide it, what it is for, how to 
     "fbgemm_gpu": (("fbgemm-gpu-cpu", "fbgemm-gpu"), "torchrec",
                    "pip install fbgemm-gpu-cpu (fbgemm-gpu on a GPU machine)"),
     "cvxpy": (("cvxpy",), "the readable statement of the planner", "pip install 'oper[plan]'"),
+    "scipy": (("scipy",), "baselines that solve a program", "pip install 'oper[report]'"),
     "matplotlib": (("matplotlib",), "reports", "pip install 'oper[report]'"),
     "jinja2": (("jinja2",), "reports", "pip install 'oper[report]'"),
     "uvicorn": (("uvicorn",), "oper serve", "pip install 'oper[serve]'"),
     "prometheus_client": (("prometheus_client",), "oper serve", "pip install 'oper[serve]'"),
-    "mlperf_loadgen": (("mlcommons_loadgen",), "oper bench serve", "pip install 'oper[serve]'"),
+    "mlperf_loadgen": (("mlcommons_loadgen",), "oper bench serve", "pip install 'oper[bench]'"),
 }
 _HUGE_BYTES = 2 << 20
 

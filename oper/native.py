@@ -232,3 +232,36 @@ def gather(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
     found = np.empty(codes.size, np.int32)
     compiled.oper_data_gather(address(table), address(codes), _size(codes), width, address(found))
     return found
+
+
+_TAKES = {(np.dtype(a), np.dtype(b)): k for k, (a, b) in enumerate(
+    ((np.int32, np.int64), (np.int64, np.int64), (np.float32, np.float32)))}
+
+
+def take(values: np.ndarray, ends: np.ndarray | None, order: np.ndarray, size: int,
+         to: list[np.ndarray]) -> None:
+    """Values of rows in another order, cut into batches, bag after bag.
+
+    Args:
+        values: int32, int64 or float32 [L], contiguous.
+        ends: where each of n bags ends, int64 [n + 1], the first 0; None = one value per row.
+        order: rows, int32 [m], contiguous, each in 0..n-1.
+        size: rows of a batch; the last one may have fewer.
+        to: of each batch, int64, or float32 for float values, contiguous, as long as its bags are
+            together; overwritten.
+    """
+    compiled = library()
+    kind = _TAKES.get((values.dtype, to[0].dtype)) if to else None
+    if compiled is not None and kind is not None:
+        outs = np.array([a.__array_interface__["data"][0] for a in to], np.uint64)
+        compiled.oper_data_take(kind, address(values), address(ends), address(order), _size(order),
+                                ctypes.c_int64(size), address(outs))
+        return
+    for k, out in enumerate(to):
+        rows = order[k * size:(k + 1) * size]
+        if ends is None:
+            out[:] = values[rows]
+            continue
+        lengths = np.diff(ends)[rows]
+        starts = np.cumsum(lengths) - lengths
+        out[:] = values[np.arange(out.size) + np.repeat(ends[rows] - starts, lengths)]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -45,16 +46,37 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+# In place of torch, for a Python that has none.
+NO_TORCH = """
+import importlib.util as u, sys
+find = u.find_spec
+u.find_spec = lambda name, *a: None if name == "torch" else find(name, *a)
+"""
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the checkout's files, built elsewhere; compiled objects are taken along."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
-    for name in ("oper", "csrc", "datasets", "build/objects"):
-        if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, source / name,
-                            ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy2(ROOT / name, source / name)
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution of what the repository tracks, made as by a Python without torch."""
+    checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
+    hidden = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", ".git", ".venv*", "build",
+                                    "dist", "runs", ".*_cache", ".hypothesis")
+    shutil.copytree(ROOT, checkout, ignore=hidden, dirs_exist_ok=True)
+    # As build front ends do: first what the build requires, then the build.
+    run(sys.executable, "-c", f"{NO_TORCH}\nfrom setuptools import build_meta as b\n"
+        f"assert b.get_requires_for_build_sdist() == []\nb.build_sdist({str(out)!r})", cwd=checkout)
+    (path,) = out.glob("oper-*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from the source distribution; compiled objects are taken along."""
+    unpacked, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    if (ROOT / "build" / "objects").exists():
+        shutil.copytree(ROOT / "build" / "objects", source / "build" / "objects")
     # What an earlier build has left behind must not get in.
     stale = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     (stale / "oper").mkdir(parents=True)
@@ -63,6 +85,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-w", out, cwd=source)
     (path,) = out.glob("*.whl")
     return path
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_all_that_tests_and_readers_need(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True,
+                            check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    hosting = (".ci/", ".github/", ".gitignore", ".dockerignore")
+    tracked = {n for n in listed.stdout.splitlines() if not n.startswith(hosting)
+               and (ROOT / n).exists()}
+    assert tracked - names == set()
 
 
 @pytest.mark.slow
@@ -98,9 +134,7 @@ def test_the_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> 
 
 
 def test_a_build_without_torch_says_what_to_do() -> None:
-    code = ("import importlib.util as u, runpy, sys\nfind = u.find_spec\n"
-            "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
-            "sys.argv = ['setup.py', '--version']\nrunpy.run_path('setup.py')")
+    code = f"{NO_TORCH}\nimport runpy\nsys.argv[1:] = ['dist_info']\nrunpy.run_path('setup.py')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           check=False)
     assert done.returncode == 1

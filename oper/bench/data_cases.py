@@ -84,19 +84,21 @@ value = sum(rows.labels.size for rows in read_unit(
 """
 
 
-def _command(body: str, *words: str) -> list[str]:
+def command(body: str, *words: str) -> list[str]:
+    """What starts a worker that runs `body` and tells its ``value``."""
     return [sys.executable, "-c", _WORKER.format(body=body), *words]
 
 
-def _run(body: str, *words: str) -> dict[str, Any]:
+def run_worker(body: str, *words: str) -> dict[str, Any]:
     """Run a worker with one thread; what it tells."""
-    done = subprocess.run(_command(body, *words), capture_output=True, text=True, check=True,
+    done = subprocess.run(command(body, *words), capture_output=True, text=True, check=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"})
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def _log(folder: Path, num_rows: int) -> Path:
+def log_file(folder: Path, num_rows: int) -> Path:
+    """A synthetic log of so many rows in `folder`, the one that is there if there is one."""
     path = folder / f"log-{num_rows}.txt"
     if not path.exists():
         write_synthetic_log(path, SyntheticLog(num_rows=num_rows, seed=7))
@@ -109,14 +111,14 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
     ``mb_per_s_per_core`` counts each byte of text once, over all passes. The parse reads the same
     file into integers and texts and drops them; which library is fastest is found on a short log.
     """
-    log = _log(folder, num_rows)
+    log = log_file(folder, num_rows)
     megabytes = log.stat().st_size / 1e6
     target = folder / "out"
     shutil.rmtree(target, ignore_errors=True)
     fastest, rates = _fastest_library(folder)
-    parse = _run(_PARSE if fastest == "pyarrow.csv" else _OTHERS[fastest], str(log))
-    read = _run(_READ, str(log))
-    found = _run(_PREPROCESS, str(log), str(target), str(1 << 28))
+    parse = run_worker(_PARSE if fastest == "pyarrow.csv" else _OTHERS[fastest], str(log))
+    read = run_worker(_READ, str(log))
+    found = run_worker(_PREPROCESS, str(log), str(target), str(1 << 28))
     rows = sum(found["value"].values())
     shutil.rmtree(target)
     mine = megabytes / max(found["seconds"], found["cpu"])
@@ -136,27 +138,27 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
 
 def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
     """Of those installed, by MB/s of a log of 500,000 rows, the better of two runs each."""
-    log = _log(folder, 500_000)
+    log = log_file(folder, 500_000)
     bodies = {"pyarrow.csv": _PARSE, **{n: b for n, b in _OTHERS.items()
                                         if importlib.util.find_spec(n) is not None}}
-    rates = {n: max(log.stat().st_size / 1e6 / _run(body, str(log))["seconds"] for _ in range(2))
-             for n, body in bodies.items()}
+    rates = {n: max(log.stat().st_size / 1e6 / run_worker(body, str(log))["seconds"]
+                    for _ in range(2)) for n, body in bodies.items()}
     return max(rates, key=lambda n: rates[n]), rates
 
 
 def resume(num_rows: int, folder: Path) -> dict[str, Any]:
     """The same, killed at random moments, against an undisturbed run."""
-    log, units = _log(folder, num_rows), str(1 << 24)
+    log, units = log_file(folder, num_rows), str(1 << 24)
     whole, broken = folder / "whole", folder / "broken"
     for path in (whole, broken, folder / ".broken.work"):
         shutil.rmtree(path, ignore_errors=True)
     begin = time.perf_counter()
-    _run(_PREPROCESS, str(log), str(whole), units)
+    run_worker(_PREPROCESS, str(log), str(whole), units)
     undisturbed = time.perf_counter() - begin
     rng, kills = random.Random(3), 0
     begin = time.perf_counter()
     for attempt in range(_ATTEMPTS):
-        process = subprocess.Popen(_command(_PREPROCESS, str(log), str(broken), units),
+        process = subprocess.Popen(command(_PREPROCESS, str(log), str(broken), units),
                                    stdout=subprocess.DEVNULL)
         wait = rng.uniform(0.1, 0.5) * undisturbed if kills < _KILLS else 600.0
         try:
@@ -196,9 +198,9 @@ def count(num_ids: int, folder: Path) -> dict[str, Any]:
         stats = counter.finish()
         if stats.num_accesses != ids.size or stats.head_counts[0] != np.bincount(ids).max():
             return {"verified": False}
-    log = _log(folder, 1_000_000 if num_ids > 10_000_000 else 60_000)
+    log = log_file(folder, 1_000_000 if num_ids > 10_000_000 else 60_000)
     shutil.rmtree(folder / "out", ignore_errors=True)
-    _run(_PREPROCESS, str(log), str(folder / "out"), str(1 << 28))
+    run_worker(_PREPROCESS, str(log), str(folder / "out"), str(1 << 28))
     rows = Folder.open(folder / "out").rows["train"]
     seconds = min(_timed(lambda: analyze_folder(folder / "out")) for _ in range(3))
     shutil.rmtree(folder / "out")
@@ -236,7 +238,7 @@ value = [spent, top, int(stats.head_counts[0]), stats.num_accesses, stats.is_exa
          stats.num_touched_rows]
 """
     path = folder / "sketch.npz"
-    found = _run(body, str(path))
+    found = run_worker(body, str(path))
     path.unlink()
     spent, top, hottest, accesses, is_exact, touched = found["value"]
     close = abs(hottest - top) <= 0.1 * top

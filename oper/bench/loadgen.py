@@ -85,7 +85,7 @@ def library() -> Any:
         import mlperf_loadgen
     except ImportError as error:
         raise MissingDependencyError(fail("cannot generate load", "import", str(error),
-                                          "mlperf_loadgen", "install oper[serve]")) from error
+                                          "mlperf_loadgen", "install oper[bench]")) from error
     return mlperf_loadgen
 
 

@@ -16,6 +16,8 @@ _PUBLIC = {
     "ArrayBatch": "oper.data.batches",
     "BatchOptions": "oper.data.batches",
     "Batches": "oper.data.batches",
+    "Loader": "oper.data.loader",
+    "LoaderOptions": "oper.data.loader",
     "SyntheticLog": "oper.data.synthetic",
     "write_synthetic_log": "oper.data.synthetic",
     "power_law_ids": "oper.data.ids",
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     )
     from oper.data.folder import Folder as Folder
     from oper.data.ids import power_law_ids as power_law_ids
+    from oper.data.loader import Loader as Loader, LoaderOptions as LoaderOptions
     from oper.data.preprocessing import PreprocessOptions as PreprocessOptions
     from oper.data.recipe import Recipe as Recipe, load_recipe as load_recipe
     from oper.data.synthetic import (

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from oper.data.folder import Folder, reading
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.data.folder import Folder
+from oper.data.groups import Column, GroupReader, RowGroups, joined
+from oper.errors import InvalidInputError, fail
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,18 +88,10 @@ class Batches:
         """Open the split; raises FileFormatError or InvalidInputError when it cannot be read."""
         self.folder = Folder.open(path)
         self.split, self.options = split, options
-        self._columns = (self.folder.label, *self.folder.dense, *self.folder.sparse)
-        self._groups: list[tuple[Path, int]] = []
-        rows = 0
-        for part in self.folder.parts(split):
-            file = self.folder.open_part(part, self._columns)
-            self._groups += [(part, g) for g in range(file.metadata.num_row_groups)]
-            rows += file.metadata.num_rows
-        if rows != self.folder.rows[split]:
-            raise FileFormatError(
-                fail(f"cannot read {os.fspath(path)!r}", f"{split} rows", rows,
-                     f"{self.folder.rows[split]} as the manifest says", "preprocess again"))
-        self.num_rows = rows
+        folder = self.folder
+        self._groups = RowGroups(folder, split, (folder.label, *folder.dense, *folder.sparse),
+                                 frozenset(folder.multi_hot))
+        self.num_rows = self._groups.num_rows
 
     def __len__(self) -> int:
         """Global batches of an epoch."""
@@ -118,7 +109,7 @@ class Batches:
             number: the epoch; with `shuffle` each has an order of its own.
             start: global batches to skip, e.g. when training resumes.
         """
-        size, left = self.options.global_batch_size, self.num_rows
+        size = self.options.global_batch_size
         index = 0
         for buffer in self._buffers(number):
             at = 0
@@ -128,11 +119,6 @@ class Batches:
                     yield self._share(buffer, slice(at, at + count))
                 at += count
                 index += 1
-            left -= buffer.num_rows
-        if left:
-            raise FileFormatError(
-                fail(f"cannot read {str(self.folder.path)!r}", "rows", self.num_rows - left,
-                     f"{self.num_rows}", "the folder changed while it was read, open it again"))
 
     def _share(self, buffer: _Rows, rows: slice) -> ArrayBatch:
         """This rank's rows of the global batch `rows` of a buffer."""
@@ -148,9 +134,9 @@ class Batches:
         single = iter(buffer.ids)
         for k, name in enumerate(self.folder.sparse):
             if name in buffer.bags:
-                bags = buffer.bags[name]
-                values.append(bags.ids[bags.ends[mine.start]:bags.ends[mine.stop]])
-                lengths[k] = np.diff(bags.ends[mine.start:mine.stop + 1])
+                bags = buffer.bags[name].part(mine.start, mine.stop)
+                values.append(bags.values)
+                lengths[k] = bags.lengths
             else:
                 values.append(next(single)[mine])
         return ArrayBatch(labels, np.ascontiguousarray(dense),
@@ -160,14 +146,15 @@ class Batches:
         """Rows in order of the epoch, in whole global batches but for the last buffer."""
         options = self.options
         rng = np.random.default_rng((options.seed, epoch))
-        groups = self._groups
+        groups = np.arange(self._groups.rows.size)
         if options.shuffle:
-            groups = [groups[k] for k in rng.permutation(len(groups))]
+            groups = rng.permutation(groups.size)
+        reader = GroupReader(self._groups)
         pending: list[_Rows] = []
         num_pending = 0
         wanted = max(options.buffer_rows, options.global_batch_size)
         for k, group in enumerate(groups):
-            pending.append(self._load(*group))
+            pending.append(self._load(reader, int(group)))
             num_pending += pending[-1].num_rows
             is_last = k == len(groups) - 1
             if num_pending < wanted and not is_last:
@@ -180,52 +167,28 @@ class Batches:
             num_pending -= cut
             yield rows.part(0, cut)
 
-    def _load(self, part: Path, group: int) -> _Rows:
-        folder = self.folder
-        file = folder.open_part(part, self._columns)
-        with reading(part):
-            table = file.read_row_group(group, columns=list(self._columns))
+    def _load(self, reader: GroupReader, group: int) -> _Rows:
+        folder, found = self.folder, reader.read(group)
 
         def stack(names: Sequence[str], dtype: type[np.generic]) -> np.ndarray:
             if not names:
-                return np.zeros((0, table.num_rows), dtype)
-            for name in names:
-                kind = table.schema.field(name).type
-                if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-                    raise FileFormatError(fail(f"cannot read {str(part)!r}", name, str(kind),
-                                               "one number per row", "preprocess again"))
-            return np.stack([table.column(n).to_numpy() for n in names]).astype(dtype, copy=False)
+                return np.zeros((0, found[folder.label].values.size), dtype)
+            return np.stack([found[n].values for n in names]).astype(dtype, copy=False)
 
         single = [n for n in folder.sparse if n not in folder.multi_hot]
-        ids = stack(single, np.int32)
-        bags = {n: _bags(part, n, table.column(n).combine_chunks()) for n in folder.multi_hot}
-        found = {**dict(zip(single, ids, strict=True)), **{n: b.ids for n, b in bags.items()}}
-        for name, rows in zip(folder.sparse, folder.num_rows, strict=True):
-            column = found[name]
-            if column.size and not 0 <= column.min() <= column.max() < rows:
-                raise FileFormatError(
-                    fail(f"cannot read {str(part)!r}", f"ids of {name}",
-                         (int(column.min()), int(column.max())), f"0 <= id < num_rows={rows}",
-                         "preprocess again"))
-        return _Rows(stack([folder.label], np.int8)[0], stack(folder.dense, np.float32), ids, bags)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Bags:
-    """A column's ids int32 [L], and where each of the n bags ends, int64 [n + 1] (the first 0)."""
-
-    ids: np.ndarray
-    ends: np.ndarray
+        widest = max((found[n].values.dtype for n in single), default=np.dtype(np.int32))
+        return _Rows(stack([folder.label], np.int8)[0], stack(folder.dense, np.float32),
+                     stack(single, widest.type), {n: found[n] for n in folder.multi_hot})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """n rows: labels int8 [n], dense float32 [D, n], columns of one id each int32 [C, n], bags."""
+    """n rows: labels int8 [n], dense float32 [D, n], columns of one id each [C, n], bags."""
 
     labels: np.ndarray
     dense: np.ndarray
     ids: np.ndarray
-    bags: dict[str, _Bags]
+    bags: dict[str, Column]
 
     @property
     def num_rows(self) -> int:
@@ -233,43 +196,19 @@ class _Rows:
 
     def part(self, start: int, stop: int) -> _Rows:
         """Rows from `start` to before `stop`, without a copy of the ids."""
-        bags = {}
-        for name, b in self.bags.items():
-            first, last = b.ends[start], b.ends[stop]
-            bags[name] = _Bags(b.ids[first:last], b.ends[start:stop + 1] - first)
         return _Rows(self.labels[start:stop], self.dense[:, start:stop], self.ids[:, start:stop],
-                     bags)
+                     {n: b.part(start, stop) for n, b in self.bags.items()})
 
     def take(self, order: np.ndarray) -> _Rows:
         """The rows in another order."""
-        bags = {}
-        for name, b in self.bags.items():
-            lengths = np.diff(b.ends)[order]
-            ends = np.concatenate([[0], np.cumsum(lengths)])
-            at = np.arange(ends[-1]) + np.repeat(b.ends[order] - ends[:-1], lengths)
-            bags[name] = _Bags(b.ids[at], ends)
-        return _Rows(self.labels[order], self.dense[:, order], self.ids[:, order], bags)
+        return _Rows(self.labels[order], self.dense[:, order], self.ids[:, order],
+                     {n: b.take(order) for n, b in self.bags.items()})
 
 
 def _joined(parts: Sequence[_Rows]) -> _Rows:
     if len(parts) == 1:
         return parts[0]
-    bags = {}
-    for name in parts[0].bags:
-        same = [p.bags[name] for p in parts]
-        starts = np.cumsum([0, *(b.ids.size for b in same)])
-        ends = [b.ends[1:] + start for b, start in zip(same, starts, strict=False)]
-        bags[name] = _Bags(np.concatenate([b.ids for b in same]), np.concatenate([[0], *ends]))
     return _Rows(np.concatenate([p.labels for p in parts]),
                  np.concatenate([p.dense for p in parts], axis=1),
-                 np.concatenate([p.ids for p in parts], axis=1), bags)
-
-
-def _bags(part: Path, name: str, column: pa.Array) -> _Bags:
-    if not pa.types.is_list(column.type) or column.null_count:
-        raise FileFormatError(
-            fail(f"cannot read {str(part)!r}", name, str(column.type), "lists without nulls",
-                 "preprocess again"))
-    ends = np.asarray(column.offsets.to_numpy(), np.int64)
-    ids = column.values.to_numpy(zero_copy_only=False)[ends[0]:ends[-1]]
-    return _Bags(ids, ends - ends[0])
+                 np.concatenate([p.ids for p in parts], axis=1),
+                 {n: joined([p.bags[n] for p in parts]) for n in parts[0].bags})

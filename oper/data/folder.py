@@ -59,6 +59,9 @@ class Folder:
         missing_ids: by name of a sparse column the id of a missing field; 0 where missing fields
             have no id of their own and share row 0 with rare and unseen values (hashed columns:
             with nothing else).
+        part_sizes: by ``SPLIT/FILE`` the bytes and rows of the Parquet files; those of earlier
+            releases are not known.
+        row_group_rows: rows of every row group but a file's last; 0 = not known.
         time: name of the column of times, int64 seconds since 1970; empty for a log without times.
     """
 
@@ -73,6 +76,8 @@ class Folder:
     multi_hot: tuple[str, ...] = ()
     time: str = ""
     missing_ids: dict[str, int] = field(default_factory=dict)
+    part_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    row_group_rows: int = 0
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Folder:
@@ -120,8 +125,11 @@ class Folder:
                 {split: _whole(split, manifest["rows"][split], 0) for split in SPLITS},
                 multi_hot, str(columns["time"]),
                 {n: _whole(f"missing_id of {n!r}", tables[n]["missing_id"], 0, rows - 1)
-                 for n, rows in zip(sparse, num_rows, strict=True)})
-        except (KeyError, TypeError, ValueError) as error:
+                 for n, rows in zip(sparse, num_rows, strict=True)},
+                {str(name): (_whole("bytes", size, 0), _whole("rows", rows, 0))
+                 for name, (size, rows) in manifest.get("parts", {}).items()},
+                _whole("row_group_rows", manifest.get("row_group_rows", 0), 0))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")
             ) from None

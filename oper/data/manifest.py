@@ -8,13 +8,15 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 import oper
-from oper.data.folder import FOLDER_KIND, FOLDER_VERSION
+from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, SPLITS
 from oper.data.recipe import Recipe
 from oper.data.rows import MAX_EXAMPLES
 from oper.data.writing import Split
@@ -56,7 +58,8 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
                    "layouts": sorted({u.layout for u in job.units})},
         "synthetic": any(i.get("synthetic") for i in inputs),
         "inputs": inputs,
-        "rows": rows,
+        "rows": rows, "row_group_rows": options.row_group_rows,
+        "parts": _parts(job.work / "out"),
         "bad_rows": {"count": sum(r["bad"] for r in records), "max_bad": options.max_bad,
                      "first": [b for r in records for b in r["first"]][:MAX_EXAMPLES]},
         "split": {"by": "rows in order of time" if split.by == "rows" else "time",
@@ -98,6 +101,13 @@ def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
             split.by == "time" and split.start >= 0 and split.start + split.span < 2 * _YEAR_S):
         found.append("all times lie in 1970 or 1971: they look like seconds read as milliseconds")
     return found
+
+
+def _parts(folder: Path) -> dict[str, tuple[int, int]]:
+    """Bytes and rows of every Parquet file, so that who reads a few rows need not open them all."""
+    found = sorted(p for split in SPLITS for p in (folder / split).glob("part-*.parquet"))
+    return {str(p.relative_to(folder)): (p.stat().st_size, pq.read_metadata(p).num_rows)
+            for p in found}
 
 
 def _about(path: str) -> dict[str, Any]:

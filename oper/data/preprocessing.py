@@ -70,6 +70,8 @@ class PreprocessOptions:
         num_ray_workers: more of them on a Ray cluster that shares the file system.
         row_group_rows: rows of a Parquet row group.
         part_rows: rows of a Parquet file.
+        compression: of the Parquet files, ``"none"`` (quickest to read) or ``"zstd"`` (about half
+            as large).
         unit_bytes: about the size of the units that large plain files are cut into.
         check_disk: refuse to begin when the disk is estimated to be too small.
         show_progress: a progress bar on stderr.
@@ -87,6 +89,7 @@ class PreprocessOptions:
     num_ray_workers: int = 0
     row_group_rows: int = 1 << 16
     part_rows: int = 1 << 21
+    compression: str = "none"
     unit_bytes: int = 1 << 28
     check_disk: bool = True
     show_progress: bool = False
@@ -99,6 +102,9 @@ class PreprocessOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidInputError(fail(what, name, value, f">= {least}", "correct it"))
+        if self.compression not in ("none", "zstd"):
+            raise InvalidInputError(
+                fail(what, "compression", self.compression, "none or zstd", "correct it"))
         if self.hash_rows is not None and (self.max_rows is not None or self.hash_rows > 2**31 - 1):
             raise InvalidInputError(
                 fail(what, "hash_rows", self.hash_rows, "below 2^31 and without max_rows",
@@ -252,6 +258,8 @@ class Job:
                  [str(x) for x in self.shares], self.min_count, self.options.max_bad,
                  self.options.max_rows, self.options.hash_rows, self.options.row_group_rows,
                  self.options.part_rows]
+        if self.options.compression != "none":
+            about.append(self.options.compression)
         return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:32]
 
     def read_manifest(self) -> dict[str, Any]:
@@ -433,7 +441,7 @@ class Job:
     def _writing(self, split: Split) -> Writer:
         return Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out",
                       WriteOptions(self.options.row_group_rows, self.options.part_rows,
-                                   self._is_large))
+                                   self._is_large, self.options.compression))
 
     def _write(self, k: int, write: Callable[[], dict[str, int]]) -> None:
         self.stage.note(f"{k:06d}.rows.json", write())

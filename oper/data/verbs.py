@@ -47,6 +47,9 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                              "share the work too")
     parser.add_argument("--ray", type=whole(1), metavar="N",
                         help="also N workers on a Ray cluster that shares this file system")
+    parser.add_argument("--compression", choices=("none", "zstd"), default="none",
+                        help="of the Parquet files: none (the default, quickest to read) or zstd "
+                             "(about half as large)")
     parser.add_argument("--no-disk-check", action="store_true",
                         help="begin even if the disk is estimated to be too small")
     parser.add_argument("--force", action="store_true",
@@ -74,7 +77,8 @@ def run_preprocess(args: argparse.Namespace) -> int:
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
         max_rows=args.max_rows, hash_rows=args.hash_rows, layout=args.layout, force=args.force,
         num_workers=args.workers, num_ray_workers=args.ray or 0,
-        check_disk=not args.no_disk_check, show_progress=sys.stderr.isatty())
+        compression=args.compression, check_disk=not args.no_disk_check,
+        show_progress=sys.stderr.isatty())
     manifest = preprocess(_recipe(args), args.inputs, args.output, options)
     for line in manifest["bad_rows"]["first"]:
         print(f"left out: {line}", file=sys.stderr)

@@ -56,7 +56,7 @@ def on_ray(job: Job, count: int) -> Iterator[None]:
         import ray
     except ImportError:
         raise MissingDependencyError(fail("cannot use a Ray cluster", "ray", None, "installed",
-                                          "pip install 'oper[ray]'")) from None
+                                          "pip install 'oper[data]'")) from None
     mine = not ray.is_initialized()
     if mine:
         ray.init(log_to_driver=False, configure_logging=False)

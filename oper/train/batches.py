@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from oper.data import ArrayBatch
+from oper.data.kjt import torchrec_batch
 
 
 def to_batch(arrays: ArrayBatch, keys: Sequence[str]) -> Any:
@@ -21,9 +22,6 @@ def to_batch(arrays: ArrayBatch, keys: Sequence[str]) -> Any:
     The KJT's lengths are int32 (what FBGEMM's CPU kernels are fastest with) and its offsets are
     worked out, so that no engine pays for that.
     """
-    from torchrec.datasets.utils import Batch
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
     size = arrays.num_samples
     if arrays.lengths is None:
         lengths = torch.ones(len(keys) * size, dtype=torch.int32)
@@ -31,7 +29,8 @@ def to_batch(arrays: ArrayBatch, keys: Sequence[str]) -> Any:
     else:
         lengths = torch.from_numpy(arrays.lengths.reshape(-1))
         per_key = arrays.lengths.sum(axis=1).tolist()
-    kjt = KeyedJaggedTensor(list(keys), torch.from_numpy(arrays.ids.reshape(-1)), lengths=lengths,
-                            stride=size, length_per_key=per_key)
-    kjt.offsets()
-    return Batch(torch.from_numpy(arrays.dense), kjt, torch.from_numpy(arrays.labels))
+    return torchrec_batch(
+        torch.from_numpy(arrays.dense),
+        {"keys": list(keys), "values": torch.from_numpy(arrays.ids.reshape(-1)),
+         "lengths": lengths, "stride": size, "length_per_key": per_key},
+        torch.from_numpy(arrays.labels))

@@ -77,6 +77,31 @@ def test_output_equals_a_direct_computation(
         "int8", "int8", "float", "int32"]
 
 
+def test_compressed_output_holds_the_same(tmp_path: Path, invent: Any, write: Any,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    from oper.data import writing
+
+    monkeypatch.setattr(writing, "_DICTIONARY_ROWS", 16)  # so that there are tables of both kinds
+    path = write(tmp_path / "train.txt", invent(2000))
+    for name in ("none", "zstd"):
+        preprocess(KAGGLE, [str(path)], tmp_path / name, PreprocessOptions(compression=name))
+    tables = [pq.read_table(tmp_path / name / "train") for name in ("none", "zstd")]
+    assert tables[0].equals(tables[1])
+    sizes = {}
+    for name in ("none", "zstd"):
+        (part,) = (tmp_path / name / "train").iterdir()
+        about = pq.ParquetFile(part).metadata.row_group(0)
+        columns = [about.column(k) for k in range(about.num_columns)]
+        assert {c.compression for c in columns} == {"UNCOMPRESSED" if name == "none" else "ZSTD"}
+        sizes[name] = part.stat().st_size
+        if name == "zstd":
+            split = {c.path_in_schema for c in columns if "BYTE_STREAM_SPLIT" in c.encodings}
+            assert split == {f"C{k}" for k in range(1, 27)}
+    assert sizes["zstd"] < 0.7 * sizes["none"]
+    with pytest.raises(InvalidInputError, match="compression"):
+        PreprocessOptions(compression="gzip")
+
+
 def test_several_and_packed_files_are_one_log(tmp_path: Path, invent: Any, write: Any) -> None:
     rows = invent(300)
     one = write(tmp_path / "one.txt", rows)

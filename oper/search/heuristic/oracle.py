@@ -83,10 +83,15 @@ def best_of_candidates(
         The step (us) and the candidate chosen for each table.
 
     Raises:
+        MissingDependencyError: SciPy is not installed.
         OperError: no choice fits.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
+    try:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError as error:
+        raise MissingDependencyError(fail("the best of candidates needs SciPy", "import",
+                                          str(error), "scipy",
+                                          "pip install 'oper[plan]'")) from error
     model = relaxation.model
     pairs = [(k, c) for k, placements in enumerate(candidates) for c in range(len(placements))]
     tallies = [table_tally(model, relaxation.tables[k], candidates[k][c]) for k, c in pairs]

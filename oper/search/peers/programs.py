@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from oper.errors import MissingDependencyError, fail
 from oper.plan import MAX_PATTERN, Piece, Plan, Tier
 from oper.search.cost.model import evaluate
 from oper.search.heuristic.placing import table_plan
@@ -22,6 +23,11 @@ _HEAT_CLASSES = 30
 _MAX_WEIGHT = 16
 #: Shares of memory offered to a program; a plan has buffers of which the programs know nothing.
 _SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
+
+
+def _missing(error: ImportError) -> MissingDependencyError:
+    return MissingDependencyError(fail("cannot solve a baseline's program", "import", str(error),
+                                       "scipy", "pip install 'oper[report]'"))
 
 
 # -- RecShard --------------------------------------------------------------------------------------
@@ -57,9 +63,11 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
 def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
                     ) -> list[tuple[Tier, ...]] | None:
     """Tiers of every table; None where the program has no solution."""
-    from scipy import sparse
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
+    try:
+        from scipy import sparse
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError as error:
+        raise _missing(error) from error
     machine = problem.machine
     world, num_tables, num_steps = machine.world_size, len(problem.tables), len(steps)
     stops = np.array([_stops(t, steps) for t in problem.tables])  # [T, K]
@@ -157,8 +165,10 @@ def _heat_classes(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 def _solve_extraction(problem: Problem, share: float
                       ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Class of every block, replicated share by class [H], and rows by rank of the others [W]."""
-    from scipy.optimize import linprog
-
+    try:
+        from scipy.optimize import linprog
+    except ImportError as error:
+        raise _missing(error) from error
     machine = problem.machine
     of_block, held, read = _heat_classes(problem)
     world, classes = machine.world_size, held.size

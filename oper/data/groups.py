@@ -1,0 +1,196 @@
+"""Row groups of one split of a preprocessed folder: which there are, and what one of them holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from oper.data.folder import Folder, reading
+from oper.errors import FileFormatError, fail
+
+_OPEN_FILES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """A column of n rows: values [L], and where each row's bag ends, int64 [n + 1] (the first 0).
+
+    `ends` is None where every row has one value. Ids are int32 or int64, as the file has them.
+    """
+
+    values: np.ndarray
+    ends: np.ndarray | None = None
+
+    def part(self, start: int, stop: int) -> Column:
+        """Rows `start` to before `stop`, without a copy of the values."""
+        if self.ends is None:
+            return Column(self.values[start:stop])
+        first, last = self.ends[start], self.ends[stop]
+        return Column(self.values[first:last], self.ends[start:stop + 1] - first)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Values of each row of a column of bags, int64 [n]."""
+        assert self.ends is not None
+        return np.diff(self.ends)
+
+    def take(self, order: np.ndarray) -> Column:
+        """Rows `order` int64 [m], in that order."""
+        if self.ends is None:
+            return Column(self.values[order])
+        lengths = self.lengths[order]
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        at = np.arange(ends[-1]) + np.repeat(self.ends[order] - ends[:-1], lengths)
+        return Column(self.values[at], ends)
+
+
+class RowGroups:
+    """The row groups of a split, in order.
+
+    Attributes:
+        folder: the folder.
+        split: its part.
+        columns: what is read, in the order in which it is returned.
+        bags: those of `columns` that hold lists, the others hold one number per row.
+        rows: rows of each group, int64 [G].
+        digest: tells this split from others and from later versions of itself: the manifest, the
+            names and sizes of the files, and the rows of every group are in it.
+    """
+
+    def __init__(self, folder: Folder, split: str, columns: tuple[str, ...],
+                 bags: frozenset[str]) -> None:
+        """Find the row groups; raises InvalidInputError or FileFormatError.
+
+        Files that are as large as the manifest says are not opened, but for the first: opening the
+        thousands of a large folder takes seconds.
+        """
+        self.folder, self.split, self.columns, self.bags = folder, split, columns, bags
+        self._places: list[tuple[Path, int]] = []
+        rows: list[int] = []
+        files: list[tuple[str, int]] = []
+        for part in folder.parts(split):
+            size = part.stat().st_size
+            found = _told(folder, f"{split}/{part.name}", size) if files else None
+            if found is None:
+                about = folder.open_part(part, columns).metadata
+                found = [about.row_group(g).num_rows for g in range(about.num_row_groups)]
+            self._places += [(part, g) for g in range(len(found))]
+            rows += found
+            files.append((part.name, size))
+        self.rows = np.array(rows, np.int64)
+        if self.num_rows != folder.rows[split]:
+            raise FileFormatError(
+                fail(f"cannot read {str(folder.path)!r}", f"{split} rows", self.num_rows,
+                     f"{folder.rows[split]} as the manifest says", "preprocess again"))
+        known = json.dumps([folder.manifest, split, files, rows], sort_keys=True)
+        self.digest = hashlib.sha256(known.encode()).hexdigest()[:32]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the split."""
+        return int(self.rows.sum())
+
+    def place(self, group: int) -> tuple[Path, int]:
+        """The file of a group, and its number there."""
+        return self._places[group]
+
+
+def _told(folder: Folder, name: str, size: int) -> list[int] | None:
+    """Rows of the row groups of a file of `size` bytes, as the manifest has it; None = unknown."""
+    known, rows = folder.part_sizes.get(name, (-1, 0))
+    each = folder.row_group_rows
+    if known != size or not each or rows // each > size:  # no group takes less than a byte
+        return None
+    full, rest = divmod(rows, each)
+    return [each] * full + [rest] * (rest > 0)
+
+
+class GroupReader:
+    """Reads row groups, with a few files kept open; for one thread.
+
+    Checks what a damaged or edited file could break: nulls, types, ids outside their tables, the
+    number of rows.
+    """
+
+    def __init__(self, groups: RowGroups) -> None:
+        self.groups = groups
+        folder = groups.folder
+        self._limits = dict(zip(folder.sparse, folder.num_rows, strict=True))
+        self._files: dict[Path, pq.ParquetFile] = {}
+
+    def read(self, group: int) -> dict[str, Column]:
+        """The columns of a group; raises FileFormatError."""
+        part, number = self.groups.place(group)
+        table = self._table(part, number)
+        if table.num_rows != self.groups.rows[group]:
+            raise FileFormatError(
+                fail(f"cannot read {str(part)!r}", f"rows of row group {number}", table.num_rows,
+                     f"{self.groups.rows[group]}",
+                     "the folder changed while it was read, open it again"))
+        return {n: self._column(part, n, table.column(n)) for n in self.groups.columns}
+
+    def _table(self, part: Path, number: int) -> pa.Table:
+        names = self.groups.columns
+        if part not in self._files:
+            if len(self._files) == _OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[part] = self.groups.folder.open_part(part, names)
+        file = self._files[part]
+        if number >= file.num_row_groups:
+            raise FileFormatError(
+                fail(f"cannot read {str(part)!r}", "row groups", file.num_row_groups,
+                     f"more than {number}", "the folder changed while it was read, open it again"))
+        with reading(part):
+            return file.read_row_group(number, columns=list(names), use_threads=False)
+
+    def _column(self, part: Path, name: str, chunked: pa.ChunkedArray) -> Column:
+        array = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
+        what, again = f"cannot read {str(part)!r}", "preprocess again"
+        is_bags = name in self.groups.bags
+        limit = self._limits.get(name)
+        kind = array.type
+        if is_bags:
+            if not pa.types.is_list(kind) or array.null_count:
+                raise FileFormatError(fail(what, name, str(kind), "lists without nulls", again))
+            kind = kind.value_type
+        number = pa.types.is_integer(kind) or (pa.types.is_floating(kind) and limit is None)
+        if not number or (array.values if is_bags else array).null_count:
+            raise FileFormatError(fail(
+                what, name, f"{array.type}, {array.null_count} nulls",
+                "lists of ids" if is_bags else "one number per row, none null", again))
+        ends = None
+        if is_bags:
+            ends = np.asarray(array.offsets.to_numpy(), np.int64)
+            array = array.values[ends[0]:ends[-1]]
+            ends = ends - ends[0]
+        values = array.to_numpy(zero_copy_only=False)
+        if limit is not None:
+            if values.dtype not in (np.int32, np.int64):
+                values = values.astype(np.int64)
+            # A negative id is a large unsigned one, so that one pass sees both bounds.
+            if values.size and int(values.view(f"u{values.itemsize}").max()) >= limit:
+                raise FileFormatError(
+                    fail(what, f"ids of {name}", (int(values.min()), int(values.max())),
+                         f"0 <= id < num_rows={limit}", again))
+        return Column(values, ends)
+
+
+def joined(parts: list[Column]) -> Column:
+    """The rows of several columns, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    values = np.concatenate([p.values for p in parts])
+    if parts[0].ends is None:
+        return Column(values)
+    ends, total = [np.zeros(1, np.int64)], 0
+    for p in parts:
+        assert p.ends is not None
+        ends.append(p.ends[1:] + total)
+        total += p.values.size
+    return Column(values, np.concatenate(ends))

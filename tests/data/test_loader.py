@@ -1,0 +1,717 @@
+"""The loader: every row once, equal batches for every number of workers, exact resuming."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.utils.data import DataLoader
+
+from oper import native
+from oper.data import Loader, LoaderOptions, PreprocessOptions, preprocess
+from oper.data.folder import MANIFEST
+from oper.data.generic import Choice, generic_recipe
+from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+
+pytest.importorskip("torchrec")
+
+ROWS = 500
+KEYS = ["item", "tags", "history", "user"]
+
+
+def write_folder(where: Path) -> Path:
+    """500 training rows in 11 row groups of three files; `row` is the number of a row."""
+    rng = np.random.default_rng(0)
+    lines = ["label,item,tags,history,user,row,price"]
+    for k in range(625):
+        tags = "|".join(map(str, rng.integers(0, 30, rng.integers(1, 4))))
+        history = "|".join(map(str, rng.integers(0, 200, rng.integers(0, 9))))
+        lines.append(f"{k % 3 == 0:d},{rng.integers(0, 99)},{tags},{history},"
+                     f"{rng.integers(0, 12)},{k},{k / 8}")
+    path = where / "own.csv"
+    path.write_text("\n".join(lines) + "\n")
+    recipe = generic_recipe("csv", Choice(
+        ("item", "tags:|", "history:|", "user"), label="label", dense=("row", "price")))
+    preprocess(recipe, [str(path)], where / "out", PreprocessOptions(
+        row_group_rows=48, part_rows=200, valid="1/5", unit_bytes=1 << 28))
+    return where / "out"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return write_folder(tmp_path_factory.mktemp("loader"))
+
+
+@pytest.fixture(scope="module")
+def table(folder: Path) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = pq.read_table(folder / "train").to_pydict()
+    assert len(found["label"]) == ROWS
+    return found
+
+
+def rows_of(batch: Any) -> list[int]:
+    return batch.dense_features[:, 0].int().tolist()
+
+
+def everything(batch: Any) -> bytes:
+    """All bytes of a batch."""
+    kjt = batch.sparse_features
+    tensors = [batch.dense_features, batch.labels, kjt.values(), kjt.lengths(), kjt.offsets()]
+    if kjt.weights_or_none() is not None:
+        tensors.append(kjt.weights())
+    return b"|".join([repr((kjt.keys(), kjt.stride_per_key())).encode()] + [
+        repr((t.dtype, t.shape)).encode() + t.numpy().tobytes() for t in tensors])
+
+
+def check(batch: Any, table: dict[str, list[Any]], keys: list[str] = KEYS) -> None:
+    """What a batch holds, against the Parquet files."""
+    rows, kjt = rows_of(batch), batch.sparse_features
+    assert kjt.keys() == keys
+    assert (kjt.values().dtype, kjt.lengths().dtype) == (torch.int64, torch.int32)
+    assert batch.dense_features.dtype == batch.labels.dtype == torch.float32
+    assert batch.labels.tolist() == [table["label"][r] for r in rows]
+    assert batch.dense_features[:, 1].tolist() == [table["price"][r] for r in rows]
+    for key in keys:
+        bags = [table[key][r] for r in rows]
+        found = [x.tolist() for x in kjt[key].to_dense()]
+        assert found == [b if isinstance(b, list) else [b] for b in bags], key
+
+
+def test_order_of_the_folder_and_values(folder: Path, table: dict[str, list[Any]]) -> None:
+    loader = Loader(folder, "train", LoaderOptions(64, window=0))
+    batches = list(loader)
+    assert [b.labels.numel() for b in batches] == [64] * 7 + [52] and len(loader) == 8
+    assert [r for b in batches for r in rows_of(b)] == list(range(ROWS))
+    assert any([] in [table["history"][r] for r in rows_of(b)] for b in batches)
+    for batch in batches:
+        check(batch, table)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("window", [1, 100, 1 << 17])
+def test_shuffled_values(folder: Path, table: dict[str, list[Any]], window: int, compiled: bool,
+                         monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(native, "library", lambda: None)
+    batches = list(Loader(folder, "train", LoaderOptions(32, window=window, seed=4)))
+    for batch in batches:
+        check(batch, table)
+    order = [r for b in batches for r in rows_of(b)]
+    assert sorted(order) == list(range(ROWS)) != order
+
+
+def test_shuffled_within_windows_only(folder: Path) -> None:
+    """Row groups come in random order, and no row leaves the window that its group falls into."""
+    loader = Loader(folder, "train", LoaderOptions(16, window=100, seed=1))
+    order = [r for b in loader for r in rows_of(b)]
+    groups = loader._groups
+    starts = np.cumsum(groups.rows) - groups.rows
+    for at in range(0, ROWS, 96):
+        window = sorted(order[at:at + 96])
+        assert window != order[at:at + 96]
+        touched = set((np.searchsorted(starts, window, "right") - 1).tolist())
+        assert len(touched) <= 4, "96 rows of groups of 48 and less"
+    assert order[:96] != sorted(order[:96]) and sorted(order[:96]) != list(range(96))
+
+
+def test_seed_and_epoch_choose_the_order(folder: Path) -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        loader = Loader(folder, "train", LoaderOptions(32, seed=seed))
+        loader.set_epoch(epoch)
+        return [r for b in loader for r in rows_of(b)]
+
+    orders = [order(0, 0), order(0, 1), order(1, 0), order(0, 0)]
+    assert orders[0] == orders[3]
+    assert len({tuple(o) for o in orders}) == 3
+
+
+@given(world_size=st.integers(1, 9), batch_size=st.integers(1, 600), window=st.sampled_from(
+    [0, 1, 70, 300, 5000]), workers=st.integers(1, 5), drop_last=st.booleans(),
+    epoch=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_every_row_once_over_ranks_and_workers(
+    folder: Path, world_size: int, batch_size: int, window: int, workers: int, drop_last: bool,
+    epoch: int
+) -> None:
+    seen: list[int] = []
+    lengths = set()
+    for rank in range(world_size):
+        loader = Loader(folder, "train", LoaderOptions(
+            batch_size, window, seed=3, drop_last=drop_last, rank=rank, world_size=world_size,
+            prefetch=0))
+        loader.set_epoch(epoch)
+        whole = [everything(b) for b in loader]
+        lengths.add(len(whole))
+        assert len(whole) == len(loader)
+        shares = [list(loader._batches(range(w, len(loader), workers), epoch, -1))
+                  for w in range(workers)]
+        for k, expected in enumerate(whole):
+            batch = shares[k % workers][k // workers]
+            assert everything(batch) == expected
+            size = batch.labels.numel()
+            assert size == batch_size or (k == len(whole) - 1 and not drop_last)
+            seen += rows_of(batch)
+    assert len(lengths) == 1, "all ranks have the same number of batches"
+    assert len(seen) == len(set(seen)) == ROWS - loader.num_dropped
+    if not drop_last:
+        assert sorted(seen) == list(range(ROWS))
+    else:
+        assert loader.num_dropped == ROWS - world_size * batch_size * lengths.pop()
+
+
+def test_a_rank_without_rows_gives_an_empty_batch(folder: Path) -> None:
+    """500 rows for 499 ranks: the last rank has two, the others one, batches have one."""
+    first, last = (list(Loader(folder, "train", LoaderOptions(1, rank=rank, world_size=499)))
+                   for rank in (0, 498))
+    assert [b.labels.numel() for b in first] == [1, 0]
+    assert [b.labels.numel() for b in last] == [1, 1]
+    empty = first[1]
+    assert empty.dense_features.shape == (0, 2) and empty.sparse_features.stride() == 0
+    assert empty.sparse_features.keys() == KEYS and not empty.sparse_features.values().numel()
+
+
+def test_ranks_read_their_own_row_groups(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oper.data.groups import GroupReader
+
+    read: list[int] = []
+    genuine = GroupReader.read
+    monkeypatch.setattr(GroupReader, "read",
+                        lambda self, group: (read.append(group), genuine(self, group))[1])
+    num_groups = 0
+    for rank in range(3):
+        loader = Loader(folder, "train", LoaderOptions(16, 64, rank=rank, world_size=3))
+        num_groups = loader._groups.rows.size
+        before = len(read)
+        list(loader)
+        mine = read[before:]
+        assert len(mine) == len(set(mine)), "a group that spans windows is read once"
+    assert num_groups == 11 and len(read) <= num_groups + 2
+
+
+def test_a_folder_opens_without_opening_its_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first, unless the manifest does not know them; the batches are the same."""
+    from oper.data import Folder
+
+    opened: list[Path] = []
+    genuine = Folder.open_part
+    monkeypatch.setattr(Folder, "open_part", lambda self, part, columns: (
+        opened.append(part), genuine(self, part, columns))[1])
+    whole = Loader(folder, "train", LoaderOptions(64))
+    assert len(opened) == 1 < len(whole.folder.parts("train"))
+    shutil.copytree(folder, tmp_path / "old")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for change in ({"parts": {}}, {"row_group_rows": 0}):
+        (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, **change}))
+        opened.clear()
+        old = Loader(tmp_path / "old", "train", LoaderOptions(64))
+        assert len(opened) == 3 and old._groups.rows.tolist() == whole._groups.rows.tolist()
+        assert [everything(b) for b in old] == [everything(b) for b in whole]
+    for change in ({"parts": []}, {"parts": {"train/x": 1}}, {"parts": {"train/x": [1, -1]}},
+                   {"row_group_rows": "64"}, {"parts": {"train/x": [1, 2, 3]}}):
+        (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, **change}))
+        with pytest.raises(FileFormatError, match="manifest"):
+            Loader(tmp_path / "old", "train", LoaderOptions(64))
+    # A manifest that lies: more rows than there are, in groups of other sizes.
+    (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, "row_group_rows": 40}))
+    with pytest.raises(FileFormatError, match="row"):
+        list(Loader(tmp_path / "old", "train", LoaderOptions(64)))
+
+
+def test_features_share_one_values_tensor(folder: Path) -> None:
+    kjt = next(iter(Loader(folder, "train", LoaderOptions(64)))).sparse_features
+    base = kjt.values()
+    assert base.is_contiguous() and base.storage_offset() == 0
+    at = 0
+    for key in KEYS:
+        part = kjt[key].values()
+        assert part.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+        assert part.storage_offset() == at
+        at += part.numel()
+    assert at == base.numel() == base.untyped_storage().nbytes() // 8
+
+
+def test_batches_are_the_consumers_own(folder: Path) -> None:
+    loader = Loader(folder, "train", LoaderOptions(32))
+    untouched = [everything(b) for b in loader]
+    found = []
+    for batch in loader:
+        found.append(everything(batch))
+        for tensor in (batch.dense_features, batch.labels, batch.sparse_features.values(),
+                       batch.sparse_features.lengths(), batch.sparse_features.offsets()):
+            tensor.fill_(7)
+    assert found == untouched
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_any_number_of_worker_processes(folder: Path, workers: int, persistent: bool) -> None:
+    options = LoaderOptions(32, 96, seed=2, rank=1, world_size=2)
+    plain, loader = (Loader(folder, "train", options) for _ in range(2))
+    data = DataLoader(loader, batch_size=None, num_workers=workers, persistent_workers=persistent)
+    assert len(data) == len(plain)
+    for epoch in (0, 5):
+        for x in (plain, loader):
+            x.set_epoch(epoch)
+        assert [everything(b) for b in data] == [everything(b) for b in plain]
+
+
+def test_workers_that_are_spawned(folder: Path) -> None:
+    loader = Loader(folder, "train", LoaderOptions(128))
+    data = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    assert [everything(b) for b in data] == [everything(b) for b in loader]
+    again = pickle.loads(pickle.dumps(loader))
+    assert [everything(b) for b in again] == [everything(b) for b in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("done", [0, 1, 5, 7, 8])
+def test_resuming_with_other_workers(folder: Path, workers: int, done: int) -> None:
+    options = LoaderOptions(32, 64, rank=0, world_size=2, seed=9)
+    loader = Loader(folder, "train", options)
+    loader.set_epoch(3)
+    whole = [everything(b) for b in loader]
+    state = json.loads(json.dumps(loader.state_dict(done)))
+    other = Loader(folder, "train", options)
+    other.load_state_dict(state)
+    assert other.epoch == 3 and other.state_dict() == state
+    other.set_epoch(3)  # as a loop over epochs does; the place stays
+    data = DataLoader(other, batch_size=None, num_workers=workers)
+    assert [everything(b) for b in data] == whole[done:]
+    other.set_epoch(4)
+    loader.set_epoch(4)
+    assert [everything(b) for b in data] == [everything(b) for b in loader]
+
+
+def test_a_state_counts_what_was_given_not_what_was_read(folder: Path) -> None:
+    loader = Loader(folder, "train", LoaderOptions(32, 64, prefetch=3))
+    whole = [everything(b) for b in loader]
+    assert loader.state_dict()["batch"] == len(whole)
+    assert len([1 for _ in loader]) == len(whole), "an epoch that ended begins anew"
+    iterator = iter(loader)
+    assert loader.state_dict()["batch"] == 0
+    for k in range(5):
+        next(iterator)
+        assert loader.state_dict()["batch"] == k + 1
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 1000
+    for rank_options in ({}, {"prefetch": 0}):
+        other = Loader(folder, "train", LoaderOptions(32, 64, **rank_options))
+        other.load_state_dict(state)
+        assert [everything(b) for b in other] == whole[5:]
+        assert [everything(b) for b in other] == whole, "the place is used once"
+    fresh = iter(loader)
+    next(fresh)
+    next(iterator)
+    assert loader.state_dict()["batch"] == 1, "only the iterator begun last counts"
+
+
+class _Worker(Loader):
+    """Asks for its state in the worker, as StatefulDataLoader does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch, self.state_dict()
+
+
+def test_states_of_workers(folder: Path) -> None:
+    options = LoaderOptions(32, 64)
+    whole = [everything(b) for b in Loader(folder, "train", options)]
+    data = DataLoader(_Worker(folder, "train", options), batch_size=None, num_workers=3)
+    given = list(data)
+    assert [everything(b) for b, _ in given] == whole
+    states = [s for _, s in given]
+    assert [s["worker"] for s in states[:4]] == [[0, 3], [1, 3], [2, 3], [0, 3]]
+    assert [s["batch"] for s in states[:4]] == [3, 4, 5, 6]
+    assert {s["batch"] for s in states[-3:]} == {len(whole)}
+    alone = Loader(folder, "train", options)
+    alone.load_state_dict(states[1])
+    with pytest.raises(InvalidInputError, match="num_workers"):
+        iter(alone)
+
+
+class _Resumed(Loader):
+    """Loads a state in the worker, as StatefulDataLoader does."""
+
+    states: tuple[dict[str, Any], ...] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        self.load_state_dict(self.states[info.id])
+        return super().__iter__()
+
+
+def test_workers_go_on_from_their_states(folder: Path) -> None:
+    options = LoaderOptions(32, 64)
+    given = list(DataLoader(_Worker(folder, "train", options), batch_size=None, num_workers=2))
+    resumed = _Resumed(folder, "train", options)
+    resumed.states = (given[4][1], given[5][1])
+    found = [everything(b) for b in DataLoader(resumed, batch_size=None, num_workers=2)]
+    assert found == [everything(b) for b, _ in given[6:]]
+
+
+def test_stateful_data_loader(folder: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    options = LoaderOptions(32, 64)
+    whole = [everything(b) for b in Loader(folder, "train", options)]
+    for workers in (0, 2):
+        data = stateful(Loader(folder, "train", options), batch_size=None, num_workers=workers)
+        iterator = iter(data)
+        for _ in range(5):
+            next(iterator)
+        state = data.state_dict()
+        again = stateful(Loader(folder, "train", options), batch_size=None, num_workers=workers)
+        again.load_state_dict(state)
+        assert [everything(b) for b in again] == whole[5:]
+
+
+_CHILD = """
+import hashlib, json, os, sys
+from oper.data import Loader, LoaderOptions
+from tests.data.test_loader import everything
+folder, rank, log, state = sys.argv[1:]
+loader = Loader(folder, "train", LoaderOptions(8, 32, seed=6, rank=int(rank), world_size=2,
+                                               prefetch=2))
+if os.path.exists(state):
+    loader.load_state_dict(json.load(open(state)))
+with open(log, "a") as file:
+    for epoch in range(loader.epoch, 3):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            told = loader.state_dict()
+            digest = hashlib.sha256(everything(batch)).hexdigest()
+            file.write(f"{told['epoch']} {told['batch']} {digest}\\n")
+            file.flush()
+            with open(state + ".new", "w") as new:
+                json.dump(told, new)
+            os.replace(state + ".new", state)
+            print(flush=True)
+"""
+
+
+def test_resuming_after_kill(folder: Path, tmp_path: Path) -> None:
+    """A process that is killed again and again gives, in all, what an undisturbed one gives."""
+    def child(rank: int, name: str) -> subprocess.Popen[bytes]:
+        root = Path(__file__).resolve().parents[2]
+        return subprocess.Popen(
+            [sys.executable, "-c", _CHILD, str(folder), str(rank), str(tmp_path / f"{name}.log"),
+             str(tmp_path / f"{name}.json")], stdout=subprocess.PIPE, cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)})
+
+    def lines(name: str) -> list[str]:
+        return (tmp_path / f"{name}.log").read_text().splitlines()
+
+    whole = child(1, "whole")
+    whole.communicate()
+    assert whole.returncode == 0
+    expected = lines("whole")
+    assert len(expected) == 3 * 32 == len(set(expected))
+    for at in (7, 40):  # in the middle of a window, and of a later epoch
+        process = child(1, "killed")
+        assert process.stdout is not None
+        for _ in range(at):
+            process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    last = child(1, "killed")
+    last.communicate()
+    assert last.returncode == 0
+    found = lines("killed")
+    # A batch whose state was not saved yet when the process was killed comes once more.
+    assert 0 <= len(found) - len(expected) <= 2
+    assert list(dict.fromkeys(found)) == expected
+
+
+def test_a_state_of_something_else_is_refused(folder: Path, tmp_path: Path) -> None:
+    options = {"batch_size": 32, "window": 64, "seed": 1, "rank": 0, "world_size": 2}
+    loader = Loader(folder, "train", LoaderOptions(**options))
+    state = loader.state_dict(3)
+    for change, word in (({"batch_size": 16}, "batch_size"), ({"window": 96}, "window"),
+                         ({"seed": 2}, "seed"), ({"world_size": 4}, "world_size"),
+                         ({"drop_last": True}, "drop_last"), ({"group_by": "user"}, "group_by"),
+                         ({"weights": {"item": "price"}}, "weights"),
+                         ({"deduplicate": ("user",)}, "deduplicate")):
+        other = Loader(folder, "train", LoaderOptions(**{**options, **change}))
+        with pytest.raises(InvalidInputError, match=word):
+            other.load_state_dict(state)
+        assert other.state_dict()["batch"] == 0
+    Loader(folder, "train", LoaderOptions(**{**options, "rank": 1})).load_state_dict(state)
+    with pytest.raises(InvalidInputError, match="split"):
+        Loader(folder, "valid", LoaderOptions(**options)).load_state_dict(state)
+    again = write_folder(tmp_path)
+    with pytest.raises(InvalidInputError, match="folder"):
+        Loader(again, "train", LoaderOptions(**options)).load_state_dict(state)
+    wrong: list[Any] = [None, [], {}, {**state, "more": 1}, {**state, "batch": -1},
+                        {**state, "batch": 10**6}, {**state, "batch": 1.0}, {**state, "epoch": "0"},
+                        {**state, "worker": [1]}, {**state, "worker": "ab"},
+                        {**state, "version": 2}, {**state, "drop_last": 0},
+                        {**state, "shuffle": state["shuffle"][::-1]}]
+    for value in wrong:
+        with pytest.raises(InvalidInputError, match="cannot load the loader's state"):
+            loader.load_state_dict(value)
+    for count in (-1, 10**6, 1.5):
+        with pytest.raises(InvalidInputError, match="num_batches"):
+            loader.state_dict(count)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="epoch"):
+        loader.set_epoch(-1)
+
+
+@pytest.mark.parametrize("options", [
+    {"batch_size": 0}, {"batch_size": 1.0}, {"window": -1}, {"seed": -1}, {"prefetch": -1},
+    {"rank": 2, "world_size": 2}, {"rank": 0}, {"world_size": 2}, {"rank": 0, "world_size": 0},
+    {"group_by": "user", "window": 0}])
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match="cannot make a loader"):
+        LoaderOptions(**{"batch_size": 8, **options})
+
+
+def test_columns_that_do_not_fit(folder: Path) -> None:
+    for options, word in (({"group_by": "tags"}, "group_by"), ({"group_by": "x"}, "group_by"),
+                          ({"weights": {"x": "price"}}, "weights"),
+                          ({"weights": {"item": "user"}}, "weights"),
+                          ({"deduplicate": ("x",)}, "deduplicate"),
+                          ({"weights": {"item": "price"}, "deduplicate": ("user",)}, "one of")):
+        with pytest.raises(InvalidInputError, match=word):
+            Loader(folder, "train", LoaderOptions(8, **options))
+    with pytest.raises(FileFormatError, match="missing columns"):
+        Loader(folder, "train", LoaderOptions(8, weights={"item": "x"}))
+    with pytest.raises(InvalidInputError, match="'dev'"):
+        Loader(folder, "dev", LoaderOptions(8))
+    test = Loader(folder, "test", LoaderOptions(8))
+    assert len(test) == 0 and list(test) == []
+
+
+def changed(folder: Path, change: Any) -> Path:
+    """Rewrite every training file with `change` of its table."""
+    for part in sorted((folder / "train").iterdir()):
+        pq.write_table(change(pq.read_table(part)), part, row_group_size=48)
+    return folder
+
+
+def replaced(table: pa.Table, name: str, array: Any) -> pa.Table:
+    return table.set_column(table.schema.get_field_index(name), name, [array])
+
+
+def test_int64_ids(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    top = 1 << 40
+
+    def widen(table: pa.Table) -> pa.Table:
+        items = table["item"].combine_chunks().cast(pa.int64()).to_numpy() + top
+        tags = table["tags"].combine_chunks()
+        wide = pa.array(tags.values.to_numpy().astype(np.int64) + top)
+        table = replaced(table, "tags", pa.ListArray.from_arrays(tags.offsets, wide))
+        return replaced(table, "item", pa.array(items))
+
+    changed(folder, widen)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name in ("item", "tags"):
+        manifest["tables"][name]["num_rows"] = top + 200
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    table = pq.read_table(folder / "train").to_pydict()
+    for batch in Loader(folder, "train", LoaderOptions(64)):
+        check(batch, table)
+        assert int(batch.sparse_features["tags"].values().min()) >= top
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 32], [1 << 63 | 1]])
+def test_ids_outside_their_table(tmp_path: Path, ids: list[int]) -> None:
+    """Also those that a narrower type would wrap to a valid one."""
+    kind = pa.uint64() if ids[0] >= 1 << 63 else pa.int64()
+    folder = changed(write_folder(tmp_path), lambda t: replaced(
+        t, "item", pa.array(ids * t.num_rows, kind)))
+    with pytest.raises(FileFormatError, match="item"):
+        list(Loader(folder, "train", LoaderOptions(8)))
+
+
+@pytest.mark.parametrize(("name", "array"), [
+    ("item", lambda n: pa.array([None] * n, pa.int32())),
+    ("price", lambda n: pa.array([None] * n, pa.float32())),
+    ("item", lambda n: pa.array([1.5] * n)), ("label", lambda n: pa.array(["1"] * n)),
+    ("tags", lambda n: pa.array([1] * n)), ("item", lambda n: pa.array([[1]] * n)),
+    ("tags", lambda n: pa.array([None] * n, pa.list_(pa.int32()))),
+    ("tags", lambda n: pa.array([[1, None]] * n, pa.list_(pa.int32())))])
+def test_columns_of_another_kind(tmp_path: Path, name: str, array: Any) -> None:
+    folder = changed(write_folder(tmp_path), lambda t: replaced(t, name, array(t.num_rows)))
+    with pytest.raises(FileFormatError, match=name):
+        list(Loader(folder, "train", LoaderOptions(8)))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_folder_that_changes_while_it_is_read(tmp_path: Path, prefetch: int) -> None:
+    folder = write_folder(tmp_path)
+    loader = Loader(folder, "train", LoaderOptions(8, prefetch=prefetch))
+    changed(folder, lambda t: t.slice(1))
+    with pytest.raises(FileFormatError, match="changed"):
+        list(loader)
+    with pytest.raises(FileFormatError, match="manifest"):
+        Loader(folder, "train", LoaderOptions(8))
+    part = sorted((folder / "train").iterdir())[0]
+    part.write_bytes(part.read_bytes()[:-9])
+    with pytest.raises(FileFormatError, match="part-"):
+        Loader(folder, "train", LoaderOptions(8))
+
+
+def test_weights(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+
+    def weigh(table: pa.Table) -> pa.Table:
+        history = table["history"].combine_chunks()
+        weights = np.arange(len(history.values), dtype=np.float64) / 4
+        return table.append_column("history_weight", pa.ListArray.from_arrays(
+            history.offsets, pa.array(weights)))
+
+    changed(folder, weigh)
+    table = pq.read_table(folder / "train").to_pydict()
+    loader = Loader(folder, "train", LoaderOptions(64, weights={
+        "item": "price", "history": "history_weight"}))
+    for batch in loader:
+        check(batch, table)
+        kjt, rows = batch.sparse_features, rows_of(batch)
+        assert kjt.weights().dtype == torch.float32
+        assert kjt["item"].weights().tolist() == [table["price"][r] for r in rows]
+        assert kjt["history"].weights().tolist() == [
+            w for r in rows for w in table["history_weight"][r]]
+        assert set(kjt["tags"].weights().tolist()) == {1.0}
+    changed(folder, lambda t: replaced(t, "history_weight", pa.array([[1.0]] * t.num_rows)))
+    with pytest.raises(FileFormatError, match="history_weight"):
+        list(Loader(folder, "train", LoaderOptions(8, weights={"history": "history_weight"})))
+
+
+def test_rows_of_a_user_stay_together_in_order(folder: Path, table: dict[str, list[Any]]) -> None:
+    loader = Loader(folder, "train", LoaderOptions(16, 160, group_by="user", seed=3))
+    batches = list(loader)
+    for batch in batches:
+        check(batch, table)
+    order = [r for b in batches for r in rows_of(b)]
+    assert sorted(order) == list(range(ROWS))
+    firsts = []
+    for at in range(0, ROWS, 160):
+        window = order[at:at + 160]
+        users = [table["user"][r] for r in window]
+        starts = [0, *(k for k in range(1, len(users)) if users[k] != users[k - 1]), len(users)]
+        assert len(starts) - 1 == len(set(users)), "each user's rows are neighbours"
+        for a, b in itertools.pairwise(starts):
+            assert window[a:b] == sorted(window[a:b])
+        firsts.append([users[a] for a in starts[:-1]])
+    assert firsts[0] != sorted(firsts[0]) and firsts[0] != firsts[1]
+
+
+def test_equal_bags_once_with_inverse_indices(folder: Path, table: dict[str, list[Any]]) -> None:
+    loader = Loader(folder, "train", LoaderOptions(
+        64, 128, group_by="user", deduplicate=("user", "tags", "history")))
+    plain = Loader(folder, "train", LoaderOptions(64, 128, group_by="user"))
+    fewer = 0
+    for batch, whole in zip(loader, plain, strict=True):
+        assert torch.equal(batch.dense_features, whole.dense_features)
+        kjt, size = batch.sparse_features, batch.labels.numel()
+        keys, inverse = kjt.inverse_indices()
+        assert keys == KEYS and inverse.shape == (4, size) and inverse.dtype == torch.int64
+        assert kjt.stride_per_key()[0] == size
+        for c, key in enumerate(KEYS):
+            distinct = [x.tolist() for x in kjt[key].to_dense()]
+            assert len(distinct) == kjt.stride_per_key()[c] == int(inverse[c].max()) + 1
+            if key != "item":
+                assert len({tuple(x) for x in distinct}) == len(distinct)
+                fewer += size - len(distinct)
+            assert [distinct[k] for k in inverse[c].tolist()] == [
+                x.tolist() for x in whole.sparse_features[key].to_dense()]
+    assert fewer > 100
+
+
+def test_deduplicated_batches_pool_to_the_same(folder: Path) -> None:
+    """In a sharded collection, which takes a variable batch per feature."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+    import oper
+
+    torch.manual_seed(0)
+    options = LoaderOptions(50, 100, group_by="user")
+    plain = Loader(folder, "train", options)
+    rows = dict(zip(plain.folder.sparse, plain.folder.num_rows, strict=True))
+    model = EmbeddingBagCollection([EmbeddingBagConfig(
+        name=k, num_embeddings=rows[k], embedding_dim=8, feature_names=[k]) for k in KEYS])
+    batch = next(iter(plain))
+    once = next(iter(Loader(folder, "train", LoaderOptions(
+        50, 100, group_by="user", deduplicate=("user", "history")))))
+    expected = model(batch.sparse_features).values()
+    sharded = oper.shard(model, oper.collect([batch.sparse_features], model),
+                         optimizer=oper.SGD(lr=0.1))
+    found = sharded(once.sparse_features).values()
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_share_of_the_process_group(folder: Path, tmp_path: Path) -> None:
+    alone = Loader(folder, "train", LoaderOptions(8))
+    assert (alone.rank, alone.world_size) == (0, 1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert Loader(folder, "train", LoaderOptions(8)).world_size == 1
+        explicit = Loader(folder, "train", LoaderOptions(8, rank=2, world_size=3))
+        assert (explicit.rank, explicit.world_size) == (2, 3)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_without_torchrec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchrec.datasets.utils", None)
+    with pytest.raises(MissingDependencyError, match="torchrec"):
+        next(iter(Loader(folder, "train", LoaderOptions(8))))
+
+
+def test_the_thread_ends_with_the_iterator(folder: Path) -> None:
+    import threading
+
+    before = threading.active_count()
+    iterator = iter(Loader(folder, "train", LoaderOptions(8, 16, prefetch=4)))
+    next(iterator)
+    assert threading.active_count() == before + 1
+    iterator.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.gpu
+def test_pinned_memory(folder: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    plain = Loader(folder, "train", LoaderOptions(32, pin_memory=False))
+    for batch, other in zip(Loader(folder, "train", LoaderOptions(32)), plain, strict=True):
+        kjt = batch.sparse_features
+        for tensor in (batch.dense_features, batch.labels, kjt.values(), kjt.lengths(),
+                       kjt.offsets()):
+            assert tensor.is_pinned()
+        assert everything(batch) == everything(other)
+    data = DataLoader(Loader(folder, "train", LoaderOptions(32)), batch_size=None, num_workers=1,
+                      pin_memory=True)
+    assert [everything(b) for b in data] == [everything(b) for b in plain]
+
+
+def test_the_example_of_the_documentation(folder: Path, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    (tmp_path / "data").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/data.md", "exec"), names)
+    assert names["loader"].state_dict() == names["state"] and names["state"]["epoch"] == 1
