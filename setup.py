@@ -80,7 +80,7 @@ def sources(*patterns: str) -> list[str]:
 
 def cuda_sources() -> list[str]:
     """Sources of the CUDA library, or none when it is not to be built."""
-    found = sources("csrc/cuda/*.cu")
+    found = sources("csrc/device/kernels/*.cu")
     choice = os.environ.get("OPER_CUDA") or "auto"
     if choice == "0" or not found or (choice == "auto" and not torch_version()[1]):
         return []
@@ -89,7 +89,7 @@ def cuda_sources() -> list[str]:
             sys.exit("OPER_CUDA=1, but no nvcc in CUDA_HOME, /usr/local/cuda or PATH; install the "
                      "CUDA toolkit or unset OPER_CUDA.")
         return []
-    return found + sources("csrc/cuda/*.cpp", "csrc/ops_cuda.cpp")
+    return found + sources("csrc/device/*.cpp", "csrc/bindings/device.cpp")
 
 
 def arch_flags() -> list[str]:
@@ -144,7 +144,7 @@ class BuildNative(build_ext):
         if shutil.which(compiler[0]) is None:
             sys.exit(f"oper's build needs the compiler {compiler[0]!r}: install g++ or set CXX.")
         flags = [*(CUDA_FLAGS + arch_flags() if is_cuda else HOST_FLAGS), *DEFINES,
-                 "-Icsrc/include", "-Icsrc"]
+                 "-Icsrc"]
         key = hashlib.sha256("\0".join([*compiler, *flags, *torch_version()[:1]]).encode())
         folder = ROOT / "build" / "objects" / key.hexdigest()[:12]
         objects = [folder / (s.replace("/", "_") + ".o") for s in ext.sources]
@@ -213,8 +213,8 @@ except ValueError as error:
 packing = bool({"sdist", "egg_info"} & set(sys.argv[1:]))
 if not packing:
     torch_version()
-host_sources = [s for s in sources("csrc/host/*.cpp", "csrc/ops_*.cpp")
-                if not s.endswith("ops_cuda.cpp")]
+host_sources = [s for s in sources("csrc/host/**/*.cpp", "csrc/bindings/*.cpp")
+                if not s.endswith("bindings/device.cpp")]
 extensions = [Extension(SEARCH, sources("csrc/search/*.cpp")),
               Extension(DATA, sources("csrc/data/*.cpp")), Extension(HOST, host_sources)]
 if not packing and cuda_sources():

@@ -21,13 +21,13 @@ _PUBLIC = {
     "Publication": "oper.inference",
     "ServedModel": "oper.inference",
     "replan": "oper.replanning",
-    "SavePlanner": "oper.integration.checkpoint",
-    "LoadPlanner": "oper.integration.checkpoint",
-    "CheckpointReader": "oper.integration.checkpoint_files",
-    "rows_on_demand": "oper.integration.on_demand",
-    "save_checkpoint": "oper.integration.saving",
-    "load_checkpoint": "oper.integration.saving",
-    "DeltaCheckpoints": "oper.integration.deltas",
+    "SavePlanner": "oper.integration.checkpoint.planners",
+    "LoadPlanner": "oper.integration.checkpoint.planners",
+    "CheckpointReader": "oper.integration.checkpoint.files",
+    "rows_on_demand": "oper.integration.checkpoint.on_demand",
+    "save_checkpoint": "oper.integration.checkpoint.saving",
+    "load_checkpoint": "oper.integration.checkpoint.saving",
+    "DeltaCheckpoints": "oper.integration.checkpoint.deltas",
     "make_plan": "oper.search",
     "verify_plan": "oper.search",
     "collect": "oper.analysis",
@@ -36,15 +36,15 @@ _PUBLIC = {
     "Plan": "oper.plan",
     "Topology": "oper.topology",
     "TableSpec": "oper.tables",
-    "SGD": "oper.shmem.optimizers",
-    "RowWiseAdagrad": "oper.shmem.optimizers",
-    "Adagrad": "oper.shmem.optimizers",
-    "Adam": "oper.shmem.optimizers",
-    "AdamW": "oper.shmem.optimizers",
-    "PartialRowWiseAdam": "oper.shmem.optimizers",
-    "LarsSGD": "oper.shmem.optimizers",
-    "LAMB": "oper.shmem.optimizers",
-    "PartialRowWiseLAMB": "oper.shmem.optimizers",
+    "SGD": "oper.shmem.optim.optimizers",
+    "RowWiseAdagrad": "oper.shmem.optim.optimizers",
+    "Adagrad": "oper.shmem.optim.optimizers",
+    "Adam": "oper.shmem.optim.optimizers",
+    "AdamW": "oper.shmem.optim.optimizers",
+    "PartialRowWiseAdam": "oper.shmem.optim.optimizers",
+    "LarsSGD": "oper.shmem.optim.optimizers",
+    "LAMB": "oper.shmem.optim.optimizers",
+    "PartialRowWiseLAMB": "oper.shmem.optim.optimizers",
     "OperError": "oper.errors",
     "InvalidInputError": "oper.errors",
     "FileFormatError": "oper.errors",
@@ -77,14 +77,14 @@ if TYPE_CHECKING:
         attach as attach,
         publish as publish,
     )
-    from oper.integration.checkpoint import (
+    from oper.integration.checkpoint.deltas import DeltaCheckpoints as DeltaCheckpoints
+    from oper.integration.checkpoint.files import CheckpointReader as CheckpointReader
+    from oper.integration.checkpoint.on_demand import rows_on_demand as rows_on_demand
+    from oper.integration.checkpoint.planners import (
         LoadPlanner as LoadPlanner,
         SavePlanner as SavePlanner,
     )
-    from oper.integration.checkpoint_files import CheckpointReader as CheckpointReader
-    from oper.integration.deltas import DeltaCheckpoints as DeltaCheckpoints
-    from oper.integration.on_demand import rows_on_demand as rows_on_demand
-    from oper.integration.saving import (
+    from oper.integration.checkpoint.saving import (
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from oper.replanning import replan as replan
     from oper.search import make_plan as make_plan, verify_plan as verify_plan
     from oper.sharding import migrate as migrate, no_sync as no_sync, shard as shard
-    from oper.shmem.optimizers import (
+    from oper.shmem.optim.optimizers import (
         LAMB as LAMB,
         SGD as SGD,
         Adagrad as Adagrad,

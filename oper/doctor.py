@@ -229,7 +229,7 @@ def page_kind() -> str:
     """
     import torch
 
-    from oper.shmem.segments import map_segment
+    from oper.shmem.memory.segments import map_segment
 
     size = 4 * _HUGE_BYTES
     address = 0

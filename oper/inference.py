@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
+from oper.integration.checkpoint.weights import Source, Weights
 from oper.integration.fused_interaction import fuse as fused
 from oper.integration.targets import (
     Target,
@@ -26,11 +27,10 @@ from oper.integration.targets import (
     sharded_targets,
     typed,
 )
-from oper.integration.weights import Source, Weights
 from oper.plan import Plan, uniform_plan
-from oper.shmem.numa import find_nodes
-from oper.shmem.publication import Publisher
-from oper.shmem.published import PublishedTables, Reader
+from oper.shmem.memory.numa import find_nodes
+from oper.shmem.publication.publisher import Publisher
+from oper.shmem.publication.reader import PublishedTables, Reader
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -316,7 +316,7 @@ def _dense_of(model: nn.Module, targets: list[Target]) -> dict[str, torch.Tensor
     inside = [f"{t.path}." for t in targets]
     if any(t.path == "" for t in targets):
         return {}
-    from oper.integration.on_demand import rows_on_demand
+    from oper.integration.checkpoint.on_demand import rows_on_demand
 
     with rows_on_demand():
         values = model.state_dict()

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from oper.integration.targets import Target
-    from oper.shmem.group import Group
-    from oper.shmem.optimizers import Optimizer
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.group.groups import Group
+    from oper.shmem.optim.optimizers import Optimizer
+    from oper.shmem.tables import ShardedTables
 
 _DEFAULT_BATCH = 4096
 
@@ -89,7 +89,7 @@ def shard(
     """
     from oper.integration.ddp import ignore_tables, rebuild, wrappers_of
     from oper.integration.targets import describe, find_targets, name_tables, typed
-    from oper.shmem.group import default_group
+    from oper.shmem.group.groups import default_group
 
     _check_arguments({"module": module, "stats": stats, "plan": plan, "topology": topology,
                       "modules": modules, "objective": objective, "optimizer": optimizer})
@@ -115,7 +115,7 @@ def shard(
     made = _the_plan(tables, stats, plan, topology, objective, batch_size, group)
     made.check_for(tables, group.world_size)
     if objective == "inference":
-        from oper.shmem.domains import find_domains
+        from oper.shmem.group.domains import find_domains
 
         made = one_copy_per_domain(made, find_domains(group))
     ignore_tables()
@@ -143,7 +143,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
     """Raise InvalidInputError for arguments of `shard` of another type."""
     from torch import nn
 
-    from oper.shmem.optimizers import Optimizer
+    from oper.shmem.optim.optimizers import Optimizer
 
     file = (str, os.PathLike, type(None))
     for name, kinds, expected in (
@@ -255,7 +255,7 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
     from oper.search.problem.presets import THIS_HOST, topology_preset
 
     if topology is None:
-        from oper.shmem.domains import find_domains
+        from oper.shmem.group.domains import find_domains
 
         topology = Topology.of_domains(find_domains(group))
     elif not isinstance(topology, Topology) and os.fspath(topology) != THIS_HOST:
@@ -300,11 +300,11 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
            held: Mapping[str, TableSpec]) -> nn.Module:
     import torch
 
-    from oper.integration.table_state import load_weights
+    from oper.integration.checkpoint.table_state import load_weights
     from oper.integration.targets import replacement
     from oper.shmem.by_feature import BoundsCheck
-    from oper.shmem.pull import choose_automatically
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.exchange.pull import choose_automatically
+    from oper.shmem.tables import ShardedTables
 
     # Own specs: a plan file need not know pooling or optimizer of the model that it is used for.
     entries = tuple(replace(plan.table(spec.name), table=spec) for spec in target.specs)
@@ -341,7 +341,7 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
 
 def _load_codes(tables: ShardedTables, target: Target, held: Mapping[str, TableSpec]) -> None:
     """Rows of a collection that TorchRec has quantised, equal on all ranks. Collective."""
-    from oper.integration.weights import Weights
+    from oper.integration.checkpoint.weights import Weights
 
     keys = replace(target, path="").keys()
     source = Weights(target.module, keys.values())

@@ -24,7 +24,7 @@ class OptimizerKind:
     """What an optimizer keeps, and what a step of it needs to know.
 
     Attributes:
-        code: its number in csrc/include/oper/optimizer.h.
+        code: its number in csrc/common/optimizer.h.
         state: parts of its state, float32: name, and whether a part is one number per row (else one
             per column).
         needs_whole_rows: a step needs norms of whole rows, so that no table is split by columns.

@@ -17,8 +17,8 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 
 from oper.integration.torchrec_modules import table_specs
 from oper.plan import Plan, uniform_plan
-from oper.shmem.group import ThreadGroup
-from oper.shmem.optimizers import Optimizer
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.optim.optimizers import Optimizer
 from tests.runtime_support import apply_optimizer, mixed_plan
 
 NUM_DENSE = 5
@@ -88,7 +88,8 @@ def plan_for(collection: EmbeddingBagCollection, world_size: int, kind: str = "s
 def virtual_ranks() -> Iterator[threading.local]:
     """Lets `oper.shard` find the virtual rank of its thread: set ``.group`` of what this yields."""
     local = threading.local()
-    with mock.patch("oper.shmem.group.default_group", lambda process_group=None: local.group):
+    with mock.patch("oper.shmem.group.groups.default_group",
+                    lambda process_group=None: local.group):
         yield local
 
 

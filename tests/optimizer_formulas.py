@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from oper.shmem.optimizers import (
+from oper.shmem.optim.optimizers import (
     LAMB,
     SGD,
     STATE_PARTS,

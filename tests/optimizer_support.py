@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from oper.plan import Plan
-from oper.shmem.optimizers import (
+from oper.shmem.optim.optimizers import (
     LAMB,
     SGD,
     STATE_PARTS,
@@ -27,7 +27,7 @@ from oper.shmem.optimizers import (
     PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.tables import ShardedTables
 from tests.optimizer_formulas import Tensors, first_states, update_rows
 from tests.runtime_support import (
     Batch,

@@ -17,8 +17,8 @@ import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import ThreadGroup
-from oper.shmem.optimizers import (
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.optim.optimizers import (
     LAMB,
     SGD,
     STATE_PARTS,
@@ -30,7 +30,7 @@ from oper.shmem.optimizers import (
     PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.optimizer_formulas import first_states, update_rows
 

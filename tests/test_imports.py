@@ -134,7 +134,7 @@ def test_imports_go_down() -> None:
 
 BROKEN = [
     ("oper.analysis.x", "from oper.search import make_plan"),
-    ("oper.search.x", "def f():\n    import oper.shmem.heap"),
+    ("oper.search.x", "def f():\n    import oper.shmem.memory.host_heap"),
     ("oper.shmem.x", "from ..analysis import collect"),
     ("oper.shmem.x", "from oper import collect"),
     ("oper.search.x", "import oper\noper.collect([])"),

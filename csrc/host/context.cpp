@@ -8,11 +8,11 @@
 #include <cstring>
 #include <new>
 
-#include "host/exchange.h"
+#include "host/exchange/exchange.h"
+#include "host/exchange/peer_rows.h"
 #include "host/faults.h"
-#include "host/kernels.h"
+#include "host/kernels/kernels.h"
 #include "host/memory.h"
-#include "host/peer_rows.h"
 #include "host/tasks.h"
 
 namespace oper::host {

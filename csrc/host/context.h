@@ -7,12 +7,12 @@
 #include <mutex>
 #include <vector>
 
+#include "common/directory.h"
+#include "common/elements.h"
+#include "common/optimizer.h"
+#include "common/philox.h"
 #include "host/barrier.h"
 #include "host/traffic.h"
-#include "oper/directory.h"
-#include "oper/elements.h"
-#include "oper/optimizer.h"
-#include "oper/philox.h"
 
 namespace oper::host {
 
@@ -411,7 +411,7 @@ struct Status {
 using ParallelFor = void (*)(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
 
 // The points of a batch where ranks wait for each other. In barriers kSharing follows, after the
-// refreshes, and then Python's own; oper/shmem/desync.py has words for all of them.
+// refreshes, and then Python's own; oper/shmem/group/desync.py has words for all of them.
 enum class Meeting { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
 constexpr uint32_t kSharing = 6;
 

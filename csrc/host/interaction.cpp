@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "host/kernels.h"
+#include "host/kernels/kernels.h"
 #include "host/memory.h"
 #include "host/tasks.h"
 

@@ -37,8 +37,8 @@ def measure_network(world_size: int) -> dict[str, float]:
 
 def measure(case: Mapping[str, Any], progress: Progress) -> dict[str, float]:
     """The worker function. Collective."""
-    from oper.shmem.group import ProcessGroup
-    from oper.shmem.transport import transport_of
+    from oper.shmem.group.groups import ProcessGroup
+    from oper.shmem.group.transport import transport_of
 
     rank, world_size = world()
     transport = transport_of(ProcessGroup())

@@ -17,10 +17,10 @@ from oper.bench.planning import bytes_read
 from oper.bench.workload import TIMED, Workload, batch_ids, collect_stats
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import ProcessGroup
-from oper.shmem.optimizers import RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
-from oper.shmem.table_rows import CHUNK_ROWS
+from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.rows import CHUNK_ROWS
+from oper.shmem.tables import ShardedTables
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 

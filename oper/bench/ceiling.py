@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.tables import ShardedTables
 
 # Tried before the measurement; the fastest is the ceiling.
 PREFETCH_ROWS = (8, 16, 24, 32, 48)

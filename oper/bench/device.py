@@ -224,7 +224,7 @@ def _overheads(case: DeviceCase, device: torch.device, clock: Clock, inputs: Seq
 
 
 def _open_peers(case: DeviceCase, device: torch.device, world_size: int) -> list[Any]:
-    from oper.shmem.group import ThreadGroup
+    from oper.shmem.group.groups import ThreadGroup
 
     groups = ThreadGroup.create(world_size, deadline_s=300.0)
     plan = one_rank_plan(case, world_size)

@@ -15,8 +15,8 @@ from oper.bench.device_case import DeviceCase, Inputs
 from oper.environment import setting
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
-from oper.shmem.group import Group, SingleGroup
-from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.group.groups import Group, SingleGroup
+from oper.shmem.optim.optimizers import RowWiseAdagrad
 
 LEARNING_RATE, EPS = 0.02, 1e-8
 FBGEMM_ENV = "OPER_FBGEMM"  # folder with a part of the fbgemm_gpu package; see benchmarks/gpu.py

@@ -16,7 +16,7 @@ from oper.topology import Topology
 from oper.traffic import LINKS
 
 if TYPE_CHECKING:
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.tables import ShardedTables
 
 _SHARED = ("own rank", "memory domain")  # links of processes on one machine
 

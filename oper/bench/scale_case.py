@@ -19,7 +19,7 @@ from oper.bench.train_case import Progress
 from oper.bench.verify import Verdict
 from oper.bench.workload import Workload, make_kjt, timed_ids
 from oper.plan import uniform_plan
-from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.optim.optimizers import RowWiseAdagrad
 
 _LINE = 64  # bytes that memory moves at least
 _CHECKED_BAGS, _CHECKED_TABLES = 32, 8

@@ -13,11 +13,11 @@ from torch import nn
 
 from oper.bench.torchrec_peer import BagsOnly, PeerOptions, build_peer
 from oper.bench.workload import NUM_DENSE, Workload
-from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.optim.optimizers import RowWiseAdagrad
 
 if TYPE_CHECKING:
     from oper.plan import Plan
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.tables import ShardedTables
 
 LEARNING_RATE = 0.02  # row-wise Adagrad of the tables and SGD of the dense part
 EPS = 1e-8

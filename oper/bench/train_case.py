@@ -22,7 +22,7 @@ from oper.bench.workload import TIMED, Workload, make_batch, timed_ids
 from oper.plan import Plan
 from oper.search.replay.simulate import Bags
 from oper.search.replay.wire import WireReplay
-from oper.shmem.domains import DOMAIN_ENV
+from oper.shmem.group.domains import DOMAIN_ENV
 
 _PHASE_STEPS = 16
 

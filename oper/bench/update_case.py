@@ -52,7 +52,7 @@ def run_update_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]
         The case's entry of the record on rank 0, nothing elsewhere.
     """
     from oper.sharding import shard
-    from oper.shmem.optimizers import RowWiseAdagrad
+    from oper.shmem.optim.optimizers import RowWiseAdagrad
 
     case = UpdateCase.from_json(value)
     work, (rank, world_size) = case.work, world()

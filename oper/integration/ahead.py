@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from oper.shmem.batch import Lookup
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.tables import ShardedTables
 
 _MAX_COMING = 8  # batches that were announced and never looked up are forgotten beyond this
 

@@ -61,7 +61,7 @@ def can_fuse(model: nn.Module) -> bool:
     except ImportError:
         return False
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
-    from oper.shmem.published import PublishedTables
+    from oper.shmem.publication.reader import PublishedTables
 
     # Subclasses may do something else.
     if type(model) is not DLRM or type(model.inter_arch) is not InteractionArch or type(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
-from oper.shmem.group import Group
+from oper.shmem.group.groups import Group
 
 
 def share_maps(module: nn.Module, group: Group) -> None:

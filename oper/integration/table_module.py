@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.integration.table_state import load_tables, table_entry, warn_of_conversions
+from oper.integration.checkpoint.table_state import load_tables, table_entry, warn_of_conversions
 from oper.integration.table_tensor import TableParameter
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.tables import ShardedTables
 
 
 class FixedEntries(dict[str, Any]):

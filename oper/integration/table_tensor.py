@@ -19,9 +19,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from oper.errors import InvalidInputError, fail
-from oper.integration.on_demand import TableRows
-from oper.integration.table_state import rank0_values
-from oper.shmem.runtime import ShardedTables
+from oper.integration.checkpoint.on_demand import TableRows
+from oper.integration.checkpoint.table_state import rank0_values
+from oper.shmem.tables import ShardedTables
 
 _aten: Any = torch.ops.aten
 # One operation of the view that a tensor is: operator, its arguments behind the tensor, keyword

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError, fail
-from oper.shmem.optimizers import (
+from oper.shmem.optim.optimizers import (
     LAMB,
     SGD,
     Adagrad,

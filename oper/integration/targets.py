@@ -14,7 +14,7 @@ from oper.tables import TableSpec, plan_names
 if TYPE_CHECKING:
     from torch import nn
 
-    from oper.shmem.optimizers import Optimizer
+    from oper.shmem.optim.optimizers import Optimizer
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
+from oper.integration.checkpoint.table_state import load_optimizer_entries, optimizer_entries
 from oper.integration.table_module import TableModule, refuse_trace
-from oper.integration.table_state import load_optimizer_entries, optimizer_entries
 from oper.shmem.batch import Lookup
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.tables import ShardedTables
 from oper.tables import DTYPE_BYTES, TableSpec
 
 

@@ -42,7 +42,11 @@ from torchrec.streamable import Multistreamable
 
 from oper.errors import InvalidInputError, fail
 from oper.integration.ahead import Ahead
-from oper.integration.on_demand import rows_on_demand
+from oper.integration.checkpoint.on_demand import rows_on_demand
+from oper.integration.checkpoint.table_state import (
+    load_optimizer_entries,
+    optimizer_entries,
+)
 from oper.integration.table_module import (
     FixedEntries,
     TableBag,
@@ -52,13 +56,9 @@ from oper.integration.table_module import (
     refuse_script,
     refuse_trace,
 )
-from oper.integration.table_state import (
-    load_optimizer_entries,
-    optimizer_entries,
-)
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}

@@ -186,7 +186,7 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     Raises:
         FileFormatError: there are none.
     """
-    from oper.integration.checkpoint_files import METADATA
+    from oper.integration.checkpoint.files import METADATA
     from oper.train.resume import CHECKPOINT
 
     folder = Path(folder)

@@ -15,7 +15,7 @@ from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import Backward
 
 if TYPE_CHECKING:
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.tables import ShardedTables
 
 
 def trained_lookup(tables: ShardedTables, batch: Lookup, trains: bool = True) -> torch.Tensor:

@@ -19,7 +19,7 @@ from oper.errors import OperError, fail
 from oper.shmem.batch import Lookup
 
 if TYPE_CHECKING:
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.tables import ShardedTables
 
 _NUMBERS = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ShardedTables] = weakref.WeakValueDictionary()

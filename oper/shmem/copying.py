@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from oper.shmem.optimizers import STATE_PARTS
-from oper.shmem.pull import choose_pull
+from oper.shmem.exchange.pull import choose_pull
+from oper.shmem.optim.optimizers import STATE_PARTS
 
 if TYPE_CHECKING:
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.tables import ShardedTables
 
 # What copies share or take over by value.
 _KEPT = ("num_steps", "frozen", "seed", "_rounding_keys", "_arguments", "name")

@@ -17,21 +17,21 @@ import torch
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem import library
-from oper.shmem.arena import KernelMaps
 from oper.shmem.batch import Lookup, rows_in_order
 from oper.shmem.by_feature import Backward
-from oper.shmem.device_arenas import DeviceArenas
+from oper.shmem.counters.device import DeviceCounters
 from oper.shmem.device_batch import FeatureKeys, Prepared, Workspaces, on_device, raise_found
-from oper.shmem.device_exchange import DeviceExchange, FarRows
-from oper.shmem.device_heap import DeviceHeap
-from oper.shmem.device_requests import PushMessages
-from oper.shmem.device_traffic import DeviceCounters
-from oper.shmem.group import Group
-from oper.shmem.kernel_arguments import feature_rows
-from oper.shmem.optimizers import Optimizer
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.exchange.device import DeviceExchange, FarRows
+from oper.shmem.exchange.device_push import PushMessages
+from oper.shmem.group.groups import Group
+from oper.shmem.group.turns import forward_in_turn, in_turn
+from oper.shmem.memory.device_arenas import DeviceArenas
+from oper.shmem.memory.device_heap import DeviceHeap
+from oper.shmem.optim.arguments import feature_rows
+from oper.shmem.optim.optimizers import Optimizer
+from oper.shmem.placement.layout import KernelMaps
 from oper.shmem.settings import deadline_s, outbox_bytes
-from oper.shmem.turns import forward_in_turn, in_turn
+from oper.shmem.tables import ShardedTables
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 from oper.traffic import SENT, Traffic
 

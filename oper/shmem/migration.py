@@ -22,13 +22,13 @@ from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import key_bounds
-from oper.shmem.desync import MIGRATION, phase_of
-from oper.shmem.optimizers import STATE_PARTS
-from oper.shmem.table_rows import put_rows
+from oper.shmem.group.desync import MIGRATION, phase_of
+from oper.shmem.optim.optimizers import STATE_PARTS
+from oper.shmem.rows import put_rows
 from oper.tables import format_bytes
 
 if TYPE_CHECKING:
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.tables import ShardedTables
 
 _CHUNK_BYTES = 16 << 20  # what is copied at a time within a step's budget
 _HUGE = 2 << 20

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
-from oper.shmem import optimizers
-from oper.shmem.optimizers import Optimizer
+from oper.shmem.optim import optimizers
+from oper.shmem.optim.optimizers import Optimizer
 from oper.stats import AccessStats
 from oper.train.config import TABLE_OPTIMIZERS, OptimizerConfig, TrainConfig
 from oper.train.model import ranks

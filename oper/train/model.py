@@ -11,7 +11,7 @@ from torch import nn
 
 from oper.errors import FileFormatError, MissingDependencyError, fail
 from oper.files import atomic_write
-from oper.integration.checkpoint_files import load_archive
+from oper.integration.checkpoint.files import load_archive
 from oper.tables import TableSpec
 from oper.train.config import DLRMConfig
 from oper.train.names import table_name

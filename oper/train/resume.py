@@ -14,10 +14,10 @@ import torch
 
 from oper.errors import FileFormatError, InvalidInputError, OperError, PeerLostError, fail
 from oper.files import write_text
-from oper.integration.checkpoint_files import METADATA
-from oper.integration.deltas import DeltaCheckpoints
-from oper.integration.saving import load_checkpoint, save_checkpoint
-from oper.integration.survivors import Survivors
+from oper.integration.checkpoint.deltas import DeltaCheckpoints
+from oper.integration.checkpoint.files import METADATA
+from oper.integration.checkpoint.saving import load_checkpoint, save_checkpoint
+from oper.integration.checkpoint.survivors import Survivors
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import ranks

@@ -17,9 +17,9 @@ from oper.bench.scale_case import ScaleCase
 from oper.bench.update_case import UpdateCase
 from oper.bench.workload import Workload
 from oper.plan import uniform_plan
-from oper.shmem.group import SingleGroup
-from oper.shmem.optimizers import RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 
 

@@ -1,4 +1,4 @@
-"""The device back end of these tests: a GPU, or csrc/cuda compiled against emulation.h."""
+"""The device back end of these tests: a GPU, or csrc/device compiled against emulation.h."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from oper.shmem.batch import Lookup
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-psabi",
-         "-DOPER_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL", "-Icsrc/include",
-         "-Icsrc", "-Itests/cuda"]
+         "-DOPER_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL", "-Icsrc",
+         "-Itests/cuda"]
 
 
 def sources() -> list[Path]:
-    return [*sorted(ROOT.glob("csrc/cuda/*.cu")), ROOT / "csrc/cuda/context.cpp",
-            ROOT / "csrc/ops_cuda.cpp"]
+    return [*sorted(ROOT.glob("csrc/device/kernels/*.cu")), ROOT / "csrc/device/context.cpp",
+            ROOT / "csrc/bindings/device.cpp"]
 
 
 @functools.cache
 def build() -> Path:
     """The emulated library; kept between runs while nothing that it is made of changes."""
     digest = hashlib.sha256(repr((FLAGS, torch.__version__)).encode())
-    for pattern in ("csrc/cuda/*", "csrc/include/oper/*", "csrc/ops_cuda.cpp", "tests/cuda/*.h"):
+    for pattern in ("csrc/device/*.*", "csrc/device/kernels/*", "csrc/common/*",
+                    "csrc/bindings/device.cpp", "tests/cuda/*.h"):
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.read_bytes())
     folder = ROOT / "build" / f"emulated-{digest.hexdigest()[:12]}"

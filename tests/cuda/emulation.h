@@ -1,4 +1,4 @@
-// The parts of CUDA that csrc/cuda uses, on one CPU core: every thread of a block is a fiber, and
+// The parts of CUDA that csrc/device uses, on one CPU core: every thread of a block is a fiber, and
 // warp and block operations wait for the lanes they name. It finds what a race-free GPU run would
 // compute, aborts on what would be undefined there (a lane that has ended while others wait for
 // it), and runs blocks and lanes in an order drawn from OPER_EMULATION_SEED, so that a result that

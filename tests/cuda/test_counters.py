@@ -10,7 +10,7 @@ import pytest
 
 from oper.errors import OperError
 from oper.plan import Piece, Plan, TablePlan
-from oper.shmem.optimizers import Optimizer, RowWiseAdagrad
+from oper.shmem.optim.optimizers import Optimizer, RowWiseAdagrad
 from oper.traffic import KIND, KINDS, Traffic
 from tests import runtime_support
 from tests.cuda.emulated import device_tables

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from oper.plan import Plan
-from oper.shmem.group import ProcessGroup
+from oper.shmem.group.groups import ProcessGroup
 from tests import runtime_support
 from tests.cuda import emulated
 from tests.cuda.test_domains import small_case

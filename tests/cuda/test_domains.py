@@ -12,8 +12,8 @@ import torch
 
 from oper.errors import InvalidInputError, PeerLostError
 from oper.plan import Plan
-from oper.shmem.group import ThreadGroup
-from oper.shmem.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda.emulated import device_tables

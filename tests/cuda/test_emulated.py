@@ -12,9 +12,9 @@ import torch
 from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import SingleGroup, ThreadGroup
-from oper.shmem.optimizers import SGD, Optimizer, RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import SingleGroup, ThreadGroup
+from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda.emulated import device_tables, has_gpu

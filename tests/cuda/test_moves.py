@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from oper.errors import InvalidInputError
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.tables import ShardedTables
 from tests import runtime_support
 from tests.cuda.emulated import device_tables
 from tests.cuda.test_domains import small_case

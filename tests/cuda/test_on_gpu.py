@@ -14,8 +14,8 @@ import torch
 from oper.errors import DeadlineError, InvalidInputError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import ProcessGroup, SingleGroup
-from oper.shmem.optimizers import SGD
+from oper.shmem.group.groups import ProcessGroup, SingleGroup
+from oper.shmem.optim.optimizers import SGD
 from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda.emulated import device_tables, has_gpu

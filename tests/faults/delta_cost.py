@@ -22,8 +22,8 @@ from torch import nn
 import oper
 from oper.bench import record
 from oper.data import power_law_ids
-from oper.integration.delta_files import folder_of
-from oper.integration.deltas import DeltaCheckpoints
+from oper.integration.checkpoint.delta_files import folder_of
+from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from tests.world_support import run_world
 
 ROWS, DIM, TABLES = 250_000, 32, 8

@@ -26,13 +26,13 @@ from torch import nn
 
 import oper
 from oper.errors import OperError
-from oper.integration import checkpoint
+from oper.integration.checkpoint import planners as checkpoint
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.batch import Lookup
-from oper.shmem.group import ProcessGroup
+from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.migration import Migration
-from oper.shmem.optimizers import RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.faults import memory
 from tests.world_support import RankFailedError, World, leftovers, report, run_world, world

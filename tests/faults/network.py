@@ -205,9 +205,9 @@ def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from oper.errors import OperError
-    from oper.shmem.group import ProcessGroup
-    from oper.shmem.optimizers import RowWiseAdagrad
-    from oper.shmem.runtime import ShardedTables
+    from oper.shmem.group.groups import ProcessGroup
+    from oper.shmem.optim.optimizers import RowWiseAdagrad
+    from oper.shmem.tables import ShardedTables
     from tests.faults.injection import _SPECS, _batch, _plan
 
     torch.set_num_threads(1)

@@ -16,13 +16,13 @@ import torch
 
 import oper
 from oper.errors import FileFormatError, OperError
-from oper.integration.checkpoint_files import CHECKSUMS, METADATA
+from oper.integration.checkpoint.files import CHECKSUMS, METADATA
 from oper.plan import Plan, uniform_plan
-from oper.shmem.greeting import socket_name
-from oper.shmem.group import ThreadGroup
-from oper.shmem.heap import exchange_over_sockets
-from oper.shmem.publication import Publisher
-from oper.shmem.published import Reader
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.memory.host_heap import exchange_over_sockets
+from oper.shmem.publication.handshake import socket_name
+from oper.shmem.publication.publisher import Publisher
+from oper.shmem.publication.reader import Reader
 from oper.tables import TableSpec
 from tests.faults.injection import small_model
 from tests.world_support import report, world
@@ -51,7 +51,8 @@ def test_a_hostile_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not mark.exists()
     with pytest.raises(OperError, match="_Trap"):
         oper.save_checkpoint(tmp_path / "d", model, extra={"step": _Trap(mark)})
-    monkeypatch.setattr("oper.integration.saving.check_readable", lambda what, state: None)
+    monkeypatch.setattr("oper.integration.checkpoint.saving.check_readable",
+                        lambda what, state: None)
     oper.save_checkpoint(tmp_path / "d", model, extra={"step": _Trap(mark)})
     with pytest.raises(OperError, match=r"[Ww]eights"):
         oper.load_checkpoint(tmp_path / "d", model)
@@ -88,8 +89,8 @@ def _waits_with_open_sockets(rank: int, world_size: int) -> str:
     """Rank 1 comes late, so that rank 0's private socket stays open for a while."""
     import time
 
-    from oper.shmem import heap
-    from oper.shmem.group import ProcessGroup
+    from oper.shmem.group.groups import ProcessGroup
+    from oper.shmem.memory import host_heap as heap
 
     group = ProcessGroup()
     if rank == 1:
@@ -186,7 +187,7 @@ def test_what_another_user_publishes_is_not_read() -> None:
 
 def test_a_stranger_does_not_stop_the_watch() -> None:
     """Bytes of somebody else at the port of a rank's watch are dropped, and ranks still meet."""
-    from oper.shmem.watch import Watch
+    from oper.shmem.group.liveness import Watch
 
     watch = Watch.__new__(Watch)
     watch._peers = {}

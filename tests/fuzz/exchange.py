@@ -17,12 +17,12 @@ import torch
 
 from oper.errors import PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.shmem.arena import KernelMaps
 from oper.shmem.batch import Lookup
-from oper.shmem.desync import Spot, Verdict
-from oper.shmem.group import ThreadGroup
-from oper.shmem.optimizers import RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.desync import Spot, Verdict
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.placement.layout import KernelMaps
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import run_ranks
 

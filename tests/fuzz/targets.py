@@ -30,18 +30,18 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import load_recipe
 from oper.errors import OperError
 from oper.files import read_arrays, write_arrays
-from oper.integration.checkpoint_files import CHECKSUMS, METADATA, CheckpointReader, check_files
-from oper.integration.delta_files import put_rows, read_part, write_part
-from oper.integration.weights import Weights
+from oper.integration.checkpoint.delta_files import put_rows, read_part, write_part
+from oper.integration.checkpoint.files import CHECKSUMS, METADATA, CheckpointReader, check_files
+from oper.integration.checkpoint.weights import Weights
 from oper.plan import Plan, uniform_plan
 from oper.search.problem.constraints import parse_constraints
 from oper.search.verbs import read_constraints
 from oper.serve import wire as serve_wire
-from oper.shmem.desync import Spot
-from oper.shmem.group import ThreadGroup
-from oper.shmem.optimizers import RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
-from oper.shmem.watch import Watch
+from oper.shmem.group.desync import Spot
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.group.liveness import Watch
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology

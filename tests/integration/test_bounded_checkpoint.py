@@ -25,8 +25,13 @@ from tests.runtime_support import assert_bitwise
 from tests.world_support import RankFailedError, report, run_world, world
 
 pytest.importorskip("torchrec")
-from oper.integration import checkpoint, checkpoint_files, saving, table_state
-from oper.integration.on_demand import TableRows
+from oper.integration.checkpoint import (
+    files as checkpoint_files,
+    planners as checkpoint,
+    saving,
+    table_state,
+)
+from oper.integration.checkpoint.on_demand import TableRows
 from tests.checkpoint_support import (
     Model,
     flat,

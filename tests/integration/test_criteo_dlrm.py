@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.optim.optimizers import RowWiseAdagrad
 from tests.runtime_support import assert_bitwise, run_ranks
 from tests.support import real_data
 

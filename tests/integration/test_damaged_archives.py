@@ -11,7 +11,7 @@ import torch
 
 import oper
 from oper.errors import FileFormatError
-from oper.integration.checkpoint_files import CHECKSUMS, check_archive
+from oper.integration.checkpoint.files import CHECKSUMS, check_archive
 from tests.support import damage_record
 
 

@@ -21,10 +21,10 @@ from tests.runtime_support import assert_bitwise
 from tests.world_support import RankFailedError, run_world
 
 pytest.importorskip("torchrec")
-from oper.integration import deltas as module
-from oper.integration.delta_files import find, read_part
-from oper.integration.deltas import DeltaCheckpoints
-from oper.integration.saving import Restored
+from oper.integration.checkpoint import deltas as module
+from oper.integration.checkpoint.delta_files import find, read_part
+from oper.integration.checkpoint.deltas import DeltaCheckpoints
+from oper.integration.checkpoint.saving import Restored
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
 
 

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
 from oper.integration.torchrec_modules import table_specs  # noqa: E402
 from oper.shmem.batch import Lookup  # noqa: E402
-from oper.shmem.runtime import ShardedTables  # noqa: E402
+from oper.shmem.tables import ShardedTables  # noqa: E402
 
 DIM = 20
 TABLES = {"t0": (50, ["a", "b"]), "t1": (30, ["b", "c"]), "t2": (1, ["d"]), "t3": (700, ["e"])}

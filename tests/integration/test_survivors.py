@@ -16,7 +16,7 @@ from tests.runtime_support import assert_bitwise
 from tests.world_support import RankFailedError, report, run_world, world
 
 pytest.importorskip("torchrec")
-from oper.integration.survivors import Survivors
+from oper.integration.checkpoint.survivors import Survivors
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
 
 POINTS = {"forward": 2, "outbox": 3, "barrier": 4, "update": 5}  # see csrc/host/faults.h

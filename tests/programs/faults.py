@@ -22,7 +22,7 @@ from oper.integration import (
     torch_modules,
     torchrec_modules as edge,
 )
-from oper.shmem import autograd, batch, runtime
+from oper.shmem import autograd, batch, tables as runtime
 
 _TABLES = runtime.ShardedTables
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -16,7 +16,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad, optimizers as theirs
 
 import oper
-from oper.shmem.optimizers import STATE_PARTS
+from oper.shmem.optim.optimizers import STATE_PARTS
 
 # eps is never tiny: a gradient of nearly 0 would make steps of any sign.
 KINDS: dict[str, tuple[Any, Any, dict[str, list[Any]]]] = {

@@ -232,7 +232,7 @@ def test_plans_of_another_world_or_memory_are_refused():
 
 
 def test_widths_with_kernels_are_those_of_the_host_kernels() -> None:
-    source = (Path(__file__).parents[2] / "csrc/host/rows.inl").read_text()
+    source = (Path(__file__).parents[2] / "csrc/host/kernels/rows.inl").read_text()
     body = source[source.index("auto with_row_width"):]
     cases = re.findall(r"case (\d+): return body", body[:body.index("default")])
     assert tuple(16 * int(n) for n in cases) == KERNEL_WIDTHS

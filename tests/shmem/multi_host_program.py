@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import oper
-from oper.shmem.domains import find_domains
-from oper.shmem.group import ProcessGroup
+from oper.shmem.group.domains import find_domains
+from oper.shmem.group.groups import ProcessGroup
 
 ROWS, DIM, STEPS, LR = 500, 12, 3, 0.5
 

@@ -11,8 +11,8 @@ import torch
 import oper
 from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup
-from oper.shmem.group import SingleGroup
-from oper.shmem.optimizers import Optimizer
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.optim.optimizers import Optimizer
 from tests.optimizer_support import EVERY
 from tests.runtime_support import (
     Batch,

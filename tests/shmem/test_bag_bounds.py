@@ -8,8 +8,8 @@ import torch
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import SingleGroup
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.world_support import run_world
 

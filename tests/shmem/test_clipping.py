@@ -14,9 +14,9 @@ import oper
 from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import SingleGroup
-from oper.shmem.optimizers import SGD, STATE_PARTS, Adam, Clipping, Optimizer, RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adam, Clipping, Optimizer, RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.optimizer_support import (
     Trained,

@@ -13,8 +13,8 @@ from torch import nn
 import oper
 from oper.errors import DeadlineError, DesyncError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.shmem.desync import LATE, Spot, Verdict, outnumbered
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.desync import LATE, Spot, Verdict, outnumbered
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.faults.pauses import timed
 from tests.world_support import run_world

@@ -13,7 +13,7 @@ import torch
 
 from oper.directory import TableDirectory
 from oper.plan import Piece, Plan, uniform_plan
-from oper.shmem.group import SingleGroup
+from oper.shmem.group.groups import SingleGroup
 from tests.runtime_support import (
     OPTIMIZERS,
     Batch,

@@ -13,8 +13,8 @@ from oper.directory import TableDirectory
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.batch import Lookup
-from oper.shmem.optimizers import SGD
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.optim.optimizers import SGD
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import assert_bitwise, run_ranks
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.group import ProcessGroup, SingleGroup
-from oper.shmem.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.group.groups import ProcessGroup, SingleGroup
+from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests.runtime_support import (
     OPTIMIZERS,

@@ -14,9 +14,9 @@ import torch
 
 from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.group import ThreadGroup
-from oper.shmem.optimizers import SGD, RowWiseAdagrad
-from oper.shmem.runtime import Lookup
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.tables import Lookup
 from oper.tables import TableSpec
 from oper.traffic import SENT
 from tests.runtime_support import (

@@ -11,10 +11,10 @@ import pytest
 
 from oper.errors import DeadlineError, PeerLostError
 from oper.plan import Plan, uniform_plan
-from oper.shmem.domains import find_domains
-from oper.shmem.group import ProcessGroup
-from oper.shmem.optimizers import RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.domains import find_domains
+from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from tests.faults.pauses import timed
 from tests.runtime_support import (
     OPTIMIZERS,

@@ -14,10 +14,11 @@ import torch
 
 from oper.errors import MissingDependencyError, OperError
 from oper.plan import uniform_plan
-from oper.shmem import heap as heap_module, library
-from oper.shmem.group import ProcessGroup, SingleGroup
-from oper.shmem.heap import HostHeap
-from oper.shmem.optimizers import SGD
+from oper.shmem import library
+from oper.shmem.group.groups import ProcessGroup, SingleGroup
+from oper.shmem.memory import host_heap as heap_module
+from oper.shmem.memory.host_heap import HostHeap
+from oper.shmem.optim.optimizers import SGD
 from tests.runtime_support import dlrm_case, make_batch, open_tables, rank_loss, run_ranks
 from tests.world_support import run_world
 

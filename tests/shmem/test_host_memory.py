@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.shmem.optimizers import RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import (
     OPTIMIZERS,
@@ -63,7 +63,7 @@ def _segments() -> list[dict[str, Any]]:
 
 def _bytes_of_a_rank(rank: int, world_size: int) -> dict[str, Any]:
     """One table of a replicated head, a striped tier, and a host tier of half of the rows."""
-    from oper.shmem.group import ProcessGroup
+    from oper.shmem.group.groups import ProcessGroup
 
     spec = TableSpec("t", ROWS, DIM, ("f",))
     tiers = (Tier(0, 1000, "replicated", (0, 1), memory="host"),

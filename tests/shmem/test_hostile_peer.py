@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from oper.errors import OperError
-from oper.shmem.desync import Spot, Verdict
-from oper.shmem.exchange import _served
-from oper.shmem.group import ThreadGroup
+from oper.shmem.exchange.host import _served
+from oper.shmem.group.desync import Spot, Verdict
+from oper.shmem.group.groups import ThreadGroup
 from tests.runtime_support import (
     OPTIMIZERS,
     OTHER_OPTIMIZERS,

@@ -17,8 +17,8 @@ import torch
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.publication import Publisher
-from oper.shmem.published import PublishedTables, Reader
+from oper.shmem.publication.publisher import Publisher
+from oper.shmem.publication.reader import PublishedTables, Reader
 from oper.tables import TableSpec
 
 ROOT = Path(__file__).resolve().parents[2]

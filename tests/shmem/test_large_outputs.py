@@ -7,10 +7,10 @@ import torch
 
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import SingleGroup
+from oper.shmem.group.groups import SingleGroup
 from oper.shmem.library import load
-from oper.shmem.optimizers import SGD
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.optim.optimizers import SGD
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.world_support import run_world
 

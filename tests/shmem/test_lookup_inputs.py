@@ -12,9 +12,9 @@ import torch
 from oper.errors import DeadlineError, InvalidInputError, OperError, PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import SingleGroup
-from oper.shmem.optimizers import SGD
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.optim.optimizers import SGD
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import (
     Case,

@@ -15,8 +15,8 @@ import torch
 from oper.errors import InvalidInputError, OperError, PlanError
 from oper.plan import Plan, uniform_plan
 from oper.shmem import migration
-from oper.shmem.optimizers import STATE_PARTS, Optimizer
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
+from oper.shmem.tables import ShardedTables
 from tests.runtime_support import (
     OPTIMIZERS,
     OTHER_OPTIMIZERS,

@@ -13,8 +13,8 @@ import torch
 
 import oper
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.shmem import numa
-from oper.shmem.numa import Node, bind, find_nodes
+from oper.shmem.memory import numa
+from oper.shmem.memory.numa import Node, bind, find_nodes
 
 Host = Callable[..., None]
 

@@ -9,9 +9,9 @@ import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, one_copy_per_domain
 from oper.shmem.batch import Lookup
-from oper.shmem.group import ThreadGroup
-from oper.shmem.quantise import dequantise, quantise
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.memory.quantise import dequantise, quantise
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 
 

@@ -9,8 +9,8 @@ import torch
 
 from oper.errors import InvalidInputError, PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.group import SingleGroup
-from oper.shmem.optimizers import (
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.optim.optimizers import (
     LAMB,
     SGD,
     STATE_PARTS,
@@ -23,7 +23,7 @@ from oper.shmem.optimizers import (
     PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.tables import ShardedTables
 from oper.tables import OPTIMIZERS, TableSpec
 from tests.optimizer_support import (
     EVERY,

@@ -12,13 +12,13 @@ import torch
 
 from oper.errors import OperError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem import heap as heap_module
 from oper.shmem.batch import Lookup
-from oper.shmem.group import Group, ProcessGroup, SingleGroup, ThreadGroup
-from oper.shmem.heap import HostHeap
-from oper.shmem.optimizers import SGD, RowWiseAdagrad
-from oper.shmem.outbox import needed_bytes
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import Group, ProcessGroup, SingleGroup, ThreadGroup
+from oper.shmem.memory import host_heap as heap_module
+from oper.shmem.memory.host_heap import HostHeap
+from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.placement.outbox import needed_bytes
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import run_ranks
 from tests.world_support import run_world
@@ -64,7 +64,7 @@ def _whole_tables(specs: list[TableSpec], times: int) -> Lookup:
 def test_no_batch_needs_more(monkeypatch: pytest.MonkeyPatch, world_size: int, kind: str,
                              count: int) -> None:
     """Batches of all rows fit into what the tables need, which is not rounded up here."""
-    monkeypatch.setattr("oper.shmem.outbox._HUGE", 1)
+    monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     specs = _shapes(world_size, count)
     plan = uniform_plan(specs, world_size, kind) if kind != "columns" else Plan(
         world_size, tuple(_in_columns(s, world_size) for s in specs))
@@ -86,7 +86,7 @@ def test_no_batch_needs_more(monkeypatch: pytest.MonkeyPatch, world_size: int, k
 
 def test_less_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is no idle one, and a batch that does not fit says so."""
-    monkeypatch.setattr("oper.shmem.outbox._HUGE", 1)
+    monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     tables = ShardedTables(uniform_plan([SMALL], 1), [("f", "t")], SingleGroup(), SGD(lr=1.0))
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(tables._layout.outbox_bytes - 4096 - 256))
     less = ShardedTables(uniform_plan([SMALL], 1), [("f", "t")], SingleGroup(), SGD(lr=1.0))
@@ -105,7 +105,7 @@ def test_a_small_table_reserves_little() -> None:
 
 def test_a_single_rank_that_owns_a_pushed_table_asks_nobody(monkeypatch: pytest.MonkeyPatch
                                                             ) -> None:
-    monkeypatch.setattr("oper.shmem.outbox._HUGE", 1)
+    monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     tier = Tier(0, 1024, "owned", (0,), mode="push")
     plan = Plan(1, (TablePlan(SMALL, (Piece(0, 16, (tier,)),)),))
     tables = ShardedTables(plan, [("f", "t")], SingleGroup(), SGD(lr=1.0))

@@ -14,9 +14,9 @@ import torch
 from oper.errors import DeadlineError, OperError, PeerLostError
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import ProcessGroup, ThreadGroup
-from oper.shmem.optimizers import SGD, RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import ProcessGroup, ThreadGroup
+from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.faults.pauses import timed
 from tests.runtime_support import (

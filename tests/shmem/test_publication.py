@@ -17,9 +17,9 @@ import torch
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.numa import near_domain
-from oper.shmem.publication import Publisher, Rows
-from oper.shmem.published import PublishedTables, Reader, shared_pss_bytes
+from oper.shmem.memory.numa import near_domain
+from oper.shmem.publication.publisher import Publisher, Rows
+from oper.shmem.publication.reader import PublishedTables, Reader, shared_pss_bytes
 from oper.tables import TableSpec
 from tests.support import ROOT, wait_for
 
@@ -29,7 +29,7 @@ FEATURES = [("f", "a"), ("g", "b")]
 READER = """
 import os, sys, time, torch
 from tests.shmem.test_publication import look
-from oper.shmem.published import Reader, shared_pss_bytes
+from oper.shmem.publication.reader import Reader, shared_pss_bytes
 torch.set_num_threads(1)
 reader = Reader(sys.argv[1], 180.0, int(sys.argv[2]))
 print("ready", flush=True)

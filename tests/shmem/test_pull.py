@@ -13,10 +13,8 @@ import torch
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.search.replay.simulate import Replay
-from oper.shmem import pull
-from oper.shmem.numa import Node
-from oper.shmem.optimizers import SGD
-from oper.shmem.pull import (
+from oper.shmem.exchange import pull
+from oper.shmem.exchange.pull import (
     Duplication,
     PullCosts,
     choose_automatically,
@@ -24,7 +22,9 @@ from oper.shmem.pull import (
     duplication,
     measured_costs,
 )
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.memory.numa import Node
+from oper.shmem.optim.optimizers import SGD
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from oper.traffic import Traffic
 from tests.runtime_support import (

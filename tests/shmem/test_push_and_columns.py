@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.shmem.optimizers import PartialRowWiseAdam, RowWiseAdagrad
+from oper.shmem.optim.optimizers import PartialRowWiseAdam, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests.runtime_support import (
     OPTIMIZERS,

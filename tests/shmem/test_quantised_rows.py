@@ -13,9 +13,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
 from oper.errors import InvalidInputError, PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import SingleGroup
-from oper.shmem.quantise import dequantise, quantise
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.memory.quantise import dequantise, quantise
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.world_support import run_world
 

@@ -11,7 +11,7 @@ import torch
 from oper.errors import InvalidInputError
 from oper.plan import Piece, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import SingleGroup
+from oper.shmem.group.groups import SingleGroup
 from tests.runtime_support import (
     OPTIMIZERS,
     Case,

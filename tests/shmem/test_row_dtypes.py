@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from oper.plan import Piece, Plan, TablePlan, uniform_plan
-from oper.shmem.optimizers import SGD, Optimizer
-from oper.shmem.rounding import (
+from oper.shmem.optim.optimizers import SGD, Optimizer
+from oper.shmem.optim.rounding import (
     philox4x32,
     round_stochastically,
     rounding_bits,
     rounding_key,
 )
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.optimizer_support import EVERY
 from tests.runtime_support import (
@@ -231,7 +231,7 @@ def test_replicas_are_the_masters() -> None:
 
 
 def _variant(rank: int, world_size: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    from oper.shmem.group import SingleGroup
+    from oper.shmem.group.groups import SingleGroup
 
     case = dlrm_case(weighted=True)
     steps = make_steps(case, 1, 2, seed=3)

@@ -9,9 +9,9 @@ import torch
 
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import ProcessGroup
-from oper.shmem.optimizers import RowWiseAdagrad
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import mixed_plan
 from tests.world_support import run_world

@@ -15,10 +15,10 @@ import oper
 from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group import SingleGroup, ThreadGroup
-from oper.shmem.optimizers import SGD, STATE_PARTS, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from oper.shmem.pull import choose_pull
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.exchange.pull import choose_pull
+from oper.shmem.group.groups import SingleGroup, ThreadGroup
+from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import run_ranks
 

@@ -12,8 +12,8 @@ import torch
 
 from oper.plan import Plan
 from oper.search.replay.simulate import Bags, RankBatch, Replay
-from oper.shmem.group import ProcessGroup
-from oper.shmem.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.traffic import KIND, KINDS, Traffic
 from tests.runtime_support import (
     OPTIMIZERS,

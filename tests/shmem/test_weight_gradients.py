@@ -9,9 +9,9 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
-from oper.shmem.group import SingleGroup
-from oper.shmem.optimizers import SGD, Adam, Optimizer
-from oper.shmem.runtime import ShardedTables
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.optim.optimizers import SGD, Adam, Optimizer
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.optimizer_support import open_tables, with_optimizers
 from tests.runtime_support import (

@@ -11,7 +11,7 @@ import torch
 
 from oper.plan import Plan, Tier, uniform_plan
 from oper.search.replay.wire import WireReplay
-from oper.shmem.optimizers import RowWiseAdagrad
+from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.traffic import KIND, SENT
 from tests.runtime_support import (
     OPTIMIZERS,

@@ -135,7 +135,7 @@ class Replay:
         plan: the plan.
         training: whether backward and update follow (default: the plan's objective).
         deduplicates: whether lookups read a row of another rank once per batch
-            (`oper.shmem.pull`), except in tables that the reader pushes.
+            (`oper.shmem.exchange.pull`), except in tables that the reader pushes.
         clipped: tables whose rows' gradients are clipped to a norm.
 
     The forward pass of training is collective: tiers in push mode are pooled by their owners.

@@ -1,0 +1,387 @@
+// torch operators that make, ask and close what the host back end knows of sharded tables.
+//
+// Placement data (addresses, deal tables, head maps) is laid out by Python and copied or referenced
+// here; see oper/directory.py for its meaning.
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "bindings/lookup.h"
+#include "common/description.h"
+#include "host/exchange/packing.h"
+#include "host/exchange/peer_rows.h"
+
+namespace oper::host {
+
+Handles<Owned>& contexts() {
+  // Never freed: other threads may still be in an operator when the process ends.
+  static auto* instance = new Handles<Owned>;
+  return *instance;
+}
+
+namespace {
+
+// The rows of a tier that live on a rank.
+HomeTier home_tier(const Table& table, int32_t k, int32_t rank) {
+  const int64_t first = table.owner_begin[rank], last = table.owner_begin[rank + 1];
+  const TierMap& tier = table.home.tiers[k];
+  const int64_t stop =
+      k + 1 < table.home.num_tiers ? table.home.tiers[k + 1].start : table.home.num_rows;
+  HomeTier found{0, 0, tier.start, tier.period, {}};
+  const int64_t turns = (stop - tier.start) / tier.period, rest = (stop - tier.start) % tier.period;
+  int64_t rows = 0;
+  for (int64_t o = 0; o < tier.period; ++o) {
+    // A key past the rank's range may only come from an offset that the tier does not reach.
+    if (tier.base[o] < first || tier.base[o] >= last) continue;
+    if (turns == 0 && o >= rest) continue;
+    if (found.offsets.empty()) found.slot_begin = tier.base[o] - first;
+    found.offsets.push_back(o);
+    rows += turns + (o < rest ? 1 : 0);
+  }
+  found.slot_end = found.slot_begin + rows;
+  return found;
+}
+
+// What follows from the home map: this rank's part of each tier, and which keys are pushed.
+void fill_home(Table& table, int32_t rank) {
+  const int32_t W = static_cast<int32_t>(table.owner_begin.size()) - 1;
+  for (int32_t k = 0; k < table.home.num_tiers; ++k) {
+    for (int32_t r = 0; r < W; ++r) {
+      HomeTier part = home_tier(table, k, r);
+      if (part.slot_end == part.slot_begin) continue;
+      if (table.pushes[k])
+        table.pushed_keys.emplace_back(
+            static_cast<uint32_t>(table.owner_begin[r] + part.slot_begin),
+            static_cast<uint32_t>(table.owner_begin[r] + part.slot_end));
+      if (r == rank) table.home_tiers.push_back(std::move(part));
+    }
+  }
+  const auto is_push = [](bool x) { return x; };
+  table.is_pushed = std::any_of(table.pushes.begin(), table.pushes.end(), is_push);
+  table.all_pushed = std::all_of(table.pushes.begin(), table.pushes.end(), is_push);
+  const bool owns_all = table.owner_begin[rank + 1] - table.owner_begin[rank] == table.home.num_rows;
+  table.has_push = table.is_pushed && !(table.all_pushed && owns_all);
+}
+
+void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
+                 const Tensor& tiers, const std::vector<Tensor>& heads) {
+  Context& context = owned.context;
+  const int64_t* table_data = int64_data(tables);
+  const int64_t* begin_data = int64_data(owner_begin);
+  const int64_t* tier_data = int64_data(tiers);
+  const int64_t* maps = context.map_storage.data();
+  const int64_t num_maps = static_cast<int64_t>(context.map_storage.size()) / 2;
+  const int64_t T = tables.size(0), W = context.world_size;
+  context.tier_storage.resize(static_cast<size_t>(2 * T));
+  context.tables.resize(static_cast<size_t>(T));
+  for (int64_t t = 0; t < T; ++t) {
+    const int64_t* d = table_data + t * kTableWidth;
+    Table& table = context.tables[t];
+    table.dim = static_cast<int32_t>(d[kDim]);
+    table.mean = static_cast<int32_t>(d[kMean]);
+    table.row_type = static_cast<RowType>(d[kRowType]);
+    table.first_column = static_cast<int32_t>(d[kFirstColumn]);
+    table.rows = reinterpret_cast<char*>(d[kRowAddress]);
+    table.momentum1 = reinterpret_cast<float*>(d[kMomentum1]);
+    table.momentum2 = reinterpret_cast<float*>(d[kMomentum2]);
+    table.owner_begin.assign(begin_data + t * (W + 1), begin_data + (t + 1) * (W + 1));
+    table.has_replicas = false;
+    auto& read = context.tier_storage[2 * t];
+    auto& home = context.tier_storage[2 * t + 1];
+    for (int64_t k = d[kTierBegin]; k < d[kTierEnd]; ++k) {
+      const int64_t* x = tier_data + k * kTierWidth;
+      read.push_back(tier_map(maps, num_maps, x[kStart], x[kReadAt], x[kReadPeriod]));
+      home.push_back(tier_map(maps, num_maps, x[kStart], x[kHomeAt], x[kHomePeriod]));
+      table.pushes.push_back(x[kPush] != 0);
+    }
+    table.pushed.resize(static_cast<size_t>(W));
+    table.row_columns = static_cast<int32_t>(d[kRowColumns]);
+    for (int64_t p = 0; p < T; ++p)
+      if (table_data[p * kTableWidth + kLogical] == d[kLogical] && table.dim != table.row_columns)
+        table.pieces.push_back(static_cast<int32_t>(p));
+    HeadMap head{nullptr, nullptr, 0};
+    if (d[kHead] >= 0) {
+      head.words = static_cast<const uint64_t*>(heads[d[kHead]].data_ptr());
+      head.positions = static_cast<const uint32_t*>(heads[d[kHead] + 1].data_ptr());
+      head.num_head = heads[d[kHead] + 1].numel();
+    }
+    if (d[kHeadIds] >= 0) {
+      table.head_ids.by_position = static_cast<const uint32_t*>(heads[d[kHeadIds]].data_ptr());
+      table.head_ids.ascending = static_cast<const uint32_t*>(heads[d[kHeadIds] + 1].data_ptr());
+      table.head_ids.num_head = heads[d[kHeadIds]].numel();
+    }
+    const int32_t n = static_cast<int32_t>(read.size());
+    table.read = TableMap{d[kNumRows], n, read.data(), head, nullptr};
+    table.home = TableMap{d[kNumRows], n, home.data(), head, nullptr};
+    for (TableMap* map : {&table.read, &table.home}) {
+      context.flat_storage.push_back(flatten(*map));
+      map->flat = context.flat_storage.back().get();
+    }
+    fill_home(table, context.rank);
+    context.has_push |= table.is_pushed;
+  }
+}
+
+void fill_replicas(Context& context, const Tensor& refreshes, const Tensor& touched) {
+  const int64_t* data = int64_data(refreshes);
+  const int64_t* lists = int64_data(touched);
+  const int64_t W = context.world_size;
+  for (int64_t i = 0; i < refreshes.size(0); ++i) {
+    const int64_t* x = data + i * kRefreshWidth;
+    Refresh part{static_cast<int32_t>(x[kTable]), static_cast<int32_t>(x[kOwner]),
+                 x[kSlotBegin], x[kSlotEnd], x[kFirst], x[kStride],
+                 reinterpret_cast<const char*>(x[kMasters]), reinterpret_cast<char*>(x[kReplicas])};
+    Table& table = context.tables[part.table];
+    table.has_replicas = true;
+    if (part.owner == context.rank)
+      table.replicated_slots.emplace_back(static_cast<uint32_t>(part.slot_begin),
+                                          static_cast<uint32_t>(part.slot_end));
+    context.refreshes.push_back(part);
+  }
+  for (size_t t = 0; t < context.tables.size(); ++t)
+    for (int64_t r = 0; r < W; ++r)
+      context.tables[t].touched.push_back(
+          reinterpret_cast<uint32_t*>(lists[static_cast<int64_t>(t) * W + r]));
+}
+
+int64_t context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor owner_begin,
+                       Tensor tiers, Tensor maps, Tensor features, Tensor refreshes,
+                       Tensor touched, Tensor squares, Tensor outboxes, int64_t outbox_bytes,
+                       std::vector<Tensor> heads) {
+  auto owned = std::make_unique<Owned>();
+  owned->keep_alive = heads;
+  Context& context = owned->context;
+  context.rank = static_cast<int32_t>(rank);
+  context.world_size = static_cast<int32_t>(world_size);
+  const int64_t* map_data = int64_data(maps);
+  context.map_storage.assign(map_data, map_data + maps.numel());
+  fill_tables(*owned, tables, owner_begin, tiers, heads);
+  fill_replicas(context, refreshes, touched);
+  const int64_t* square_data = int64_data(squares);
+  for (size_t t = 0; t < context.tables.size(); ++t)
+    for (int64_t r = 0; r < world_size; ++r)
+      context.tables[t].squares.push_back(
+          reinterpret_cast<float*>(square_data[static_cast<int64_t>(t) * world_size + r]));
+  const int64_t* feature_data = int64_data(features);
+  for (int64_t f = 0; f < features.size(0); ++f) {
+    const int64_t* x = feature_data + f * kFeatureWidth;
+    Table& table = context.tables[x[kFeatureTable]];
+    context.features.push_back({static_cast<int32_t>(x[kFeatureTable]), x[kColumn],
+                                static_cast<int32_t>(x[kFeatureLogical]), x[kPieceStart]});
+    table.features.push_back(static_cast<int32_t>(f));
+    context.output_columns = std::max<int64_t>(context.output_columns, x[kColumn] + table.dim);
+    context.unpooled_columns = table.row_columns;
+  }
+  const int64_t* outbox_data = int64_data(outboxes);
+  for (int64_t r = 0; r < world_size; ++r)
+    context.outbox.push_back(reinterpret_cast<char*>(outbox_data[r]));
+  context.outbox_bytes = outbox_bytes;
+  context.start_counting();
+  return contexts().add(std::move(owned));
+}
+
+// `domain`: the ranks that share memory with this one, itself included, ascending; `pidfds` likewise.
+void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> domain,
+                         std::vector<int64_t> pidfds, int64_t deadline_ms) {
+  Context& context = context_of(handle);
+  context.domain.assign(domain.begin(), domain.end());
+  const auto mine = std::find(domain.begin(), domain.end(), context.rank) - domain.begin();
+  context.barrier = std::make_unique<Barrier>(
+      reinterpret_cast<BarrierLine*>(lines), static_cast<int32_t>(mine),
+      static_cast<int32_t>(domain.size()), std::vector<int>(pidfds.begin(), pidfds.end()),
+      deadline_ms);
+}
+
+// `targets`: int64 [K, 4], see ReplicaTarget. `transport`: address of a function, see Transport.
+void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
+                          bool pulls, bool refreshes, bool shares_replicas, int64_t wire,
+                          int64_t collection, int64_t transport) {
+  Context& context = context_of(handle);
+  ExchangeSetup setup;
+  setup.near.assign(static_cast<size_t>(context.world_size), false);
+  for (int64_t r : domain) setup.near[static_cast<size_t>(r)] = true;
+  const int64_t* data = int64_data(targets);
+  for (int64_t k = 0; k < targets.size(0); ++k)
+    setup.targets.push_back({static_cast<int32_t>(data[4 * k]),
+                             static_cast<int32_t>(data[4 * k + 1]), data[4 * k + 2],
+                             data[4 * k + 3]});
+  setup.gathers = gathers;
+  setup.pulls = pulls;
+  setup.refreshes = refreshes;
+  setup.shares_replicas = shares_replicas;
+  setup.wire = static_cast<RowType>(wire);
+  setup.collection = static_cast<uint32_t>(collection);
+  setup.transport = reinterpret_cast<Transport>(transport);
+  context.exchange = std::make_shared<Exchange>(context, std::move(setup));
+}
+
+// Number of exchanges, then bytes sent [kinds][W], see enum Sent.
+std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
+  Context& context = context_of(handle);
+  if (!context.exchange) return {};
+  Exchange& exchange = *context.exchange;
+  std::vector<int64_t> result = exchange.sent_bytes;
+  result.insert(result.begin(), exchange.num_exchanges);
+  if (reset) {
+    std::fill(exchange.sent_bytes.begin(), exchange.sent_bytes.end(), 0);
+    exchange.num_exchanges = 0;
+  }
+  return result;
+}
+
+// De-duplicated pull, see host/peer_rows.h. `costs`: float64 [3], PullCosts.
+void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
+  Context& context = context_of(handle);
+  const double* c = static_cast<const double*>(costs.data_ptr());
+  const auto kind = static_cast<PeerRows::Choice>(choice);
+  context.peer_rows = kind == PeerRows::kNever
+                          ? nullptr
+                          : std::make_shared<PeerRows>(context, kind, PullCosts{c[0], c[1], c[2]});
+}
+
+// By table: ids of neighbours' rows when last counted, distinct ones, whether they are copied; [3][T].
+std::vector<int64_t> context_duplication(int64_t handle) {
+  Context& context = context_of(handle);
+  if (!context.peer_rows) return {};
+  const PeerRows& peers = *context.peer_rows;
+  std::vector<int64_t> result = peers.num_ids;
+  result.insert(result.end(), peers.num_rows.begin(), peers.num_rows.end());
+  result.insert(result.end(), peers.is_chosen.begin(), peers.is_chosen.end());
+  return result;
+}
+
+// `phase`: what for, see oper/shmem/group/desync.py.
+std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
+  Context& context = context_of(handle);
+  if (!context.barrier) return {0, -1};
+  int32_t culprit = -1;
+  const auto result = context.barrier->arrive(static_cast<uint32_t>(phase), &culprit);
+  return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
+}
+
+// Nanoseconds of the last batch: forward, reduce, wait, update, wait, refresh.
+std::vector<int64_t> context_phases(int64_t handle) {
+  const Context& context = context_of(handle);
+  return {std::begin(context.phase_ns), std::end(context.phase_ns)};
+}
+
+// Forward passes, backward passes, then units moved [kinds][T][W], see host/traffic.h.
+std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
+  Context& context = context_of(handle);
+  std::vector<int64_t> result = context.moved();
+  result.insert(result.begin(), std::begin(context.num_passes), std::end(context.num_passes));
+  if (reset) context.reset_moved();
+  return result;
+}
+
+// Per rank of this memory domain: arrivals at barriers, updates begun, updates ended. Empty with one.
+std::vector<int64_t> context_progress(int64_t handle) {
+  const Context& context = context_of(handle);
+  return context.barrier ? context.barrier->progress() : std::vector<int64_t>{};
+}
+
+// Per rank of this memory domain: arrivals at barriers, what the last one was for, whether the rank has
+// given up or closed (Absence), whom it then found to be behind. Empty with one.
+std::vector<int64_t> context_positions(int64_t handle) {
+  const Context& context = context_of(handle);
+  return context.barrier ? context.barrier->positions() : std::vector<int64_t>{};
+}
+
+// Per rank: number of its last meeting across memory domains, what it was for, and the collection;
+// as this rank was last told. Empty in a single domain.
+std::vector<int64_t> context_meetings(int64_t handle) {
+  const Context& context = context_of(handle);
+  return context.exchange ? context.exchange->meetings() : std::vector<int64_t>{};
+}
+
+// This rank meets nobody of its memory domain any more; `verdict` says whom it found to be behind.
+void context_give_up(int64_t handle, int64_t verdict) {
+  Context& context = context_of(handle);
+  if (context.barrier) context.barrier->give_up(verdict);
+}
+
+void context_mark_changes(int64_t handle, bool on) { context_of(handle).mark_changes(on); }
+
+// Slots of a table whose rows have changed since the last call, ascending: uint32 [n], as bits of
+// int32.
+Tensor context_take_changes(int64_t handle, int64_t table) {
+  Context& context = context_of(handle);
+  STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(context.tables.size()),
+                  "internal: no such table");
+  Tensor out = pooled_tensor(ScalarType::Int, 4, {context.num_changes(table)});
+  context.take_changes(table, static_cast<uint32_t*>(out.mutable_data_ptr()));
+  return out;
+}
+
+// Rows of `from` [n, width] in the slots that `context_take_changes` gave, side by side in `to`,
+// which is as large as they are.
+void copy_rows(Tensor from, Tensor slots, Tensor to) {
+  const int64_t count = slots.numel();
+  STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Int && from.dim() == 2 && to.dim() == 2 &&
+                      from.scalar_type() == to.scalar_type() && to.size(0) == count &&
+                      to.size(1) == from.size(1) && slots.is_contiguous() &&
+                      from.is_contiguous() && to.is_contiguous(),
+                  "internal: rows and a place for them do not match");
+  const uint32_t* data = static_cast<const uint32_t*>(slots.data_ptr());
+  uint32_t last = 0;
+  for (int64_t i = 0; i < count; ++i) last = std::max(last, data[i]);
+  STD_TORCH_CHECK(count == 0 || last < from.size(0), "internal: no slot ", last);
+  const int64_t unit = from.size(1) * static_cast<int64_t>(from.element_size());
+  pack(static_cast<char*>(to.mutable_data_ptr()), static_cast<const char*>(from.data_ptr()), data,
+       {count, unit, RowType::kFloat32});
+}
+
+void context_close(int64_t handle) { contexts().close(handle); }
+
+}  // namespace
+}  // namespace oper::host
+
+STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
+  m.def(
+      "context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, Tensor tiers, "
+      "Tensor maps, Tensor features, Tensor refreshes, Tensor touched, Tensor squares, "
+      "Tensor outboxes, int outbox_bytes, Tensor[] heads) -> int");
+  m.def(
+      "context_set_barrier(int handle, int lines, int[] domain, int[] pidfds, int deadline_ms) -> "
+      "()");
+  m.def(
+      "context_set_exchange(int handle, int[] domain, Tensor targets, bool gathers, "
+      "bool pulls, bool refreshes, bool shares_replicas, int wire, int collection, int transport) "
+      "-> ()");
+  m.def("context_set_pull(int handle, int choice, Tensor costs) -> ()");
+  m.def("context_duplication(int handle) -> int[]");
+  m.def("context_sent_bytes(int handle, bool reset) -> int[]");
+  m.def("context_barrier(int handle, int phase) -> (int, int)");
+  m.def("context_positions(int handle) -> int[]");
+  m.def("context_meetings(int handle) -> int[]");
+  m.def("context_give_up(int handle, int verdict) -> ()");
+  m.def("context_phases(int handle) -> int[]");
+  m.def("context_traffic(int handle, bool reset) -> int[]");
+  m.def("context_progress(int handle) -> int[]");
+  m.def("context_mark_changes(int handle, bool on) -> ()");
+  m.def("context_take_changes(int handle, int table) -> Tensor");
+  m.def("copy_rows(Tensor rows, Tensor slots, Tensor(a!) to) -> ()");
+  m.def("context_close(int handle) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
+  m.impl("context_create", TORCH_BOX(&oper::host::context_create));
+  m.impl("context_set_barrier", TORCH_BOX(&oper::host::context_set_barrier));
+  m.impl("context_set_exchange", TORCH_BOX(&oper::host::context_set_exchange));
+  m.impl("context_set_pull", TORCH_BOX(&oper::host::context_set_pull));
+  m.impl("context_duplication", TORCH_BOX(&oper::host::context_duplication));
+  m.impl("context_sent_bytes", TORCH_BOX(&oper::host::context_sent_bytes));
+  m.impl("context_barrier", TORCH_BOX(&oper::host::context_barrier));
+  m.impl("context_positions", TORCH_BOX(&oper::host::context_positions));
+  m.impl("context_meetings", TORCH_BOX(&oper::host::context_meetings));
+  m.impl("context_give_up", TORCH_BOX(&oper::host::context_give_up));
+  m.impl("context_phases", TORCH_BOX(&oper::host::context_phases));
+  m.impl("context_traffic", TORCH_BOX(&oper::host::context_traffic));
+  m.impl("context_progress", TORCH_BOX(&oper::host::context_progress));
+  m.impl("context_mark_changes", TORCH_BOX(&oper::host::context_mark_changes));
+  m.impl("context_take_changes", TORCH_BOX(&oper::host::context_take_changes));
+  m.impl("copy_rows", TORCH_BOX(&oper::host::copy_rows));
+  m.impl("context_close", TORCH_BOX(&oper::host::context_close));
+}

@@ -1,0 +1,427 @@
+// torch operators of the host back end, on libtorch's stable ABI: lookups and memory. Contexts are
+// made in bindings/context.cpp.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/lookup.h"
+#include "common/description.h"
+#include "host/interaction.h"
+#include "host/kernels/kernels.h"
+#include "host/memory.h"
+
+namespace oper::host {
+
+Tensor pooled_tensor(ScalarType type, size_t item, std::vector<int64_t> sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t count = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = count;
+    count *= sizes[i];
+  }
+  const size_t bytes = static_cast<size_t>(count) * item;
+  void* data = pool_take(bytes);
+  return torch::stable::from_blob(
+      data, {sizes.data(), sizes.size()}, {strides.data(), strides.size()},
+      torch::stable::Device(torch::headeronly::DeviceType::CPU), type,
+      [bytes](void* block) { pool_give(block, bytes); });
+}
+
+namespace {
+
+void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument) {
+  torch::stable::parallel_for(0, count, 1,
+                              [=](int64_t begin, int64_t end) { body(begin, end, argument); });
+}
+
+// ---- lookups -----------------------------------------------------------------------------------
+
+// Status codes that Python turns into errors, after those of `Status`.
+constexpr int64_t kBadLengths = 5;  // a negative length, or lengths do not add up to the ids
+constexpr int64_t kBadBatch = 10;   // not what `is_fit` asks for
+
+template <class Length>
+bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out) {
+  int64_t sum = 0;
+  bool negative = false;
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = sum;
+    negative |= lengths[i] < 0;
+    sum += lengths[i];
+  }
+  out[n] = sum;
+  return !negative && sum == total;
+}
+
+// 0, 1, 2, ...: the bounds of bags with one id each. Grows; old blocks stay for their users.
+const int64_t* ascending(int64_t count) {
+  static std::mutex mutex;
+  static auto* blocks = new std::vector<std::unique_ptr<std::vector<int64_t>>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (blocks->empty() || static_cast<int64_t>(blocks->back()->size()) < count) {
+    auto block = std::make_unique<std::vector<int64_t>>(static_cast<size_t>(count + count / 2));
+    for (size_t i = 0; i < block->size(); ++i) (*block)[i] = static_cast<int64_t>(i);
+    blocks->push_back(std::move(block));
+  }
+  return blocks->back()->data();
+}
+
+// What identifies a batch of lookups in the operators below.
+struct Lookup {
+  Tensor ids, offsets, key_of;  // offsets int64 [num_keys * batch_size + 1], key_of int64 [F]
+  std::optional<Tensor> weights;
+  int64_t batch_size;
+  bool pooled;
+};
+
+// Pooled: features side by side in the columns of one row per sample. Unpooled: one row per id,
+// feature after feature.
+Batch make_batch(const Context& context, const Lookup& lookup, int64_t* num_rows) {
+  Batch batch;
+  batch.ids = lookup.ids.data_ptr();
+  batch.ids_are_32_bit = lookup.ids.scalar_type() == ScalarType::Int;
+  batch.weights = lookup.weights.has_value()
+                      ? static_cast<const float*>(lookup.weights->data_ptr())
+                      : nullptr;
+  const int64_t* offsets = int64_data(lookup.offsets);
+  const int64_t* key_of = int64_data(lookup.key_of);
+  const int64_t B = lookup.batch_size;
+  const int64_t* ones = lookup.pooled ? nullptr : ascending(lookup.ids.numel() + 1);
+  int64_t first = 0, rows = 0;  // of the current feature of the collection, and behind it
+  int32_t logical = -1;
+  for (const Feature& feature : context.features) {
+    const int64_t* bounds = offsets + key_of[feature.logical] * B;
+    if (lookup.pooled) {
+      batch.features.push_back({bounds, B, feature.column});
+      rows = B;
+      continue;
+    }
+    const int64_t n = bounds[B] - bounds[0];
+    if (feature.logical != logical) {
+      first = rows;
+      rows += n;
+      logical = feature.logical;
+    }
+    batch.features.push_back(
+        {ones + bounds[0], n, first * context.unpooled_columns + feature.start});
+  }
+  batch.out_stride = lookup.pooled ? context.output_columns : context.unpooled_columns;
+  *num_rows = rows;
+  return batch;
+}
+
+bool is_vector(const Tensor& value) { return value.dim() == 1 && value.is_contiguous(); }
+
+bool is_integers(const Tensor& value) {
+  const ScalarType type = value.scalar_type();
+  return (type == ScalarType::Long || type == ScalarType::Int) && is_vector(value);
+}
+
+// Whether a batch is what the kernels take for granted; `BatchChecks` in batch.py tells people why not.
+// It is looked at here, since Python that runs once per batch finds nothing of itself in the caches.
+bool is_fit(const Tensor& ids, const Tensor& lengths, const std::optional<Tensor>& weights,
+            const Tensor& key_of, int64_t batch_size) {
+  if (!is_integers(ids) || !is_integers(lengths) || batch_size < 0) return false;
+  if (key_of.scalar_type() != ScalarType::Long || !is_vector(key_of)) return false;
+  const int64_t num_keys = lengths.numel() / std::max<int64_t>(1, batch_size);
+  if (lengths.numel() % std::max<int64_t>(1, batch_size) != 0) return false;
+  if (batch_size == 0 && num_keys > 0) return false;
+  const int64_t* keys = int64_data(key_of);
+  for (int64_t f = 0; f < key_of.numel(); ++f)
+    if (keys[f] < 0 || (batch_size > 0 && keys[f] >= num_keys)) return false;
+  if (!weights.has_value()) return true;
+  return weights->scalar_type() == ScalarType::Float && is_vector(*weights) &&
+         weights->numel() == ids.numel();
+}
+
+// Bounds of bags, int64 [n + 1]; false when the lengths do not fit the ids.
+bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
+  const int64_t n = lengths.numel();
+  *offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
+  int64_t* data = static_cast<int64_t*>(offsets->data_ptr());
+  return lengths.scalar_type() == ScalarType::Int
+             ? offsets_from(static_cast<const int32_t*>(lengths.data_ptr()), n, num_ids, data)
+             : offsets_from(int64_data(lengths), n, num_ids, data);
+}
+
+// Whether each key has the bags of exactly one feature, so that whoever pools these may make their bounds.
+bool has_own_keys(const Context& context, const Tensor& key_of, int64_t num_keys) {
+  const size_t n = context.features.size();
+  if (static_cast<int64_t>(n) != num_keys || key_of.numel() != num_keys) return false;
+  std::vector<bool> seen(n);
+  for (const Feature& feature : context.features) {
+    const size_t key = static_cast<size_t>(int64_data(key_of)[feature.logical]);
+    if (seen[key]) return false;
+    seen[key] = true;
+  }
+  return true;
+}
+
+// Where each feature's addresses begin; returns how many there are.
+int64_t number_addresses(const Batch& batch, Resolved* resolved) {
+  int64_t n = 0;
+  for (const FeatureBags& bags : batch.features) {
+    resolved->first.push_back(n);
+    n += bags.bounds[bags.num_bags] - bags.bounds[0];
+  }
+  return n;
+}
+
+// What `lookup_resolve` has found, for a batch.
+Resolved resolved_batch(const Batch& batch, const Tensor& addresses,
+                        const std::optional<Tensor>& order) {
+  Resolved resolved;
+  resolved.addresses = int64_data(addresses);
+  resolved.order =
+      order.has_value() && order->numel() > 0 ? static_cast<char*>(order->data_ptr()) : nullptr;
+  const int64_t n = number_addresses(batch, &resolved);
+  STD_TORCH_CHECK(addresses.numel() == n + kAddressesAhead,
+                  "internal: a resolved batch that is used with another batch");
+  return resolved;
+}
+
+// Offsets int64 [num_keys * B + 1]; addresses of the rows of all features, int64, and a few more;
+// the order for the backward pass, bytes.
+std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size, bool pooled, bool with_order) {
+  Context& context = context_of(handle);
+  Tensor offsets;
+  if (!make_offsets(lengths, ids.numel(), &offsets))
+    return {offsets, offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
+  int64_t rows = 0;
+  const Batch batch =
+      make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
+  Resolved resolved;
+  const int64_t n = number_addresses(batch, &resolved);
+  Tensor addresses = pooled_tensor(ScalarType::Long, 8, {n + kAddressesAhead});
+  const int64_t bytes = with_order ? order_bytes(context, batch) : 0;
+  Tensor order = pooled_tensor(ScalarType::Byte, 1, {bytes});
+  resolved.order = with_order ? static_cast<char*>(order.data_ptr()) : nullptr;
+  int64_t* data = static_cast<int64_t*>(addresses.data_ptr());
+  const Status status = resolve(context, batch, data, resolved, parallel_over_tasks);
+  std::fill(data + n, data + n + kAddressesAhead, n > 0 ? data[n - 1] : 0);
+  return {offsets, addresses, order, status.code, status.detail};
+}
+
+std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
+    std::optional<Tensor> addresses) {
+  Context& context = context_of(handle);
+  const auto begin = std::chrono::steady_clock::now();
+  Tensor offsets;
+  if (!is_fit(ids, lengths, weights, key_of, batch_size)) {
+    offsets = pooled_tensor(ScalarType::Long, 8, {0});
+    return {offsets, offsets, kBadBatch, -1};
+  }
+  const int64_t n = lengths.numel();
+  // Nothing else than pooling reads the bounds before it is over.
+  const bool on_the_way = !known_offsets.has_value() && pooled && n > 0 && !context.exchange &&
+                          !context.peer_rows && !(collective && context.has_push) &&
+                          has_own_keys(context, key_of, n / batch_size);
+  const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;
+  if (known_offsets.has_value()) {
+    offsets = *known_offsets;
+  } else if (on_the_way) {
+    offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
+    int64_t* data = static_cast<int64_t*>(offsets.data_ptr());
+    if (kernels().start_bounds(lengths.data_ptr(), are_32_bit, n / batch_size, batch_size, data) !=
+        ids.numel())
+      return {offsets, offsets, kBadLengths, data[n]};
+  } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
+    return {offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
+  }
+  int64_t rows = 0;
+  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
+  Resolved resolved;
+  if (addresses.has_value()) {
+    resolved = resolved_batch(batch, *addresses, std::nullopt);
+    batch.resolved = &resolved;
+  }
+  if (on_the_way) {
+    batch.lengths = lengths.data_ptr();
+    batch.lengths_are_32_bit = are_32_bit;
+    batch.offsets = static_cast<int64_t*>(offsets.data_ptr());
+  }
+  Tensor out = pooled_tensor(ScalarType::Float, 4, {rows, batch.out_stride});
+  // Outputs of all ranks together that would not stay in the cache until they are used, beside the rows
+  // on their way. Measured with a pass over the output on two cores: past the cache took 10 % less time
+  // from a fifth of it on, 5 % more at a tenth.
+  batch.stream = rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 4;
+  const Status status =
+      forward(context, batch, static_cast<float*>(out.data_ptr()), collective, parallel_over_tasks);
+  context.phase_ns[kForward].store(  // with the offsets
+      std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count(),
+      std::memory_order_relaxed);
+  return {out, offsets, status.code, status.detail};
+}
+
+// Lookup and dot interaction; see host/interaction.h. For tables that are only read.
+std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    Tensor dense) {
+  Context& context = context_of(handle);
+  const int64_t size = dense.size(0), dim = dense.size(1);
+  STD_TORCH_CHECK(!context.exchange && !context.peer_rows && !context.has_push &&
+                      dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
+                      dim > 0 && context.output_columns % dim == 0,
+                  "internal: an interaction that these tables cannot have");
+  const int64_t rows = context.output_columns / dim + 1;
+  Tensor offsets, out = pooled_tensor(ScalarType::Float, 4, {size, dim + rows * (rows - 1) / 2});
+  if (!make_offsets(lengths, ids.numel(), &offsets))
+    return {out, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
+  int64_t unused = 0;
+  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true}, &unused);
+  const Status status = forward_interaction(
+      context, batch, static_cast<const float*>(dense.data_ptr()), static_cast<int32_t>(dim),
+      static_cast<float*>(out.data_ptr()), parallel_over_tasks);
+  return {out, offsets, status.code, status.detail};
+}
+
+std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids,
+                                                            Tensor offsets, Tensor weights,
+                                                            Tensor key_of, int64_t batch_size) {
+  Context& context = context_of(handle);
+  int64_t rows = 0;
+  const Batch batch =
+      make_batch(context, {ids, offsets, key_of, weights, batch_size, true}, &rows);
+  Tensor out = torch::stable::new_zeros(weights, {ids.numel()});
+  const Status status =
+      weight_gradient(context, batch, static_cast<const float*>(grad.data_ptr()),
+                      static_cast<float*>(out.data_ptr()), parallel_over_tasks);
+  return {out, status.code, status.detail};
+}
+
+std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
+                                             Tensor offsets, std::optional<Tensor> weights,
+                                             Tensor key_of, int64_t batch_size, bool pooled,
+                                             Tensor optimizers, double gradient_scale,
+                                             std::optional<Tensor> addresses,
+                                             std::optional<Tensor> order) {
+  Context& context = context_of(handle);
+  STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
+                      optimizers.numel() ==
+                          static_cast<int64_t>(context.tables.size()) * kOptimizerWidth,
+                  "internal: optimizers must be float64 [T, ", int64_t{kOptimizerWidth}, "]");
+  const double* data = static_cast<const double*>(optimizers.data_ptr());
+  for (size_t t = 0; t < context.tables.size(); ++t) {
+    const double* x = data + t * kOptimizerWidth;
+    context.tables[t].optimizer = optimizer_args(x);
+    context.tables[t].rounding = rounding_key(x);
+  }
+  int64_t rows = 0;
+  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
+  // The output's layout, but for a gradient that is a slice of wider rows.
+  if (rows > 0) batch.out_stride = grad.stride(0);
+  Resolved resolved;
+  if (addresses.has_value()) {
+    resolved = resolved_batch(batch, *addresses, order);
+    batch.resolved = &resolved;
+  }
+  const Status status = backward(context, batch, static_cast<const float*>(grad.data_ptr()),
+                                 static_cast<float>(gradient_scale), parallel_over_tasks);
+  return {status.code, status.detail};
+}
+
+// ---- memory ------------------------------------------------------------------------------------
+
+// An address, or -errno. Called by `map_segment` in oper/shmem/memory/segments.py.
+int64_t map_segment(int64_t fd, int64_t bytes, bool writable) {
+  void* data = map_shared(static_cast<int>(fd), static_cast<size_t>(bytes), writable);
+  return data != nullptr ? reinterpret_cast<int64_t>(data) : -errno;
+}
+
+// 0, or -errno; likewise.
+int64_t map_over_segment(int64_t address, int64_t fd, int64_t offset, int64_t bytes,
+                         bool writable) {
+  return map_over(reinterpret_cast<void*>(address), static_cast<int>(fd),
+                  static_cast<size_t>(offset), static_cast<size_t>(bytes), writable)
+             ? 0
+             : -errno;
+}
+
+void unmap_segment(int64_t address, int64_t bytes) {
+  unmap(reinterpret_cast<void*>(address), static_cast<size_t>(bytes));
+}
+
+int64_t collapse_segment(int64_t address, int64_t bytes) {
+  return static_cast<int64_t>(
+      collapse_huge(reinterpret_cast<void*>(address), static_cast<size_t>(bytes)));
+}
+
+// View [rows, columns] of mapped memory, elements of a `RowType`; the caller keeps the mapping alive.
+Tensor segment_view(int64_t address, int64_t rows, int64_t columns, int64_t type) {
+  constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
+  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
+  return torch::stable::from_blob(
+      reinterpret_cast<void*>(address), {sizes, 2}, {strides, 2},
+      torch::stable::Device(torch::headeronly::DeviceType::CPU), kTypes[type]);
+}
+
+std::string kernel_name() { return kernels().name; }
+
+}  // namespace
+}  // namespace oper::host
+
+STABLE_TORCH_LIBRARY(oper, m) {
+  m.def("map_segment(int fd, int bytes, bool writable) -> int");
+  m.def(
+      "map_over_segment(int address, int fd, int offset, int bytes, bool writable) -> int");
+  m.def("unmap_segment(int address, int bytes) -> ()");
+  m.def("collapse_segment(int address, int bytes) -> int");
+  m.def("segment_view(int address, int rows, int columns, int type=0) -> Tensor");
+  m.def("kernel_name() -> str");
+  m.def("last_level_cache_bytes() -> int");
+  m.def(
+      "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+      "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses) -> "
+      "(Tensor, Tensor, int, int)");
+  m.def(
+      "lookup_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+      "Tensor dense) -> (Tensor, Tensor, int, int)");
+  m.def(
+      "lookup_resolve(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+      "int batch_size, bool pooled, bool with_order) -> (Tensor, Tensor, Tensor, int, int)");
+  m.def(
+      "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
+      "Tensor key_of, int batch_size) -> (Tensor, int, int)");
+  m.def(
+      "lookup_backward(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
+      "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale, "
+      "Tensor? addresses, Tensor? order) -> (int, int)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
+  m.impl("map_segment", TORCH_BOX(&oper::host::map_segment));
+  m.impl("map_over_segment", TORCH_BOX(&oper::host::map_over_segment));
+  m.impl("unmap_segment", TORCH_BOX(&oper::host::unmap_segment));
+  m.impl("collapse_segment", TORCH_BOX(&oper::host::collapse_segment));
+  m.impl("segment_view", TORCH_BOX(&oper::host::segment_view));
+  m.impl("last_level_cache_bytes", TORCH_BOX(&oper::host::last_level_cache_bytes));
+  m.impl("kernel_name", TORCH_BOX(&oper::host::kernel_name));
+}
+
+// Gradients are `ShardedTables`' business: straight to the kernels, without torch's search for them.
+STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {
+  m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
+  m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
+  m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
+  m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
+  m.impl("lookup_interaction", TORCH_BOX(&oper::host::lookup_interaction));
+  m.impl("lookup_weight_gradient", TORCH_BOX(&oper::host::lookup_weight_gradient));
+  m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
+}

@@ -1,0 +1,105 @@
+// What the elements of a row are stored as. Shared by host and device.
+//
+// Rows are float32, float16 (IEEE binary16) or bfloat16, and 8-bit or 4-bit integers in tables that
+// are only read. Reading is exact; all arithmetic is fp32.
+// An update writes 16-bit elements by stochastic rounding: up with a probability equal to the part
+// of the step between two neighbours that lies below the number, so that the expected value is the
+// number itself (Gupta et al., "Deep learning with limited numerical precision", ICML 2015) and
+// small updates are not lost. Numbers that are representable do not change. A finite number past the
+// largest finite one becomes that one; infinities and NaNs stay.
+#pragma once
+
+#include "common/platform.h"
+
+namespace oper {
+
+enum class RowType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3, kInt4 = 4 };
+
+// Read-only rows in the layout of FBGEMM's IntNBit tables on the CPU: a float16 scale, a float16
+// bias, then one code of 8 or 4 bits per column (the lower half of a byte first). A number is
+// scale * code + bias.
+constexpr int64_t kScaleBiasBytes = 4;
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// Codes of a row, or a part of them.
+struct Int8 {
+  uint8_t bits;
+};
+struct Int4 {  // two
+  uint8_t bits;
+};
+
+OPER_HD int64_t bytes_of_row(RowType type, int64_t dim) {
+  switch (type) {
+    case RowType::kFloat32: return dim * 4;
+    case RowType::kInt8: return kScaleBiasBytes + dim;
+    case RowType::kInt4: return kScaleBiasBytes + (dim + 1) / 2;
+    default: return dim * 2;
+  }
+}
+
+OPER_HD float float_of_bits(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  return __builtin_bit_cast(float, bits);
+#endif
+}
+
+OPER_HD uint32_t bits_of_float(float value) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(value);
+#else
+  return __builtin_bit_cast(uint32_t, value);
+#endif
+}
+
+OPER_HD float to_float(float value) { return value; }
+
+OPER_HD float to_float(BFloat16 value) {
+  return float_of_bits(static_cast<uint32_t>(value.bits) << 16);
+}
+
+OPER_HD float to_float(Float16 value) {
+  const uint32_t sign = (value.bits & 0x8000u) << 16, magnitude = value.bits & 0x7fffu;
+  // Subnormals by way of an integer, which a flush-to-zero mode leaves alone.
+  const uint32_t small =
+      bits_of_float(static_cast<float>(static_cast<int32_t>(magnitude)) * 5.9604644775390625e-8f);
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  const uint32_t special = 0x7f800000u | (magnitude << 13) | (magnitude > 0x7c00u ? 0x400000u : 0u);
+  return float_of_bits(
+      sign | (magnitude < 0x400u ? small : magnitude < 0x7c00u ? normal : special));
+}
+
+// Stochastic rounding with 16 random bits.
+OPER_HD BFloat16 round_to(BFloat16, float value, uint32_t random) {
+  const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;
+  const uint32_t up = (bits + random) >> 16;
+  const uint32_t largest = ((bits >> 16) & 0x8000u) | 0x7f7fu;
+  const uint32_t special = (bits >> 16) | (magnitude > 0x7f800000u ? 0x40u : 0u);
+  const uint32_t finite = (up & 0x7fffu) > 0x7f7fu ? largest : up;
+  return {static_cast<uint16_t>(magnitude >= 0x7f800000u ? special : finite)};
+}
+
+OPER_HD Float16 round_to(Float16, float value, uint32_t random) {
+  const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t up = ((magnitude + (random >> 3)) >> 13) - (112u << 10);
+  const uint32_t normal = up > 0x7bffu ? 0x7bffu : up;
+  // Below 2^-14 neighbours are 2^-24 apart: fixed point with 16 binary places of that distance.
+  const bool is_small = magnitude < 0x38800000u;
+  const float fixed = float_of_bits(is_small ? magnitude : 0u) * 1099511627776.0f;  // 2^40
+  const uint32_t small = (static_cast<uint32_t>(static_cast<int32_t>(fixed)) + random) >> 16;
+  const uint32_t special =
+      0x7c00u | (magnitude > 0x7f800000u ? 0x200u | ((magnitude >> 13) & 0x3ffu) : 0u);
+  return {static_cast<uint16_t>(
+      sign | (magnitude >= 0x7f800000u ? special : is_small ? small : normal))};
+}
+
+}  // namespace oper

@@ -1,0 +1,103 @@
+// Optimizer arithmetic per row, in FBGEMM's definitions. Shared by host and device.
+//
+// EXACT optimizers: duplicates of a row within a global batch are summed before one update, and only
+// touched rows change.
+//   SGD:                   w -= lr * g
+//   row-wise Adagrad:      s += mean_d(g_d^2);  w -= lr / (sqrt(s) + eps) * g
+//                          L2 decay: g += wd * w first; decoupled: w *= 1 - lr * wd before
+//   Adagrad:               s_d += g_d^2;  w_d -= lr * g_d / (sqrt(s_d) + eps)
+//   Adam:                  m = b1 m + (1 - b1) g;  s = b2 s + (1 - b2) g^2
+//                          w -= lr * (m / (1 - b1^t) / (sqrt(s / (1 - b2^t)) + eps) + wd * w)
+//   partial row-wise Adam: the same with s = b2 s + (1 - b2) mean_d(g_d^2), one per row
+//   LAMB, partial row-wise LAMB: m and s of Adam, of partial row-wise Adam
+//                          r = m / (1 - b1^t) / (sqrt(s / (1 - b2^t)) + eps) + wd * w
+//                          w -= lr * |w| / |r| * r
+//   momentum SGD:          m = b1 m + g;  w -= lr * m  (torch's; L2 decay: g += wd * w first)
+//   LARS-SGD:              m = b1 m + lr * |w| / (|g| + wd * |w|) * (g + wd * w);  w -= m
+//                          (lr: the learning rate times eta)
+// t counts the optimizer's steps, not the touches of a row. Norms are those of the whole row.
+//
+// Before any of it, a row's gradient may be clipped to a norm, as torch.nn.utils.clip_grad_norm_ clips
+// a parameter's:  g *= min(1, max_norm / (|g| + 1e-6))
+#pragma once
+
+#include <cmath>
+
+#include "common/platform.h"
+
+namespace oper {
+
+enum class Optimizer : int32_t {
+  kNone = 0,
+  kSgd = 1,
+  kRowWiseAdagrad = 2,
+  kAdagrad = 3,
+  kAdam = 4,
+  kPartialRowWiseAdam = 5,
+  kMomentumSgd = 6,
+  kLarsSgd = 7,
+  kLamb = 8,
+  kPartialRowWiseLamb = 9,
+};
+
+// Whether a step needs the sum of squares of a row's gradient over all its columns.
+OPER_HD bool is_row_wise(Optimizer kind) {
+  return kind == Optimizer::kRowWiseAdagrad || kind == Optimizer::kPartialRowWiseAdam ||
+         kind == Optimizer::kLarsSgd || kind == Optimizer::kPartialRowWiseLamb;
+}
+
+// Whether it is momentum SGD, LARS-SGD or a LAMB, which the kernels keep apart from the others: the
+// loops of those stay as short as they are.
+OPER_HD bool has_velocity_or_trust(Optimizer kind) { return kind >= Optimizer::kMomentumSgd; }
+
+enum class Decay : int32_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
+
+struct OptimizerArgs {
+  Optimizer kind = Optimizer::kNone;
+  Decay decay = Decay::kNone;
+  float learning_rate = 0.0f;
+  float eps = 0.0f;
+  float weight_decay = 0.0f;
+  float beta1 = 0.0f, beta2 = 0.0f;
+  float correction1 = 1.0f, correction2 = 1.0f;  // 1 - beta^t
+  float max_norm = 0.0f;                         // of a row's gradient; 0 = any
+};
+
+// Factor that clips a gradient with this sum of squares; 1 where it is short enough.
+OPER_HD float clip_factor(float sum_of_squares, float max_norm) {
+  const float factor = max_norm / (sqrtf(sum_of_squares) + 1e-6f);
+  return factor < 1.0f ? factor : 1.0f;
+}
+
+// Factor that multiplies the gradient; updates the row's state.
+OPER_HD float rowwise_adagrad_multiplier(float* state, float sum_of_squares, int32_t dim,
+                                         const OptimizerArgs& args) {
+  const float sum = *state + sum_of_squares / static_cast<float>(dim);
+  *state = sum;
+  return args.learning_rate / (sqrtf(sum) + args.eps);
+}
+
+// Denominator of partial row-wise Adam; updates the row's second moment.
+OPER_HD float partial_adam_root(float* state, float sum_of_squares, int32_t dim,
+                                const OptimizerArgs& args) {
+  const float mean = sum_of_squares / static_cast<float>(dim);
+  const float moment = *state * args.beta2 + mean * (1.0f - args.beta2);
+  *state = moment;
+  return sqrtf(moment / args.correction2) + args.eps;
+}
+
+// Rate of LARS-SGD, from the sums of squares of a row and of its gradient. 0 where FBGEMM divides 0 by
+// 0, of a row without decay whose gradient is 0.
+OPER_HD float lars_rate(float weights, float gradient, const OptimizerArgs& args) {
+  const float norm = sqrtf(weights);
+  const float below = sqrtf(gradient) + args.weight_decay * norm;
+  return below > 0.0f ? args.learning_rate * norm / below : 0.0f;
+}
+
+// Learning rate of LAMB times its trust ratio, from the sums of squares of a row and of its step. 0
+// where FBGEMM divides by 0: the step is 0 then.
+OPER_HD float lamb_rate(float weights, float step, const OptimizerArgs& args) {
+  return step > 0.0f ? args.learning_rate * (sqrtf(weights) / sqrtf(step)) : 0.0f;
+}
+
+}  // namespace oper

@@ -1,0 +1,50 @@
+// Philox4x32-10, a counter-based generator (Salmon et al., "Parallel random numbers: as easy as
+// 1, 2, 3", SC 2011). Shared by host and device.
+//
+// A draw is a function of what it is for and of nothing else: no state, no order, no thread. Two
+// runs, two plans and two machines draw the same number for the same row, column and step.
+#pragma once
+
+#include "common/platform.h"
+
+namespace oper {
+
+struct Philox4 {
+  uint32_t word[4];
+};
+
+OPER_HD Philox4 philox4x32(Philox4 counter, uint32_t key0, uint32_t key1) {
+  uint32_t a = counter.word[0], b = counter.word[1], c = counter.word[2], d = counter.word[3];
+#if defined(__CUDACC__)
+#pragma unroll
+#else
+#pragma GCC unroll 10
+#endif
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p = uint64_t{0xD2511F53u} * a, q = uint64_t{0xCD9E8D57u} * c;
+    const uint32_t high_p = static_cast<uint32_t>(p >> 32), high_q = static_cast<uint32_t>(q >> 32);
+    a = high_q ^ b ^ key0;
+    c = high_p ^ d ^ key1;
+    b = static_cast<uint32_t>(q);
+    d = static_cast<uint32_t>(p);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return {{a, b, c, d}};
+}
+
+// What the rounding of one table's rows draws from at one step.
+struct RoundingKey {
+  uint32_t key0 = 0, key1 = 0;            // from the seed and the table's name
+  uint32_t step_low = 0, step_high = 0;   // number of the optimizer's step
+};
+
+// 16 random bits each for the columns 8 * block .. 8 * block + 7 of a row (logical id `row`): the
+// words in order, the low half of each first.
+OPER_HD Philox4 rounding_bits(const RoundingKey& key, uint32_t row, uint32_t block) {
+  // A row has at most 2^20 columns, and steps stay below 2^44.
+  return philox4x32({{row, block | (key.step_high << 20), key.step_low, 0x4f504552u}}, key.key0,
+                    key.key1);
+}
+
+}  // namespace oper

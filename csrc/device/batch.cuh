@@ -1,0 +1,132 @@
+// Reading a batch, and small things that several kernels need.
+#pragma once
+
+#include <algorithm>
+
+#include "device/device.h"
+#include "device/group.cuh"
+#include "device/platform.cuh"
+
+namespace oper::device {
+
+constexpr int kTile = 32;  // bags or ids that a warp takes at a time
+
+OPER_DEVICE int64_t id_at(const Batch& batch, int64_t i) {
+  return batch.ids_are_32_bit ? static_cast<const int32_t*>(batch.ids)[i]
+                              : static_cast<const int64_t*>(batch.ids)[i];
+}
+
+OPER_DEVICE float element(const void* data, RowType type, int64_t i) {
+  switch (type) {
+    case RowType::kFloat16: return to_float(static_cast<const Float16*>(data)[i]);
+    case RowType::kBFloat16: return to_float(static_cast<const BFloat16*>(data)[i]);
+    default: return static_cast<const float*>(data)[i];
+  }
+}
+
+// The first error stays. Nobody else is ordered by this: the host reads it at its next call.
+OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t detail) {
+  if (atomicCAS(error.claimed, 0, 1) != 0) return;
+  volatile ErrorWord* word = error.word;
+  word->rank = rank;
+  word->detail = detail;
+  __threadfence_system();
+  word->code = code;
+}
+
+// Largest k in [0, n) with values[k] <= value; values[0] <= value, ascending.
+template <class T>
+OPER_DEVICE int64_t last_at_most(const T* values, int64_t n, T value) {
+  int64_t low = 0, high = n;  // values[low] <= value < values[high]
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (values[middle] <= value) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// First k in [0, n] with key_at(k) >= key.
+template <class KeyAt>
+OPER_DEVICE int64_t lower_bound(int64_t n, int64_t key, KeyAt key_at) {
+  int64_t low = 0, high = n;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (key_at(middle) < key) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// ---- pairs --------------------------------------------------------------------------------------
+
+// Calls body(feature number, id's index in the batch, bag, pair) for every id of every feature; a
+// warp takes a tile of bags (pooled) or ids at a time. Unpooled: the bag means nothing.
+template <class Body>
+OPER_DEVICE void for_pairs(const View& view, const Batch& batch, const BatchPlan& plan, Body body) {
+  const Group<32> group;
+  const int64_t B = batch.batch_size;
+  const int32_t num_tiles = plan.tile_begin[view.num_features];
+  for (int64_t w = group.index(); w < num_tiles; w += group.count()) {
+    const int32_t f = static_cast<int32_t>(
+        last_at_most(plan.tile_begin, view.num_features, static_cast<int32_t>(w)));
+    const int64_t* bounds = batch.bounds + batch.key_of[view.features[f].logical] * B;
+    const int64_t tile = (w - plan.tile_begin[f]) * kTile;
+    const int64_t pair_shift = plan.feature_begin[f] - bounds[0];
+    int64_t i, stop, end_of_bag = 0;
+    if (batch.pooled) {
+      const int64_t last = tile + kTile < B ? tile + kTile : B;
+      i = bounds[tile];
+      stop = bounds[last];
+      end_of_bag = bounds[tile + group.lane + 1 < last ? tile + group.lane + 1 : last];
+    } else {
+      i = bounds[0] + tile;
+      stop = i + kTile < bounds[B] ? i + kTile : bounds[B];
+    }
+    for (; i < stop; i += 32) {
+      const int64_t at = i + group.lane;
+      int32_t bag = 0;
+      if (batch.pooled) {
+        // Number of bags of the tile that end at or before `at`.
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2)
+          if (group.shuffle(end_of_bag, bag + step - 1) <= at) bag += step;
+      }
+      if (at < stop) body(f, at, tile + bag, at + pair_shift);
+    }
+  }
+}
+
+// ---- outbox -------------------------------------------------------------------------------------
+
+OPER_DEVICE uint32_t* outbox_segments(char* box) {
+  return reinterpret_cast<uint32_t*>(box + sizeof(OutboxHeader));
+}
+OPER_DEVICE int64_t outbox_segment_bytes(const View& view) {
+  return (4 * (static_cast<int64_t>(view.num_tables) * view.world_size + 1) + 7) / 8 * 8;
+}
+OPER_DEVICE int64_t* outbox_offsets(char* box, const View& view) {
+  return reinterpret_cast<int64_t*>(box + sizeof(OutboxHeader) + outbox_segment_bytes(view));
+}
+OPER_DEVICE int64_t outbox_header_bytes(const View& view) {
+  return static_cast<int64_t>(sizeof(OutboxHeader)) + outbox_segment_bytes(view) +
+         8 * static_cast<int64_t>(view.num_tables);
+}
+OPER_DEVICE bool outbox_is_full(const View& view) {
+  return reinterpret_cast<const OutboxHeader*>(view.outboxes[view.rank])->num_runs < 0;
+}
+
+inline size_t bytes_of(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
+
+// Whether rows of a matrix, and so their parts of 16 bytes, are aligned.
+inline bool is_wide(const void* data, int64_t stride, RowType type) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * bytes_of(type) % 16 == 0;
+}
+
+}  // namespace oper::device

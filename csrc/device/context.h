@@ -1,0 +1,100 @@
+// What the operators of one rank keep between calls.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "device/device.h"
+
+namespace oper::device {
+
+// Int64 arrays that describe a rank's tables, as oper/shmem/placement/layout.py lays them out (KernelMaps).
+// Addresses in them are the device's.
+struct Description {
+  const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
+      *outboxes, *pads;
+  int64_t num_tables, num_tiers, num_maps, num_features, num_refreshes;
+  std::vector<const void*> heads;  // device memory: words, positions of each head
+  std::vector<int64_t> head_sizes;
+  int64_t outbox_bytes, arena_begin, arena_bytes;
+  int32_t rank, world_size;
+};
+
+// Host memory that kernels write.
+struct HostWords {
+  ErrorWord error;
+  int64_t duplication[2];  // pairs and runs of the last batch that was planned
+};
+
+class Context {
+ public:
+  Context(const Description& description, int64_t deadline_ms);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  const View& view() const { return view_; }
+  const std::vector<RowClass>& classes() const { return classes_; }
+  // Optimizer arguments of the tables, in the order of keys; device memory.
+  UpdateArgs* optimizers() const { return optimizers_; }
+  const std::vector<int32_t>& order() const { return order_; }  // plan's table of each in key order
+  int64_t num_keys() const { return num_keys_; }
+  int32_t max_dim() const { return max_dim_; }
+  int32_t min_dim() const { return min_dim_; }
+  bool updates_at_once() const { return updates_at_once_; }
+  bool has_push() const { return has_push_; }
+  // Entries of one rank in the inbox.
+  int64_t inbox_capacity() const { return inbox_capacity_; }
+  ErrorWord error() const { return shared_->error; }
+  const int64_t* duplication() const { return shared_->duplication; }
+  cudaError_t barrier(cudaStream_t stream) const;
+
+ private:
+  class Builder;
+  View view_{};
+  std::vector<RowClass> classes_;
+  std::vector<int32_t> order_;
+  UpdateArgs* optimizers_ = nullptr;
+  uint32_t* epoch_ = nullptr;
+  int* claimed_ = nullptr;
+  uint32_t** pads_ = nullptr;
+  char* memory_ = nullptr;        // device
+  HostWords* shared_ = nullptr;   // host, mapped
+  int64_t num_keys_ = 0, inbox_capacity_ = 0, deadline_ms_ = 0;
+  int32_t max_dim_ = 0, min_dim_ = 0;
+  bool updates_at_once_ = false, has_push_ = false, has_squares_ = false;
+};
+
+// Throws with the name of `what` when a CUDA call has failed.
+void check(cudaError_t status, const char* what);
+
+// Carves arrays out of one block; with a null block it only counts.
+class Carver {
+ public:
+  explicit Carver(void* block) : block_(static_cast<char*>(block)) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* out = block_ ? reinterpret_cast<T*>(block_ + used_) : nullptr;
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return out;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* block_;
+  int64_t used_ = 0;
+};
+
+// Device memory of one batch plan and of what works on it, out of `block`.
+struct Workspace {
+  BatchPlan plan;
+  LongRuns long_runs;
+  Inbox inbox;
+  PushPlan push;
+  int64_t bytes;
+  // Where parts of it are, see `device_plan_parts`.
+  std::vector<int64_t> parts;
+};
+Workspace carve(const Context& context, const Batch& batch, void* block);
+
+}  // namespace oper::device

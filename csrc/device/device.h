@@ -1,0 +1,349 @@
+// The device back end: what kernels see, and the steps that the operators launch.
+//
+// The phases, the order of sums and the optimizer arithmetic are those of the host back end. Nothing
+// here waits for the device: sizes that only the device knows stay there, launches cover the upper
+// bound that the host knows, and errors are left in a word of host memory that is read at the next
+// call. So every step can be captured in a CUDA graph.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/directory.h"
+#include "common/elements.h"
+#include "common/optimizer.h"
+#include "common/philox.h"
+
+#if defined(OPER_EMULATED)
+#include "emulation.h"
+#else
+#include <cuda_runtime_api.h>
+#endif
+
+namespace oper::device {
+
+// Rows that one instance of a kernel handles: `lanes` lanes, each with `vectors` parts of 16 bytes;
+// lanes 0: rows that are no multiple of 16 bytes, element by element.
+struct RowClass {
+  RowType type;
+  int32_t lanes, vectors;
+  int32_t index;                   // of this class; Table::row_class
+  int32_t table_begin, table_end;  // in the order of keys
+  bool wide_output;                // pooled output columns are multiples of 16 bytes
+  std::vector<int32_t> features;
+  const int32_t* device_features;
+
+  int32_t group_lanes() const { return lanes > 0 ? lanes : 32; }
+};
+
+// Lanes and vectors for rows of `dim` columns (1 to 1,024).
+void choose_shape(RowClass& row_class, int32_t dim);
+
+// A table, or a column piece of one. Keys number the rows of all tables: a table's rows follow each
+// other, owner after owner, slot after slot. 64 bits, since all ranks' rows count.
+struct Table {
+  TableMap read;  // id -> address of the row to read
+  TableMap home;  // id -> home key
+  int64_t key_begin;
+  const int64_t* owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
+  char* rows;                  // this rank's shard
+  float* momentum1;
+  float* momentum2;
+  float* const* squares;       // [W] sums of squares by slot, for column pieces, or null
+  uint32_t* const* touched;    // [W] count, then updated replicated slots; null without replicas
+  const uint8_t* pushes;       // per tier
+  const int32_t* pieces;       // [num_pieces] of the same row, in column order, or null
+  int32_t num_pieces;
+  const uint32_t* head_by_position;  // [num_head] ids of the explicit head, in hotness order
+  const uint32_t* head_ascending;    // [num_head] the same in ascending order
+  int64_t num_head_ids;
+  int32_t dim, row_columns, piece_start;
+  int32_t mean;
+  int32_t row_class;
+  RowType type;
+  bool has_push, has_replicas;
+};
+
+// What a table's update takes at one step.
+struct UpdateArgs {
+  OptimizerArgs optimizer;
+  RoundingKey rounding;  // for rows of 16-bit elements
+};
+
+struct Feature {
+  int32_t table, logical;
+  int64_t column;
+};
+
+// Rows of one replicated tier whose masters live on one owner; see csrc/host/context.h.
+struct Refresh {
+  int32_t table, owner;
+  int64_t slot_begin, slot_end, first, stride;
+  const char* masters;
+  char* replicas;
+};
+
+// In host memory that the device maps; `code` is written last.
+struct ErrorWord {
+  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not
+  // at the same exchange
+  int32_t code;
+  int32_t rank;
+  int64_t detail;
+};
+
+// Where kernels leave errors: the first one to claim it writes the word.
+struct ErrorSink {
+  ErrorWord* word;
+  int* claimed;  // device memory: 0, then 1, or kLost when a peer has not come
+};
+constexpr int kLost = 2;
+
+// One batch; all pointers are device memory. Unpooled: every id is a bag of its own.
+struct Batch {
+  const void* ids;
+  bool ids_are_32_bit;
+  int64_t num_ids;
+  const int64_t* bounds;  // [num_keys * batch_size + 1]
+  int64_t num_bounds;
+  const int32_t* key_of;  // [F of the collection]
+  const float* weights;   // per id, or null
+  int64_t batch_size;
+  bool pooled;
+  bool by_pair;       // payloads of the plan are numbers of pairs; always so with weights
+  int64_t max_pairs;  // bound on the sum over the features (pieces too) of their ids
+};
+
+// A rank's outbox: this header, then T * W + 1 bounds (uint32, in runs), then T row offsets (int64,
+// floats from `rows_offset`), then slots and rows.
+struct OutboxHeader {
+  int64_t slots_offset, rows_offset;  // bytes from the start
+  int64_t num_runs;
+  int64_t reserved;
+};
+
+// What the kernels know of a rank's tables; device memory.
+struct View {
+  const Table* tables;          // [T] in the order of keys
+  const Feature* features;      // [F]
+  const int64_t* table_keys;    // [T + 1] first key of each table
+  const Refresh* refreshes;
+  char* const* outboxes;        // [W]
+  int64_t outbox_bytes;
+  const char *arena_begin, *arena_end;  // this rank's memory
+  int64_t* duplication;                 // [2] pairs and runs of the last plan; host memory, mapped
+  int32_t num_tables, num_features, num_refreshes, rank, world_size;
+  ErrorSink error;
+};
+
+// Keys in 32 bits where the number of all rows allows it, which halves what sorting moves.
+struct Keys {
+  void* data;
+  bool wide;  // 64 bits
+  OPER_HD int64_t at(int64_t i) const {
+    return wide ? static_cast<const int64_t*>(data)[i]
+                : static_cast<int64_t>(static_cast<const uint32_t*>(data)[i]);
+  }
+  OPER_HD void set(int64_t i, int64_t key) const {
+    if (wide) {
+      static_cast<int64_t*>(data)[i] = key;
+    } else {
+      static_cast<uint32_t*>(data)[i] = static_cast<uint32_t>(key);
+    }
+  }
+};
+
+// Device memory of one batch plan: ids resolved, sorted, and cut into runs of equal rows. Made once
+// per batch, may be made ahead of it on another stream, and is used by forward and backward.
+struct BatchPlan {
+  int64_t* feature_begin;  // [F + 1] first pair of each feature
+  int64_t* output_begin;   // [F] unpooled: first output row
+  int32_t* tile_begin;     // [F + 1] first tile of 32 bags (pooled) or ids
+  Keys keys;               // [max_pairs] ascending; past the last pair: the number of all keys
+  uint32_t* payloads;      // [max_pairs] see resolve.cu
+  uint32_t* pair_bags;     // [max_pairs] by pair only
+  float* pair_weights;     // [max_pairs] with weights only
+  uint32_t* places;        // [max_pairs] by pair only: where the pair's row is staged, see stage.cu
+  uint32_t* staged;        // [1] by pair only: units of kStagingUnit that are taken
+  uint32_t* run_begin;     // [max_pairs + 1]
+  int64_t* num_runs;       // [1]
+  uint32_t* segments;      // [T * W + 1] first run of each table and owner
+  Keys spare_keys;         // sorting
+  uint32_t* spare_payloads;
+  void* sort_scratch;
+  int64_t sort_scratch_bytes;
+  int32_t bag_bits;  // payload = feature << bag_bits | bag
+};
+
+// What the reduction of long runs needs.
+struct LongRuns {
+  uint32_t* runs;      // [capacity] runs longer than kChunk
+  uint32_t* first;     // [capacity] first chunk of each
+  uint32_t* chunk_run; // [capacity] index in `runs` of each chunk
+  uint32_t* counts;    // [2] runs, chunks
+  float* partials;     // [capacity, stride]
+  int64_t capacity;    // chunks
+  int64_t stride;      // floats
+};
+constexpr int kChunk = 256;
+inline int64_t long_run_capacity(int64_t max_pairs) { return 2 * (max_pairs / kChunk) + 2; }
+
+struct Gradient {
+  const void* data;
+  RowType type;
+  int64_t stride;  // elements between rows
+  float scale;     // applied to the exact gradient of a row
+};
+
+struct Output {
+  void* data;
+  RowType type;
+  int64_t stride;  // elements between rows
+};
+
+// ---- steps; each returns a CUDA error code ------------------------------------------------------
+
+// Lengths (int32 or int64) to bounds; a negative length or a wrong sum is an error.
+cudaError_t make_bounds(const void* lengths, bool are_32_bit, int64_t count, int64_t num_ids,
+                        int64_t* bounds, void* scratch, int64_t scratch_bytes, const ErrorSink& error,
+                        cudaStream_t stream);
+int64_t bounds_scratch_bytes(int64_t count);
+
+// Copies of the rows of peers that a batch reads, each once. `plan.places` says which pairs have one.
+struct Staging {
+  char* data;     // null: none
+  int64_t bytes;  // rows that find no room are read where they are
+};
+constexpr int64_t kStagingUnit = 16;
+constexpr uint32_t kNotStaged = ~0u;
+// No row is staged yet; before the others.
+cudaError_t clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream);
+cudaError_t stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+                  const BatchPlan& plan, const Staging& staging, bool skip_pushed,
+                  cudaStream_t stream);
+
+// Rows of other memory domains, as they were received: stretches of runs of the batch plan.
+struct FarRows {
+  enum Column { kBegin, kRun, kBytes, kUnit, kTableIndex, kWidth };
+  const int64_t* stretches;  // [num_stretches, kWidth]: rows before it, first run, where its rows
+                             // begin in `rows` (bytes) and in the staging memory (units), table
+  int64_t num_stretches, num_rows;
+  const char* rows;
+};
+// Copies them to where aligned loads find them.
+cudaError_t place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
+                           const Staging& staging, cudaStream_t stream);
+
+// Rows that ranks of other memory domains ask for, side by side.
+struct AskedRows {
+  enum Column { kBegin, kBytes, kTableIndex, kWidth };
+  const int64_t* stretches;  // [num_stretches, kWidth]: slots before it, bytes in `out`, table
+  int64_t num_stretches, num_rows;
+  const uint32_t* slots;
+  char* out;
+};
+cudaError_t pack_rows(const View& view, const AskedRows& asked, cudaStream_t stream);
+
+// Pools every bag. `skip_pushed`: leave out rows of pushed tiers, and do not divide the means of
+// tables that have such tiers.
+cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+                 const BatchPlan& plan, const Output& out, const Staging& staging,
+                 bool skip_pushed, cudaStream_t stream);
+// Only feature_begin, output_begin and tile_begin; `pool` of an unpooled batch needs them.
+cudaError_t lay_out_features(const View& view, const Batch& batch, const BatchPlan& plan,
+                             cudaStream_t stream);
+// Gradient of the per-sample weights, float [num_ids].
+cudaError_t weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan,
+                            const Gradient& grad, float* out, const Staging& staging,
+                            cudaStream_t stream);
+
+cudaError_t make_plan(const View& view, int64_t num_keys, const Batch& batch,
+                      const BatchPlan& plan, cudaStream_t stream);
+
+// Sums gradients by row. One rank: and updates; else into the outbox.
+cudaError_t reduce(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+                   const BatchPlan& plan, const Gradient& grad, const LongRuns& long_runs,
+                   const UpdateArgs* optimizers, bool update_at_once, cudaStream_t stream);
+
+// What all ranks left for this one, matched by slot.
+struct Inbox {
+  int64_t* list_begin;  // [W, T + 1] first entry of each table in each rank's list
+  Keys keys;            // [W, capacity]
+  uint32_t* peers;      // [W, capacity, W] index of the same key in the others' lists, or ~0
+  int64_t capacity;     // entries of one rank
+};
+cudaError_t collect(const View& view, const Inbox& inbox, cudaStream_t stream);
+// Sums of squares of merged gradients, for column pieces under row-wise optimizers.
+// `round`: row-wise clipping needs them of the gradients as merged (round 0) before the optimizer
+// needs them of the clipped ones.
+cudaError_t merge_squares(const View& view, const std::vector<RowClass>& classes,
+                          const Inbox& inbox, float gradient_scale,
+                          const UpdateArgs* optimizers, int32_t round, cudaStream_t stream);
+cudaError_t merge_and_update(const View& view, const std::vector<RowClass>& classes,
+                             const Inbox& inbox, float gradient_scale,
+                             const UpdateArgs* optimizers, cudaStream_t stream);
+// Copies updated rows of replicated tiers into this rank's copies.
+cudaError_t refresh(const View& view, cudaStream_t stream);
+
+// Waits until all ranks have come as often as this one. `pads`: [W] each rank's words, of which
+// rank r writes word r; `epoch`: this rank's count, in its own memory.
+cudaError_t arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
+                            int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
+                            cudaStream_t stream);
+
+// Push: what a reader asks of the owners, in its symmetric memory.
+struct RequestHeader {
+  int64_t num_runs;
+  int64_t slots_offset, run_begin_offset, run_bags_offset, weights_offset;  // bytes
+};
+struct PushPlan {
+  char* const* requests;   // [W] header, segments (uint32 [T * W + 1]), offsets (int64 [T * W])
+  char* const* partials;   // [W] the owners' sums; a W-th of it for each reader
+  int64_t request_bytes, partial_bytes;
+  Keys keys;               // 64 bits; scratch, as in BatchPlan
+  Keys spare_keys;
+  uint32_t* payloads;
+  uint32_t* spare_payloads;
+  uint32_t* run_begin;
+  int64_t* num_runs;
+  uint32_t* slots;
+  void* sort_scratch;
+  int64_t sort_scratch_bytes;
+};
+cudaError_t publish_requests(const View& view, const Batch& batch, const BatchPlan& plan,
+                             const PushPlan& push, cudaStream_t stream);
+cudaError_t pool_for_readers(const View& view, const std::vector<RowClass>& classes,
+                             const PushPlan& push, cudaStream_t stream);
+cudaError_t add_partials(const View& view, const std::vector<RowClass>& classes,
+                         const Batch& batch, const BatchPlan& plan, const PushPlan& push,
+                         const Output& out, cudaStream_t stream);
+
+// ---- sort.cu ------------------------------------------------------------------------------------
+
+// Stable, by the bits [first_bit, last_bit); the result is in `keys` and `payloads`.
+cudaError_t sort_pairs(const Keys& keys, const Keys& spare_keys, uint32_t* payloads,
+                       uint32_t* spare_payloads, int64_t count, int first_bit, int last_bit,
+                       void* scratch, int64_t scratch_bytes, cudaStream_t stream);
+// Positions p with p = 0 or keys[p] != keys[p - 1], ascending, and how many.
+cudaError_t find_runs(const Keys& keys, int64_t count, uint32_t* run_begin, int64_t* num_runs,
+                      void* scratch, int64_t scratch_bytes, cudaStream_t stream);
+int64_t sort_scratch_bytes(int64_t count);
+// bounds[k + 1] = sum of the first k + 1 lengths, at most num_ids; bounds[0] = 0.
+struct Lengths {
+  const void* data;
+  bool are_32_bit;
+  int64_t count, num_ids;
+};
+cudaError_t sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch,
+                        int64_t scratch_bytes, const ErrorSink& error, cudaStream_t stream);
+
+// Blocks of `per_block` groups for `groups` of them, at most what keeps the device busy.
+int blocks_for(int64_t groups, int64_t per_block);
+// Threads that the device holds at once when each takes 128 registers, as the hot kernels do.
+int64_t resident_threads();
+
+inline int bits_for(uint64_t count) {
+  return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1);
+}
+
+}  // namespace oper::device

@@ -1,0 +1,334 @@
+// Groups of lanes that handle a row together, and how they hold it.
+#pragma once
+
+#include <type_traits>
+
+#include "device/device.h"
+#include "device/platform.cuh"
+
+namespace oper::device {
+
+// G consecutive lanes of a warp. All of them must call every member together.
+template <int G>
+struct Group {
+  int lane;
+  unsigned mask;
+
+  OPER_DEVICE Group() {
+    const int in_warp = static_cast<int>(threadIdx.x) % 32;
+    lane = in_warp % G;
+    mask = G == 32 ? ~0u : ((1u << (G % 32)) - 1u) << (in_warp / G * G);
+  }
+  template <class T>
+  OPER_DEVICE T shuffle(T value, int from) const {
+    return __shfl_sync(mask, value, from, G);
+  }
+  template <class T>
+  OPER_DEVICE T shuffle_xor(T value, int distance) const {
+    return __shfl_xor_sync(mask, value, distance, G);
+  }
+  OPER_DEVICE void sync() const { __syncwarp(mask); }
+
+  static OPER_DEVICE int64_t index() {
+    return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / G;
+  }
+  static OPER_DEVICE int64_t count() {
+    return static_cast<int64_t>(gridDim.x) * blockDim.x / G;
+  }
+};
+
+// All lanes together; in the widest parts that size and addresses allow. Rows have 2-byte elements or
+// wider ones.
+template <int G>
+OPER_DEVICE void copy_row(const Group<G>& group, char* to, const char* from, int64_t num_bytes) {
+  const uint64_t all = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) |
+                       static_cast<uint64_t>(num_bytes);
+  const auto copy = [&](auto part) {
+    using Part = decltype(part);
+    for (int64_t at = group.lane * sizeof(Part); at < num_bytes; at += G * sizeof(Part))
+      *reinterpret_cast<Part*>(to + at) = *reinterpret_cast<const Part*>(from + at);
+  };
+  if (all % 16 == 0) {
+    copy(uint4{});
+  } else if (all % 4 == 0) {
+    copy(uint32_t{});
+  } else {
+    copy(uint16_t{});
+  }
+}
+
+// ---- element types -----------------------------------------------------------------------------
+
+// Rounded to nearest, for outputs.
+template <class T>
+OPER_DEVICE T from_float(float x);
+template <>
+OPER_DEVICE float from_float<float>(float x) {
+  return x;
+}
+template <>
+OPER_DEVICE Float16 from_float<Float16>(float x) {
+  return {__half_as_ushort(__float2half_rn(x))};
+}
+template <>
+OPER_DEVICE BFloat16 from_float<BFloat16>(float x) {
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+}
+
+// ---- parts of rows -----------------------------------------------------------------------------
+
+// How a group holds a row: lane l has the columns (i * G + l) * E .. + E for i < V. E is what fits
+// 16 bytes of the row's type T, or 1 where rows are not made of 16-byte parts.
+template <class T_, int E_, int G_, int V_>
+struct Shape {
+  using T = T_;
+  static constexpr int E = E_, G = G_, V = V_;
+  static OPER_DEVICE int column(int i, int lane) { return (i * G + lane) * E; }
+};
+
+// Blocks of 256 threads that a multiprocessor must hold: two where a row takes few registers.
+template <class Shape>
+constexpr int kBlocks = Shape::V * Shape::E <= 16 ? 2 : 1;
+
+// E consecutive elements as they lie in memory: held so, rows in flight take few registers.
+template <class S, int E>
+struct Part {
+  static constexpr bool kWords = E * sizeof(S) % 16 == 0;
+  static constexpr int kCount = kWords ? E * sizeof(S) / 16 : 1;
+  static constexpr int kPer = kWords ? 16 / sizeof(S) : E;
+  struct Elements {
+    S at[kPer];
+  };
+  using Word = std::conditional_t<kWords, uint4, Elements>;
+  Word words[kCount];
+
+  // `wide`: the address is a multiple of 16. By the read-only path: no kernel loads a part again
+  // after it, or anybody else, has written it.
+  OPER_DEVICE void load(const S* from, bool wide) {
+    if constexpr (kWords) {
+      if (wide) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k)
+          words[k] = __ldg(reinterpret_cast<const uint4*>(from) + k);
+        return;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      Elements part;
+#pragma unroll
+      for (int j = 0; j < kPer; ++j) part.at[j] = from[k * kPer + j];
+      __builtin_memcpy(&words[k], &part, sizeof(part));
+    }
+  }
+  // To an address that is a multiple of 16 where the part is.
+  OPER_DEVICE void store(S* to) const {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) *(reinterpret_cast<Word*>(to) + k) = words[k];
+  }
+  OPER_DEVICE void unpack(float (&to)[E]) const {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      Elements part;
+      __builtin_memcpy(&part, &words[k], sizeof(part));
+#pragma unroll
+      for (int j = 0; j < kPer; ++j) to[k * kPer + j] = to_float(part.at[j]);
+    }
+  }
+};
+
+template <int E, class S>
+OPER_DEVICE void load_elements(const S* from, float (&to)[E], bool wide) {
+  Part<S, E> part;
+  part.load(from, wide);
+  part.unpack(to);
+}
+
+template <int E, class S>
+OPER_DEVICE void store_elements(S* to, const float (&from)[E], bool wide) {
+  constexpr int kPer = 16 / sizeof(S);
+  if constexpr (E % kPer == 0) {
+    if (wide) {
+#pragma unroll
+      for (int k = 0; k < E; k += kPer) {
+        S part[kPer];
+#pragma unroll
+        for (int j = 0; j < kPer; ++j) part[j] = from_float<S>(from[k + j]);
+        uint4 raw;
+        __builtin_memcpy(&raw, part, 16);
+        *reinterpret_cast<uint4*>(to + k) = raw;
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < E; ++k) to[k] = from_float<S>(from[k]);
+}
+
+// A row of `dim` columns in fp32, spread over the lanes of a group.
+template <class Shape>
+struct Row {
+  float v[Shape::V][Shape::E];
+
+  OPER_DEVICE void zero() {
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i)
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e) v[i][e] = 0.0f;
+  }
+  template <class S>
+  OPER_DEVICE void load(const S* row, int dim, int lane, bool wide) {
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) {
+      const int column = Shape::column(i, lane);
+      if (column < dim) {
+        load_elements<Shape::E>(row + column, v[i], wide);
+      } else {
+#pragma unroll
+        for (int e = 0; e < Shape::E; ++e) v[i][e] = 0.0f;
+      }
+    }
+  }
+  template <class S>
+  OPER_DEVICE void store(S* row, int dim, int lane, bool wide) const {
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) {
+      const int column = Shape::column(i, lane);
+      if (column < dim) store_elements<Shape::E>(row + column, v[i], wide);
+    }
+  }
+  // Calls body(own element, other's element) for all elements.
+  template <class Body>
+  OPER_DEVICE void zip(const Row& other, Body body) {
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i)
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e) body(v[i][e], other.v[i][e]);
+  }
+  template <class Body>
+  OPER_DEVICE void each(Body body) {
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i)
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e) body(v[i][e]);
+  }
+  OPER_DEVICE void add(const Row& other) {
+    zip(other, [](float& a, float b) { a += b; });
+  }
+  OPER_DEVICE void scale(float w) {
+    each([=](float& a) { a *= w; });
+  }
+  OPER_DEVICE void divide(float w) {
+    each([=](float& a) { a /= w; });
+  }
+};
+
+// A row as it lies in memory, of element type S, spread like Row<Shape>.
+template <class Shape, class S>
+struct RawRow {
+  Part<S, Shape::E> parts[Shape::V];
+
+  OPER_DEVICE void load(const S* row, int dim, int lane, bool wide) {
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) {
+      const int column = Shape::column(i, lane);
+      if (column < dim) {
+        parts[i].load(row + column, wide);
+      } else {
+        __builtin_memset(&parts[i], 0, sizeof(parts[i]));
+      }
+    }
+  }
+  OPER_DEVICE void store(S* row, int dim, int lane) const {
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) {
+      const int column = Shape::column(i, lane);
+      if (column < dim) parts[i].store(row + column);
+    }
+  }
+  OPER_DEVICE void unpack(Row<Shape>& row) const {
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) parts[i].unpack(row.v[i]);
+  }
+};
+
+// sums[k] += sums[k + width] for k < width, then for half of that, down to one sum.
+template <int width, int N>
+OPER_DEVICE void add_upper_half(float (&sums)[N]) {
+  if constexpr (width > 0) {
+#pragma unroll
+    for (int k = 0; k < width; ++k) sums[k] += sums[k + width];
+    add_upper_half<width / 2>(sums);
+  }
+}
+
+// Sum over all columns of `products` in the host's order: 16 sums over columns that are equal modulo
+// 16, each in ascending order, then a tree over these (csrc/host/kernels/rows.inl). `buffer` holds the row,
+// G * V * E floats of shared memory that belong to the group.
+template <class Shape>
+OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const Group<Shape::G>& group,
+                                    float* buffer) {
+  constexpr int G = Shape::G;
+  constexpr int kSums = G >= 16 ? 1 : 16 / G;
+  group.sync();
+#pragma unroll
+  for (int i = 0; i < Shape::V; ++i)
+#pragma unroll
+    for (int e = 0; e < Shape::E; ++e) {
+      const int column = Shape::column(i, group.lane) + e;
+      if (column < dim) buffer[column] = products.v[i][e];
+    }
+  group.sync();
+  float sums[kSums];
+#pragma unroll
+  for (int k = 0; k < kSums; ++k) {
+    const int first = (group.lane + k * G) % 16;
+    float sum = 0.0f;
+    if (first < dim) {
+      sum = buffer[first];
+      for (int column = first + 16; column < dim; column += 16) sum += buffer[column];
+    }
+    sums[k] = sum;
+  }
+  // The tree adds l and l + 8, then + 4, + 2, + 1.
+  add_upper_half<kSums / 2>(sums);
+  constexpr int kTop = G >= 16 ? 8 : G / 2;
+#pragma unroll
+  for (int width = kTop; width > 0; width /= 2) sums[0] += group.shuffle_xor(sums[0], width);
+  return sums[0];
+}
+
+// ---- choosing a shape --------------------------------------------------------------------------
+
+template <class T, class Body>
+void with_shape_of(const RowClass& row_class, Body body) {
+  constexpr int E = 16 / sizeof(T);
+  if (row_class.lanes == 0) {  // rows that are not made of 16-byte parts
+    if (row_class.vectors <= 4) return body(Shape<T, 1, 32, 4>{});
+    return body(Shape<T, 1, 32, 32>{});
+  }
+  switch (row_class.lanes * 16 + row_class.vectors) {
+    case 1 * 16 + 1: return body(Shape<T, E, 1, 1>{});
+    case 2 * 16 + 1: return body(Shape<T, E, 2, 1>{});
+    case 4 * 16 + 1: return body(Shape<T, E, 4, 1>{});
+    case 8 * 16 + 1: return body(Shape<T, E, 8, 1>{});
+    case 16 * 16 + 1: return body(Shape<T, E, 16, 1>{});
+    case 32 * 16 + 1: return body(Shape<T, E, 32, 1>{});
+    case 32 * 16 + 2: return body(Shape<T, E, 32, 2>{});
+    case 32 * 16 + 4: return body(Shape<T, E, 32, 4>{});
+    default:
+      if constexpr (sizeof(T) == 4) return body(Shape<T, E, 32, 8>{});
+  }
+}
+
+// Calls body(Shape) with the one that fits a class of rows.
+template <class Body>
+void with_shape(const RowClass& row_class, Body body) {
+  switch (row_class.type) {
+    case RowType::kFloat32: return with_shape_of<float>(row_class, body);
+    case RowType::kFloat16: return with_shape_of<Float16>(row_class, body);
+    case RowType::kBFloat16: return with_shape_of<BFloat16>(row_class, body);
+  }
+}
+
+}  // namespace oper::device

@@ -1,0 +1,44 @@
+// The device barrier: growing counts, a deadline instead of a hang, nothing to reset.
+#include "device/batch.cuh"
+#include "device/system.cuh"
+
+namespace oper::device {
+namespace {
+
+// One block; thread r speaks with rank r, unless that rank's memory cannot be addressed. The count
+// lives in device memory and grows by itself, so that a captured step can be replayed. Who has waited
+// in vain once does not wait again: the step ends, and the host raises the error.
+__global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
+                              int32_t world_size, int64_t deadline_ns, ErrorSink error) {
+  __shared__ uint32_t turn;
+  if (threadIdx.x == 0) turn = ++*epoch;
+  // All writes of earlier kernels of this stream are visible to the peers before they see the count.
+  __threadfence_system();
+  __syncthreads();
+  const int32_t peer = static_cast<int32_t>(threadIdx.x);
+  if (peer >= world_size || peer == rank || pads[peer] == nullptr) return;
+  store_release_system(pads[peer] + rank, turn);
+  volatile int* claimed = error.claimed;
+  if (*claimed == kLost) return;
+  const uint64_t begin = nanoseconds();
+  while (static_cast<int32_t>(load_acquire_system(pads[rank] + peer) - turn) < 0) {
+    if (static_cast<int64_t>(nanoseconds() - begin) > deadline_ns) {
+      report(error, 2, peer, turn);
+      *claimed = kLost;
+      return;
+    }
+    pause_shortly();
+  }
+}
+
+}  // namespace
+
+cudaError_t arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
+                            int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
+                            cudaStream_t stream) {
+  OPER_LAUNCH(arrive_kernel, 1, (world_size + 31) / 32 * 32, stream, pads, epoch, rank, world_size,
+              deadline_ms * 1000000, error);
+  return cudaGetLastError();
+}
+
+}  // namespace oper::device

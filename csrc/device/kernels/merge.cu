@@ -1,0 +1,273 @@
+// At the owner: merge what all ranks left, in rank order, and apply the optimizer once per row.
+//
+// The lists of all ranks are copied (keys only) and every entry is looked up in the others' lists.
+// The entry of the lowest rank that has a row sums the others' gradients and updates it.
+#include "device/batch.cuh"
+#include "device/optimizer.cuh"
+
+namespace oper::device {
+namespace {
+
+constexpr uint32_t kAbsent = ~0u;
+
+struct MergeArgs {
+  View view;
+  Inbox inbox;
+  float gradient_scale;
+  const UpdateArgs* optimizers;
+  int32_t table_begin, table_end;
+};
+
+// One block per source rank: sums over tables of what it left for this rank.
+__global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox) {
+  const int64_t W = view.world_size, T = view.num_tables;
+  int64_t* begin = inbox.list_begin + blockIdx.x * (T + 1);
+  const uint32_t* segments = outbox_segments(view.outboxes[blockIdx.x]);
+  for (int64_t t = threadIdx.x; t < T; t += blockDim.x)
+    begin[t + 1] = static_cast<int64_t>(segments[t * W + view.rank + 1]) -
+                   segments[t * W + view.rank];
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  begin[0] = 0;
+  for (int64_t t = 0; t < T; ++t) begin[t + 1] += begin[t];
+  if (begin[T] > inbox.capacity) {
+    report(view.error, 3, static_cast<int>(blockIdx.x), begin[T]);
+    for (int64_t t = 0; t <= T; ++t) begin[t] = 0;
+  }
+}
+
+__global__ void __launch_bounds__(256) copy_keys_kernel(View view, Inbox inbox, int32_t source) {
+  const int64_t W = view.world_size, T = view.num_tables;
+  const int64_t* begin = inbox.list_begin + source * (T + 1);
+  char* box = view.outboxes[source];
+  const uint32_t* segments = outbox_segments(box);
+  const uint32_t* slots = reinterpret_cast<const uint32_t*>(
+      box + reinterpret_cast<const OutboxHeader*>(box)->slots_offset);
+  for (int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; e < begin[T];
+       e += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t t = last_at_most(begin, T, e);
+    const Table& table = view.tables[t];
+    const uint32_t slot = slots[segments[t * W + view.rank] + (e - begin[t])];
+    inbox.keys.set(source * inbox.capacity + e,
+                   table.key_begin + table.owner_begin[view.rank] + slot);
+  }
+}
+
+__global__ void __launch_bounds__(256) match_kernel(View view, Inbox inbox, int32_t source) {
+  const int32_t W = view.world_size;
+  const int64_t T = view.num_tables;
+  const int64_t count = inbox.list_begin[source * (T + 1) + T];
+  for (int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; e < count;
+       e += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t key = inbox.keys.at(source * inbox.capacity + e);
+    uint32_t* peers = inbox.peers + (source * inbox.capacity + e) * W;
+    for (int32_t r = 0; r < W; ++r) {
+      if (r == source) {
+        peers[r] = static_cast<uint32_t>(e);
+        continue;
+      }
+      const int64_t n = inbox.list_begin[r * (T + 1) + T];
+      const int64_t first = r * inbox.capacity;
+      const int64_t at =
+          lower_bound(n, key, [&](int64_t k) { return inbox.keys.at(first + k); });
+      peers[r] = at < n && inbox.keys.at(first + at) == key ? static_cast<uint32_t>(at) : kAbsent;
+    }
+  }
+}
+
+// Calls body(table index, slot, gradient) for every row of the class that any rank has a gradient
+// of; the gradient is summed in rank order and scaled.
+template <class Shape, class Body>
+OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& group, Body body) {
+  const int32_t W = a.view.world_size;
+  const int64_t T = a.view.num_tables;
+  for (int32_t source = 0; source < W; ++source) {
+    const int64_t* begin = a.inbox.list_begin + source * (T + 1);
+    const int64_t last = begin[a.table_end];
+    for (int64_t e = begin[a.table_begin] + group.index(); e < last; e += group.count()) {
+      const uint32_t* peers = a.inbox.peers + (source * a.inbox.capacity + e) * W;
+      bool leads = true;
+      for (int32_t r = 0; r < source; ++r) leads = leads && peers[r] == kAbsent;
+      if (!leads) continue;
+      const int32_t t = static_cast<int32_t>(last_at_most(begin, T, e));
+      const Table& table = a.view.tables[t];
+      Row<Shape> sum, next;
+      for (int32_t r = source; r < W; ++r) {
+        if (peers[r] == kAbsent) continue;
+        char* box = a.view.outboxes[r];
+        const uint32_t* segments = outbox_segments(box);
+        const int64_t in_table = static_cast<int64_t>(segments[t * W + a.view.rank]) -
+                                 segments[static_cast<int64_t>(t) * W] +
+                                 (peers[r] - a.inbox.list_begin[r * (T + 1) + t]);
+        const float* row =
+            reinterpret_cast<const float*>(
+                box + reinterpret_cast<const OutboxHeader*>(box)->rows_offset) +
+            outbox_offsets(box, a.view)[t] + in_table * table.dim;
+        if (r == source) {
+          sum.load(row, table.dim, group.lane, Shape::E > 1);
+        } else {
+          next.load(row, table.dim, group.lane, Shape::E > 1);
+          sum.add(next);
+        }
+      }
+      if (a.gradient_scale != 1.0f) sum.scale(a.gradient_scale);
+      const int64_t key = a.inbox.keys.at(source * a.inbox.capacity + e);
+      body(t, key - table.key_begin - table.owner_begin[a.view.rank], sum);
+    }
+  }
+}
+
+// Sum over all pieces of a row, in column order: the same number at every piece's owner.
+OPER_DEVICE float squares_of_row(const View& view, const Table& table, int64_t slot,
+                                 int32_t round) {
+  const int64_t position = position_at(table, view.rank, slot);
+  float sum = 0.0f;
+  for (int32_t p = 0; p < table.num_pieces; ++p) {
+    const Table& piece = view.tables[table.pieces[p]];
+    const int64_t key =
+        locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
+    const int64_t owner = last_at_most(piece.owner_begin, view.world_size + 1, key);
+    const int64_t first = piece.owner_begin[owner], end = piece.owner_begin[owner + 1];
+    sum += piece.squares[owner][round * (end - first) + key - first];
+  }
+  return sum;
+}
+
+template <class Shape>
+OPER_DEVICE void clip_and_decay(const View& view, const Table& table, int64_t slot,
+                                const RowOptimizer<Shape>& optimizer, Row<Shape>& g) {
+  float squares = 0.0f;
+  if (optimizer.clips())
+    squares = table.squares == nullptr ? optimizer.sum_of_squares(g)
+                                       : squares_of_row(view, table, slot, 0);
+  optimizer.clip_and_decay(slot, g, squares);
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(256, kBlocks<Shape>) squares_kernel(const MergeArgs a,
+                                                                      int32_t round) {
+  __shared__ float buffers[256 * Shape::V * Shape::E];
+  float* buffer = buffers + threadIdx.x / Shape::G * (Shape::G * Shape::V * Shape::E);
+  const Group<Shape::G> group;
+  for_merged_rows<Shape>(a, group, [&](int32_t t, int64_t slot, Row<Shape>& g) {
+    const Table& table = a.view.tables[t];
+    const RowOptimizer<Shape> optimizer(a.view, table, a.optimizers[t], group, buffer);
+    const int32_t rounds = (optimizer.clips() ? 1 : 0) +
+                           (is_row_wise(a.optimizers[t].optimizer.kind) ? 1 : 0);
+    if (table.squares == nullptr || round >= rounds) return;
+    if (!optimizer.clips() || round > 0) clip_and_decay(a.view, table, slot, optimizer, g);
+    const float squares = optimizer.sum_of_squares(g);
+    const int64_t slots =
+        table.owner_begin[a.view.rank + 1] - table.owner_begin[a.view.rank];
+    if (group.lane == 0) table.squares[a.view.rank][round * slots + slot] = squares;
+  });
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const MergeArgs a) {
+  __shared__ float buffers[256 * Shape::V * Shape::E];
+  float* buffer = buffers + threadIdx.x / Shape::G * (Shape::G * Shape::V * Shape::E);
+  const Group<Shape::G> group;
+  for_merged_rows<Shape>(a, group, [&](int32_t t, int64_t slot, Row<Shape>& g) {
+    const Table& table = a.view.tables[t];
+    const RowOptimizer<Shape> optimizer(a.view, table, a.optimizers[t], group, buffer);
+    clip_and_decay(a.view, table, slot, optimizer, g);
+    float squares = 0.0f;
+    if (is_row_wise(a.optimizers[t].optimizer.kind))
+      squares = table.squares == nullptr
+                    ? optimizer.sum_of_squares(g)
+                    : squares_of_row(a.view, table, slot, optimizer.clips() ? 1 : 0);
+    optimizer.apply(slot, g, squares);
+    if (table.has_replicas && group.lane == 0) note_touched(a.view, table, t, slot);
+  });
+}
+
+__global__ void __launch_bounds__(256) clear_touched_kernel(View view) {
+  const int32_t t = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (t < view.num_tables && view.tables[t].has_replicas)
+    view.tables[t].touched[view.rank][0] = 0;
+}
+
+__global__ void __launch_bounds__(256) refresh_kernel(View view) {
+  const Group<32> group;
+  for (int32_t k = 0; k < view.num_refreshes; ++k) {
+    const Refresh& part = view.refreshes[k];
+    if (part.replicas == nullptr) continue;
+    const Table& table = view.tables[part.table];
+    const uint32_t* list = table.touched[part.owner];
+    const uint32_t count = list[0];
+    const int64_t row_bytes =
+        static_cast<int64_t>(table.dim) * (table.type == RowType::kFloat32 ? 4 : 2);
+    for (int64_t e = group.index(); e < count; e += group.count()) {
+      const int64_t slot = list[1 + e];
+      if (slot < part.slot_begin || slot >= part.slot_end) continue;
+      const char* from = part.masters + slot * row_bytes;
+      char* to = part.replicas + (part.first + (slot - part.slot_begin) * part.stride) * row_bytes;
+      copy_row(group, to, from, row_bytes);
+    }
+  }
+}
+
+template <class Launch>
+cudaError_t for_classes(const View& view, const std::vector<RowClass>& classes, const Inbox& inbox,
+                        float gradient_scale, const UpdateArgs* optimizers, Launch launch) {
+  for (const RowClass& row_class : classes) {
+    const MergeArgs args{view,       inbox, gradient_scale, optimizers, row_class.table_begin,
+                         row_class.table_end};
+    const int blocks = blocks_for(inbox.capacity, 256 / row_class.group_lanes());
+    with_shape(row_class, [&](auto shape) { launch(shape, blocks, args); });
+    const cudaError_t status = cudaGetLastError();
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t collect(const View& view, const Inbox& inbox, cudaStream_t stream) {
+  OPER_LAUNCH(list_begin_kernel, view.world_size, 256, stream, view, inbox);
+  cudaError_t status = cudaGetLastError();
+  const int blocks = blocks_for(inbox.capacity, 256);
+  for (int32_t r = 0; r < view.world_size && status == cudaSuccess; ++r) {
+    // Every rank begins with another peer, so that no peer serves all at once.
+    OPER_LAUNCH(copy_keys_kernel, blocks, 256, stream, view, inbox,
+                (view.rank + r) % view.world_size);
+    status = cudaGetLastError();
+  }
+  for (int32_t r = 0; r < view.world_size && status == cudaSuccess; ++r) {
+    OPER_LAUNCH(match_kernel, blocks, 256, stream, view, inbox, r);
+    status = cudaGetLastError();
+  }
+  return status;
+}
+
+cudaError_t merge_squares(const View& view, const std::vector<RowClass>& classes,
+                          const Inbox& inbox, float gradient_scale,
+                          const UpdateArgs* optimizers, int32_t round, cudaStream_t stream) {
+  return for_classes(view, classes, inbox, gradient_scale, optimizers,
+                     [&](auto shape, int blocks, const MergeArgs& args) {
+                       auto* kernel = squares_kernel<decltype(shape)>;
+                       OPER_LAUNCH(kernel, blocks, 256, stream, args, round);
+                     });
+}
+
+cudaError_t merge_and_update(const View& view, const std::vector<RowClass>& classes,
+                             const Inbox& inbox, float gradient_scale,
+                             const UpdateArgs* optimizers, cudaStream_t stream) {
+  OPER_LAUNCH(clear_touched_kernel, (view.num_tables + 255) / 256, 256, stream, view);
+  const cudaError_t status = cudaGetLastError();
+  if (status != cudaSuccess) return status;
+  return for_classes(view, classes, inbox, gradient_scale, optimizers,
+                     [&](auto shape, int blocks, const MergeArgs& args) {
+                       auto* kernel = update_kernel<decltype(shape)>;
+                       OPER_LAUNCH(kernel, blocks, 256, stream, args);
+                     });
+}
+
+cudaError_t refresh(const View& view, cudaStream_t stream) {
+  if (view.num_refreshes == 0) return cudaSuccess;
+  OPER_LAUNCH(refresh_kernel, blocks_for(1 << 20, 8), 256, stream, view);
+  return cudaGetLastError();
+}
+
+}  // namespace oper::device

@@ -1,0 +1,342 @@
+// Push mode, forward: owners pool what they hold of each bag.
+//
+// The reader sorts its pushed ids by (table, owner), in input order, and publishes their slots and
+// the runs of ids of one bag. An owner pools every run into one partial sum, at a place that both
+// derive from the request. The reader adds the partial sums owner by owner, in rank order. Backward
+// needs none of this: the reader reduces its gradients by row, which gives the same sums.
+#include "device/batch.cuh"
+#include "device/group.cuh"
+
+namespace oper::device {
+namespace {
+
+// A request: header, segments (uint32 [T * W + 1], in runs), offsets (int64 [T * W], floats from the
+// start of this reader's part of the owner's partial sums).
+OPER_DEVICE const uint32_t* request_segments(const char* request) {
+  return reinterpret_cast<const uint32_t*>(request + sizeof(RequestHeader));
+}
+OPER_DEVICE int64_t* request_offsets(char* request, const View& view) {
+  return reinterpret_cast<int64_t*>(request + sizeof(RequestHeader) + outbox_segment_bytes(view));
+}
+OPER_DEVICE int64_t request_header_bytes(const View& view) {
+  return static_cast<int64_t>(sizeof(RequestHeader)) + outbox_segment_bytes(view) +
+         8 * static_cast<int64_t>(view.num_tables) * view.world_size;
+}
+
+// Keys: (table * W + owner), which sorting looks at, then feature and bag, so that the ids of one bag
+// that one owner holds are a run of equal keys.
+__global__ void __launch_bounds__(256) request_keys_kernel(View view, Batch batch, BatchPlan plan,
+                                                           PushPlan push) {
+  const int64_t W = view.world_size;
+  const int64_t none = view.num_tables * W;
+  const int64_t num_pairs = plan.feature_begin[view.num_features];
+  for (int64_t p = num_pairs + blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+       p < batch.max_pairs; p += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    push.keys.set(p, none << 32);
+    push.payloads[p] = 0;
+  }
+  for_pairs(view, batch, plan, [&](int32_t f, int64_t at, int64_t bag, int64_t p) {
+    const Feature& feature = view.features[f];
+    const Table& table = view.tables[feature.table];
+    const int64_t id = id_at(batch, at);
+    int64_t segment = none, where = 0;
+    uint32_t slot = 0;
+    if (static_cast<uint64_t>(id) < static_cast<uint64_t>(table.home.num_rows)) {
+      const int64_t position = position_of(table.home.head, id);
+      const int32_t tier = tier_of(table.home, position);
+      if (table.pushes[tier]) {
+        const int64_t key = locate_in_tier(table.home.tiers[tier], position);
+        const int64_t owner = last_at_most(table.owner_begin, W + 1, key);
+        segment = feature.table * W + owner;
+        slot = static_cast<uint32_t>(key - table.owner_begin[owner]);
+        where = static_cast<int64_t>(static_cast<uint32_t>(f) << plan.bag_bits |
+                                     static_cast<uint32_t>(bag));
+      }
+    }
+    push.keys.set(p, segment << 32 | where);
+    push.payloads[p] = static_cast<uint32_t>(p);
+    push.slots[p] = slot;
+    if (batch.weights) plan.pair_weights[p] = batch.weights[at];
+  });
+}
+
+// One thread: bounds of the segments, and where everything of the request lies.
+__global__ void open_request_kernel(View view, Batch batch, PushPlan push) {
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  const int64_t W = view.world_size, T = view.num_tables;
+  char* request = push.requests[view.rank];
+  RequestHeader* header = reinterpret_cast<RequestHeader*>(request);
+  uint32_t* segments = const_cast<uint32_t*>(request_segments(request));
+  int64_t* offsets = request_offsets(request, view);
+  auto key_of_run = [&](int64_t run) { return push.keys.at(push.run_begin[run]); };
+  for (int64_t k = 0; k <= T * W; ++k)
+    segments[k] = static_cast<uint32_t>(lower_bound(*push.num_runs, k << 32, key_of_run));
+  const int64_t part = push.partial_bytes / W / 16 * 4;  // floats
+  bool fits = true;
+  for (int64_t owner = 0; owner < W; ++owner) {
+    int64_t floats = 0;
+    for (int64_t t = 0; t < T; ++t) {
+      offsets[t * W + owner] = floats;
+      floats += (static_cast<int64_t>(segments[t * W + owner + 1]) - segments[t * W + owner]) *
+                view.tables[t].dim;
+      floats = (floats + 3) / 4 * 4;
+    }
+    fits = fits && floats <= part;
+  }
+  const int64_t runs = segments[T * W];
+  const int64_t pairs = lower_bound(batch.max_pairs, T * W << 32,
+                                    [&](int64_t p) { return push.keys.at(p); });
+  header->num_runs = runs;
+  header->slots_offset = request_header_bytes(view);
+  header->run_begin_offset = header->slots_offset + (pairs * 4 + 7) / 8 * 8;
+  header->run_bags_offset = header->run_begin_offset + (runs + 1 + 1) / 2 * 8;
+  header->weights_offset = batch.weights ? header->run_bags_offset + (runs + 1) / 2 * 8 : 0;
+  const int64_t end = header->run_bags_offset + (runs + 1) / 2 * 8 + (batch.weights ? pairs * 4 : 0);
+  if (end > push.request_bytes || !fits) {
+    report(view.error, 3, view.rank, end);
+    for (int64_t k = 0; k <= T * W; ++k) segments[k] = 0;
+    header->num_runs = 0;
+  }
+}
+
+__global__ void __launch_bounds__(256) fill_request_kernel(View view, Batch batch, BatchPlan plan,
+                                                           PushPlan push) {
+  char* request = push.requests[view.rank];
+  const RequestHeader* header = reinterpret_cast<const RequestHeader*>(request);
+  uint32_t* slots = reinterpret_cast<uint32_t*>(request + header->slots_offset);
+  uint32_t* run_begin = reinterpret_cast<uint32_t*>(request + header->run_begin_offset);
+  uint32_t* run_bags = reinterpret_cast<uint32_t*>(request + header->run_bags_offset);
+  float* weights = reinterpret_cast<float*>(request + header->weights_offset);
+  const int64_t runs = header->num_runs;
+  if (runs == 0) return;
+  const int64_t none = static_cast<int64_t>(view.num_tables) * view.world_size << 32;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (int64_t p = thread; p < batch.max_pairs && push.keys.at(p) < none; p += step) {
+    slots[p] = push.slots[push.payloads[p]];
+    if (batch.weights) weights[p] = plan.pair_weights[push.payloads[p]];
+    if (p + 1 == batch.max_pairs || push.keys.at(p + 1) >= none)
+      run_begin[runs] = static_cast<uint32_t>(p + 1);
+  }
+  for (int64_t run = thread; run < runs; run += step) {
+    run_begin[run] = push.run_begin[run];
+    run_bags[run] = static_cast<uint32_t>(push.keys.at(push.run_begin[run]));
+  }
+}
+
+struct PushArgs {
+  View view;
+  PushPlan push;
+  int32_t table_begin, table_end;
+  int32_t reader;
+};
+
+OPER_DEVICE float* partial_sums(const PushPlan& push, const View& view, int32_t owner,
+                                int32_t reader) {
+  return reinterpret_cast<float*>(push.partials[owner] +
+                                  push.partial_bytes / view.world_size / 16 * 16 * reader);
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(256, kBlocks<Shape>) pool_requests_kernel(const PushArgs a) {
+  using T = typename Shape::T;
+  constexpr int kInFlight = Shape::V >= 8 ? 1 : 4 / Shape::V > 0 ? 4 / Shape::V : 1;
+  const Group<Shape::G> group;
+  const int64_t W = a.view.world_size;
+  char* request = a.push.requests[a.reader];
+  const RequestHeader* header = reinterpret_cast<const RequestHeader*>(request);
+  const uint32_t* segments = request_segments(request);
+  const uint32_t* slots = reinterpret_cast<const uint32_t*>(request + header->slots_offset);
+  const uint32_t* run_begin = reinterpret_cast<const uint32_t*>(request + header->run_begin_offset);
+  const float* weights =
+      header->weights_offset
+          ? reinterpret_cast<const float*>(request + header->weights_offset)
+          : nullptr;
+  float* partials = partial_sums(a.push, a.view, a.view.rank, a.reader);
+  for (int32_t t = a.table_begin; t < a.table_end; ++t) {
+    const Table& table = a.view.tables[t];
+    if (!table.has_push) continue;
+    const int64_t segment = t * W + a.view.rank;
+    float* out = partials + request_offsets(request, a.view)[segment];
+    const int64_t first_run = segments[segment];
+    for (int64_t run = first_run + group.index(); run < segments[segment + 1];
+         run += group.count()) {
+      const int64_t begin = run_begin[run], end = run_begin[run + 1];
+      Row<Shape> sum;
+      sum.zero();
+      for (int64_t p = begin; p < end; p += kInFlight) {
+        RawRow<Shape, T> rows[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u)
+          if (p + u < end)
+            rows[u].load(reinterpret_cast<const T*>(table.rows) +
+                             static_cast<int64_t>(slots[p + u]) * table.dim,
+                         table.dim, group.lane, Shape::E > 1);
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          if (p + u >= end) continue;
+          Row<Shape> row;
+          rows[u].unpack(row);
+          if (weights) row.scale(weights[p + u]);
+          if (p + u == begin) {
+            sum = row;
+          } else {
+            sum.add(row);
+          }
+        }
+      }
+      sum.store(out + (run - first_run) * table.dim, table.dim, group.lane, Shape::E > 1);
+    }
+  }
+}
+
+struct AddArgs {
+  View view;
+  Batch batch;
+  PushPlan push;
+  Output out;
+  int32_t table_begin, table_end, bag_bits;
+  bool wide_out;
+};
+
+// One owner's partial sums. A bag occurs once among them, so nobody else writes its output.
+template <class Shape, class Out>
+__global__ void __launch_bounds__(256, kBlocks<Shape>) add_partials_kernel(const AddArgs a, int32_t owner) {
+  const Group<Shape::G> group;
+  const int64_t W = a.view.world_size;
+  char* request = a.push.requests[a.view.rank];
+  const RequestHeader* header = reinterpret_cast<const RequestHeader*>(request);
+  const uint32_t* segments = request_segments(request);
+  const uint32_t* run_bags = reinterpret_cast<const uint32_t*>(request + header->run_bags_offset);
+  const float* partials = partial_sums(a.push, a.view, owner, a.view.rank);
+  for (int32_t t = a.table_begin; t < a.table_end; ++t) {
+    const Table& table = a.view.tables[t];
+    if (!table.has_push) continue;
+    const int64_t segment = t * W + owner;
+    const float* from = partials + request_offsets(request, a.view)[segment];
+    const int64_t first_run = segments[segment];
+    for (int64_t run = first_run + group.index(); run < segments[segment + 1];
+         run += group.count()) {
+      const uint32_t where = run_bags[run];
+      const int64_t bag = where & ((1u << a.bag_bits) - 1u);
+      Out* to = static_cast<Out*>(a.out.data) + bag * a.out.stride +
+                a.view.features[where >> a.bag_bits].column;
+      Row<Shape> sum, part;
+      sum.load(to, table.dim, group.lane, a.wide_out);
+      part.load(from + (run - first_run) * table.dim, table.dim, group.lane, Shape::E > 1);
+      sum.add(part);
+      sum.store(to, table.dim, group.lane, a.wide_out);
+    }
+  }
+}
+
+// Means of tables with pushed tiers, which `pool` has left as sums.
+template <class Shape, class Out>
+__global__ void __launch_bounds__(256, kBlocks<Shape>) divide_kernel(const AddArgs a) {
+  const Group<Shape::G> group;
+  const int64_t B = a.batch.batch_size;
+  for (int64_t w = group.index(); w < B * a.view.num_features; w += group.count()) {
+    const int64_t f = w / B, bag = w - f * B;
+    const Feature& feature = a.view.features[f];
+    if (feature.table < a.table_begin || feature.table >= a.table_end) continue;
+    const Table& table = a.view.tables[feature.table];
+    if (!table.has_push || !table.mean) continue;
+    const int64_t* bound = a.batch.bounds + a.batch.key_of[feature.logical] * B + bag;
+    const int64_t length = bound[1] - bound[0];
+    if (length < 2) continue;
+    Out* to = static_cast<Out*>(a.out.data) + bag * a.out.stride + feature.column;
+    Row<Shape> sum;
+    sum.load(to, table.dim, group.lane, a.wide_out);
+    sum.divide(static_cast<float>(length));
+    sum.store(to, table.dim, group.lane, a.wide_out);
+  }
+}
+
+template <class Shape, class Out>
+cudaError_t launch_add(const AddArgs& args, cudaStream_t stream) {
+  const int64_t per_block = 256 / Shape::G;
+  for (int32_t owner = 0; owner < args.view.world_size; ++owner) {
+    auto* add = add_partials_kernel<Shape, Out>;
+    OPER_LAUNCH(add, blocks_for(std::max<int64_t>(args.batch.max_pairs, 1), per_block), 256, stream,
+                args, owner);
+    const cudaError_t status = cudaGetLastError();
+    if (status != cudaSuccess) return status;
+  }
+  auto* divide = divide_kernel<Shape, Out>;
+  OPER_LAUNCH(divide,
+              blocks_for(args.batch.batch_size * args.view.num_features, per_block), 256, stream,
+              args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t publish_requests(const View& view, const Batch& batch, const BatchPlan& plan,
+                             const PushPlan& push, cudaStream_t stream) {
+  cudaError_t status = lay_out_features(view, batch, plan, stream);
+  if (status != cudaSuccess) return status;
+  const int64_t tiles = (batch.batch_size + kTile - 1) / kTile * view.num_features;
+  OPER_LAUNCH(request_keys_kernel, blocks_for(std::max<int64_t>(tiles, 1), 8), 256, stream, view,
+              batch, plan, push);
+  if ((status = cudaGetLastError()) != cudaSuccess) return status;
+  if (batch.max_pairs > 0) {
+    const uint64_t segments = static_cast<uint64_t>(view.num_tables) * view.world_size;
+    // Feature and bag ascend within a segment already: the sort is stable and skips these bits.
+    status = sort_pairs(push.keys, push.spare_keys, push.payloads, push.spare_payloads,
+                        batch.max_pairs, 32, 32 + bits_for(segments + 1), push.sort_scratch,
+                        push.sort_scratch_bytes, stream);
+    if (status != cudaSuccess) return status;
+    status = find_runs(push.keys, batch.max_pairs, push.run_begin, push.num_runs,
+                       push.sort_scratch, push.sort_scratch_bytes, stream);
+  } else {
+    status = cudaMemsetAsync(push.num_runs, 0, 8, stream);
+  }
+  if (status != cudaSuccess) return status;
+  OPER_LAUNCH(open_request_kernel, 1, 32, stream, view, batch, push);
+  if ((status = cudaGetLastError()) != cudaSuccess) return status;
+  OPER_LAUNCH(fill_request_kernel, blocks_for(std::max<int64_t>(batch.max_pairs, 1), 256), 256,
+              stream, view, batch, plan, push);
+  return cudaGetLastError();
+}
+
+cudaError_t pool_for_readers(const View& view, const std::vector<RowClass>& classes,
+                             const PushPlan& push, cudaStream_t stream) {
+  for (const RowClass& row_class : classes)
+    for (int32_t k = 0; k < view.world_size; ++k) {
+      const PushArgs args{view, push, row_class.table_begin, row_class.table_end,
+                          (view.rank + k) % view.world_size};
+      const int blocks = blocks_for(1 << 16, 256 / row_class.group_lanes());
+      with_shape(row_class, [&](auto shape) {
+        auto* kernel = pool_requests_kernel<decltype(shape)>;
+        OPER_LAUNCH(kernel, blocks, 256, stream, args);
+      });
+      const cudaError_t status = cudaGetLastError();
+      if (status != cudaSuccess) return status;
+    }
+  return cudaSuccess;
+}
+
+cudaError_t add_partials(const View& view, const std::vector<RowClass>& classes,
+                         const Batch& batch, const BatchPlan& plan, const PushPlan& push,
+                         const Output& out, cudaStream_t stream) {
+  for (const RowClass& row_class : classes) {
+    const AddArgs args{view,
+                       batch,
+                       push,
+                       out,
+                       row_class.table_begin,
+                       row_class.table_end,
+                       plan.bag_bits,
+                       row_class.wide_output && is_wide(out.data, out.stride, out.type)};
+    cudaError_t status = cudaSuccess;
+    with_shape(row_class, [&](auto shape) {
+      using S = decltype(shape);
+      status = out.type == RowType::kFloat32 ? launch_add<S, float>(args, stream)
+                                           : launch_add<S, typename S::T>(args, stream);
+    });
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace oper::device

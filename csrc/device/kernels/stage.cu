@@ -1,0 +1,127 @@
+// De-duplicated pull: every row of a peer that a batch reads comes over the link once.
+//
+// The runs of the batch plan are the distinct rows. Those outside of this rank's memory are copied
+// into its staging memory, table by table and, within a table, beginning with the next rank: so
+// that the ranks do not all read from one peer at a time. The forward pass then reads the copies.
+// Which place a row gets depends on the order of the blocks, its value does not.
+#include "device/batch.cuh"
+#include "device/group.cuh"
+
+namespace oper::device {
+namespace {
+
+struct StageArgs {
+  View view;
+  Batch batch;
+  BatchPlan plan;
+  Staging staging;
+  int32_t table_begin, table_end;
+  bool skip_pushed;
+};
+
+// Address of the row of a run when it is to be staged, else 0.
+OPER_DEVICE int64_t far_row(const StageArgs& a, const Table& table, int64_t run) {
+  const int64_t pair = a.plan.payloads[a.plan.run_begin[run]];
+  const int64_t f = last_at_most(a.plan.feature_begin, a.view.num_features, pair);
+  const int64_t key = a.batch.key_of[a.view.features[f].logical];
+  const int64_t at = pair - a.plan.feature_begin[f] + a.batch.bounds[key * a.batch.batch_size];
+  const int64_t position = position_of(table.read.head, id_at(a.batch, at));
+  const int32_t tier = tier_of(table.read, position);
+  if (a.skip_pushed && table.pushes[tier]) return 0;
+  const int64_t address = locate_in_tier(table.read.tiers[tier], position);
+  if (address < 0) return 0;  // in another memory domain
+  const char* row = reinterpret_cast<const char*>(address);
+  return row >= a.view.arena_begin && row < a.view.arena_end ? 0 : address;
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArgs a) {
+  using T = typename Shape::T;
+  constexpr int kInFlight = Shape::V >= 8 ? 1 : 8 / Shape::V;
+  const Group<Shape::G> group;
+  const int64_t W = a.view.world_size;
+  const uint32_t* segments = a.plan.segments;
+  const int64_t begin = segments[a.table_begin * W], end = segments[a.table_end * W];
+  const int64_t limit = a.staging.bytes / kStagingUnit;
+  for (int64_t w = begin + group.index() * kInFlight; w < end; w += group.count() * kInFlight) {
+    RawRow<Shape, T> rows[kInFlight];
+    uint32_t places[kInFlight];
+    int64_t runs[kInFlight];
+    int32_t dims[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      places[u] = kNotStaged;
+      runs[u] = -1;
+      if (w + u >= end) continue;
+      // The table of this run, and within it the run that is as far behind the next rank's first.
+      int32_t t = a.table_begin, high = a.table_end;
+      while (high - t > 1) {
+        const int32_t middle = (t + high) / 2;
+        if (segments[middle * W] <= w + u) {
+          t = middle;
+        } else {
+          high = middle;
+        }
+      }
+      const Table& table = a.view.tables[t];
+      const int64_t first = segments[t * W], count = segments[(t + 1) * W] - first;
+      const int64_t shift = segments[t * W + a.view.rank + 1] - first;
+      const int64_t run = first + (w + u - first + shift) % count;
+      int64_t from = 0;
+      uint32_t place = kNotStaged;
+      if (group.lane == 0) {
+        from = far_row(a, table, run);
+        if (from != 0) {
+          const uint32_t units =
+              static_cast<uint32_t>((table.dim * sizeof(T) + kStagingUnit - 1) / kStagingUnit);
+          place = atomicAdd(a.plan.staged, units);
+          if (static_cast<int64_t>(place) + units > limit) place = kNotStaged;
+        }
+      }
+      from = group.shuffle(from, 0);
+      places[u] = group.shuffle(place, 0);
+      runs[u] = run;
+      dims[u] = table.dim;
+      if (places[u] != kNotStaged)
+        rows[u].load(reinterpret_cast<const T*>(from), table.dim, group.lane, Shape::E > 1);
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (places[u] == kNotStaged) continue;
+      T* to = reinterpret_cast<T*>(a.staging.data + places[u] * kStagingUnit);
+      rows[u].store(to, dims[u], group.lane);
+      const int64_t last = a.plan.run_begin[runs[u] + 1];
+      for (int64_t p = a.plan.run_begin[runs[u]] + group.lane; p < last; p += Shape::G)
+        a.plan.places[a.plan.payloads[p]] = places[u];
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream) {
+  const size_t pairs = static_cast<size_t>(batch.max_pairs);
+  const cudaError_t status = cudaMemsetAsync(plan.places, 0xff, 4 * pairs, stream);
+  return status == cudaSuccess ? cudaMemsetAsync(plan.staged, 0, 4, stream) : status;
+}
+
+cudaError_t stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+                  const BatchPlan& plan, const Staging& staging, bool skip_pushed,
+                  cudaStream_t stream) {
+  cudaError_t status = cudaSuccess;
+  for (const RowClass& row_class : classes) {
+    const StageArgs args{
+        view, batch, plan, staging, row_class.table_begin, row_class.table_end, skip_pushed};
+    with_shape(row_class, [&](auto shape) {
+      using S = decltype(shape);
+      auto* kernel = stage_rows<S>;
+      constexpr int64_t kInFlight = S::V >= 8 ? 1 : 8 / S::V;
+      OPER_LAUNCH(kernel, blocks_for((batch.max_pairs + kInFlight) / kInFlight, 256 / S::G), 256,
+                  stream, args);
+    });
+    if ((status = cudaGetLastError()) != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace oper::device

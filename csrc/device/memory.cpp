@@ -1,0 +1,179 @@
+// Memory that other processes map: CUDA virtual memory with POSIX descriptors, of the device or,
+// for a tier in host memory, of the host node next to it.
+//
+// The driver's entry points are looked up at run time, so that nothing links to libcuda.
+#include "device/memory.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace oper::device {
+namespace {
+
+template <class Function>
+Function entry(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+  if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
+    throw std::runtime_error(std::string("the CUDA driver has no ") + name);
+  return reinterpret_cast<Function>(found);
+}
+
+// Calls a driver function by name and throws with that name when it fails.
+#define OPER_DRIVER(function, ...)                                                          \
+  do {                                                                                      \
+    const CUresult result = entry<decltype(&function)>(#function)(__VA_ARGS__);             \
+    if (result != CUDA_SUCCESS)                                                             \
+      throw std::runtime_error(std::string(#function) + " failed with CUDA driver error " + \
+                               std::to_string(static_cast<int>(result)));                   \
+  } while (false)
+
+struct Part {
+  size_t begin, bytes;
+  bool on_host;
+};
+
+std::vector<Part> cut(const ArenaParts& arena) {
+  std::vector<Part> parts;
+  int64_t at = 0;
+  const auto add = [&](int64_t end, bool on_host) {
+    if (end == at) return;
+    if (end < at || end % kPartBytes)
+      throw std::runtime_error("internal: ranges of host memory are out of order");
+    parts.push_back({static_cast<size_t>(at), static_cast<size_t>(end - at), on_host});
+    at = end;
+  };
+  for (size_t k = 0; k + 1 < arena.host_ranges.size(); k += 2) {
+    add(arena.host_ranges[k], false);
+    add(arena.host_ranges[k + 1], true);
+  }
+  add(arena.bytes, false);
+  return parts;
+}
+
+// The host memory nearest to a device, or node 0 where the driver does not say.
+int host_node(int device) {
+  int node = -1;
+  OPER_DRIVER(cuDeviceGetAttribute, &node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device);
+  return node < 0 ? 0 : node;
+}
+
+CUmemAllocationProp properties(int device, bool on_host) {
+  CUmemAllocationProp prop{};
+  prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  prop.location.type = on_host ? CU_MEM_LOCATION_TYPE_HOST_NUMA : CU_MEM_LOCATION_TYPE_DEVICE;
+  prop.location.id = on_host ? host_node(device) : device;
+  return prop;
+}
+
+// Maps one allocation per part at an address of the driver's choice. Handles are given up in any
+// case: the memory lives as long as a mapping does.
+int64_t map(const std::vector<CUmemGenericAllocationHandle>& handles,
+            const std::vector<Part>& parts, int device) {
+  const size_t total = parts.back().begin + parts.back().bytes;
+  CUdeviceptr address = 0;
+  size_t mapped = 0;
+  const auto give_up_handles = [&] {
+    for (CUmemGenericAllocationHandle handle : handles)
+      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
+  };
+  try {
+    OPER_DRIVER(cuMemAddressReserve, &address, total, kPartBytes, 0, 0);
+    for (; mapped < parts.size(); ++mapped)
+      OPER_DRIVER(cuMemMap, address + parts[mapped].begin, parts[mapped].bytes, 0, handles[mapped],
+                  0);
+    CUmemAccessDesc access{};
+    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.location.id = device;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    OPER_DRIVER(cuMemSetAccess, address, total, &access, 1);
+  } catch (...) {
+    for (size_t k = 0; k < mapped; ++k)
+      entry<decltype(&cuMemUnmap)>("cuMemUnmap")(address + parts[k].begin, parts[k].bytes);
+    if (address) entry<decltype(&cuMemAddressFree)>("cuMemAddressFree")(address, total);
+    give_up_handles();
+    throw;
+  }
+  give_up_handles();
+  return static_cast<int64_t>(address);
+}
+
+}  // namespace
+
+SharedMemory create_shared(const ArenaParts& arena, int device) {
+  cudaFree(nullptr);  // makes the context current
+  const std::vector<Part> parts = cut(arena);
+  std::vector<CUmemGenericAllocationHandle> handles;
+  SharedMemory made{};
+  try {
+    for (const Part& part : parts) {
+      const CUmemAllocationProp prop = properties(device, part.on_host);
+      CUmemGenericAllocationHandle handle{};
+      OPER_DRIVER(cuMemCreate, &handle, part.bytes, &prop, 0);
+      handles.push_back(handle);
+      int fd = -1;
+      OPER_DRIVER(cuMemExportToShareableHandle, &fd, handle,
+                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+      made.fds.push_back(fd);
+    }
+  } catch (...) {
+    for (CUmemGenericAllocationHandle handle : handles)
+      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
+    for (int64_t fd : made.fds) close(static_cast<int>(fd));
+    throw;
+  }
+  try {
+    made.address = map(handles, parts, device);
+    // Part by part, each of one kind of memory; done before any stream, or a peer, may write there.
+    cudaError_t status = cudaSuccess;
+    for (const Part& part : parts)
+      if (status == cudaSuccess)
+        status = cudaMemset(reinterpret_cast<char*>(made.address) + part.begin, 0, part.bytes);
+    if (status == cudaSuccess) status = cudaDeviceSynchronize();
+    if (status != cudaSuccess)
+      throw std::runtime_error(std::string("shared device memory cannot be written: ") +
+                               cudaGetErrorString(status));
+  } catch (...) {
+    for (int64_t fd : made.fds) close(static_cast<int>(fd));
+    throw;
+  }
+  return made;
+}
+
+int64_t attach_shared(const std::vector<int64_t>& fds, const ArenaParts& arena, int device) {
+  const std::vector<Part> parts = cut(arena);
+  if (fds.size() != parts.size())
+    throw std::runtime_error("a peer's arena has another number of parts");
+  std::vector<CUmemGenericAllocationHandle> handles;
+  try {
+    for (int64_t fd : fds) {
+      CUmemGenericAllocationHandle handle{};
+      OPER_DRIVER(cuMemImportFromShareableHandle, &handle,
+                  reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+      handles.push_back(handle);
+    }
+  } catch (...) {
+    for (CUmemGenericAllocationHandle handle : handles)
+      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
+    throw;
+  }
+  return map(handles, parts, device);
+}
+
+void release_shared(int64_t address, const ArenaParts& arena) {
+  // Mappings are undone as they were made: one by one.
+  for (const Part& part : cut(arena))
+    OPER_DRIVER(cuMemUnmap, static_cast<CUdeviceptr>(address) + part.begin, part.bytes);
+  OPER_DRIVER(cuMemAddressFree, static_cast<CUdeviceptr>(address),
+              static_cast<size_t>(arena.bytes));
+}
+
+}  // namespace oper::device

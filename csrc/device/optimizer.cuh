@@ -1,0 +1,282 @@
+// One optimizer step of a row held by a group; the arithmetic of csrc/host/kernels/update.inl.
+#pragma once
+
+#include "device/batch.cuh"
+#include "device/group.cuh"
+
+namespace oper::device {
+
+// Position of a row of this rank: the tier whose slots hold it, by its home map.
+OPER_DEVICE int64_t position_at(const Table& table, int32_t rank, int64_t slot) {
+  const int64_t key = table.owner_begin[rank] + slot;
+  for (int32_t k = 0; k < table.home.num_tiers; ++k) {
+    const TierMap& tier = table.home.tiers[k];
+    const int64_t stop =
+        k + 1 < table.home.num_tiers ? table.home.tiers[k + 1].start : table.home.num_rows;
+    for (int64_t o = 0; o < tier.period; ++o) {
+      const int64_t above = key - tier.base[o];
+      if (above < 0 || above % tier.step[o] != 0) continue;
+      // Keys past those of this offset would be positions past the tier.
+      const int64_t position = tier.start + above / tier.step[o] * tier.period + o;
+      if (position < stop) return position;
+    }
+  }
+  return -1;
+}
+
+OPER_DEVICE int64_t id_at_position(const Table& table, int64_t position) {
+  const int64_t num_head = table.num_head_ids;
+  if (position < num_head) return table.head_by_position[position];
+  // A cold row of this ordinal lies behind the k head ids with ascending[j] - j <= ordinal.
+  const int64_t ordinal = position - num_head;
+  return ordinal + lower_bound(num_head, ordinal + 1, [&](int64_t j) {
+           return static_cast<int64_t>(table.head_ascending[j]) - j;
+         });
+}
+
+template <class Shape>
+class RowOptimizer {
+ public:
+  // `buffer`: a row of shared memory that belongs to the group.
+  OPER_DEVICE RowOptimizer(const View& view, const Table& table, const UpdateArgs& args,
+                           const Group<Shape::G>& group, float* buffer)
+      : view_(view),
+        table_(table),
+        args_(args.optimizer),
+        rounding_(args.rounding),
+        group_(group),
+        buffer_(buffer) {}
+
+  OPER_DEVICE bool clips() const { return args_.max_norm > 0.0f; }
+
+  // Makes of the exact gradient of a row the one that the optimizer takes: clipped, then with decay.
+  // `squares`: its sum of squares over all columns of the row, where the optimizer clips.
+  OPER_DEVICE void clip_and_decay(int64_t slot, Row<Shape>& g, float squares) const {
+    if (clips()) {
+      const float factor = clip_factor(squares, args_.max_norm);
+      if (factor < 1.0f) g.scale(factor);
+    }
+    if (args_.decay != Decay::kL2) return;
+    Row<Shape> w;
+    load_row(slot, w);
+    const float decay = args_.weight_decay;
+    g.zip(w, [=](float& a, float b) { a += b * decay; });
+  }
+
+  OPER_DEVICE float sum_of_squares(const Row<Shape>& g) const {
+    Row<Shape> squares;
+    squares.zip(g, [](float& a, float b) { a = b * b; });
+    return sum_in_host_order(squares, table_.dim, group_, buffer_);
+  }
+
+  // `squares` is the sum of g's squares over all columns of the row, used by row-wise optimizers.
+  OPER_DEVICE void apply(int64_t slot, const Row<Shape>& g, float squares) const {
+    if (args_.kind == Optimizer::kNone) return;
+    Row<Shape> w;
+    load_row(slot, w);
+    switch (args_.kind) {
+      case Optimizer::kSgd: {
+        const float rate = args_.learning_rate;
+        w.zip(g, [=](float& a, float b) { a -= b * rate; });
+        break;
+      }
+      case Optimizer::kRowWiseAdagrad: row_wise_adagrad(slot, g, squares, w); break;
+      case Optimizer::kAdagrad: adagrad(slot, g, w); break;
+      case Optimizer::kMomentumSgd: momentum_sgd(slot, g, w); break;
+      case Optimizer::kLarsSgd: lars_sgd(slot, g, squares, w); break;
+      case Optimizer::kLamb:
+      case Optimizer::kPartialRowWiseLamb: lamb(slot, g, squares, w); break;
+      default: adam(slot, g, squares, w); break;
+    }
+    T* row = reinterpret_cast<T*>(table_.rows) + slot * table_.dim;
+    if constexpr (sizeof(T) == 4) {
+      w.store(row, table_.dim, group_.lane, Shape::E > 1);
+    } else {
+      store_rounded(row, slot, w);
+    }
+  }
+
+ private:
+  using T = typename Shape::T;
+  const View& view_;
+  const Table& table_;
+  const OptimizerArgs& args_;
+  const RoundingKey& rounding_;
+  const Group<Shape::G>& group_;
+  float* buffer_;
+
+  OPER_DEVICE void load_row(int64_t slot, Row<Shape>& w) const {
+    w.load(reinterpret_cast<const T*>(table_.rows) + slot * table_.dim, table_.dim, group_.lane,
+           Shape::E > 1);
+  }
+  OPER_DEVICE void load_state(const float* state, int64_t slot, Row<Shape>& s) const {
+    s.load(state + slot * table_.dim, table_.dim, group_.lane, Shape::E > 1);
+  }
+  OPER_DEVICE void store_state(float* state, int64_t slot, const Row<Shape>& s) const {
+    s.store(state + slot * table_.dim, table_.dim, group_.lane, Shape::E > 1);
+  }
+
+  // Stochastic rounding by numbers that depend on the row's id, the column and the step only. The
+  // columns of a part never straddle a block of 8 numbers, unless a piece begins inside of one.
+  OPER_DEVICE void store_rounded(T* row, int64_t slot, const Row<Shape>& w) const {
+    const uint32_t id =
+        static_cast<uint32_t>(id_at_position(table_, position_at(table_, view_.rank, slot)));
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) {
+      const int column = Shape::column(i, group_.lane);
+      if (column >= table_.dim) continue;
+      const uint32_t first = static_cast<uint32_t>(table_.piece_start + column);
+      Philox4 bits = rounding_bits(rounding_, id, first / 8);
+      uint32_t block = first / 8;
+      constexpr int kWords = Shape::E > 1 ? Shape::E / 2 : 1;
+      uint32_t words[kWords];
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e) {
+        const uint32_t at = first + e;
+        if (at / 8 != block) bits = rounding_bits(rounding_, id, block = at / 8);
+        uint32_t random = bits.word[0];
+#pragma unroll
+        for (uint32_t k = 1; k < 4; ++k)
+          if (at % 8 / 2 == k) random = bits.word[k];
+        const uint32_t rounded =
+            round_to(T{}, w.v[i][e], at % 2 ? random >> 16 : random & 0xffffu).bits;
+        words[e / 2] = e % 2 ? words[e / 2] | rounded << 16 : rounded;
+      }
+      if constexpr (Shape::E * sizeof(T) == 16) {
+        *reinterpret_cast<uint4*>(row + column) = {words[0], words[1], words[2], words[3]};
+      } else {
+        row[column] = {static_cast<uint16_t>(words[0])};
+      }
+    }
+  }
+
+  OPER_DEVICE void row_wise_adagrad(int64_t slot, const Row<Shape>& g, float squares,
+                                    Row<Shape>& w) const {
+    float state = table_.momentum1[slot];  // every lane computes it, one writes it back
+    const float multiplier =
+        rowwise_adagrad_multiplier(&state, squares, table_.row_columns, args_);
+    group_.sync();
+    if (group_.lane == 0) table_.momentum1[slot] = state;
+    if (args_.decay == Decay::kDecoupled)
+      w.scale(1.0f - args_.learning_rate * args_.weight_decay);
+    w.zip(g, [=](float& a, float b) { a -= b * multiplier; });
+  }
+
+  OPER_DEVICE void adagrad(int64_t slot, const Row<Shape>& g, Row<Shape>& w) const {
+    Row<Shape> s;
+    load_state(table_.momentum1, slot, s);
+    s.zip(g, [](float& a, float b) { a += b * b; });
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i)
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e)
+        w.v[i][e] -= args_.learning_rate * g.v[i][e] / (sqrtf(s.v[i][e]) + args_.eps);
+    store_state(table_.momentum1, slot, s);
+  }
+
+  OPER_DEVICE float row_wise_root(int64_t slot, float squares) const {
+    float state = table_.momentum2[slot];  // every lane computes it, one writes it back
+    const float root = partial_adam_root(&state, squares, table_.row_columns, args_);
+    group_.sync();
+    if (group_.lane == 0) table_.momentum2[slot] = state;
+    return root;
+  }
+
+  OPER_DEVICE void adam(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w) const {
+    const bool row_wise = args_.kind == Optimizer::kPartialRowWiseAdam;
+    const float root = row_wise ? row_wise_root(slot, squares) : 1.0f;
+    const int64_t first = slot * table_.dim;
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) {
+      const int column = Shape::column(i, group_.lane);
+      if (column >= table_.dim) continue;
+      float m[Shape::E], s[Shape::E];
+      load_elements(table_.momentum1 + first + column, m, Shape::E > 1);
+      if (!row_wise) load_elements(table_.momentum2 + first + column, s, Shape::E > 1);
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e) {
+        const float grad = g.v[i][e];
+        m[e] = m[e] * args_.beta1 + grad * (1.0f - args_.beta1);
+        float below = root;
+        if (!row_wise) {
+          s[e] = s[e] * args_.beta2 + grad * grad * (1.0f - args_.beta2);
+          below = sqrtf(s[e] / args_.correction2) + args_.eps;
+        }
+        w.v[i][e] -= ((m[e] / args_.correction1) / below + w.v[i][e] * args_.weight_decay) *
+                     args_.learning_rate;
+      }
+      store_elements(table_.momentum1 + first + column, m, Shape::E > 1);
+      if (!row_wise) store_elements(table_.momentum2 + first + column, s, Shape::E > 1);
+    }
+  }
+
+  OPER_DEVICE void momentum_sgd(int64_t slot, const Row<Shape>& g, Row<Shape>& w) const {
+    Row<Shape> m;
+    load_state(table_.momentum1, slot, m);
+    m.zip(g, [&](float& a, float b) { a = a * args_.beta1 + b; });
+    w.zip(m, [&](float& a, float b) { a -= b * args_.learning_rate; });
+    store_state(table_.momentum1, slot, m);
+  }
+
+  OPER_DEVICE void lars_sgd(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w) const {
+    const float rate = lars_rate(sum_of_squares(w), squares, args_);
+    Row<Shape> m;
+    load_state(table_.momentum1, slot, m);
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i)
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e) {
+        const float grad = g.v[i][e] + w.v[i][e] * args_.weight_decay;
+        m.v[i][e] = m.v[i][e] * args_.beta1 + grad * rate;
+        w.v[i][e] -= m.v[i][e];
+      }
+    store_state(table_.momentum1, slot, m);
+  }
+
+  // Its step takes the gradient's place.
+  OPER_DEVICE void lamb(int64_t slot, Row<Shape> g, float squares, Row<Shape>& w) const {
+    const bool row_wise = args_.kind == Optimizer::kPartialRowWiseLamb;
+    const float root = row_wise ? row_wise_root(slot, squares) : 1.0f;
+    const int64_t first = slot * table_.dim;
+#pragma unroll
+    for (int i = 0; i < Shape::V; ++i) {
+      const int column = Shape::column(i, group_.lane);
+      if (column >= table_.dim) continue;
+      float m[Shape::E], s[Shape::E];
+      load_elements(table_.momentum1 + first + column, m, Shape::E > 1);
+      if (!row_wise) load_elements(table_.momentum2 + first + column, s, Shape::E > 1);
+#pragma unroll
+      for (int e = 0; e < Shape::E; ++e) {
+        const float grad = g.v[i][e];
+        m[e] = m[e] * args_.beta1 + grad * (1.0f - args_.beta1);
+        float below = root;
+        if (!row_wise) {
+          s[e] = s[e] * args_.beta2 + grad * grad * (1.0f - args_.beta2);
+          below = sqrtf(s[e] / args_.correction2) + args_.eps;
+        }
+        g.v[i][e] = (m[e] / args_.correction1) / below + w.v[i][e] * args_.weight_decay;
+      }
+      store_elements(table_.momentum1 + first + column, m, Shape::E > 1);
+      if (!row_wise) store_elements(table_.momentum2 + first + column, s, Shape::E > 1);
+    }
+    const float weights = sum_of_squares(w);
+    const float rate = lamb_rate(weights, sum_of_squares(g), args_);
+    w.zip(g, [=](float& a, float b) { a -= b * rate; });
+  }
+};
+
+// Lists a replicated row that its owner has updated; all lanes call, one writes.
+OPER_DEVICE void note_touched(const View& view, const Table& table, int32_t table_index,
+                              int64_t slot) {
+  for (int32_t k = 0; k < view.num_refreshes; ++k) {
+    const Refresh& part = view.refreshes[k];
+    if (part.table == table_index && part.owner == view.rank && slot >= part.slot_begin &&
+        slot < part.slot_end) {
+      uint32_t* list = table.touched[view.rank];
+      list[1 + atomicAdd(list, 1u)] = static_cast<uint32_t>(slot);
+      return;
+    }
+  }
+}
+
+}  // namespace oper::device

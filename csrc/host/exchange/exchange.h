@@ -1,0 +1,200 @@
+// Exchange with ranks whose memory this rank cannot address, over a transport of bytes.
+//
+// What such a rank has left for this one is received into private buffers and laid out as a mirror
+// of its outbox, so that the kernels read it like that of a neighbour. Per meeting there is one
+// exchange of fixed-size headers (phase, error, counts) among all ranks and one of what they count,
+// for all tables at once; a gather is followed by one of the rows that were asked for.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "host/context.h"
+#include "host/exchange/packing.h"
+#include "host/memory.h"
+
+namespace oper::host {
+
+// Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
+// order, sizes in bytes. `what` is the Meeting. Returns 0, or anything else after an error, which the
+// caller keeps.
+using Transport = int64_t (*)(int64_t what, const void* send, const int64_t* send_bytes, void* recv,
+                              const int64_t* recv_bytes);
+
+// What is sent, in bytes by kind and receiver; the order is that of SENT in oper/traffic.py.
+enum Sent {
+  kSentHeaders,
+  kSentRowIds,         // forward: distinct rows asked for
+  kSentRows,           // forward: those rows
+  kSentIds,            // forward: ids in pushed tiers, and where their bags begin
+  kSentIdWeights,      // forward: their weights
+  kSentPartialSums,    // forward: partial sums, in the order of the bags that were asked for
+  kSentGradientRows,   // backward: reduced gradients, and their rows' slots
+  kSentGradientIds,    // backward: ids in pushed tiers, unless they are those of the last forward pass
+  kSentGradientWeights,
+  kSentBagGradients,   // backward: gradients of the bags of those ids
+  kSentSquares,        // backward: sums of squares of the pieces of a row, and their slots
+  kSentRefreshedRows,  // backward: masters that have changed, and their slots
+  kNumSent
+};
+
+// Masters of one tier on this rank, and a rank of another domain that holds replicas of them.
+struct ReplicaTarget {
+  int32_t table, rank;
+  int64_t slot_begin, slot_end;
+};
+
+struct ExchangeSetup {
+  std::vector<bool> near;              // [W], whose memory can be addressed
+  std::vector<ReplicaTarget> targets;
+  bool gathers, refreshes;             // whether any rank does
+  bool pulls;                          // whether any rank gathers rows of pulled tiers
+  bool shares_replicas;                // whether ranks read replicas of their neighbours
+  RowType wire;                        // how fp32 rows and gradients are sent
+  uint32_t collection;                 // its number, the same on all ranks
+  Transport transport;
+};
+
+class Exchange {
+ public:
+  Exchange(Context& context, ExchangeSetup setup);
+  ~Exchange();
+
+  // Whether forward passes need rows of other domains. `pools`: owners pool those of pushed tiers.
+  bool gathers(bool pools) const { return pools ? setup_.pulls : setup_.gathers; }
+  // Whether ranks read replicas of their neighbours.
+  bool shares_replicas() const { return setup_.shares_replicas; }
+  // Fetches the rows of other domains that the batch needs and fills in their addresses, which hold
+  // until the next gather. Collective. `collective` is that of `forward`.
+  Status gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel);
+  // `mine` is an error of this rank, if any; all ranks learn of it.
+  Status meet(Meeting what, const Batch& batch, ParallelFor parallel, Status mine);
+  // [kNumSent][W] bytes sent since the last reset, and the number of exchanges.
+  std::vector<int64_t> sent_bytes;
+  int64_t num_exchanges = 0;
+  // Per rank: number of its last meeting, what it was for, its collection, as it last told this rank.
+  std::vector<int64_t> meetings() const;
+
+ private:
+  static constexpr int kCounts = 3;  // per table, see shapes_of
+  static constexpr int64_t kSmallBytes = 64 << 10;  // not worth waking other threads
+  // In the place of a count: the requests of the last forward pass hold for this backward pass too.
+  static constexpr uint32_t kAsBefore = UINT32_MAX;
+  // As oper/shmem/exchange/host.py packs them too. Heads are of whole kHeadUnit words, so that ranks which
+  // meet with different tables, or for different things, can tell: back ends end a process that is
+  // sent more than it expects.
+  enum Head { kPhase, kSequence, kCode, kCulprit, kWeighted, kWire, kCollection, kSpare, kHeadWidth };
+  static constexpr int64_t kHeadUnit = 256;
+  static constexpr int kInRows = static_cast<int>(Meeting::kRefreshes) + 1, kNumInboxes = kInRows + 1;  // one per meeting
+
+  // One array of a message: `unit` bytes for each of counts[count].
+  struct Shape {
+    Sent kind;
+    int count;
+    int64_t unit;
+    bool is_rounded = false;  // fp32 numbers that `wire` applies to
+    bool is_weight = false;   // only there when the sender's batch has weights
+    bool is_runs = false;     // bags of ids, sent as bits
+    int64_t extra = 0;        // units beyond the count, unless that is 0
+  };
+  struct Shapes {
+    static constexpr int kMost = 6;
+    Shape list[kMost];
+    int n = 0;
+  };
+  // Where an array comes from: contiguous, or the named rows of a matrix.
+  struct Source {
+    const char* data = nullptr;
+    const uint32_t* rows = nullptr;
+  };
+  // The arrays that this rank and another send each other for one table: units and byte offsets.
+  struct Part {
+    Shape shape;
+    int32_t rank;
+    int64_t table;
+    int index;
+    int64_t out, in;
+    int64_t out_at, in_at, expanded_at;
+  };
+  // The arrays of requests of one table between two ranks; `weights` may be null.
+  struct Requested {
+    const char* slots = nullptr;
+    const char* bags = nullptr;  // uint32 [n] where they were received, bits where they were sent
+    const char* weights = nullptr;
+    int64_t n = 0;
+  };
+  struct Listed {  // [0] = count, then slots; and numbers beside them
+    std::vector<uint32_t> slots;
+    std::vector<float> values;
+  };
+
+  static int64_t num_slots(const Table& table, int32_t owner) {
+    return table.owner_begin[owner + 1] - table.owner_begin[owner];
+  }
+  static Shapes shapes_of(Meeting what, bool is_reply, const Table& table);
+  RowType wire_of(const Shape& shape) const {
+    return shape.is_rounded ? setup_.wire : RowType::kFloat32;
+  }
+  int64_t wire_bytes(const Shape& shape, int64_t n) const;
+  template <class Body>
+  void each_part(Meeting what, bool is_reply, bool weighted, Body body);
+  uint32_t* counts_to(int32_t peer, int64_t table) {
+    return heads_out_.data() + peer * head_width_ + kHeadWidth + table * kCounts;
+  }
+  const uint32_t* counts_from(int32_t peer, int64_t table) const {
+    return heads_in_.data() + peer * head_width_ + kHeadWidth + table * kCounts;
+  }
+  bool weighted_from(int32_t peer) const {
+    return heads_in_[static_cast<size_t>(peer * head_width_ + kWeighted)] != 0;
+  }
+  size_t cell(int32_t peer, int64_t table) const {
+    return static_cast<size_t>(peer) * context_.tables.size() + static_cast<size_t>(table);
+  }
+  // Fills in the counts of what this rank has for the others.
+  void count(Meeting what, bool weighted, ParallelFor parallel);
+  void count_table(Meeting what, bool weighted, int64_t table);
+  void list_squares(int64_t table);
+  void list_refreshes(int64_t table);
+  Source source(Meeting what, bool is_reply, int32_t peer, int64_t table, int part) const;
+  Source source_in_outbox(Meeting what, int32_t peer, int64_t table, int part) const;
+  void keep_requests(const char* send);
+  void list_bags(int64_t table, int32_t peer);
+  bool is_as_before(int64_t table, int32_t peer, bool weighted) const;
+  void deliver(Meeting what, bool is_reply, int32_t peer, int64_t table, const char* const* arrays);
+  void address_rows(Batch& batch, ParallelFor parallel);
+  // Whether the counts and slots that a rank has sent are such as a rank of this job sends. Nothing
+  // is allocated, read or written by them before.
+  bool counts_fit(Meeting what, int32_t peer, int64_t table) const;
+  bool slots_fit(Meeting what, bool is_reply, int32_t peer, int64_t table,
+                 const char* const* arrays) const;
+  bool requests_fit(const char* slots, const char* bags, int64_t n, int64_t num_bags,
+                    int64_t table) const;
+  Status exchange_heads(Meeting what, bool weighted, Status mine);
+  Status exchange_payload(Meeting what, bool is_reply, bool weighted, ParallelFor parallel);
+  Status failed(Status status);
+
+  Context& context_;
+  ExchangeSetup setup_;
+  std::vector<int32_t> far_;         // ranks of other domains, ascending
+  std::vector<int32_t> far_tables_;  // tables with rows that this rank cannot address
+  std::vector<bool> pulls_far_;      // [T] whether some of these are in pulled tiers
+  int64_t head_width_;
+  std::vector<uint32_t> heads_out_, heads_in_;
+  uint32_t sequence_ = 0;
+  int32_t round_ = 0;  // of squares in this backward pass
+  Status failed_;
+  Buffer send_, requests_, received_, inbox_[kNumInboxes], places_, keys_;
+  std::vector<Part> parts_;
+  std::vector<FarRows> far_rows_;             // [T]
+  std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
+  std::vector<std::vector<uint32_t>> bags_;   // [W * T] distinct bags of this rank's requests
+  std::vector<Requested> asked_, asked_by_;   // [W * T] in the last forward pass: sent, received
+  std::vector<Listed> listed_;                // [W * T]
+  std::vector<const uint32_t*> asked_slots_;  // [W * T] of this rank
+  std::vector<const char*> gathered_;         // [W * T] rows
+  std::vector<std::vector<char>> mirrors_;    // outbox headers of far ranks
+  std::vector<std::pair<void*, size_t>> mapped_;
+  const uint32_t nothing_[2] = {0, 0};
+};
+
+}  // namespace oper::host

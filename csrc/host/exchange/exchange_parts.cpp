@@ -1,0 +1,426 @@
+// What each meeting sends to a rank of another memory domain, and where what it sends is put.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "host/exchange/exchange.h"
+#include "host/kernels/kernels.h"
+#include "host/tasks.h"
+
+namespace oper::host {
+
+Exchange::Shapes Exchange::shapes_of(Meeting what, bool is_reply, const Table& table) {
+  const int64_t row = table.row_bytes();
+  const int64_t gradient = table.gradient_bytes();
+  switch (what) {
+    case Meeting::kGather:
+      if (is_reply) return {{{kSentRows, 0, row, table.row_type == RowType::kFloat32}}, 1};
+      return {{{kSentRowIds, 0, 4}}, 1};
+    case Meeting::kRequests:
+      return {{{kSentIds, 0, 4}, {kSentIds, 0, 4, false, false, true},
+               {kSentIdWeights, 0, 4, false, true}},
+              3};
+    case Meeting::kPartials:
+      return {{{kSentPartialSums, 0, gradient, true}}, 1};
+    case Meeting::kGradients:
+      return {{{kSentGradientRows, 0, 4}, {kSentGradientRows, 0, gradient, true},
+               {kSentGradientIds, 1, 4}, {kSentGradientIds, 1, 4, false, false, true},
+               {kSentGradientWeights, 1, 4, false, true}, {kSentBagGradients, 2, gradient, true}},
+              table.is_pushed ? 6 : 2};
+    case Meeting::kSquares:
+      return {{{kSentSquares, 0, 4}, {kSentSquares, 0, 4}}, 2};
+    case Meeting::kRefreshes:
+      return {{{kSentRefreshedRows, 0, 4, false, false, false, 1}, {kSentRefreshedRows, 0, row}}, 2};
+  }
+  return {};
+}
+
+// ---- what this rank has for others -------------------------------------------------------------
+
+void Exchange::count(Meeting what, bool weighted, ParallelFor parallel) {
+  run_tasks(context_, static_cast<int64_t>(context_.tables.size()),
+            what != Meeting::kGradients && what != Meeting::kSquares, parallel,
+            [&](int64_t t, Scratch&) { count_table(what, weighted, t); });
+}
+
+void Exchange::count_table(Meeting what, bool weighted, int64_t t) {
+  const Table& table = context_.tables[t];
+  if (what == Meeting::kSquares) list_squares(t);
+  if (what == Meeting::kRefreshes) list_refreshes(t);
+  const int64_t* reduced = Context::outbox_begin(context_.outbox_table(context_.rank, t));
+  const int64_t* asked = Context::request_begin(context_.request_table(context_.rank, t));
+  for (int32_t r : far_) {
+    uint32_t* counts = counts_to(r, t);
+    std::fill(counts, counts + kCounts, 0u);
+    if (what == Meeting::kGather && !splits_[t].empty())
+      counts[0] = static_cast<uint32_t>(splits_[t][r + 1] - splits_[t][r]);
+    if (what == Meeting::kRequests && table.is_pushed) {
+      counts[0] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
+      list_bags(t, r);
+    }
+    if (what == Meeting::kPartials && table.is_pushed)
+      counts[0] = static_cast<uint32_t>(context_.partial_table(context_.rank, t, r)->count);
+    if (what == Meeting::kGradients) {
+      counts[0] = static_cast<uint32_t>(reduced[r + 1] - reduced[r]);
+      if (!table.is_pushed) continue;
+      list_bags(t, r);
+      counts[1] = is_as_before(t, r, weighted) ? kAsBefore
+                                               : static_cast<uint32_t>(asked[r + 1] - asked[r]);
+      // Only the gradients of bags that this owner holds rows of are sent.
+      counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
+    }
+    if (what == Meeting::kSquares || what == Meeting::kRefreshes) counts[0] = listed_[cell(r, t)].slots[0];
+  }
+}
+
+// The bags of this rank's requests to a rank, each once: in the order in which it pools them.
+void Exchange::list_bags(int64_t t, int32_t r) {
+  std::vector<uint32_t>& distinct = bags_[cell(r, t)];
+  distinct.clear();
+  RequestTable* entry = context_.request_table(context_.rank, t);
+  const int64_t* begin = Context::request_begin(entry);
+  const uint32_t* bags =
+      reinterpret_cast<const uint32_t*>(context_.outbox[context_.rank] + entry->bags_offset);
+  for (int64_t i = begin[r]; i < begin[r + 1]; ++i)
+    if (distinct.empty() || distinct.back() != bags[i]) distinct.push_back(bags[i]);
+}
+
+// Whether a rank still has the requests for its rows: those of the last forward pass were the same.
+bool Exchange::is_as_before(int64_t t, int32_t r, bool weighted) const {
+  const Requested& before = asked_[cell(r, t)];
+  RequestTable* entry = context_.request_table(context_.rank, t);
+  const int64_t* begin = Context::request_begin(entry);
+  const int64_t n = begin[r + 1] - begin[r];
+  if (n != before.n || (n > 0 && weighted != (before.weights != nullptr))) return false;
+  const char* base = context_.outbox[context_.rank];
+  const auto equal = [&](int64_t offset, const char* other) {
+    return std::memcmp(base + offset + begin[r] * 4, other, static_cast<size_t>(n * 4)) == 0;
+  };
+  if (n == 0) return true;
+  if (!equal(entry->slots_offset, before.slots)) return false;
+  if (weighted && !equal(entry->weights_offset, before.weights)) return false;
+  std::vector<char> runs(static_cast<size_t>(runs_bytes(n)));
+  const char* bags = base + entry->bags_offset + begin[r] * 4;
+  pack_runs(runs.data(), reinterpret_cast<const uint32_t*>(bags), n);
+  return std::memcmp(runs.data(), before.bags, runs.size()) == 0;
+}
+
+// Owners of the other pieces of a row need this piece's sum of squares.
+void Exchange::list_squares(int64_t t) {
+  const Table& table = context_.tables[t];
+  for (int32_t r : far_) {
+    listed_[cell(r, t)].slots.assign(1, 0);
+    listed_[cell(r, t)].values.clear();
+  }
+  if (round_ >= table.rounds_of_squares()) return;
+  const float* squares =
+      table.squares[context_.rank] + round_ * num_slots(table, context_.rank);
+  // Slots that any rank has a gradient of.
+  std::vector<uint32_t> slots;
+  for (int32_t r = 0; r < context_.world_size; ++r) {
+    OutboxTable* entry = context_.outbox_table(r, t);
+    const int64_t* begin = Context::outbox_begin(entry);
+    const uint32_t* in =
+        reinterpret_cast<const uint32_t*>(context_.outbox[r] + entry->slots_offset);
+    slots.insert(slots.end(), in + begin[context_.rank], in + begin[context_.rank + 1]);
+    if (table.is_pushed)
+      slots.insert(slots.end(), table.pushed[r].slots.begin(), table.pushed[r].slots.end());
+  }
+  std::sort(slots.begin(), slots.end());
+  slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+  std::vector<int32_t> done(static_cast<size_t>(context_.world_size), -1);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const int64_t position = table.position_at(slots[i]);
+    for (int32_t p : table.pieces) {
+      const Table& piece = context_.tables[p];
+      const int32_t owner = piece.owner_of(
+          locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position));
+      if (setup_.near[owner] || done[owner] == static_cast<int32_t>(i)) continue;
+      done[owner] = static_cast<int32_t>(i);
+      Listed& list = listed_[cell(owner, t)];
+      list.slots.push_back(slots[i]);
+      list.values.push_back(squares[slots[i]]);
+      ++list.slots[0];
+    }
+  }
+}
+
+void Exchange::list_refreshes(int64_t t) {
+  for (int32_t r : far_) listed_[cell(r, t)].slots.assign(1, 0);
+  const uint32_t* touched = context_.tables[t].touched[context_.rank];
+  for (const ReplicaTarget& target : setup_.targets) {
+    if (target.table != t) continue;
+    Listed& list = listed_[cell(target.rank, t)];
+    const uint32_t* end = touched + 1 + touched[0];
+    const uint32_t* first =
+        std::lower_bound(touched + 1, end, static_cast<uint32_t>(target.slot_begin));
+    const uint32_t* last = std::lower_bound(first, end, static_cast<uint32_t>(target.slot_end));
+    list.slots.insert(list.slots.end(), first, last);
+    list.slots[0] = static_cast<uint32_t>(list.slots.size() - 1);
+  }
+}
+
+Exchange::Source Exchange::source(Meeting what, bool is_reply, int32_t r, int64_t t,
+                                  int part) const {
+  const Listed& list = listed_[cell(r, t)];
+  const char* rows = reinterpret_cast<const char*>(context_.tables[t].rows);
+  switch (what) {
+    case Meeting::kGather:
+      if (is_reply) return {rows, asked_slots_[cell(r, t)]};
+      return {reinterpret_cast<const char*>(far_rows_[t].keys + splits_[t][r])};
+    case Meeting::kSquares:
+      return {part == 0 ? reinterpret_cast<const char*>(list.slots.data() + 1)
+                        : reinterpret_cast<const char*>(list.values.data())};
+    case Meeting::kRefreshes:
+      if (part == 0) return {reinterpret_cast<const char*>(list.slots.data())};
+      return {rows, list.slots.data() + 1};
+    default:
+      return source_in_outbox(what, r, t, part);
+  }
+}
+
+Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, int part) const {
+  const char* base = context_.outbox[context_.rank];
+  const int64_t gradient = context_.tables[t].gradient_bytes();
+  if (what == Meeting::kPartials) {
+    const PartialTable* entry = context_.partial_table(context_.rank, t, r);
+    return {base + entry->rows_offset};
+  }
+  if (what == Meeting::kGradients && part < 2) {
+    OutboxTable* entry = context_.outbox_table(context_.rank, t);
+    const int64_t first = Context::outbox_begin(entry)[r];
+    if (part == 0) return {base + entry->slots_offset + first * 4};
+    return {base + entry->rows_offset + first * gradient};
+  }
+  RequestTable* entry = context_.request_table(context_.rank, t);
+  const int64_t first = Context::request_begin(entry)[r];
+  switch (what == Meeting::kRequests ? part : part - 2) {
+    case 0:
+      return {base + entry->slots_offset + first * 4};
+    case 1:
+      return {base + entry->bags_offset + first * 4};
+    case 2:
+      return {base + entry->weights_offset + first * 4};
+    default:
+      return {base + entry->gradients_offset, bags_[cell(r, t)].data()};
+  }
+}
+
+// ---- whether what others have sent can be ----
+
+bool Exchange::counts_fit(Meeting what, int32_t r, int64_t t) const {
+  const Table& table = context_.tables[t];
+  const uint32_t* counts = counts_from(r, t);
+  const int64_t mine = num_slots(table, context_.rank), theirs = num_slots(table, r);
+  switch (what) {
+    case Meeting::kGather:
+      return counts[0] <= mine;
+    case Meeting::kRequests:
+      return counts[0] == 0 || (table.is_pushed && counts[0] != kAsBefore);
+    case Meeting::kPartials:  // one for each bag that was asked for
+      return counts[0] == (table.is_pushed ? bags_[cell(r, t)].size() : 0);
+    case Meeting::kGradients:
+      if (counts[0] > mine) return false;
+      if (!table.is_pushed) return counts[1] == 0 && counts[2] == 0;
+      // As before: what was kept has gone through these checks.
+      return counts[2] <= (counts[1] == kAsBefore ? asked_by_[cell(r, t)].n : counts[1]);
+    case Meeting::kSquares:
+      return counts[0] <= (round_ < table.rounds_of_squares() ? theirs : 0);
+    case Meeting::kRefreshes:
+      return counts[0] <= theirs;
+  }
+  return false;
+}
+
+// Slots of this rank, and bags that are numbered through from 0, each no less than the one before.
+bool Exchange::requests_fit(const char* slots, const char* bags, int64_t n, int64_t num_bags,
+                            int64_t t) const {
+  const auto* slot = reinterpret_cast<const uint32_t*>(slots);
+  const auto* bag = reinterpret_cast<const uint32_t*>(bags);
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slot[i]);
+  if (n > 0 && largest >= num_slots(context_.tables[t], context_.rank)) return false;
+  // Bags only ever rise by one, see unpack_runs; the first may be missing.
+  return n == 0 || (bag[0] == 0 && (num_bags < 0 || bag[n - 1] < num_bags));
+}
+
+bool Exchange::slots_fit(Meeting what, bool is_reply, int32_t r, int64_t t,
+                         const char* const* arrays) const {
+  const Table& table = context_.tables[t];
+  const uint32_t* counts = counts_from(r, t);
+  const int64_t mine = num_slots(table, context_.rank), theirs = num_slots(table, r);
+  const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
+  const auto below = [&](int64_t n, int64_t end) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slots[i]);
+    return n == 0 || largest < end;
+  };
+  switch (what) {
+    case Meeting::kGather:
+      return is_reply || below(counts[0], mine);
+    case Meeting::kRequests:
+      return requests_fit(arrays[0], arrays[1], counts[0], -1, t);
+    case Meeting::kPartials:
+      return true;
+    case Meeting::kGradients: {
+      if (!below(counts[0], mine)) return false;
+      if (!table.is_pushed) return true;
+      const Requested& before = asked_by_[cell(r, t)];
+      if (counts[1] == kAsBefore)
+        return requests_fit(before.slots, before.bags, before.n, counts[2], t);
+      return requests_fit(arrays[2], arrays[3], counts[1], counts[2], t);
+    }
+    case Meeting::kSquares:
+      return below(counts[0], theirs);
+    case Meeting::kRefreshes:  // the list says its own length, and is searched
+      if (counts[0] == 0) return true;
+      if (slots[0] != counts[0]) return false;
+      for (uint32_t i = 1; i <= counts[0]; ++i)
+        if (slots[i] >= theirs || (i > 1 && slots[i] <= slots[i - 1])) return false;
+      return true;
+  }
+  return false;
+}
+
+// ---- where the kernels find what others have sent ----------------------------------------------
+
+void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
+                       const char* const* arrays) {
+  Table& table = context_.tables[t];
+  const uint32_t* counts = counts_from(r, t);
+  const char* base = context_.outbox[r];
+  const uint32_t* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
+  const auto lay_out_requests = [&](const Requested& in, const char* gradients) {
+    RequestTable* entry = context_.request_table(r, t);
+    *entry = {in.slots - base, in.bags - base, in.weights ? in.weights - base : 0,
+              gradients ? gradients - base : 0};
+    int64_t* begin = Context::request_begin(entry);
+    begin[context_.rank] = 0;
+    begin[context_.rank + 1] = in.n;
+  };
+  switch (what) {
+    case Meeting::kGather:
+      if (is_reply) {
+        gathered_[cell(r, t)] = arrays[0];
+      } else {
+        asked_slots_[cell(r, t)] = slots;
+      }
+      break;
+    case Meeting::kRequests:
+      asked_by_[cell(r, t)] = {arrays[0], arrays[1], arrays[2], counts[0]};
+      lay_out_requests(asked_by_[cell(r, t)], nullptr);
+      break;
+    case Meeting::kPartials:
+      *context_.partial_table(r, t, context_.rank) = {
+          counts[0], reinterpret_cast<const char*>(bags_[cell(r, t)].data()) - base,
+          arrays[0] - base};
+      break;
+    case Meeting::kGradients: {
+      OutboxTable* entry = context_.outbox_table(r, t);
+      *entry = {arrays[0] - base, arrays[1] - base};
+      int64_t* begin = Context::outbox_begin(entry);
+      begin[context_.rank] = 0;
+      begin[context_.rank + 1] = counts[0];
+      if (table.is_pushed)
+        lay_out_requests(counts[1] == kAsBefore
+                             ? asked_by_[cell(r, t)]
+                             : Requested{arrays[2], arrays[3], arrays[4], counts[1]},
+                         arrays[5]);
+      break;
+    }
+    case Meeting::kSquares: {
+      const float* values = reinterpret_cast<const float*>(arrays[1]);
+      if (counts[0] == 0) break;
+      float* squares = table.squares[r] + round_ * num_slots(table, r);
+      for (uint32_t i = 0; i < counts[0]; ++i) squares[slots[i]] = values[i];
+      break;
+    }
+    case Meeting::kRefreshes:
+      table.touched[r] = const_cast<uint32_t*>(counts[0] > 0 ? slots : nothing_);
+      table.packed_masters[r] = arrays[1];
+      break;
+  }
+}
+
+// ---- rows of other domains ---------------------------------------------------------------------
+
+Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel) {
+  if (failed_.code != 0) return failed_;
+  const int32_t W = context_.world_size;
+  const int64_t num_far = static_cast<int64_t>(far_tables_.size());
+  int64_t total = 0;
+  std::vector<int64_t> first;
+  // Tables of which owners pool all rows that this rank cannot address.
+  const auto is_skipped = [&](const Table& table) {
+    return collective && table.has_push && !pulls_far_[table.index];
+  };
+  for (int32_t t : far_tables_) {
+    first.push_back(total);
+    if (is_skipped(context_.tables[t])) continue;
+    for (int32_t f : context_.tables[t].features) {
+      const FeatureBags& bags = batch.features[f];
+      total += bags.bounds[bags.num_bags] - bags.bounds[0];
+    }
+  }
+  int64_t* places = reinterpret_cast<int64_t*>(places_.get(total * 8));
+  uint32_t* keys = reinterpret_cast<uint32_t*>(keys_.get(total * 4));
+  std::atomic<int64_t> bad{-1};
+  run_tasks(context_, num_far, total < kSmallBytes / 32, parallel, [&](int64_t k, Scratch& scratch) {
+    const int32_t t = far_tables_[k];
+    const Table& table = context_.tables[t];
+    FarRows& rows = far_rows_[t];
+    if (is_skipped(table)) {
+      rows = {nullptr, nullptr, 0};
+      splits_[t].assign(static_cast<size_t>(W) + 1, 0);
+      return;
+    }
+    rows = {places + first[k], keys + first[k], 0};
+    const int64_t found =
+        kernels().far_rows(table, batch, kind, collective && table.has_push, rows, scratch);
+    if (found >= 0) note_bad(bad, found);
+    // From keys, which are in order of owner, to slots.
+    std::vector<int64_t>& split = splits_[t];
+    split.assign(static_cast<size_t>(W) + 1, 0);
+    uint32_t* end = rows.keys + rows.num_keys;
+    for (int32_t r = 0; r < W; ++r) {
+      uint32_t* from = rows.keys + split[r];
+      uint32_t* to = std::partition_point(
+          from, end, [&](uint32_t key) { return key < table.owner_begin[r + 1]; });
+      split[r + 1] = to - rows.keys;
+    }
+    for (int32_t r = 0; r < W; ++r)
+      for (int64_t i = split[r]; i < split[r + 1]; ++i)
+        rows.keys[i] -= static_cast<uint32_t>(table.owner_begin[r]);
+  });
+  Status status = meet(Meeting::kGather, batch, parallel, bad.load() >= 0 ? Status{4, bad.load()} : Status{});
+  if (status.code != 0) return status;
+  status = exchange_payload(Meeting::kGather, true, false, parallel);
+  if (status.code == 0) address_rows(batch, parallel);
+  return status;
+}
+
+void Exchange::address_rows(Batch& batch, ParallelFor parallel) {
+  run_tasks(context_, static_cast<int64_t>(far_tables_.size()), false, parallel,
+            [&](int64_t k, Scratch& scratch) {
+    const int32_t t = far_tables_[k];
+    const Table& table = context_.tables[t];
+    const FarRows& rows = far_rows_[t];
+    if (rows.places == nullptr) return;
+    int64_t* address = scratch.get<int64_t>(0, rows.num_keys);
+    for (int32_t r : far_)
+      for (int64_t i = splits_[t][r]; i < splits_[t][r + 1]; ++i)
+        address[i] = reinterpret_cast<int64_t>(gathered_[cell(r, t)]) +
+                     (i - splits_[t][r]) * table.row_bytes();
+    int64_t* place = rows.places;
+    for (int32_t f : table.features) {
+      FeatureBags& bags = batch.features[f];
+      bags.rows = place;
+      const int64_t n = bags.bounds[bags.num_bags] - bags.bounds[0];
+      for (int64_t i = 0; i < n; ++i)
+        if (place[i] < 0) place[i] = address[-1 - place[i]];
+      place += n;
+    }
+  });
+}
+
+}  // namespace oper::host

@@ -1,0 +1,77 @@
+#include "host/exchange/peer_rows.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "host/kernels/kernels.h"
+#include "host/tasks.h"
+
+namespace oper::host {
+
+PeerRows::PeerRows(const Context& context, Choice choice, PullCosts costs)
+    : num_ids(context.tables.size()),
+      num_rows(context.tables.size()),
+      is_chosen(context.tables.size(), choice == kAlways),
+      choice_(choice),
+      costs_(costs),
+      places_(context.tables.size()),
+      sources_(context.tables.size()),
+      copies_(context.tables.size()) {}
+
+bool PeerRows::pays(const Table& table, const DistinctRows& rows) const {
+  const double bytes = static_cast<double>(table.row_bytes());
+  const double ids = static_cast<double>(rows.num_ids), distinct = static_cast<double>(rows.num_rows);
+  // A copied row is still read once from its owner.
+  return (ids - distinct) * costs_.extra_per_byte * bytes >
+         ids * costs_.per_id + distinct * costs_.per_copied_byte * bytes;
+}
+
+Status PeerRows::stage(Context& context, Batch& batch, bool collective, ParallelFor parallel) {
+  const bool counts = choice_ == kMeasured && num_passes_++ % kCountEvery == 0;
+  std::atomic<int64_t> bad{-1};
+  run_tasks(context, static_cast<int64_t>(context.tables.size()), false, parallel,
+            [&](int64_t t, Scratch& scratch) {
+    const Table& table = context.tables[t];
+    if ((!counts && !is_chosen[t]) || (collective && table.has_push)) return;
+    // An exchange with other memory domains has found this batch's rows.
+    for (int32_t f : table.features)
+      if (batch.features[f].rows != nullptr) return;
+    int64_t total = 0;
+    for (int32_t f : table.features) {
+      const FeatureBags& bags = batch.features[f];
+      total += bags.bounds[bags.num_bags] - bags.bounds[0];
+    }
+    DistinctRows rows{reinterpret_cast<int64_t*>(places_[t].get(total * 8)),
+                      reinterpret_cast<int64_t*>(sources_[t].get(total * 8)), 0, 0};
+    const int64_t found = kernels().distinct_rows(table, batch, context.rank, rows, scratch);
+    if (found >= 0) return note_bad(bad, found);
+    num_ids[t] = rows.num_ids;
+    num_rows[t] = rows.num_rows;
+    if (counts) is_chosen[t] = pays(table, rows);
+    if (!is_chosen[t]) return;
+    const int64_t bytes = table.row_bytes();
+    char* copies = copies_[t].get(rows.num_rows * bytes);
+    constexpr int64_t kAhead = 16;
+    for (int64_t i = 0; i < rows.num_rows; ++i) {
+      if (i + kAhead < rows.num_rows)
+        for (int64_t b = 0; b < bytes; b += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(rows.sources[i + kAhead]) + b);
+      std::memcpy(copies + i * bytes, reinterpret_cast<const char*>(rows.sources[i]),
+                  static_cast<size_t>(bytes));
+    }
+    for (int64_t i = 0; i < total; ++i)
+      if (rows.places[i] < 0)
+        rows.places[i] = reinterpret_cast<int64_t>(copies) + (-1 - rows.places[i]) * bytes;
+    kernels().count(table, rows, total, context.rank, scratch);
+    const int64_t* place = rows.places;
+    for (int32_t f : table.features) {
+      FeatureBags& bags = batch.features[f];
+      bags.rows = place;
+      place += bags.bounds[bags.num_bags] - bags.bounds[0];
+    }
+  });
+  if (bad.load() >= 0) return {4, bad.load()};
+  return {};
+}
+
+}  // namespace oper::host

@@ -1,0 +1,47 @@
+// Body of kernels_*.cpp. Define OPER_KERNELS (a namespace), OPER_KERNELS_TABLE, OPER_KERNELS_NAME.
+// No include guard and no includes: the including file has them, before its target pragma.
+
+namespace oper::host {
+namespace OPER_KERNELS {
+
+// 16 lanes; the compiler splits them into what the target has. `Loose` may be unaligned.
+typedef float Lanes __attribute__((vector_size(64)));
+typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+constexpr int kMaxVectors = 64;     // dim <= 1024
+constexpr int64_t kPrefetch = 48;   // rows ahead at most; 40 and 48 measured equal, 24 slower
+constexpr int64_t kBlockIds = 256;  // ids resolved at a time; 64 and 128 measured slower
+constexpr int64_t kIdsAhead = 256;  // ids ahead that are fetched
+
+static_assert(kPrefetch <= kAddressesAhead);
+
+#define OPER_INLINE inline __attribute__((always_inline))
+
+#include "host/kernels/quantised.inl"
+#include "host/kernels/rows.inl"
+#include "host/kernels/resolve.inl"
+#include "host/kernels/bounds.inl"
+#include "host/kernels/lookup.inl"
+#include "host/kernels/interaction.inl"
+#include "host/kernels/order.inl"
+#include "host/kernels/reduce.inl"
+#include "host/kernels/update.inl"
+#include "host/kernels/push.inl"
+#include "host/exchange/exchange.inl"
+#include "host/exchange/peer_rows.inl"
+
+}  // namespace OPER_KERNELS
+
+const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bounds,
+                                    OPER_KERNELS::pool, OPER_KERNELS::interact, OPER_KERNELS::weight_gradient,
+                                    OPER_KERNELS::locate_rows,
+                                    OPER_KERNELS::arrange, OPER_KERNELS::reduce,
+                                    OPER_KERNELS::squares, OPER_KERNELS::update,
+                                    OPER_KERNELS::request, OPER_KERNELS::pool_for,
+                                    OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
+                                    OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows,
+                                    OPER_KERNELS::distinct_rows, OPER_KERNELS::count_distinct};
+
+}  // namespace oper::host

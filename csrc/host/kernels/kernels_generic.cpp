@@ -1,0 +1,13 @@
+// Kernels for one instruction set; see kernels.h.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "host/kernels/kernels.h"
+
+#define OPER_KERNELS kgeneric
+#define OPER_KERNELS_TABLE kKernelsGeneric
+#define OPER_KERNELS_NAME "generic"
+#include "host/kernels/kernels.inl"

@@ -1,0 +1,1 @@
+"""Checkpoints: planners, folders, deltas, and the state of sharded tables."""

@@ -1,0 +1,259 @@
+"""The files of delta checkpoints: rows that changed since the checkpoint before, rank by rank.
+
+Beside a checkpoint ``F`` lies ``F.deltas/BASE/NUMBER/rank-R-PART.npz``. ``BASE`` is the sum of F's
+checksums, so that deltas of another checkpoint are never taken for its own; numbers count from 0.
+A delta is complete when every rank's parts are there, of which the last says so: nothing is written
+twice and no rank waits for another. Each file has a CRC-32 of everything in it (see `oper.files`).
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.files import read_arrays, write_arrays
+from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
+from oper.integration.checkpoint.on_demand import TableRows
+from oper.shmem.rows import LogicalRows
+
+KIND, VERSION = "oper-delta", 1
+_NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
+_AS_STORED = {torch.bfloat16: torch.int16}  # NumPy has no such numbers
+_STATE = "state"
+_PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
+
+
+@dataclass(slots=True, eq=False)
+class Delta:
+    """What there is of one delta.
+
+    Attributes:
+        number: its place in the chain.
+        step: the user's number of the step that it holds.
+        since: that of the state which it continues.
+        world_size: ranks that wrote it.
+        files: by rank, in order; those whose last part is there.
+    """
+
+    number: int
+    step: int = -1
+    since: int = -1
+    world_size: int = 0
+    files: dict[int, list[Path]] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have written all of it."""
+        return self.world_size > 0 and len(self.files) == self.world_size
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of which something is missing."""
+        return [r for r in range(self.world_size) if r not in self.files]
+
+
+def base_of(checkpoint: Path) -> str:
+    """What tells a checkpoint from all others."""
+    name = CHECKSUMS if (checkpoint / CHECKSUMS).exists() else METADATA
+    size, crc = sum_of(checkpoint / name)
+    return f"{crc:08x}-{size}"
+
+
+def folder_of(checkpoint: Path) -> Path:
+    """Where the deltas of the checkpoint at this place lie."""
+    return checkpoint.with_name(checkpoint.name + ".deltas")
+
+
+def write_part(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],
+               meta: dict[str, Any]) -> int:
+    """Write one part whole or not at all; returns its bytes."""
+    path = folder / f"rank-{where['rank']:05d}-{where['part']:05d}.npz"
+    write_arrays(path, KIND, VERSION, arrays, {**meta, **where}, uncached=True)
+    return path.stat().st_size
+
+
+def read_part(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays and description of a part; raises FileFormatError when it is damaged or foreign."""
+    arrays, meta = read_arrays(path, KIND, VERSION)
+    numbers = [meta.get(k) for k in ("number", "step", "since", "rank", "world_size", "part")]
+    if not (all(type(n) is int and n >= 0 for n in numbers) and meta["rank"] < meta["world_size"]
+            and isinstance(meta.get("items"), list) and type(meta.get("last")) is bool
+            and path.name == f"rank-{meta['rank']:05d}-{meta['part']:05d}.npz"):
+        raise FileFormatError(fail(f"cannot read {str(path)!r}", "description", numbers,
+                                   "a part of a delta checkpoint", "remove the folder of deltas"))
+    return arrays, meta
+
+
+def find(checkpoint: Path, place: Path) -> list[Delta]:
+    """The deltas of a checkpoint in order: complete ones, then at most one that is not.
+
+    Args:
+        checkpoint: the folder that was found.
+        place: where it would lie had nothing gone wrong; the deltas lie beside that.
+    """
+    found: list[Delta] = []
+    folder = folder_of(place) / base_of(checkpoint)
+    while (folder / f"{len(found):06d}").is_dir():
+        found.append(_look(folder / f"{len(found):06d}", len(found)))
+        if not found[-1].is_complete:
+            break
+    return found
+
+
+def _look(folder: Path, number: int) -> Delta:
+    parts: dict[int, dict[int, Path]] = {}
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            parts.setdefault(int(match[1]), {})[int(match[2])] = path
+    delta = Delta(number)
+    for rank, paths in sorted(parts.items()):
+        files = [paths[k] for k in range(len(paths)) if k in paths]
+        _, meta = read_part(files[-1]) if len(files) == len(paths) else ({}, {"last": False})
+        if not meta["last"]:
+            continue
+        if delta.world_size not in (0, meta["world_size"]) or meta["number"] != number or (
+                delta.step not in (-1, meta["step"])):
+            raise FileFormatError(
+                fail(f"cannot read the deltas in {str(folder)!r}", "ranks, number, step",
+                     (meta["world_size"], meta["number"], meta["step"]),
+                     f"{(delta.world_size, number, delta.step)} in all files",
+                     "remove the folder of deltas"))
+        delta.world_size, delta.step, delta.since = (
+            meta["world_size"], meta["step"], meta["since"])
+        delta.files[rank] = files
+    return delta
+
+
+def check(deltas: list[Delta], turn: int, turns: int) -> None:
+    """Read every `turns`-th file whole; raises FileFormatError where one is damaged."""
+    files = [p for d in deltas for paths in d.files.values() for p in paths]
+    for path in files[turn::turns]:
+        read_part(path)
+
+
+# ---- what is in them -----------------------------------------------------------------------------
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Paths and values of nested dicts and lists, without rows of tables."""
+    items = value.items() if isinstance(value, dict) else (
+        enumerate(value) if isinstance(value, list) else None)
+    if items is not None:
+        for key, item in items:
+            yield from leaves(item, (*path, key))
+    elif not isinstance(value, TableRows):
+        yield path, value
+
+
+def check_readable(what: str, state: dict[str, Any]) -> None:
+    """Raise InvalidInputError for a value that could be saved but not loaded again.
+
+    Nothing but tensors and plain values is unpickled: NumPy's numbers, paths and objects of classes
+    would make a checkpoint that nobody can read, in the place of one that everybody could.
+    """
+    for path, value in leaves(state):
+        if isinstance(value, torch.Tensor) or _is_plain(value):
+            continue
+        data = io.BytesIO()
+        try:
+            torch.save(value, data)
+            data.seek(0)
+            torch.load(data, weights_only=True)
+        except Exception:  # torch and pickle raise many kinds
+            raise InvalidInputError(
+                fail(what, ".".join(map(str, path)), value, f"a tensor or a plain value, and not "
+                     f"{type(value).__module__}.{type(value).__qualname__}, which a load refuses",
+                     "convert it, for instance by float()")) from None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN_TYPES or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Everything but rows of tables as it is now, for `pack_state`."""
+    found = list(leaves(state))
+    return {"paths": [list(p) for p, _ in found], "values": [_copied(v) for _, v in found],
+            "extra": _copied(extra)}
+
+
+def _copied(value: Any) -> Any:
+    """A copy of nested dicts and lists that owns its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _copied(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return copy.deepcopy(value)
+
+
+def pack_state(copied: dict[str, Any]) -> np.ndarray:
+    """What `copy_state` took, as uint8 [n]."""
+    data = io.BytesIO()
+    torch.save(copied, data)
+    return np.frombuffer(data.getbuffer(), np.uint8)
+
+
+def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
+    """Put what `copy_state` took back into a state of the same shape; returns ``extra``."""
+    try:
+        found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
+        for path, value in zip(found["paths"], found["values"], strict=True):
+            at: Any = state
+            for key in path[:-1]:
+                at = at[key]
+            if path[-1] not in at if isinstance(at, dict) else path[-1] >= len(at):
+                raise KeyError(path[-1])
+            at[path[-1]] = value
+        extra: dict[str, Any] = found["extra"]
+    except Exception as error:
+        raise FileFormatError(
+            fail("cannot read a delta checkpoint", "state", f"{type(error).__name__}: {error}",
+                 "values of this model", "load it into the model that wrote it")) from error
+    return extra
+
+
+def rows_to_numpy(rows: torch.Tensor) -> np.ndarray:
+    """Rows as NumPy stores them."""
+    found: np.ndarray = rows.view(_AS_STORED.get(rows.dtype, rows.dtype)).numpy()
+    return found
+
+
+def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[LogicalRows]
+             ) -> None:
+    """Write a part's rows to the tables; every rank keeps those that it owns."""
+    for k, item in enumerate(meta["items"]):
+        what = "cannot load a delta checkpoint"
+        try:
+            collection, table, column, parts = item
+            target = tables[collection]
+            ids = arrays[f"{k}.ids"].astype(np.int64)
+            num_rows = target.specs[table].num_rows
+            pairs = [(part, torch.from_numpy(arrays[f"{k}.{part}"])) for part in parts]
+            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
+                raise ValueError(f"ids up to {int(ids.max())} of {num_rows} rows")
+            for part, values in pairs:
+                want = target.dtype(table, part)
+                shape, width = target.shape(table, part), values[0].numel() if ids.size else 0
+                if values.dtype != _AS_STORED.get(want, want) or values.shape[0] != ids.size or (
+                        width > (1 if len(shape) == 1 else shape[1] - column)):
+                    raise ValueError(f"{values.dtype} {tuple(values.shape)} at {column} for {want}")
+                values = values.view(want) if want in _AS_STORED else values
+                target.scatter(table, ids, values, part, 0 if len(shape) == 1 else column)
+        except FileFormatError:
+            raise
+        except Exception as error:
+            raise FileFormatError(
+                fail(what, "rows", f"{type(error).__name__}: {error}", "rows of this model",
+                     "load it into the model that wrote it")) from error

@@ -1,0 +1,336 @@
+"""Delta checkpoints: between whole ones, the rows that training has changed since the last.
+
+The owner of a row marks it when it updates it. A delta copies the marked rows and states into
+memory, which is all that the training loop waits for, and a thread writes them. Every delta
+continues the one before: a checkpoint and its deltas together are one step of the run, the last one
+of which all ranks have written everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from oper.directory import TableDirectory
+from oper.errors import InvalidInputError, OperError, fail
+from oper.integration.checkpoint.delta_files import (
+    base_of,
+    check_readable,
+    copy_state,
+    folder_of,
+    pack_state,
+    rows_to_numpy,
+    write_part,
+)
+from oper.integration.checkpoint.on_demand import rows_never
+from oper.integration.checkpoint.saving import (
+    Ranks,
+    Restored,
+    restore,
+    save_checkpoint,
+    state_of,
+    tables_of,
+)
+from oper.shmem.counters.changes import ChangedRows
+from oper.shmem.optim.optimizers import STATE_PARTS
+from oper.shmem.tables import ShardedTables
+
+MEMORY_BYTES = 256 << 20
+# Of the writing thread: where ranks compute on every core it writes while they wait for each other.
+# A rank that waits for it sleeps, so that it gets the core.
+_NICE = 19
+_WHAT = "cannot save a delta checkpoint"
+
+
+class DeltaCheckpoints:
+    """Whole checkpoints in a folder, and deltas between them in another one beside it.
+
+    Args:
+        folder, model, optimizer: as for `oper.save_checkpoint`. What is not a row of a table is
+            saved whole by rank 0, as it is there.
+        memory_bytes: copies of rows that wait to be written take at most so much on a rank. A
+            delta with more waits for the disk.
+
+    Attributes:
+        written_bytes: bytes of all deltas that this rank has written so far.
+
+    Raises:
+        InvalidInputError: the model has no sharded tables that are trained in host memory.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
+                 memory_bytes: int = MEMORY_BYTES) -> None:
+        self._place = Path(folder).absolute()
+        self._model, self._optimizer = model, optimizer
+        held = tables_of(model)
+        found = [t for t in held if isinstance(t, ShardedTables)]
+        if not found or len(found) < len(held) or memory_bytes < 1:
+            raise InvalidInputError(
+                fail(_WHAT, "sharded tables that are trained, memory_bytes",
+                     (len(found), memory_bytes), "at least one collection, at least a byte",
+                     "save whole checkpoints"))
+        self._changed = [ChangedRows(t) for t in found]
+        self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
+        self._queue: queue.Queue[Any] = queue.Queue(3)  # beside what is being filled and written
+        self._free: list[torch.Tensor] = []  # memory of parts that have been written
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+        self._folder: Path | None = None  # of the deltas of the present checkpoint
+        self._number = self._since = 0
+        self.written_bytes = 0
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def save_full(self, step: int, extra: dict[str, Any] | None = None) -> None:
+        """Save a whole checkpoint, as `oper.save_checkpoint`; earlier deltas go. Collective.
+
+        Args:
+            step, extra: as for `save`.
+        """
+        self.wait()
+        save_checkpoint(self._place, self._model, self._optimizer, extra)
+        self._begin(0, step)
+
+    def _begin(self, number: int, step: int) -> None:
+        """Go on with delta `number` of the checkpoint that is there, from the rows as they are."""
+        self._since = step
+        ranks = Ranks(self._model, _WHAT, self._place)
+        self._folder = folder_of(self._place) / base_of(self._place)
+        self._number = number
+
+        def clear() -> None:
+            kept = self._folder
+            assert kept is not None
+            for path in kept.parent.iterdir() if kept.parent.is_dir() else ():
+                if path != kept:
+                    shutil.rmtree(path)
+            for path in kept.iterdir() if kept.is_dir() else ():
+                if not path.name.isdigit() or int(path.name) >= number:
+                    shutil.rmtree(path)
+            kept.mkdir(parents=True, exist_ok=True)
+
+        ranks.step(lambda: clear() if ranks.first else None)
+        for changed in self._changed:
+            changed.restart()
+
+    def save(self, step: int, extra: dict[str, Any] | None = None) -> None:
+        """Save what has changed since the last delta or whole checkpoint, in the background.
+
+        All ranks call it after the same step; none waits for another. A whole checkpoint is
+        saved instead when there is none yet, or when rows were written but by training.
+
+        Args:
+            step: your number of the step, >= 0.
+            extra: as for `oper.save_checkpoint`.
+
+        Raises:
+            OperError: an earlier delta could not be written; save a whole checkpoint.
+        """
+        self._raise_problem()
+        taken = [c.take() for c in self._changed] if self._folder is not None else [None]
+        if any(slots is None for slots in taken):
+            self.save_full(step, extra)
+            return
+        folder, self._folder = self._folder, None  # the marks are gone: all or nothing
+        assert folder is not None
+        parts = _Parts(self, folder / f"{self._number:06d}", (step, self._since))
+        for k, (changed, slots) in enumerate(zip(self._changed, taken, strict=True)):
+            for piece, mine in (slots or {}).items():
+                parts.add(k, changed, piece, mine)
+        parts.end(extra)
+        self._folder, self._number, self._since = folder, self._number + 1, step
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """This rank and the number of ranks."""
+        group = self._changed[0].tables.group
+        return group.rank, group.world_size
+
+    def dense_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
+        """A copy of all but rows."""
+        with rows_never():
+            state, values = state_of(self._model, self._optimizer), dict(extra or {})
+            check_readable("cannot save a delta", state | {"extra": values})
+            return copy_state(state, values)
+
+    @property
+    def part_bytes(self) -> int:
+        """About the size of a file."""
+        return self._part_bytes
+
+    def take_memory(self) -> torch.Tensor:
+        """uint8 [part_bytes]; memory that was used before has its pages already."""
+        return self._free.pop() if self._free else torch.empty(self._part_bytes, dtype=torch.uint8)
+
+    def put(self, memory: torch.Tensor, part: Callable[[], tuple[Any, ...]]) -> None:
+        """Have a part written whose rows are in `memory`; waits while three others wait already.
+
+        Args:
+            memory: from `take_memory`.
+            part: makes the arguments of `write_part`, in the thread that writes.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, name="oper-deltas", daemon=True)
+            self._thread.start()
+        self._queue.put((memory, part))
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # where the system knows no priorities of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while (found := self._queue.get()) is not None:
+            memory, part = found
+            try:
+                if self._problem is None:  # a chain with a gap is of no use
+                    self.written_bytes += write_part(*part())
+            except BaseException as error:
+                self._problem = error
+            finally:
+                self._free.append(memory)
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def wait(self) -> None:
+        """Wait until all deltas have been written; a failure counts no longer."""
+        self._queue.join()
+        self._problem = None
+
+    def _raise_problem(self) -> None:
+        if self._problem is not None:
+            raise OperError(fail(_WHAT, "folder", str(self._folder), "a place that can be written",
+                                 f"{self._problem}; make room and save a whole checkpoint"
+                                 )) from self._problem
+
+    def flush(self) -> None:
+        """Wait until all deltas have been written; raises OperError when one could not."""
+        self._queue.join()
+        self._raise_problem()
+
+    def close(self) -> None:
+        """Write what waits and end; raises OperError when something could not be written."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        self._free.clear()
+        for changed in self._changed:
+            changed.stop()
+        self._raise_problem()
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    def load(self, newest_rows: bool = False) -> Restored:
+        """Load the checkpoint and its deltas, and go on from there. Collective.
+
+        Args:
+            newest_rows: take newer rows, too, of ranks that had written more than others. What is
+                loaded is then no state that the run ever had: see `Restored.is_exact`.
+
+        Raises:
+            As `oper.load_checkpoint`.
+        """
+        self.wait()
+        found = restore(self._place, self._model, self._optimizer, newest_rows)
+        if found.folder == self._place and found.is_exact:
+            self._begin(found.num_deltas, found.step)
+        else:  # the chain has come to an end: the next save is whole
+            self._folder = None
+        return found
+
+    def __enter__(self) -> DeltaCheckpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(OperError) if kind else contextlib.nullcontext():
+            self.close()
+
+
+class _Parts:
+    """Copies of one delta's rows, in parts of bounded size.
+
+    Only what the next step would overwrite is copied here. Ids and the state's bytes are made of
+    the copies by the thread that writes.
+    """
+
+    def __init__(self, owner: DeltaCheckpoints, folder: Path, steps: tuple[int, int]) -> None:
+        self._owner, self._folder = owner, folder
+        rank, world_size = owner.rank
+        self._where = {"number": int(folder.name), "step": steps[0], "since": steps[1],
+                       "rank": rank, "world_size": world_size, "part": 0}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._slots: dict[str, tuple[TableDirectory, np.ndarray]] = {}  # by array of ids
+        self._state: dict[str, Any] | None = None
+        self._items: list[list[Any]] = []
+        self._bytes = 0
+        self._memory = owner.take_memory()
+        self._used = 0  # of it
+
+    def _room(self, count: int, view: torch.Tensor) -> torch.Tensor:
+        """Memory for `count` rows of `view` [n, width]."""
+        begin = -(-self._used // 64) * 64
+        end = begin + count * view.shape[1] * view.element_size()
+        if end > self._memory.numel():  # a row that is larger than a part, or the last few
+            return view.new_empty(count, view.shape[1])
+        self._used = end
+        return self._memory[begin:end].view(view.dtype).view(count, view.shape[1])
+
+    def add(self, collection: int, changed: ChangedRows, piece: int, slots: np.ndarray) -> None:
+        """Rows and states of a directory's slots uint32 [n] on this rank."""
+        tables = changed.tables
+        d = tables.directories[piece]
+        names = ["rows", *(part for part, _ in STATE_PARTS[d.table.optimizer])]
+        views = [tables.view(part, piece, tables.group.rank) for part in names]
+        row_bytes = 4 + sum(v.shape[1] * v.element_size() for v in views)
+        done = 0
+        while done < slots.size:
+            count = max(1, (self._owner.part_bytes - self._bytes) // row_bytes)
+            some = slots[done:done + count]
+            done += some.size
+            k = len(self._items)
+            self._items.append([collection, d.table.name, int(d.column), names])
+            self._slots[f"{k}.ids"] = d, some
+            for part, view in zip(names, views, strict=True):
+                room = self._room(some.size, view)
+                changed.copy(part, piece, some, room)
+                self._arrays[f"{k}.{part}"] = rows_to_numpy(room)
+            self._bytes += some.size * row_bytes
+            if self._bytes >= self._owner.part_bytes:
+                self._put(False)
+
+    def end(self, extra: dict[str, Any] | None) -> None:
+        """The last part; rank 0's holds everything else."""
+        if self._where["rank"] == 0:
+            self._state = self._owner.dense_state(extra)
+        self._put(True)
+
+    def _put(self, last: bool) -> None:
+        self._owner.put(self._memory, partial(
+            _finished, self._folder, dict(self._where), self._arrays,
+            {"items": self._items, "last": last}, (self._slots, self._state)))
+        self._arrays, self._slots, self._items, self._bytes = {}, {}, [], 0
+        self._where["part"] += 1
+        if not last:
+            self._memory, self._used = self._owner.take_memory(), 0
+
+
+def _finished(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],
+              meta: dict[str, Any], rest: tuple[dict[str, Any], dict[str, Any] | None]
+              ) -> tuple[Any, ...]:
+    """Arguments of `write_part`."""
+    slots, state = rest
+    for name, (d, some) in slots.items():
+        arrays[name] = d.ids_at(d.positions_at(where["rank"], some.astype(np.int64))
+                                ).astype(np.uint32)
+    if state is not None:
+        arrays["state"] = pack_state(state)
+    return folder, where, arrays, meta

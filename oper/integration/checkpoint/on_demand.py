@@ -1,0 +1,176 @@
+"""``state_dict`` values that hold no rows: they make rows in logical order when asked."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, OperError, fail
+from oper.shmem.tables import ShardedTables
+
+CHUNK_BYTES = 64 << 20
+_ROWS_AT_ONCE = 1 << 16  # looked at for an owner
+_CHUNK: contextvars.ContextVar[int | None] = contextvars.ContextVar("chunk", default=None)
+_HANDLES: contextvars.ContextVar[bool] = contextvars.ContextVar("handles", default=False)
+
+
+class TableRows:
+    """A table, or a part of its optimizer state, in logical order, as a handle.
+
+    What ``state_dict`` holds inside `rows_on_demand`. It is no tensor: rows are copied out of the
+    tables, or written into them, a chunk at a time, by `oper.SavePlanner` and `oper.LoadPlanner`
+    or by `read` and `write`.
+
+    Args:
+        tables: the tables.
+        name: table name.
+        part: ``"rows"`` or a part of the optimizer state.
+        chunk_bytes: at most this much is copied at a time (but never less than a row).
+
+    Attributes:
+        shape: global shape, [num_rows, dim], or [num_rows] for a state with one number per row.
+        dtype: dtype of its values.
+        chunk_rows: rows of a chunk.
+        source: what is to be written here, see `load_state_dict`.
+        version: tensor whose version counts changes of the rows, until autograd is told of them;
+            see `oper.integration.table_tensor`.
+    """
+
+    def __init__(self, tables: ShardedTables, name: str, part: str = "rows",
+                 chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.tables = tables
+        self.name = name
+        self.part = part
+        self.source: Any = None
+        self.version: Any = None
+        self.shape = torch.Size(tables.shape(name, part))
+        self.dtype = tables.dtype(name, part)
+        row_bytes = self.dtype.itemsize * self.shape[1:].numel()
+        self.chunk_rows = max(1, chunk_bytes // row_bytes)
+
+    def size(self) -> torch.Size:
+        """The global shape, as a tensor tells it."""
+        return self.shape
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Rows `[begin, end)`, as a copy."""
+        return self.tables.read(self.name, begin, end, self.part)
+
+    def write(self, values: torch.Tensor, begin: int, column: int = 0) -> None:
+        """Write rows `[begin, begin + n)`, columns from `column`; ``tables.publish()`` follows."""
+        self.tables.write(self.name, values, begin, self.part, column)
+
+    def chunks(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """`[begin, end)` cut into ranges of at most `chunk_rows` rows."""
+        end = self.shape[0] if end is None else end
+        for at in range(begin, end, self.chunk_rows):
+            yield at, min(end, at + self.chunk_rows)
+
+    def is_held_here(self, begin: int, end: int, columns: range) -> bool:
+        """Whether this rank owns anything of rows `[begin, end)` in some columns."""
+        tables, rank = self.tables, self.tables.group.rank
+        for k in tables.pieces[self.name]:
+            directory, mine = tables.directories[k], tables.columns(self.part, k)
+            overlaps = mine.start < columns.stop and columns.start < mine.stop
+            if not overlaps or not directory.num_slots[rank]:
+                continue
+            for at in range(begin, end, _ROWS_AT_ONCE):
+                ids = np.arange(at, min(end, at + _ROWS_AT_ONCE))
+                if (directory.locate(directory.position_of(ids))[0] == rank).any():
+                    return True
+        return False
+
+    def is_same(self, other: TableRows) -> bool:
+        """Whether both stand for the same rows of the same tables."""
+        return (self.tables is other.tables and self.name == other.name
+                and self.part == other.part)
+
+    def load_state_dict(self, value: Any) -> None:
+        """Note a value to be taken over, as TorchRec's optimizers fill their state.
+
+        It is checked now and written by ``load_entry``, so that a refused state changes nothing.
+        """
+        self.check(value)
+        self.source = value
+
+    def check(self, value: Any) -> None:
+        """Raise InvalidInputError unless `value` can be written here."""
+        what = f"cannot load table {self.name!r}"
+        if type(value).__name__ == "ShardedTensor":
+            raise InvalidInputError(
+                fail(what, "value", "ShardedTensor", "a DTensor or a whole tensor",
+                     "save and load with torch.distributed.checkpoint, which reshards"))
+        found = tuple(getattr(value, "shape", ()))
+        if not isinstance(value, torch.Tensor | TableRows) or found != self.shape:
+            raise InvalidInputError(fail(what, "shape", found, f"{tuple(self.shape)}",
+                                         "load a state_dict of this model"))
+        if isinstance(value, torch.Tensor) and (
+                value.is_meta or value.layout != torch.strided or value.is_complex()):
+            raise InvalidInputError(fail(what, "device, layout, dtype",
+                                         (value.device.type, value.layout, value.dtype),
+                                         "a dense tensor of real numbers", "convert it"))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(4)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OperError(
+            fail("rows on demand cannot be copied or pickled", "table", self.name,
+                 "a planner that asks for them",
+                 "save with planner=oper.SavePlanner(), or call state_dict() outside of "
+                 "rows_on_demand()"))
+
+    def __repr__(self) -> str:
+        return f"TableRows({self.name!r}, {self.part!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+@contextlib.contextmanager
+def rows_never() -> Iterator[None]:
+    """Inside, ``state_dict()`` copies no rows between memory domains either.
+
+    `TableRows` stand for them there that nobody may ask for rows. Holds for this thread.
+    """
+    token = _HANDLES.set(True)
+    try:
+        with rows_on_demand():
+            yield
+    finally:
+        _HANDLES.reset(token)
+
+
+def gives_handles(tables: ShardedTables) -> bool:
+    """Whether ``state_dict()`` is to hold `TableRows` in this block."""
+    return _CHUNK.get() is not None and (tables.is_one_domain or _HANDLES.get())
+
+
+@contextlib.contextmanager
+def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
+    """Inside, ``state_dict()`` of sharded modules and of their optimizers copies no rows.
+
+    Tables and optimizer states are `TableRows`, for ``torch.distributed.checkpoint`` with
+    `oper.SavePlanner` and `oper.LoadPlanner`. Holds for this thread.
+
+    Args:
+        chunk_bytes: rows are saved in chunks of at most this size.
+
+    Raises:
+        InvalidInputError: a chunk of no bytes.
+    """
+    if chunk_bytes < 1:
+        raise InvalidInputError(fail("cannot save rows on demand", "chunk_bytes", chunk_bytes,
+                                     ">= 1", "e.g. 64 << 20"))
+    token = _CHUNK.set(chunk_bytes)
+    try:
+        yield
+    finally:
+        _CHUNK.reset(token)
+
+
+def chunk_bytes_on_demand() -> int | None:
+    """Chunk size of the `rows_on_demand` block that this thread is in, or None."""
+    return _CHUNK.get()

@@ -1,0 +1,260 @@
+"""Checkpoints of bounded memory: planners for ``torch.distributed.checkpoint``.
+
+The planners make and take `TableRows` chunk by chunk, so that saving or loading a table needs the
+memory of a few chunks. What they write is an ordinary checkpoint of tensors by name, which any
+planner reads.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from oper.errors import InvalidInputError, fail
+from oper.integration.checkpoint.on_demand import TableRows
+from oper.integration.checkpoint.row_states import StateOfPieces
+
+
+class SavePlanner(DefaultSavePlanner):
+    """A save planner that makes `TableRows` chunk by chunk while they are written.
+
+    Every other value is saved as torch's default planner does. The ranks of a table write its
+    chunks in turn, whoever owns the rows.
+
+    Attributes:
+        alone: this rank writes everything.
+    """
+
+    alone = False
+
+    def create_local_plan(self) -> SavePlan:
+        rows, others = _split(self.state_dict)
+        plan = create_default_local_save_plan(others, self.is_coordinator)
+        items = [item for name, value in rows.items()
+                 for item in _write_items(name, value, self.alone)]
+        mappings = self.mappings if self.flatten_state_dict else None
+        self.plan = SavePlan([*plan.items, *items], planner_data=mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        value = self.state_dict.get(write_item.index.fqn)
+        if not isinstance(value, TableRows):
+            return super().resolve_data(write_item)
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        return value.read(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+
+
+def _write_items(name: str, value: TableRows, alone: bool) -> list[WriteItem]:
+    """This rank's chunks; ranks begin at different chunks, for the sake of small tables."""
+    group = value.tables.group
+    alone |= group.is_local
+    world_size, rank = (1, 0) if alone else (group.world_size, group.rank)
+    properties = TensorProperties(dtype=value.dtype)
+    zeros = (0,) * (len(value.shape) - 1)
+    items = []
+    for turn, (begin, end) in enumerate(value.chunks(), zlib.crc32(name.encode())):
+        if turn % world_size == rank:
+            offsets = torch.Size((begin, *zeros))
+            sizes = torch.Size((end - begin, *value.shape[1:]))
+            items.append(WriteItem(
+                MetadataIndex(name, offsets), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties,
+                                            value.shape)))
+    return items
+
+
+def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:
+    """Whether this rank owns anything that a stored chunk holds."""
+    begin, num_rows = chunk.offsets[0], chunk.sizes[0]
+    first, width = (chunk.offsets[1], chunk.sizes[1]) if len(chunk.sizes) > 1 else (0, 1)
+    return value.is_held_here(begin, begin + num_rows, range(first, first + width))
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """A load planner that writes stored chunks straight into the tables of `TableRows`.
+
+    Every rank reads the stored chunks that it owns rows of and keeps those rows. torch's readers
+    bring a stored chunk to memory as a whole: checkpoints of `SavePlanner` have small ones, others
+    those of their writer, which `CheckpointReader` (and so `oper.load_checkpoint`) reads in pieces.
+    ``load_state_dict`` must follow, which makes the rows visible to all ranks. When a load fails,
+    the tables hold a mixture: load again.
+
+    Every other value is loaded as torch's default planner does, but that only tensors and plain
+    values are unpickled, and that optimizer states of one number per row fit models of TorchRec
+    and of OPER alike where TorchRec shards by columns, see
+    `oper.integration.checkpoint.row_states`.
+    """
+
+    _pieces: dict[str, StateOfPieces]
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
+                       is_coordinator: bool = False) -> None:
+        # torch's walk over the values keeps numbers and text, and puts None for what it does not
+        # know.
+        places = list(_places_of_rows(state_dict))
+        for owner, key, value in places:
+            owner[key] = _Standing.of(value)
+        try:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+        finally:
+            for owner, key, value in places:
+                owner[key] = value
+        self.state_dict = {name: value.rows if isinstance(value, _Standing) else value
+                           for name, value in self.state_dict.items()}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        self._pieces = {}
+        for name, value in self.state_dict.items():
+            found = stored.get(name)
+            if isinstance(found, TensorStorageMetadata) and StateOfPieces.fits(value, found):
+                self._pieces[name] = StateOfPieces(name, value, found, self.metadata)
+        rows, others = _split({n: v for n, v in self.state_dict.items() if n not in self._pieces})
+        others |= {name: state.buffer for name, state in self._pieces.items()}
+        plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
+        for item in plan.items:
+            if item.dest_index.fqn in self._pieces:
+                self._pieces[item.dest_index.fqn].num_left += 1
+        items = [item for name, value in rows.items()
+                 for item in self._read_items(name, value)]
+        for tables in {id(v.tables): v.tables for v in rows.values()}.values():
+            tables.barrier()  # peers may still be reading
+        return LoadPlan([*plan.items, *items])
+
+    def _read_items(self, name: str, value: TableRows) -> list[ReadItem]:
+        """One item per stored chunk that holds anything of this rank's rows."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata.get(name)
+        what = f"cannot load table {value.name!r} ({name})"
+        if stored is None and self.allow_partial_load:
+            return []
+        if not isinstance(stored, TensorStorageMetadata):
+            found = "missing" if stored is None else type(stored).__name__
+            raise InvalidInputError(fail(what, "in the checkpoint", found, "a tensor of that name",
+                                         "load a checkpoint of this model"))
+        if tuple(stored.size) != tuple(value.shape):
+            raise InvalidInputError(
+                fail(what, "saved shape", tuple(stored.size), f"{tuple(value.shape)}",
+                     "load a checkpoint of this model"))
+        items = []
+        for k, chunk in enumerate(stored.chunks):
+            # Empty ones are of a rank that had no rows of a small table.
+            if 0 in chunk.sizes or not _is_wanted(value, chunk):
+                continue
+            index = MetadataIndex(name, chunk.offsets, k)
+            items.append(ReadItem(
+                LoadItemType.TENSOR, index, chunk.offsets, index,
+                torch.Size([0] * len(chunk.sizes)), chunk.sizes))
+        return items
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = torch.load(value, weights_only=True)
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        name = read_item.dest_index.fqn
+        value = self.state_dict.get(name)
+        if isinstance(value, TableRows) and name not in self._pieces:
+            return torch.empty(read_item.lengths, dtype=value.dtype)
+        return super().resolve_tensor(read_item)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        state = self._pieces.get(index.fqn)
+        return state.buffer if state is not None else super().lookup_tensor(index)
+
+    def takes_pieces(self, read_item: ReadItem) -> bool:
+        """Whether what is read may come through `commit_piece`, some rows at a time."""
+        name = read_item.dest_index.fqn
+        return isinstance(self.state_dict.get(name), TableRows) and name not in self._pieces
+
+    def wants_piece(self, read_item: ReadItem, begin: int, num_rows: int) -> bool:
+        """Whether this rank owns anything of some rows of a stored chunk."""
+        first, *column = read_item.dest_offsets
+        width = read_item.lengths[1] if column else 1
+        start = column[0] if column else 0
+        rows = self.state_dict[read_item.dest_index.fqn]
+        assert isinstance(rows, TableRows)
+        return rows.is_held_here(first + begin, first + begin + num_rows,
+                                 range(start, start + width))
+
+    def commit_piece(self, read_item: ReadItem, begin: int, values: torch.Tensor) -> None:
+        """Write rows of a stored chunk, from its row `begin` on."""
+        rows = self.state_dict[read_item.dest_index.fqn]
+        assert isinstance(rows, TableRows)
+        first, *column = read_item.dest_offsets
+        rows.write(values.to(rows.dtype), first + begin, *column)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        value = self.state_dict.get(read_item.dest_index.fqn)
+        state = self._pieces.get(read_item.dest_index.fqn)
+        if state is not None:
+            super().commit_tensor(read_item, tensor)
+            state.num_left -= 1
+            if state.num_left == 0:
+                state.finish()
+        elif isinstance(value, TableRows):
+            value.write(tensor, *read_item.dest_offsets)
+        else:
+            super().commit_tensor(read_item, tensor)
+
+
+class _Standing(str):
+    """Text that stands for rows on demand."""
+
+    rows: TableRows
+
+    @staticmethod
+    def of(rows: TableRows) -> _Standing:
+        text = _Standing()
+        text.rows = rows
+        return text
+
+
+def _places_of_rows(value: Any) -> Iterator[tuple[Any, Any, TableRows]]:
+    """Container, key and value of all rows on demand in nested dicts and lists."""
+    items = value.items() if isinstance(value, dict) else (
+        enumerate(value) if isinstance(value, list) else ())
+    for key, item in items:
+        if isinstance(item, TableRows):
+            yield value, key, item
+        else:
+            yield from _places_of_rows(item)
+
+
+def _split(state_dict: Mapping[str, Any]) -> tuple[dict[str, TableRows], dict[str, Any]]:
+    """The values that are rows on demand, and the others."""
+    rows = {name: value for name, value in state_dict.items() if isinstance(value, TableRows)}
+    return rows, {name: value for name, value in state_dict.items() if name not in rows}

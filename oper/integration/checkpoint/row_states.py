@@ -1,0 +1,103 @@
+"""Optimizer states with one number per row, to and from TorchRec's column-wise sharding.
+
+TorchRec keeps such a state for every column piece of a table, [pieces * rows], piece after piece in
+the order of their columns (``EmbeddingFusedOptimizer`` in ``batched_embedding_kernel.py``). OPER
+keeps one per row, [rows], as the unsharded optimizer does. Both sum, or average over time, the mean
+of the gradient's squares, a piece's over its own columns and a row's over all of them, so that
+
+    state of the row = sum over pieces of (columns of the piece / columns) * state of the piece.
+
+The other way nothing tells the pieces apart: each gets the state of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from oper.errors import InvalidInputError, fail
+from oper.integration.checkpoint.on_demand import TableRows
+from oper.integration.checkpoint.table_state import shard_range
+
+
+class StateOfPieces:
+    """A stored state whose pieces are not those of the value that it is loaded into.
+
+    Args:
+        name: its name in the checkpoint.
+        value: where it goes: `TableRows`, a tensor, a ``DTensor`` or TorchRec's ``ShardedTensor``.
+        stored: what the checkpoint has.
+        metadata: of the checkpoint.
+
+    Attributes:
+        buffer: [stored numbers], to be loaded, then `finish`.
+    """
+
+    def __init__(self, name: str, value: Any, stored: TensorStorageMetadata, metadata: Metadata
+                 ) -> None:
+        self.value = value
+        self.buffer = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self.num_left = 0  # parts that are still to be read
+        self._num_rows = min(stored.size[0], value.size()[0])
+        self._shares: list[float] = []
+        num_pieces = stored.size[0] // self._num_rows
+        if num_pieces > 1:
+            widths = _widths(name, num_pieces, self._num_rows, metadata)
+            self._shares = [w / sum(widths) for w in widths]
+
+    @staticmethod
+    def fits(value: Any, stored: TensorStorageMetadata) -> bool:
+        """Whether a stored state is one per piece and the value one per row, or the other way."""
+        if not hasattr(value, "size"):
+            return False
+        here, there = tuple(value.size()), tuple(stored.size)
+        if len(here) != 1 or len(there) != 1 or here == there or 0 in (*here, *there):
+            return False
+        pieces = type(value).__name__ == "ShardedTensor" or type(value) is torch.Tensor
+        return there[0] % here[0] == 0 or (pieces and here[0] % there[0] == 0)
+
+    def finish(self) -> None:
+        """Put what was loaded where it belongs."""
+        state = self.buffer
+        if self._shares:  # in double precision, in the order of the columns
+            pieces = state.double().view(len(self._shares), -1)
+            shares = torch.tensor(self._shares, dtype=torch.float64)
+            state = (pieces * shares[:, None]).sum(dim=0).to(state.dtype)
+        value = self.value
+        if isinstance(value, TableRows):
+            value.write(state, 0)
+        elif type(value).__name__ == "ShardedTensor":
+            for shard in value.local_shards():
+                first, n = shard.metadata.shard_offsets[0], shard.tensor.shape[0]
+                rows = torch.arange(first, first + n) % self._num_rows
+                shard.tensor.copy_(state[rows])
+        elif hasattr(value, "to_local"):
+            mesh = value.device_mesh
+            begin, end = shard_range(self._num_rows, mesh.size(), mesh.get_local_rank())
+            value.to_local().copy_(state[begin:end])
+        else:
+            value.copy_(state.repeat(value.shape[0] // state.shape[0]))
+
+
+def _widths(name: str, num_pieces: int, num_rows: int, metadata: Metadata) -> Sequence[int]:
+    """Columns of a table's pieces, as the checkpoint has its rows; equal where it has none."""
+    parts = name.split(".")
+    at = len(parts) - 1 - parts[::-1].index("weight") if "weight" in parts else 0
+    for begin in range(at):  # the longest path that both have
+        path = ".".join(parts[begin:at + 1])
+        for other, rows in metadata.state_dict_metadata.items():
+            if (not (other == path or other.endswith(f".{path}"))
+                    or not isinstance(rows, TensorStorageMetadata) or len(rows.size) != 2):
+                continue
+            widths = {c.offsets[1]: c.sizes[1] for c in rows.chunks if c.sizes[1]}
+            if rows.size[0] != num_rows or len(widths) not in (1, num_pieces):
+                raise InvalidInputError(
+                    fail(f"cannot load the optimizer state {name!r}", "numbers per row", num_pieces,
+                         f"one, or one for each of the {len(widths)} column pieces of {other!r}",
+                         "load a checkpoint of one model"))
+            if len(widths) == num_pieces:
+                return [widths[column] for column in sorted(widths)]
+    return [1] * num_pieces

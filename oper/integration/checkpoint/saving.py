@@ -1,0 +1,412 @@
+"""Checkpoints as folders: complete or not there, checked when they are read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from oper.errors import (
+    DeadlineError,
+    FileFormatError,
+    InvalidInputError,
+    OperError,
+    PeerLostError,
+    fail,
+)
+from oper.files import no_room
+from oper.integration.checkpoint.delta_files import (
+    Delta,
+    check,
+    check_readable,
+    find,
+    put_rows,
+    put_state,
+    read_part,
+)
+from oper.integration.checkpoint.files import (
+    METADATA,
+    CheckpointReader,
+    check_files,
+    sum_of,
+    write_checksums,
+)
+from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_on_demand
+from oper.integration.checkpoint.planners import LoadPlanner, SavePlanner
+from oper.shmem.group.groups import default_group
+from oper.shmem.rows import LogicalRows
+
+_log = logging.getLogger(__name__)
+_PLAIN = "_plain"
+_T = TypeVar("_T")
+
+
+def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None,
+                    extra: dict[str, Any] | None = None, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Save a model with sharded tables, and what belongs to it, in bounded memory. Collective.
+
+    The checkpoint is written beside `folder` and renamed when it is complete: a crash at any moment
+    leaves the previous one loadable by `load_checkpoint`. The folder must be on a file system that
+    all ranks share. All its files are summed up (CRC-32).
+
+    Args:
+        folder: where; a checkpoint that is there is replaced.
+        model: saved as ``model``; under DDP and DistributedModelParallel by the names of the module
+            inside.
+        optimizer: anything with ``state_dict``, saved as ``optimizer``: a ``fused_optimizer``, a
+            ``CombinedOptimizer``. The states of sharded ``nn.Embedding`` and ``nn.EmbeddingBag``
+            modules are saved in any case, as ``tables``.
+        extra: tensors and plain values of your own (numbers, text, lists, dicts), equal on all
+            ranks; saved as ``extra``.
+        chunk_bytes: rows are copied and written in chunks of at most this size.
+
+    Raises:
+        InvalidInputError: a value is neither a tensor nor plain; the previous checkpoint is
+            untouched.
+        OperError: a rank could not write; likewise.
+        PeerLostError, DeadlineError: a rank has ended or did not come in time; likewise.
+    """
+    path = Path(folder).absolute()
+    save_by(Ranks(model, "cannot save a checkpoint", path), path, (model, optimizer, extra),
+            chunk_bytes)
+
+
+def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any] | None],
+            chunk_bytes: int) -> None:
+    """The steps of `save_checkpoint` by the ranks that there are."""
+    model, optimizer, extra = what
+    aside = path.with_name(path.name + ".saving")
+    before = path.with_name(path.name + ".previous")
+    ranks.step(lambda: _make_room(path, aside, before) if ranks.first else None)
+    with rows_on_demand(chunk_bytes):
+        state = state_of(model, optimizer) | ({"extra": dict(extra)} if extra else {})
+        ranks.step(lambda: check_readable("cannot save a checkpoint", state))
+        _write(state, aside, ranks)
+    ranks.step(lambda: _put_in_place(path, aside, before) if ranks.first else None)
+
+
+def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None
+                    ) -> dict[str, Any]:
+    """Load what `save_checkpoint` wrote, under any plan and on any number of ranks. Collective.
+
+    Every file is compared with its checksum before anything is loaded. Deltas of the checkpoint
+    (see `DeltaCheckpoints`) that all ranks have written are loaded as well.
+
+    Args:
+        folder: the checkpoint. When a crash has left it incomplete, the previous one is loaded.
+        model, optimizer: as for `save_checkpoint`; filled in place.
+
+    Returns:
+        ``extra`` as it was saved, {} without.
+
+    Raises:
+        InvalidInputError: there is no checkpoint, or one of another model.
+        FileFormatError: it is damaged; the tables are untouched.
+        OperError: a rank could not read; the tables then hold a mixture.
+        PeerLostError, DeadlineError: a rank has ended or did not come in time; likewise.
+    """
+    return restore(folder, model, optimizer).extra
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was loaded.
+
+    Attributes:
+        extra: as it was saved, {} without.
+        folder: the checkpoint.
+        num_deltas: complete deltas that were loaded after it.
+        step: that of the last of them; without, ``extra["step"]`` if it is a number, else 0.
+        steps_lost: by rank that saved, the steps that the rows of that rank are behind the newest
+            ones; empty when all are of one step.
+    """
+
+    extra: dict[str, Any]
+    folder: Path
+    num_deltas: int
+    step: int
+    steps_lost: dict[int, int]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all that was loaded is of one step."""
+        return not self.steps_lost
+
+
+def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None,
+            newest_rows: bool = False) -> Restored:
+    """As `load_checkpoint`; see `DeltaCheckpoints.load`. Collective."""
+    place = Path(folder).absolute()
+    path = complete(place)
+    ranks = Ranks(model, "cannot load a checkpoint", path)
+    ranks.step(lambda: check_files(path, ranks.rank, ranks.world_size))
+    deltas: list[Delta] = ranks.step(
+        lambda: find(path, place) if ranks.first else [])[0]
+    rest = [d for d in deltas if not d.is_complete and d.files and newest_rows]
+    deltas = [d for d in deltas if d.is_complete]
+    ranks.step(lambda: check([*deltas, *rest], ranks.rank, ranks.world_size))
+    with rows_on_demand():
+        state = state_of(model, optimizer)
+        _read(state, path, ranks)
+        extra = _put_states([*deltas, *rest], state)
+        take_over(state, model, optimizer)
+    if deltas or rest:
+        tables = tables_of(model)
+        ranks.step(lambda: _put_rows([*deltas, *rest], tables))
+        for t in tables:
+            t.publish()
+    if extra is None:
+        extra = dict(state.get("extra", {}))
+    step = deltas[-1].step if deltas else extra.get("step", 0)
+    lost = {r: rest[0].step - rest[0].since for r in rest[0].missing} if rest else {}
+    if lost:
+        _log.warning("the rows of ranks %s are newer than the others: what was loaded is inexact; "
+                     "steps lost: %s", sorted(rest[0].files), ", ".join(
+                         f"{n} of rank {r}" for r, n in sorted(lost.items())))
+    return Restored(extra, path, len(deltas), step if type(step) is int else 0, lost)
+
+
+def _put_states(deltas: list[Delta], state: dict[str, Any]) -> dict[str, Any] | None:
+    """Put the newest state beside the rows into `state`; its ``extra``, None without deltas."""
+    for delta in reversed(deltas):
+        if 0 in delta.files:
+            arrays, _ = read_part(delta.files[0][-1])
+            return put_state(arrays.get("state", np.zeros(0, np.uint8)), state)
+    return None
+
+
+def _put_rows(deltas: list[Delta], tables: list[LogicalRows]) -> None:
+    for delta in deltas:
+        for files in delta.files.values():
+            for path in files:
+                put_rows(*read_part(path), tables)
+
+
+def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
+    """Give a loaded state to the model and its optimizer. Collective."""
+    inner = _inner(model)
+    inner.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    for name, module in _bare_modules(inner).items():
+        module.load_optimizer_state_dict(state["tables"][name])
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What a checkpoint holds beside ``extra``."""
+    inner = _inner(model)
+    state: dict[str, Any] = {"model": inner.state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+    bare = {name: module.optimizer_state_dict() for name, module in _bare_modules(inner).items()}
+    return state | ({"tables": bare} if bare else {})
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The module inside a data-parallel wrapper, so that names do not tell of it."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _bare_modules(model: nn.Module) -> dict[str, Any]:
+    """Trained sharded modules that no optimizer of TorchRec's kind stands for, by path."""
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None:
+            # Without DistributedModelParallel's wrappers, as in its state_dict.
+            path = name.removeprefix("_dmp_wrapped_module.").removeprefix("module.")
+            found[path or _PLAIN] = module
+    return found
+
+
+def tables_of(model: nn.Module) -> list[LogicalRows]:
+    """The sharded tables of a model, each once."""
+    held = (getattr(m, "tables", None) for m in model.modules())
+    return list({id(t): t for t in held if isinstance(t, LogicalRows)}.values())
+
+
+# ---- steps that all ranks make -------------------------------------------------------------------
+
+
+class Ranks:
+    """The ranks of a checkpoint. Every step ends for all of them alike.
+
+    Args:
+        model: its sharded tables, if any, know which peer is missing.
+        what, path: what fails when a step does.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks W.
+        first: whether this is rank 0.
+    """
+
+    def __init__(self, model: nn.Module, what: str, path: Path) -> None:
+        self._group = default_group()
+        self.rank, self.world_size = self._group.rank, self._group.world_size
+        self.first = self.rank == 0
+        self._what, self._path = what, path
+        self._tables = next((t for t in tables_of(model) if not t.group.is_local
+                             and t.group.world_size == self.world_size), None)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`; a lost peer is named where any tables can tell."""
+        return (self._tables or self._group).all_gather(value)
+
+    def step(self, action: Callable[[], _T]) -> list[_T]:
+        """What `action` gives on every rank; where one fails, all raise one error. Collective."""
+        result: Any = None
+        problem: Exception | None = None
+        try:
+            result = action()
+        except (PeerLostError, DeadlineError):
+            raise
+        except Exception as error:
+            problem = error
+        everyone = self.all_gather((result, _told(problem)))
+        found = {rank: told for rank, (_, told) in enumerate(everyone) if told}
+        if not found:
+            return [value for value, _ in everyone]
+        kind, text = next(iter(found.values()))
+        if len(set(found.values())) == 1 and kind is not OperError:
+            raise kind(text) from problem
+        raise kind(fail(self._what, "folder", str(self._path), "success on every rank",
+                        "; ".join(f"rank {r}: {t}" for r, (_, t) in found.items()))) from problem
+
+
+class Alone(Ranks):
+    """One rank that acts without the others, whatever group there was."""
+
+    def __init__(self, what: str, path: Path) -> None:
+        self.rank, self.world_size, self.first = 0, 1, True
+        self._what, self._path = what, path
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def _told(error: Exception | None) -> tuple[type[OperError], str] | None:
+    """Kind and text of an error, for the other ranks."""
+    if error is None:
+        return None
+    kinds: tuple[type[OperError], ...] = (FileFormatError, InvalidInputError)
+    kind = next((k for k in kinds if isinstance(error, k)), OperError)
+    return kind, str(no_room(error) or error) or type(error).__name__
+
+
+def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
+    """As ``torch.distributed.checkpoint.save``, then the checksums."""
+    writer, planner = FileSystemWriter(str(folder)), SavePlanner()
+    planner.alone = ranks.world_size == 1
+
+    def local_plan() -> Any:
+        writer.set_up_storage_writer(ranks.first)
+        planner.set_up_planner(state, writer.storage_meta(), ranks.first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    # All ranks find the global plan for themselves: no rank waits for another's work.
+    plans, metadata = planner.create_global_plan(ranks.step(local_plan))
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
+
+    def write() -> Any:
+        done = writer.write_data(plan, planner)
+        done.wait()
+        results = done.value()
+        names = {r.storage_data.relative_path for r in results}
+        return results, {name: sum_of(folder / name) for name in names}
+
+    everyone = ranks.step(write)
+
+    def finish() -> None:
+        writer.finish(metadata, [results for results, _ in everyone])
+        sums = {name: s for _, own in everyone for name, s in own.items()}
+        write_checksums(folder, sums | {METADATA: sum_of(folder / METADATA)})
+
+    ranks.step(lambda: finish() if ranks.first else None)
+
+
+def _read(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
+    """As ``torch.distributed.checkpoint.load``; adds what was saved as ``extra``."""
+    reader, planner = CheckpointReader(str(folder)), LoadPlanner()
+
+    def local_plan() -> Any:
+        metadata = reader.read_metadata()
+        extra = _stored_extra(metadata)
+        if extra:
+            state["extra"] = extra
+        planner.set_up_planner(state, metadata, ranks.first)
+        reader.set_up_storage_reader(metadata, ranks.first)
+        return reader.prepare_local_plan(planner.create_local_plan())
+
+    plans = reader.prepare_global_plan(planner.create_global_plan(ranks.step(local_plan)))
+    plan = planner.finish_plan(plans[ranks.rank])
+
+    def read() -> None:
+        reader.read_data(plan, planner).wait()
+
+    ranks.step(read)
+
+
+def _stored_extra(metadata: Metadata) -> dict[str, Any]:
+    """Places for the values of ``extra``, from the checkpoint's own description."""
+    places: dict[str, Any] = {}
+    for name, keys in (metadata.planner_data or {}).items():
+        if keys[0] != "extra":
+            continue
+        item = metadata.state_dict_metadata[name]
+        value = (torch.empty(item.size, dtype=item.properties.dtype)
+                 if isinstance(item, TensorStorageMetadata) else None)
+        set_element(places, keys, value)
+    return dict(places.get("extra", {}))
+
+
+# ---- folders -------------------------------------------------------------------------------------
+
+
+def _make_room(path: Path, aside: Path, before: Path) -> None:
+    if path.exists() and not (path / METADATA).exists() and any(path.iterdir()):
+        raise OSError(f"{path} is no checkpoint: choose another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not (path / METADATA).exists() and (before / METADATA).exists():
+        before.rename(path)  # a crash between the two renames below; in place of an empty folder
+    for left in (aside, before):
+        if left.exists():
+            shutil.rmtree(left)
+
+
+def _put_in_place(path: Path, aside: Path, before: Path) -> None:
+    if path.exists():
+        path.rename(before)
+    aside.rename(path)
+    _sync(path.parent)
+    if before.exists():
+        shutil.rmtree(before)
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def complete(path: Path) -> Path:
+    """The folder of the checkpoint `path`, or of the one before; raises InvalidInputError."""
+    for candidate in (path, path.with_name(path.name + ".previous")):
+        if (candidate / METADATA).exists():
+            return candidate
+    raise InvalidInputError(fail("cannot load a checkpoint", "folder", str(path),
+                                 f"a complete checkpoint with {METADATA}",
+                                 "name the folder that save_checkpoint wrote"))

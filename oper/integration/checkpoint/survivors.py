@@ -1,0 +1,82 @@
+"""What survivors can still save when a rank has ended.
+
+On one host the memory of a rank outlives it while others map it. Its rows are those of a whole step
+if no rank had begun the update of the next one, and none can any more: an update begins after a
+barrier that all ranks must reach, and the dead rank had not reached the one at which this rank
+failed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from oper.errors import InvalidInputError, OperError, fail
+from oper.integration.checkpoint.on_demand import CHUNK_BYTES
+from oper.integration.checkpoint.saving import Alone, save_by, tables_of
+from oper.shmem.counters.progress import Mark, Progress
+from oper.shmem.tables import ShardedTables
+
+_WHAT = "cannot save what the survivors hold"
+
+
+class Survivors:
+    """Saves a checkpoint without ranks that have ended, if their rows are provably of one step.
+
+    Call `mark` after every whole step, on every rank: tables and dense model are of that step then.
+
+    Raises:
+        InvalidInputError: the model has no sharded tables, or ranks do not share memory.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+        self._model, self._optimizer = model, optimizer
+        tables = [t for t in tables_of(model) if isinstance(t, ShardedTables)]
+        if not tables:
+            raise InvalidInputError(fail(_WHAT, "tables", 0, "sharded tables that are trained",
+                                         "save whole checkpoints"))
+        self._progress = [Progress(t) for t in tables]
+        self._marks: list[Mark] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """A step is over."""
+        self._marks = [p.mark() for p in self._progress]
+
+    def save(self, folder: str | os.PathLike[str], extra: dict[str, Any] | None = None,
+             chunk_bytes: int = CHUNK_BYTES) -> bool:
+        """Save the marked step after a `PeerLostError`. Every survivor calls it; one writes.
+
+        The error must come from the forward or the backward pass: the dense model is saved as it is
+        on this rank, which must not have made its own step yet.
+
+        Args:
+            folder, extra, chunk_bytes: as for `oper.save_checkpoint`.
+
+        Returns:
+            Whether this rank has written it: the first survivor does.
+
+        Raises:
+            OperError: the rows are not provably of the marked step, or no rank has ended; nothing
+                is written.
+        """
+        for progress, mark in zip(self._progress, self._marks, strict=True):
+            if not progress.is_unchanged(mark):
+                raise OperError(fail(
+                    _WHAT, "(arrivals, updates begun, updates ended) by rank",
+                    [tuple(c) for c in progress.counts()],
+                    f"{mark.updates} updates on all ranks and a barrier that nobody passes",
+                    "the step was under way: load the last checkpoint"))
+        first = self._progress[0]
+        ended = first.ended()
+        if not ended:
+            raise OperError(fail(_WHAT, "ranks that have ended", "none", "at least one",
+                                 "save a checkpoint with all of them"))
+        if first.rank != min(set(range(first.world_size)) - ended):
+            return False
+        path = Path(folder).absolute()
+        save_by(Alone(_WHAT, path), path, (self._model, self._optimizer, extra), chunk_bytes)
+        return True

@@ -1,0 +1,251 @@
+"""Sharded tables as ``state_dict`` entries, and back; loading of initial weights."""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from oper.errors import InvalidInputError
+from oper.integration.checkpoint.on_demand import (
+    CHUNK_BYTES,
+    TableRows,
+    chunk_bytes_on_demand,
+    gives_handles,
+)
+from oper.shmem.optim.optimizers import STATE_PARTS
+from oper.shmem.rows import CHUNK_ROWS
+from oper.shmem.tables import ShardedTables
+from oper.tables import OPTIMIZERS
+
+_GENERATOR = threading.Lock()
+InitFn = Callable[[torch.Tensor], Any]
+# What TorchRec calls the parts of an optimizer's state.
+_STATE_NAMES = {"momentum1": "momentum1", "momentum2": "exp_avg_sq"}
+
+
+def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
+    """A table as a ``state_dict`` value, in logical order.
+
+    Returns:
+        One rank: a copy of the global shape, in the table's dtype. Several ranks: a ``DTensor`` of
+        that shape, of which each rank holds one contiguous row range (``Shard(0)``), so that
+        ``torch.distributed.checkpoint`` saves and reshards it. Inside `rows_on_demand`:
+        `TableRows`, which hold nothing, where all ranks share memory: elsewhere each rank reads its
+        range now, since reading is collective.
+    """
+    if gives_handles(tables):
+        return TableRows(tables, name, part, chunk_bytes_on_demand() or CHUNK_BYTES)
+    shape = torch.Size(tables.shape(name, part))
+    num_rows = shape[0]
+    world_size, rank = tables.group.world_size, tables.group.rank
+    if world_size == 1 or tables.group.is_local:
+        return tables.read(name, part=part)
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = _mesh(tables)
+    begin, end = shard_range(num_rows, world_size, rank)
+    local = tables.read(name, begin, end, part)
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=shape,
+        stride=tuple(torch.empty(shape, device="meta").stride()))
+
+
+def _mesh(tables: ShardedTables) -> Any:
+    """A one-dimensional device mesh over the group, made once."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = getattr(tables, "_device_mesh", None)
+    if mesh is None:
+        import torch.distributed as dist
+
+        group: Any = getattr(tables.group, "process_group", None) or dist.group.WORLD
+        mesh = DeviceMesh.from_group(group, "cpu")
+        tables._device_mesh = mesh  # type: ignore[attr-defined]
+    return mesh
+
+
+def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows") -> None:
+    """Write a ``state_dict`` value of a table; call ``tables.publish()`` after the last one.
+
+    A value that is split over the ranks comes to every rank in chunks, never as a whole.
+
+    Args:
+        tables: the tables.
+        name: table name.
+        value: a plain tensor of the global shape (equal on all ranks), a ``DTensor`` of it, or
+            `TableRows`. Those of this very table hold its values already.
+        part: ``"rows"`` or a part of the optimizer state.
+
+    Raises:
+        InvalidInputError: another shape or kind of value.
+    """
+    mine = TableRows(tables, name, part)
+    if isinstance(value, TableRows) and value.source is not None:
+        value = value.source
+    mine.check(value)
+    if isinstance(value, TableRows) and value.is_same(mine):
+        return
+    for begin, rows in _chunks_of(value):
+        mine.write(rows, begin)
+
+
+def _chunks_of(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """First row and values of consecutive chunks of a ``state_dict`` value, on every rank."""
+    if isinstance(value, TableRows):
+        for begin, end in value.chunks():
+            yield begin, value.read(begin, end)
+        return
+    if getattr(value, "full_tensor", None) is None:
+        yield 0, value
+        return
+    from torch.distributed.tensor import Shard
+
+    local = value.to_local()
+    mesh = value.device_mesh
+    if mesh.ndim != 1 or value.placements != (Shard(0),) or type(local) is not torch.Tensor:
+        yield 0, value.full_tensor()
+        return
+    import torch.distributed as dist
+
+    group = mesh.get_group()
+    row_bytes = max(1, local.dtype.itemsize * value.shape[1:].numel())
+    chunk_rows = max(1, CHUNK_BYTES // row_bytes)
+    for source in range(mesh.size()):
+        first, last = shard_range(value.shape[0], mesh.size(), source)
+        for begin in range(first, last, chunk_rows):
+            rows = min(last, begin + chunk_rows) - begin
+            if source == mesh.get_local_rank():
+                chunk = local.detach()[begin - first:begin - first + rows].contiguous()
+            else:
+                chunk = local.new_empty(rows, *value.shape[1:])
+            # As bytes: gloo does not know every dtype.
+            dist.broadcast(chunk.view(torch.uint8), dist.get_global_rank(group, source), group)
+            yield begin, chunk
+
+
+def shard_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Rows that ``Shard(0)`` gives to a rank: `torch.chunk`'s split, the last ranges short or
+    empty."""
+    size = -(-num_rows // world_size)
+    return min(num_rows, rank * size), min(num_rows, (rank + 1) * size)
+
+
+def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
+                        names: Mapping[str, str]) -> None:
+    """Warn of values that ``load_state_dict(assign=True)`` cannot put in place as they are.
+
+    Arguments as for `load_tables`.
+    """
+    for name, table in names.items():
+        value = state_dict.get(f"{prefix}{name}")
+        if isinstance(value, torch.Tensor) and value.dtype != tables.dtype(table):
+            warnings.warn(f"{prefix}{name} of {value.dtype} is converted: a sharded table keeps "
+                          f"its dtype {tables.dtype(table)}, with assign=True as well",
+                          stacklevel=3)
+
+
+def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
+                names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
+                error_msgs: list[str]) -> None:
+    """The work of ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
+
+    Args:
+        tables: the tables. Collective.
+        state_dict, prefix, missing_keys, unexpected_keys, error_msgs: as torch passes them.
+        names: table by parameter name (without prefix).
+    """
+    tables.barrier()  # peers may still be reading
+    for name, table in names.items():
+        if f"{prefix}{name}" not in state_dict:
+            missing_keys.append(f"{prefix}{name}")
+            continue
+        try:
+            load_entry(tables, table, state_dict[f"{prefix}{name}"])
+        except InvalidInputError as error:
+            error_msgs.append(str(error))
+    wanted = {f"{prefix}{name}" for name in names}
+    unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k not in wanted)
+    tables.publish()
+
+
+def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, Any]:
+    """A table's optimizer state in TorchRec's names, ``{"<label>.momentum1": ...}``.
+
+    One canonical state per row whatever the plan, in logical order, as `table_entry` gives rows.
+    Optimizers with bias correction add ``<label>.step``, a number.
+    """
+    kind = tables.specs[name].optimizer
+    entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
+               for part, _ in STATE_PARTS[kind]}
+    if OPTIMIZERS[kind].counts_steps:
+        entries[f"{label}.step"] = torch.tensor(float(tables.table_steps(name)))
+    return entries
+
+
+def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
+                           entries: Mapping[str, Any]) -> None:
+    """Write what `optimizer_entries` gave; ``tables.publish()`` after the last table."""
+    for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
+        load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
+    if f"{label}.step" in entries:
+        tables.set_table_steps(name, int(entries[f"{label}.step"]))
+
+
+def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tensor, InitFn | None]]
+                 ) -> None:
+    """Fill freshly sharded tables. Collective.
+
+    Args:
+        tables: the tables.
+        weights: (table name, unsharded weight [num_rows, dim], init function). A weight on
+            the meta device is initialised in place, chunk by chunk of logical rows, from a seed
+            that depends on the table and the chunk only: the same numbers for every plan. Other
+            weights are kept; where ranks disagree, rank 0's are taken, as DDP does.
+    """
+    # One seed for all ranks, drawn from rank 0's generator so that torch.manual_seed rules.
+    seed = tables.group.all_gather(torch.initial_seed())[0]
+    for name, weight, init_fn in weights:
+        if weight.is_meta:
+            _initialise(tables, name, init_fn, seed)
+            continue
+        load_entry(tables, name, rank0_values(tables, weight))
+    tables.publish()
+
+
+def rank0_values(tables: ShardedTables, values: torch.Tensor) -> torch.Tensor:
+    """`values`, or rank 0's where ranks disagree, as DDP takes them. Collective."""
+    if tables.group.world_size == 1 or tables.group.is_local:
+        return values
+    data = values.detach().contiguous().cpu()
+    sums = tables.group.all_gather(zlib.crc32(data.view(torch.uint8).numpy().data.cast("B")))
+    if len(set(sums)) > 1:
+        import torch.distributed as dist
+
+        data = data.clone()
+        group = getattr(tables.group, "process_group", None)
+        root = 0 if group is None else dist.get_global_rank(group, 0)
+        dist.broadcast(data.view(torch.uint8), root, group=group)  # gloo does not know every dtype
+    return data
+
+
+def _initialise(tables: ShardedTables, name: str, init_fn: InitFn | None, seed: int) -> None:
+    spec = tables.specs[name]
+    bound = math.sqrt(1.0 / spec.num_rows)  # TorchRec's default range
+    for chunk, begin in enumerate(range(0, spec.num_rows, CHUNK_ROWS)):
+        rows = min(CHUNK_ROWS, spec.num_rows - begin)
+        key = zlib.crc32(f"{name}/{chunk}".encode())
+        # Virtual ranks share the process-wide generator.
+        with _GENERATOR, torch.random.fork_rng(devices=[]):
+            torch.manual_seed((seed * 1000003 + key) % (1 << 63))
+            values = torch.empty(rows, spec.dim)
+            if init_fn is None:
+                values.uniform_(-bound, bound)
+            else:
+                init_fn(values)
+        tables.write(name, values, begin)

@@ -1,0 +1,188 @@
+"""Where weights for inference come from: a model, a ``state_dict``, a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.integration.checkpoint.files import (
+    METADATA,
+    CheckpointReader,
+    check_files,
+    load_archive,
+)
+from oper.integration.checkpoint.on_demand import TableRows, rows_on_demand
+from oper.shmem.memory.quantise import dequantise
+from oper.shmem.rows import CHUNK_ROWS
+from oper.tables import CODE_BITS, TableSpec
+
+Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
+
+
+class Weights:
+    """Named weights, read when they are asked for.
+
+    Args:
+        source: a model (unsharded, quantised by TorchRec, or sharded by `oper.shard` among ranks
+            of this process), a ``state_dict`` (perhaps inside another dict), a folder written by
+            ``torch.distributed.checkpoint`` under any plan, or a file written by ``torch.save``.
+        keys: names that must be there. A common prefix of all of them, such as ``model.``, is
+            found by itself.
+
+    Raises:
+        InvalidInputError: a name is missing.
+        FileFormatError: not a checkpoint, or a damaged one.
+    """
+
+    def __init__(self, source: Source, keys: Iterable[str]) -> None:
+        self._folder: Path | None = None
+        if isinstance(source, nn.Module):
+            with rows_on_demand():
+                self._values = dict(source.state_dict())
+        elif isinstance(source, Mapping):
+            self._values = dict(_flat(source))
+        elif not isinstance(source, str | os.PathLike):
+            raise InvalidInputError(fail("cannot read weights", "source", source,
+                                         "a model, a state_dict, a folder or a file", "correct it"))
+        else:
+            self._values = self._open(Path(source))
+        self._prefix = _common_prefix(self._values, list(keys))
+
+    def _open(self, path: Path) -> dict[str, Any]:
+        what = f"cannot read weights from {str(path)!r}"
+        if path.exists() and not path.is_dir():
+            return dict(_flat(load_archive(path, what)))
+        try:
+            # As oper.save_checkpoint lays it out, or the folder itself.
+            found = sorted(path.rglob(METADATA))
+            if len(found) != 1:
+                raise FileFormatError(fail(what, "checkpoints", len(found), "one in this folder",
+                                           "name the folder of one checkpoint"))
+            self._folder = self._hold(found[0].parent)
+            try:
+                check_files(self._folder)
+                return dict(CheckpointReader(self._folder).read_metadata().state_dict_metadata)
+            except FileFormatError as error:
+                raise FileFormatError(
+                    str(error).replace(str(self._folder), str(found[0].parent))) from None
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            if isinstance(error, FileFormatError):
+                raise
+            raise FileFormatError(
+                fail(what, "content", f"{type(error).__name__} {error}",
+                     "a checkpoint folder or a file of torch.save", "write it again")) from None
+
+    def _hold(self, folder: Path) -> Path:
+        """A path to this very folder, although a training run may put its next checkpoint in its
+        place while it is read: files of two checkpoints must not mix."""
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, number)
+        return Path(f"/proc/self/fd/{number}")
+
+    def value(self, key: str) -> Any:
+        """A weight: a tensor, or `TableRows`."""
+        value = self._values[self._prefix + key]
+        if self._folder is None:
+            return getattr(value, "elem", value)  # TorchRec's packed 4-bit tensors
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        if not hasattr(value, "size"):
+            raise InvalidInputError(
+                fail(f"cannot read {key!r}", "value", type(value).__name__, "a tensor",
+                     "save the model's state_dict"))
+        out = torch.empty(value.size, dtype=value.properties.dtype)
+        name = self._prefix + key
+        load({name: out}, storage_reader=CheckpointReader(self._folder), no_dist=True)
+        return out
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """A weight beside the tables."""
+        value = self.value(key)
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            raise InvalidInputError(
+                fail(f"cannot read {key!r}", "value", "meta tensor" if isinstance(
+                    value, torch.Tensor) else type(value).__name__, "a tensor with values",
+                    "materialise the model, or pass weights="))
+        return value.detach().cpu()
+
+    def rows(self, key: str, held: TableSpec, wanted: TableSpec
+             ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Rows of a table in chunks: first id, and floats [n, dim] or packed rows.
+
+        Args:
+            key: its name.
+            held: what rows given as bytes are (`TableSpec.dtype`), as TorchRec's quantised
+                modules give all their rows.
+            wanted: what they are to become; codes of this type stay as they are.
+        """
+        value = self.value(key)
+        if isinstance(value, TableRows):
+            for begin, end in value.chunks():
+                yield begin, value.read(begin, end)
+            return
+        if getattr(value, "full_tensor", None) is not None:
+            raise InvalidInputError(
+                fail(f"cannot publish {key!r}", "value", type(value).__name__, "all its rows here",
+                     "save a checkpoint and publish its folder"))
+        if not isinstance(value, torch.Tensor) or value.is_meta or value.dim() != 2:
+            raise InvalidInputError(
+                fail(f"cannot publish {key!r}", "value", _kind(value),
+                     f"rows [{wanted.num_rows}, {wanted.dim}] with values",
+                     "materialise the model, or pass weights="))
+        for begin in range(0, value.shape[0], CHUNK_ROWS):
+            part = value[begin:begin + CHUNK_ROWS].detach().cpu()
+            yield begin, _unpacked(part, held, wanted)
+
+
+def _unpacked(rows: torch.Tensor, held: TableSpec, wanted: TableSpec) -> torch.Tensor:
+    if rows.dtype != torch.uint8 or (held.dtype == wanted.dtype and held.dtype in CODE_BITS):
+        return rows
+    if rows.shape[1] < held.row_bytes:
+        return rows  # refused by its width where it is stored
+    if held.dtype in CODE_BITS:
+        return dequantise(rows, held.dtype, held.dim)
+    return rows[:, :held.row_bytes].contiguous().view(getattr(torch, held.dtype))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{'meta ' if value.is_meta else ''}tensor {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested dicts as one, keys joined by dots."""
+    if not isinstance(values, Mapping):
+        raise InvalidInputError(fail("cannot read weights", "type", type(values).__name__,
+                                     "a state_dict", "pass model.state_dict()"))
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _common_prefix(values: Mapping[str, Any], keys: list[str]) -> str:
+    if not keys:
+        return ""
+    candidates = [k.removesuffix(keys[0]) for k in values if k == keys[0] or k.endswith(
+        f".{keys[0]}")]
+    best: tuple[int, str] = (len(keys) + 1, "")
+    for prefix in sorted(candidates, key=len):
+        missing = sum(f"{prefix}{k}" not in values for k in keys)
+        best = min(best, (missing, prefix), key=lambda x: x[0])
+    if best[0]:
+        lacking = [k for k in keys if f"{best[1]}{k}" not in values]
+        raise InvalidInputError(
+            fail("weights of another model", "missing", lacking[:8],
+                 f"all of its {len(keys)} weights; there are {list(values)[:4]}...",
+                 "pass weights of the published model"))
+    return best[1]

@@ -1,0 +1,1 @@
+"""What tables tell of their work: traffic, phases, changed rows, progress."""

@@ -1,0 +1,71 @@
+"""Which rows training has changed, as their owners have marked them while they updated them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, fail
+
+if TYPE_CHECKING:
+    from oper.shmem.tables import ShardedTables
+
+
+class ChangedRows:
+    """The rows of this rank that updates have changed, a bit each.
+
+    Args:
+        tables: tables with an optimizer, in the host's memory.
+
+    Raises:
+        InvalidInputError: other tables.
+    """
+
+    def __init__(self, tables: ShardedTables) -> None:
+        if tables.device.type != "cpu" or tables.optimizers is None:
+            raise InvalidInputError(
+                fail("cannot note which rows change", "tables",
+                     f"on {tables.device}, {'with' if tables.optimizers else 'without'} optimizer",
+                     "trained tables in the host's memory", "save whole checkpoints"))
+        self.tables = tables
+        self._of = (0, -1)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all marks and begin anew. No update may be under way on this rank."""
+        torch.ops.oper.context_mark_changes(self.tables._handle, True)
+        self._of = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return self.tables._handle, self.tables.num_published
+
+    def take(self) -> dict[int, np.ndarray] | None:
+        """Slots uint32 [n], ascending, by directory; then they are no longer marked.
+
+        None when more may have changed: rows were written by other means (`publish`), or the tables
+        have moved to another plan. Begin anew then.
+        """
+        if self._now() != self._of:
+            return None
+        handle = self.tables._handle
+        return {k: torch.ops.oper.context_take_changes(handle, k).numpy().view(np.uint32)
+                for k in range(len(self.tables.directories))}
+
+    def copy(self, part: str, piece: int, slots: np.ndarray, to: torch.Tensor) -> None:
+        """Copy rows of this rank as they are stored.
+
+        Args:
+            part: ``"rows"`` or a state's name.
+            piece: the directory.
+            slots: uint32 [n] of it, as from `take`.
+            to: [n, width], of the part's type.
+        """
+        rows = self.tables.view(part, piece, self.tables.group.rank)
+        torch.ops.oper.copy_rows(rows, torch.from_numpy(slots.view(np.int32)), to)
+
+    def stop(self) -> None:
+        """No longer mark anything."""
+        if self.tables._heap is not None:
+            torch.ops.oper.context_mark_changes(self.tables._handle, False)

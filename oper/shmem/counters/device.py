@@ -1,0 +1,146 @@
+"""What ranks read from each other, counted on devices: the counters of the host back end.
+
+Counts come from what the kernels read: the batch plan, outboxes, requests, lists of changed rows.
+They are looked up after each pass, which waits for the device; counting is off unless asked for.
+
+Units are those of `oper.traffic`. Gradients of pushed rows travel reduced by row on devices: they
+count as ``gradient_rows`` where the host back end counts ids and bag gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from oper.shmem.device_batch import Prepared, key_ranges
+from oper.shmem.exchange.device_push import Request
+from oper.shmem.placement.layout import nearest_replica
+from oper.traffic import KIND, Traffic
+
+if TYPE_CHECKING:
+    from oper.shmem.device_tables import DeviceTables
+
+
+class DeviceCounters:
+    """Counters of one rank.
+
+    Args:
+        tables: its tables.
+
+    Attributes:
+        traffic: what has been counted.
+    """
+
+    def __init__(self, tables: DeviceTables) -> None:
+        self._tables = tables
+        self._rank = tables.group.rank
+        self._size = tables.group.world_size
+        self._order = tables.order
+        self._of_key = [tables.directories[t] for t in self._order]
+        pieces = [(d.table, d.column, d.column + d.dim) for d in tables.directories]
+        self.traffic = Traffic.empty(self._rank, self._size, pieces)
+        near = np.array([tables.arenas.is_near(r) for r in range(self._size)])
+        self._ranges = list(key_ranges(self._of_key))
+        copies = [nearest_replica(x.tier, self._rank, near) for x in self._ranges]
+        self._read_from = np.array([x.owner if c < 0 else c for x, c in
+                                    zip(self._ranges, copies, strict=True)])
+        # A rank that owns the whole of a pushed table reads it like a pulled one, on the host.
+        asks = [any(x.tier.mode == "push" for x in d.tiers) and not (
+            all(x.tier.mode == "push" for x in d.tiers) and d.num_slots.sum() == d.num_slots[
+                self._rank]) for d in self._of_key]
+        self._asks = np.array(asks)
+        self._pushed = np.array([x.tier.tier.mode == "push" and asks[x.table]
+                                 for x in self._ranges])
+        bounds = np.array([[x.begin for x in self._ranges], [x.end for x in self._ranges]])
+        self._bounds = torch.from_numpy(bounds).to(tables.device)
+
+    def _add(self, kind: str, table: int, peer: int, count: int) -> None:
+        self.traffic.counts[KIND[kind], self._order[table], peer] += count
+
+    def rows(self, kind: str, batch: Prepared, without_pushed: bool) -> None:
+        """Rows read one by one: of a forward pass, or for the gradient of weights."""
+        batch.plan()
+        keys, begin = batch.runs()
+        first, last = begin[torch.searchsorted(keys, self._bounds)].cpu().numpy()
+        skipped = self._pushed & without_pushed
+        for k in np.flatnonzero((last > first) & ~skipped).tolist():
+            self._add(kind, self._ranges[k].table, int(self._read_from[k]),
+                      int(last[k] - first[k]))
+        if kind == "rows":
+            self.traffic = replace(self.traffic, num_forward=self.traffic.num_forward + 1)
+
+    def requests(self, addresses: np.ndarray) -> None:
+        """Ids that readers ask this owner to pool; `addresses`: of all ranks' requests."""
+        for reader in range(self._size):
+            request = Request.read(self._tables, int(addresses[reader]))
+            pairs, sums = request.num_pairs(), request.num_runs()
+            for k in range(len(self._order)):
+                n = int(pairs[k, self._rank])
+                if n and (reader != self._rank or self._asks[k]):
+                    self._add("ids", k, reader, n)
+                    self._add("pooled_rows", k, self._rank, n)
+                    if request.weights is not None:
+                        self._add("id_weights", k, reader, n)
+                if reader != self._rank or not self._asks[k]:
+                    continue
+                for owner in range(self._size):
+                    self._add("partial_sums", k, owner, int(sums[k, owner]))
+
+    def gradients(self, work: Prepared) -> None:
+        """Reduced rows that this owner finds, and those that it updates."""
+        tables = self._tables
+        self.traffic = replace(self.traffic, num_backward=self.traffic.num_backward + 1)
+        if tables.updates_at_once:
+            keys, _ = work.runs()
+            ends = np.cumsum([0, *(d.table.num_rows for d in self._of_key)])
+            at = torch.searchsorted(keys, torch.from_numpy(ends).to(keys.device)).tolist()
+            for k, n in enumerate(np.diff(at).tolist()):
+                self._add("gradient_rows", k, self._rank, n)
+                self._add("updated_rows", k, self._rank, n)
+            return
+        lists = work.lists(self._size, len(self._order))
+        for k, d in enumerate(self._of_key):
+            rounds = tables.rounds_of_squares(d.table.name) if d.dim != d.table.dim else 0
+            for r in range(self._size):
+                self._add("gradient_rows", k, r, int(lists[r, k + 1] - lists[r, k]) * (1 + rounds))
+            slots = work.merged_slots(self._of_key, k, self._rank)
+            self._add("updated_rows", k, self._rank, slots.size)
+            if rounds:
+                self._squares(k, slots)
+
+    def _squares(self, k: int, slots: np.ndarray) -> None:
+        tables, d = self._tables, self._of_key[k]
+        assert tables.optimizers is not None
+        clips = tables.optimizers[d.table.name].max_row_norm is not None
+        row_wise = tables.rounds_of_squares(d.table.name) > int(clips)
+        # Clipping reads them before the second round's squares and again before the update.
+        times = int(clips) + int(row_wise) + int(clips and row_wise)
+        positions = d.positions_at(self._rank, slots)
+        for piece in tables.pieces[d.table.name]:
+            owner, _ = tables.directories[piece].locate(positions)
+            for r, n in enumerate(np.bincount(owner, minlength=self._size).tolist()):
+                self._add("squares", k, r, n * times)
+
+    def refreshes(self) -> None:
+        """Masters that this rank has copied into its replicas; once all have updated."""
+        exchange = self._tables.far_exchange
+        for k, d in enumerate(self._of_key):
+            held = [x for x in d.tiers if x.tier.placement == "replicated"
+                    and x.replica_base[self._rank] >= 0]
+            if not held:
+                continue
+            for r in sorted({int(r) for x in held for r in x.pattern}):
+                if not self._tables.arenas.is_near(r):
+                    if exchange is not None and exchange.num_refreshed.size:
+                        self._add("refreshed_rows", k, r, int(exchange.num_refreshed[r, k]))
+                    continue
+                changed = self._tables.arenas.touched(self._order[k], r)
+                for x in held:
+                    first = int(x.slot_base[r])
+                    inside = (changed >= first) & (changed < first + int(x.num_rows[r]))
+                    self._add("refreshed_rows", k, r, int(inside.sum()))
+
+

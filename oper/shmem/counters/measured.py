@@ -1,0 +1,81 @@
+"""What sharded tables tell of their work: time by phase, rows read, bytes sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from oper.errors import OperError, fail
+from oper.shmem.rows import LogicalRows
+from oper.traffic import SENT, Traffic
+
+# As csrc/host/context.h numbers them.
+PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
+
+
+class MeasuredTables(LogicalRows):
+    """Base of `ShardedTables`: counters that its kernels keep."""
+
+    _handle: int
+    num_steps: int  # backward passes that updated
+    _skipped: dict[str, int]  # by table, how many of them it sat out
+
+    def _check_open(self) -> None:
+        if self._heap is None:
+            raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
+                                 "open tables", "use them before close()"))
+
+    def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
+        """Bytes that this rank has sent to other memory domains, by kind and receiver.
+
+        Args:
+            reset: start again from 0.
+
+        Returns:
+            int [W] for each kind of `oper.traffic.SENT`; empty in a single domain.
+        """
+        _, *flat = torch.ops.oper.context_sent_bytes(self._handle, reset) or [0]
+        size = self.group.world_size
+        return {kind: flat[k * size:(k + 1) * size] for k, kind in enumerate(SENT)} if flat else {}
+
+    def phase_ns(self) -> dict[str, int]:
+        """Nanoseconds of the last forward and backward pass of this rank, by phase."""
+        return dict(zip(PHASES, torch.ops.oper.context_phases(self._handle), strict=True))
+
+    def traffic(self, reset: bool = False) -> Traffic:
+        """What this rank has read since it was built, or since the last reset: rows, ids, sums and
+        gradients by table and by the rank whose memory they came from. Counting never stops; call
+        this between batches. Not collective.
+
+        Args:
+            reset: start again from zero.
+        """
+        self._check_open()
+        pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
+        empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
+        forward, backward, *counts = torch.ops.oper.context_traffic(self._handle, reset)
+        return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
+                       num_forward=forward, num_backward=backward)
+
+    def memory_bytes(self) -> dict[str, list[int]]:
+        """Bytes of rows, replicas and optimizer states by kind of memory and rank, without the
+        outbox: ``{"device": [W], "host": [W]}``."""
+        return self._layout.memory_bytes(self.directories)
+
+    @property
+    def page_kind(self) -> str:
+        """Kind of the pages behind the rows in device memory."""
+        return self._heap.page_kind if self._heap else "closed"
+
+    def table_steps(self, table: str) -> int:
+        """Updates that a table has taken part in: the t of bias corrections."""
+        return self.num_steps - self._skipped[table]
+
+    def set_table_steps(self, table: str, steps: int) -> None:
+        """Let a table go on as after `steps` updates, as a loaded state demands."""
+        for name in self._skipped:  # the others keep their number
+            self._skipped[name] += steps - self.num_steps
+        self.num_steps = steps
+        self._skipped[table] = 0

@@ -1,0 +1,100 @@
+"""How far the ranks of a memory domain are, from counters in shared memory, which outlive a rank.
+
+The counters are those of the barrier (csrc/host/barrier.h): how often a rank has arrived, and how
+many updates of its rows it has begun and ended.
+"""
+
+from __future__ import annotations
+
+import select
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from oper.errors import InvalidInputError, OperError, fail
+
+if TYPE_CHECKING:
+    from oper.shmem.memory.host_heap import HostHeap
+    from oper.shmem.tables import ShardedTables
+
+
+class Counts(NamedTuple):
+    """Of one rank: arrivals at barriers, updates of its rows begun, updates ended."""
+
+    arrivals: int
+    begun: int
+    ended: int
+
+
+class Mark(NamedTuple):
+    """A moment between two updates: the placement, this rank's arrivals, the updates so far."""
+
+    handle: int
+    arrivals: int
+    updates: int
+
+
+class Progress:
+    """Reads the counters of tables whose ranks share memory. Nothing here is collective.
+
+    Args:
+        tables: in one memory domain, in the host's memory.
+
+    Raises:
+        InvalidInputError: other tables.
+    """
+
+    def __init__(self, tables: ShardedTables) -> None:
+        if not tables.is_one_domain or tables.device.type != "cpu":
+            raise InvalidInputError(
+                fail("cannot tell how far all ranks are", "tables", f"on {tables.device}",
+                     "tables in host memory that all ranks share", "save delta checkpoints"))
+        self._tables = tables
+
+    @property
+    def rank(self) -> int:
+        return self._tables.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._tables.group.world_size
+
+    def counts(self) -> list[Counts]:
+        """Of every rank; empty with a single one, which meets nobody. OperError when closed."""
+        self._heap()
+        flat = torch.ops.oper.context_progress(self._tables._handle)
+        return [Counts(*flat[k:k + 3]) for k in range(0, len(flat), 3)]
+
+    def ended(self) -> set[int]:
+        """Ranks whose processes have ended; OperError when the tables are closed."""
+        poll = select.poll()
+        ranks = {fd: r for r, fd in enumerate(self._heap().pidfds) if fd >= 0}
+        for fd in ranks:
+            poll.register(fd, select.POLLIN)
+        return {ranks[fd] for fd, _ in poll.poll(0)}
+
+    def _heap(self) -> HostHeap:
+        if self._tables._heap is None:
+            raise OperError(fail("cannot tell how far all ranks are", "tables", "closed",
+                                 "open tables", "load a checkpoint"))
+        return self._tables._heap
+
+    def mark(self) -> Mark:
+        """This moment. No update may be under way on this rank."""
+        found = self.counts()
+        mine = found[self.rank] if found else Counts(0, 0, 0)
+        return Mark(self._tables._handle, mine.arrivals, mine.ended)
+
+    def is_unchanged(self, mark: Mark) -> bool:
+        """Whether all ranks' rows are those of a mark of this rank, and will remain so.
+
+        No rank has begun an update that the mark does not count. None can any more when this rank
+        has not arrived at a barrier since and will not, or when a rank that has ended had not
+        arrived at one at which this rank has: nobody passes that barrier.
+        """
+        ended = self.ended()  # before the counters, which are final for these ranks
+        found = self.counts()
+        mine = found[self.rank].arrivals if found else 0
+        held = mine == mark.arrivals or any(found[r].arrivals < mine for r in ended)
+        whole = all((c.begun, c.ended) == (mark.updates, mark.updates) for c in found)
+        return self._tables._handle == mark.handle and held and whole

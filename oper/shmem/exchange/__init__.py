@@ -1,0 +1,1 @@
+"""Rows, sums and gradients between memory domains, and how neighbours' rows are read."""

@@ -1,0 +1,284 @@
+"""The exchange between memory domains, from its Python side.
+
+Within a domain ranks read each other's memory. What ranks of other domains have left for this one
+is received into private mirrors of their outboxes, see csrc/host/exchange/exchange.h: the kernels
+read both alike, in the same order, and every plan gives the bits of a run in one domain. The
+operators call back here to move the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from oper.directory import TableDirectory, needs_across
+from oper.environment import setting
+from oper.errors import (
+    DeadlineError,
+    DesyncError,
+    InvalidInputError,
+    OperError,
+    PeerLostError,
+    fail,
+)
+from oper.shmem.group.desync import (
+    ELSEWHERE,
+    GAVE_UP,
+    PEER_CODES,
+    STATE_ACCESS,
+    Spot,
+    Verdict,
+    outnumbered,
+    raise_verdict,
+)
+from oper.shmem.group.groups import Group
+from oper.shmem.group.transport import transport_of
+
+WIRE_ENV = "OPER_WIRE"
+WIRES = ("exact", "fp16", "bf16")
+_TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
+                              ctypes.c_void_p, ctypes.c_void_p)
+_REQUEST = struct.Struct("<32sqq")  # part, piece, number of slots
+# As in csrc/host/exchange/exchange.h: every meeting begins with a head of one size, so that ranks
+# which meet for different things can tell. Phase, sequence, code, culprit, two of the kernels',
+# collection.
+_HEAD = struct.Struct("<8I")
+_HEAD_BYTES = 1024
+
+# Slots of one piece and part on one rank.
+Wanted = tuple[str, int, torch.Tensor]
+
+
+def wire_format() -> int:
+    """Index into `WIRES` of how rows and gradients are rounded between domains (``OPER_WIRE``).
+
+    ``exact`` unless asked for; ``fp16`` and ``bf16`` halve the bytes and change the numbers.
+    """
+    return WIRES.index(setting(WIRE_ENV, "cannot set up the exchange between memory domains")
+                       or "exact")
+
+
+class Exchange:
+    """Exchange of one collection's tables with ranks of other memory domains.
+
+    Args:
+        group: all ranks. Creation is collective.
+        domain_of: index of each rank's domain, by rank.
+
+    Attributes:
+        members: ranks of this rank's domain, ascending.
+        collection: number of the tables in their group's register.
+    """
+
+    collection = 0
+
+    def __init__(self, group: Group, domain_of: Sequence[int]) -> None:
+        self._group = group
+        self._domain_of = list(domain_of)
+        self.members = [r for r in range(group.world_size)
+                        if domain_of[r] == domain_of[group.rank]]
+        self._transport = transport_of(group)
+        self._error: BaseException | None = None
+        self._handle = 0
+        self.callback = _TRANSPORT(self._move)
+
+    # ---- what a plan needs -----------------------------------------------------------------------
+
+    def attach(self, handle: int, directories: Sequence[TableDirectory]) -> None:
+        """Give a context of the kernels its exchange."""
+        self._handle = handle
+        needs = needs_across(directories, self._domain_of)
+        rank = self._group.rank
+        targets = [
+            [t, reader, int(x.slot_base[rank]), int(x.slot_base[rank] + x.num_rows[rank])]
+            for t, d in enumerate(directories) for x in d.tiers if x.num_rows[rank]
+            for reader in np.flatnonzero(x.replica_base >= 0).tolist()
+            if reader not in self.members]
+        address = ctypes.cast(self.callback, ctypes.c_void_p).value
+        torch.ops.oper.context_set_exchange(
+            handle, self.members,
+            torch.tensor(sorted(targets), dtype=torch.int64).reshape(-1, 4),  # slots ascend
+            needs.gathers, needs.pulls, needs.refreshes, needs.shares, wire_format(),
+            self.collection, address)
+
+    # ---- bytes -----------------------------------------------------------------------------------
+
+    def _move(self, what: int, send: int, send_bytes: int, recv: int, recv_bytes: int) -> int:
+        """The kernels' transport; an error is kept for `check`."""
+        try:
+            self._transport.spot = Spot(self.collection, what)
+            there, back = (np.ctypeslib.as_array((ctypes.c_int64 * self._group.world_size)
+                                                 .from_address(a)).tolist()
+                           for a in (send_bytes, recv_bytes))
+            self._transport.exchange(_bytes_at(send, sum(there)), there,
+                                     _bytes_at(recv, sum(back)), back)
+        except BaseException as error:
+            self._error = error
+            return 1
+        return 0
+
+    def check(self, code: int, detail: int) -> tuple[int, int]:
+        """The status that explains what the kernels met; raises errors of peers and the transport's
+        own."""
+        spot = self._transport.spot
+        if self._error is not None:
+            error, self._error = self._error, None
+            self._give_up_after(error)
+            raise error
+        if code == ELSEWHERE:
+            self._raise_elsewhere(detail)
+        if code == 9:
+            self._transport.give_up(Verdict(GAVE_UP, detail, spot))
+            raise OperError(
+                fail("a rank of another memory domain has sent what no rank of this job can send",
+                     "rank", detail, "counts and slots of tables placed by the same plan",
+                     "start all ranks with the same version, model and plan"))
+        if code == 11:
+            self._transport.give_up(Verdict(GAVE_UP, detail, spot))
+            raise OperError(
+                fail("there is no memory for what a rank of another memory domain sends", "rank",
+                     detail, "room for the rows and gradients of its batch",
+                     "use smaller batches; look at that rank if they are small"))
+        if code in PEER_CODES:
+            verdict = self._transport.blame(Verdict(code, detail, spot))
+            self._transport.give_up(verdict)
+            raise_verdict(verdict, self._group)
+        return code, detail
+
+    def _raise_elsewhere(self, rank: int) -> NoReturn:
+        """Raise what heads that do not fit each other mean; `rank` sent one of them."""
+        spots, sequence = self._meetings()
+        if len(set(spots)) > 1:
+            raise_verdict(outnumbered(ELSEWHERE, spots, rank), self._group)
+        if len(set(sequence)) > 1:
+            behind = min(range(len(sequence)), key=lambda r: (sequence[r], r))
+            raise_verdict(Verdict(ELSEWHERE, behind, spots[0]), self._group)
+        raise OperError(
+            fail("ranks are not at the same exchange", "rank", rank,
+                 "the same lookups, updates and OPER_WIRE on all ranks",
+                 "a lookup without gradients is collective across memory domains as well"))
+
+    def _meetings(self) -> tuple[list[Spot], list[int]]:
+        """Where each rank's last head came from, and the head's number; empty where unknown."""
+        flat = torch.ops.oper.context_meetings(self._handle)
+        return ([Spot(flat[k + 2], flat[k + 1]) for k in range(0, len(flat), 3)], flat[::3])
+
+    def barrier(self, phase: int = STATE_ACCESS) -> None:
+        """Wait for all ranks of all domains."""
+        self._meet(phase, [b""] * self._group.world_size)
+
+    def _meet(self, phase: int, bodies: list[bytes]) -> list[bytes]:
+        """Give every rank a few bytes; theirs, by rank, and zeros after them. All must be here.
+
+        Raises:
+            DesyncError: a rank is elsewhere.
+            PeerLostError: a rank has met an error.
+        """
+        mine = Spot(self.collection, phase)
+        head = _HEAD.pack(phase, 0, 0, 0, 0, 0, self.collection, 0)
+        sent = b"".join((head + body).ljust(_HEAD_BYTES, b"\0") for body in bodies)
+        received = torch.empty(len(sent), dtype=torch.uint8)
+        each = [_HEAD_BYTES] * len(bodies)
+        self._guarded(_tensor_of(sent), each, received, each, phase)
+        data = received.numpy().tobytes()
+        heads = [_HEAD.unpack_from(data, at) for at in range(0, len(data), _HEAD_BYTES)]
+        for rank, (_, _, code, *_) in enumerate(heads):
+            if code:
+                raise_verdict(Verdict(GAVE_UP, rank, mine), self._group)
+        spots = [Spot(h[6], h[0]) for h in heads]
+        if any(spot != mine for spot in spots):
+            raise_verdict(outnumbered(ELSEWHERE, spots, self._group.rank), self._group)
+        return [data[at + _HEAD.size:at + _HEAD_BYTES]
+                for at in range(0, len(data), _HEAD_BYTES)]
+
+    def _guarded(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
+                 recv_bytes: list[int], phase: int | None = None) -> None:
+        """Exchange bytes for a phase, by default that of the last exchange."""
+        if phase is not None:
+            self._transport.spot = Spot(self.collection, phase)
+        try:
+            self._transport.exchange(send, send_bytes, recv, recv_bytes)
+        except Exception as error:
+            self._give_up_after(error)
+            raise
+
+    def _give_up_after(self, error: BaseException) -> None:
+        """Tell the peers, unless the transport has done so."""
+        if not isinstance(error, (PeerLostError, DeadlineError, DesyncError)):
+            self._transport.give_up(
+                Verdict(GAVE_UP, self._group.rank, self._transport.spot))
+
+    def fetch(self, wanted: Mapping[int, Wanted], serve: Callable[[str, int], torch.Tensor],
+              phase: int = STATE_ACCESS) -> dict[int, torch.Tensor]:
+        """Rows of other ranks' shards, ``[n, columns]`` by rank. Collective; any may want nothing.
+
+        Args:
+            wanted: part, piece and slots (int64 [n]) by rank.
+            serve: gives this rank's shard of a part and piece, ``[slots, columns]``.
+            phase: what for.
+        """
+        size = self._group.world_size
+        asked = [_REQUEST.unpack_from(body) for body in self._meet(phase, [
+            _REQUEST.pack(part.encode(), piece, slots.numel()) for part, piece, slots in (
+                wanted.get(r, ("", 0, torch.empty(0))) for r in range(size))])]
+        if any(not 0 <= n < 1 << 32 for _, _, n in asked):
+            raise _no_request(asked)
+        mine = [wanted[r][2].to(torch.int64).contiguous().view(torch.uint8)
+                for r in sorted(wanted)]
+        slots = torch.empty(8 * sum(n for _, _, n in asked), dtype=torch.uint8)
+        self._guarded(torch.cat([*mine, torch.empty(0, dtype=torch.uint8)]),
+                      [8 * wanted[r][2].numel() if r in wanted else 0 for r in range(size)],
+                      slots, [8 * n for _, _, n in asked])
+        answers, at = [], 0
+        for part, piece, n in asked:
+            index = slots[8 * at:8 * (at + n)].view(torch.int64)
+            at += n
+            answers.append(_served(serve, part, piece, index) if n
+                           else torch.empty(0, dtype=torch.uint8))
+        found, sizes = {}, [0] * size
+        shapes = {r: (index.numel(), serve(part, piece)) for r, (part, piece, index)
+                  in wanted.items()}
+        for r, (n, like) in shapes.items():
+            sizes[r] = n * like.shape[1] * like.element_size()
+        rows = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._guarded(torch.cat(answers), [a.numel() for a in answers], rows, sizes)
+        at = 0
+        for r in sorted(shapes):
+            n, like = shapes[r]
+            found[r] = rows[at:at + sizes[r]].clone().view(like.dtype).reshape(n, like.shape[1])
+            at += sizes[r]
+        return found
+
+
+def _served(serve: Callable[[str, int], torch.Tensor], part: bytes, piece: int,
+            index: torch.Tensor) -> torch.Tensor:
+    """The rows that another rank asks for, as bytes."""
+    try:
+        rows = serve(part.rstrip(b"\0").decode(), piece)
+        if piece < 0 or int(index.min()) < 0 or int(index.max()) >= rows.shape[0]:
+            raise IndexError(f"slots {int(index.min())}..{int(index.max())} of {rows.shape[0]}")
+    except (IndexError, UnicodeDecodeError, InvalidInputError) as error:
+        raise _no_request(error) from error
+    return rows[index].reshape(-1).view(torch.uint8)
+
+
+def _no_request(found: object) -> OperError:
+    return OperError(
+        fail("a rank of another memory domain asks for rows that there are not", "request", found,
+             "parts, pieces and slots of tables placed by the same plan",
+             "start all ranks with the same version, model and plan"))
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,176 @@
+"""De-duplicated pull: rows of neighbours are read once per batch, where that pays.
+
+Between memory domains pulled rows always travel once. Within a domain of host memory ranks read
+each other's rows as fast as their own and caches keep what repeats, so that a copy is work without
+a gain; where neighbours' memory is dearer (another socket), it pays from some number of ids per
+distinct row. That number is measured while the tables are used and weighed with `PullCosts`, which
+`measured_costs` finds on the machine itself. `oper.shard` does so by itself where ranks of a domain
+run on different NUMA nodes, see `choose_automatically`. Bits are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.shmem.batch import Lookup
+from oper.shmem.memory.numa import find_nodes, near_domain
+
+if TYPE_CHECKING:
+    from oper.shmem.tables import ShardedTables
+
+
+@dataclass(frozen=True, slots=True)
+class PullCosts:
+    """What weighs against each other, in nanoseconds.
+
+    Attributes:
+        extra_per_byte: per byte of a neighbour's row beyond what an own row costs. 0 (ranks of one
+            memory): de-duplication never pays, and duplication is not even counted.
+        per_id: numbering an id of a neighbour's row.
+        per_copied_byte: copying a distinct row.
+    """
+
+    extra_per_byte: float = 0.0
+    per_id: float = 4.0
+    per_copied_byte: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name, value in zip(("extra_per_byte", "per_id", "per_copied_byte"), astuple(self),
+                               strict=True):
+            if not 0 <= value < float("inf"):
+                raise InvalidInputError(fail("invalid costs of pulled rows", name, value,
+                                             "a number >= 0", "correct it"))
+
+
+class Duplication(NamedTuple):
+    """Of one column piece of a table, as last counted.
+
+    Attributes:
+        table: its name.
+        num_ids: ids of a batch whose rows neighbours hold.
+        num_rows: distinct rows among them.
+        is_deduplicated: whether they are copied once per batch.
+    """
+
+    table: str
+    num_ids: int
+    num_rows: int
+    is_deduplicated: bool
+
+
+def choose_pull(tables: ShardedTables, choice: bool | PullCosts) -> None:
+    """How `tables` read rows of neighbours from the next batch on. Not collective.
+
+    Args:
+        tables: the tables of one rank.
+        choice: True: every table copies them once per batch; False (the default of all tables):
+            they are read where they are, once per id; costs: table by table, by the duplication of
+            every 256th forward pass.
+    """
+    costs = choice if isinstance(choice, PullCosts) else PullCosts()
+    number = int(choice) if isinstance(choice, bool) else 2 if costs.extra_per_byte > 0 else 0
+    tables.pull = choice
+    torch.ops.oper.context_set_pull(
+        tables._handle, number, torch.tensor(astuple(costs), dtype=torch.float64))
+
+
+def choose_automatically(tables: ShardedTables) -> None:
+    """What `oper.shard` chooses for training and inference. Collective over the group.
+
+    Ranks that run on one NUMA node read each other's rows as fast as their own: rows are read where
+    they are, and nothing is measured or counted. Otherwise every rank measures what neighbours'
+    rows cost, and all take the mean: they weigh their tables alike, by their own batches.
+    """
+    node = near_domain([n.processors for n in find_nodes()])
+    members = tables._exchange.members if tables._exchange else range(tables.group.world_size)
+    nodes = tables.group.all_gather(node)
+    spread = len({nodes[r] for r in members}) > 1
+    if not any(tables.group.all_gather(spread)):
+        return
+    found = measured_costs(tables) if spread else PullCosts()
+    tables.barrier()  # nobody updates while others still read
+    tables.traffic(reset=True)
+    every = [astuple(c) for c in tables.group.all_gather(found)]
+    if spread:
+        choose_pull(tables, PullCosts(*np.mean([every[r] for r in members], axis=0).tolist()))
+
+
+def duplication(tables: ShardedTables) -> list[Duplication]:
+    """What was counted last, by directory; empty where nothing is counted."""
+    flat = torch.ops.oper.context_duplication(tables._handle)
+    n = len(flat) // 3
+    names = [d.table.name for d in tables.directories]
+    return [Duplication(names[k], flat[k], flat[n + k], bool(flat[2 * n + k])) for k in range(n)]
+
+
+def measured_costs(tables: ShardedTables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
+    """What reading neighbours' rows costs this rank on this machine, for `choose_pull`.
+
+    Reads rows of the largest table that this rank and a neighbour both hold, and looks some of them
+    up with and without copies (where lookups wait for no other memory domain; else the default of
+    `PullCosts` stands for that part). Not collective; no rank may be updating.
+
+    Args:
+        tables: the tables of one rank.
+        num_rows: rows that are read at a time: more than caches hold, where tables have so many.
+        repeats: the median of so many counts.
+    """
+    rank, exchange = tables.group.rank, tables._exchange
+    near = exchange.members if exchange else range(tables.group.world_size)
+    size, piece, peer = max(((min(int(d.num_slots[rank]), int(d.num_slots[r])), k, r)
+                             for k, d in enumerate(tables.directories)
+                             for r in near if r != rank), default=(0, 0, rank))
+    if size == 0:
+        return PullCosts()
+    own, far = (tables.view("rows", piece, r) for r in (rank, peer))
+    row_bytes = own.element_size() * own.shape[1]
+    slots = torch.randint(0, size, (num_rows,), generator=torch.Generator().manual_seed(0))
+    rows, copies = (own.new_empty(num_rows, own.shape[1]) for _ in range(2))
+    read_own, read_far, copied = _medians(repeats, [
+        lambda: torch.index_select(own, 0, slots, out=rows),
+        lambda: torch.index_select(far, 0, slots, out=rows),
+        lambda: copies.copy_(rows)])
+    per_byte = 1e9 / (num_rows * row_bytes)
+    costs = PullCosts(extra_per_byte=max(0.0, read_far - read_own) * per_byte,
+                      per_copied_byte=copied * per_byte)
+    if exchange is not None:
+        return costs
+    few = _ids_of(tables, piece, peer, slots % min(size, 64))
+    before, taken = tables.pull, []
+    for choice in (False, True):
+        choose_pull(tables, choice)
+        taken += _medians(repeats, [lambda: tables.forward(few)])
+    choose_pull(tables, before)
+    direct, once = taken
+    return replace(costs, per_id=max(0.0, once - direct) * 1e9 / num_rows)
+
+
+def _ids_of(tables: ShardedTables, piece: int, owner: int, slots: torch.Tensor) -> Lookup:
+    """A lookup of rows in a rank's shard, bags of one, no ids for other features."""
+    directory = tables.directories[piece]
+    ids = directory.ids_at(directory.positions_at(owner, slots.numpy()))
+    feature = next(f for f, (_, t) in enumerate(tables.features) if t == directory.table.name)
+    lengths = torch.zeros(len(tables.features), slots.numel(), dtype=torch.int64)
+    lengths[feature] = 1
+    pooled = directory.table.pooling != "none"
+    return Lookup(torch.from_numpy(ids), lengths.reshape(-1), torch.arange(len(tables.features)),
+                  slots.numel(), pooled=pooled)
+
+
+def _medians(repeats: int, calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each call, in turn."""
+    seconds = np.zeros((len(calls), repeats))
+    for n in range(-1, repeats):  # one round to warm up
+        for k, call in enumerate(calls):
+            begin = time.perf_counter()
+            call()
+            if n >= 0:
+                seconds[k, n] = time.perf_counter() - begin
+    return np.median(seconds, axis=1).tolist()

@@ -1,0 +1,1 @@
+"""Who takes part: ranks, memory domains, transport, and who is behind."""

@@ -1,0 +1,311 @@
+"""Which rank is behind when ranks do not meet: one answer, the same on all of them.
+
+Every rank leaves in shared memory how often it has arrived at each collection's barrier and what
+for (csrc/host/barrier.h). One that waits in vain reads this of all ranks and of all collections of
+the group, so that ranks which look up collections in different orders see the same picture; it
+leaves its verdict there before it raises, and whoever comes later repeats it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+
+from oper.errors import DeadlineError, DesyncError, PeerLostError, fail
+from oper.shmem.settings import DEADLINE_ENV, deadline_s
+
+if TYPE_CHECKING:
+    from oper.shmem.group.groups import Group
+    from oper.shmem.rows import LogicalRows
+    from oper.shmem.tables import ShardedTables
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+# By number: those of csrc/host/context.h (Meeting and kSharing), then those of `barrier`.
+PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + ("state access", "migration")
+STATE_ACCESS, MIGRATION = 7, 8
+# Status codes about peers: ended, too late, given up, at another phase, closed.
+LOST, LATE, GAVE_UP, ELSEWHERE, CLOSED = PEER_CODES = 1, 2, 6, 8, 12
+_GAVE_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
+
+
+class Spot(NamedTuple):
+    """A collection, by its number, and a phase of it."""
+
+    collection: int
+    phase: int
+
+    def pack(self) -> int:
+        return (self.collection & 0xFFFFFF) << 8 | self.phase & 0xFF
+
+    @staticmethod
+    def unpack(number: int) -> Spot:
+        return Spot(number >> 8 & 0xFFFFFF, number & 0xFF)
+
+
+class Verdict(NamedTuple):
+    """Who is to blame.
+
+    Attributes:
+        code: one of `PEER_CODES`.
+        rank: the rank that is behind.
+        spot: where the others wait for it.
+    """
+
+    code: int
+    rank: int
+    spot: Spot
+
+    def pack(self) -> int:
+        return 1 << 62 | self.code << 48 | self.rank << 32 | self.spot.pack()
+
+    @staticmethod
+    def unpack(number: int) -> Verdict | None:
+        if not number:
+            return None
+        return Verdict(number >> 48 & 0xFF, number >> 32 & 0xFFFF, Spot.unpack(number))
+
+
+class Line(NamedTuple):
+    """What a rank has left at a collection's barrier, see ``Barrier::positions``."""
+
+    arrivals: int
+    phase: int
+    absent: int
+    verdict: int
+
+
+# ---- collections of a group ----------------------------------------------------------------------
+
+
+class Register:
+    """The collections of one group in this process, numbered as they are made: alike on all ranks,
+    since making them is collective."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._titles: dict[int, str] = {}
+        self._live: weakref.WeakValueDictionary[int, ShardedTables] = weakref.WeakValueDictionary()
+
+    def add(self, tables: ShardedTables) -> int:
+        number = next(self._numbers)
+        self._live[number] = tables
+        self._titles[number] = _title(tables)
+        return number
+
+    def meeting(self, spot: Spot) -> str:
+        """A place as errors name it. A peer may have said anything."""
+        tables = self._live.get(spot.collection)
+        title = _title(tables) if tables is not None else self._titles.get(
+            spot.collection, f"unknown collection {spot.collection}")
+        phase = PHASES[spot.phase] if spot.phase < len(PHASES) else f"phase {spot.phase}"
+        return f"the {phase} of {title}"
+
+    def boards(self) -> dict[int, list[Line]]:
+        """What all ranks have left, by collection; those whose barriers can be read here."""
+        found = {}
+        for number, tables in sorted(self._live.items()):
+            if not tables.is_watched:
+                continue
+            with contextlib.suppress(AttributeError, RuntimeError):  # not open yet, or closed
+                flat = torch.ops.oper.context_positions(tables._handle)
+                if flat:
+                    found[number] = [Line(*flat[k:k + 4]) for k in range(0, len(flat), 4)]
+        return found
+
+    def waits(self, rank: int) -> Spot | None:
+        """Where a rank of this rank's memory domain waits for others of the domain, or did when it
+        gave up."""
+        for number, board in self.boards().items():
+            exchange = self._live[number]._exchange
+            mine = board[rank if exchange is None else exchange.members.index(rank)]
+            if _is_ahead(mine, board):
+                return Spot(number, mine.phase)
+        return None
+
+
+def _is_ahead(line: Line, board: list[Line]) -> bool:
+    """Whether a rank waits for another one at a collection, or did when it gave up."""
+    return line.absent != _CLOSED and any(x.arrivals < line.arrivals for x in board)
+
+
+def _title(tables: ShardedTables) -> str:
+    names = list(tables.specs)
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"collection {tables.name!r} (tables {listed})" if tables.name else f"tables {listed}"
+
+
+_REGISTERS: weakref.WeakKeyDictionary[Any, Register] = weakref.WeakKeyDictionary()
+
+
+def register_of(group: Group) -> Register:
+    """The register of a group's collections; one for all that are made over a process group."""
+    key: Any = group
+    if hasattr(group, "process_group"):
+        import torch.distributed as dist
+
+        key = group.process_group or dist.group.WORLD
+    return _REGISTERS.setdefault(key, Register())
+
+
+@contextlib.contextmanager
+def phase_of(tables: LogicalRows, phase: int) -> Iterator[None]:
+    """What barriers and reads of tables are for meanwhile."""
+    before, tables.phase = tables.phase, phase
+    try:
+        yield
+    finally:
+        tables.phase = before
+
+
+def in_phase(phase: int) -> Callable[[_Method], _Method]:
+    """A method of tables whose barriers are of one phase."""
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: LogicalRows, *args: Any, **kwargs: Any) -> Any:
+            with phase_of(self, phase):
+                return method(self, *args, **kwargs)
+        return call  # type: ignore[return-value]
+    return decorate
+
+
+# ---- who is behind -------------------------------------------------------------------------------
+
+
+def judge(tables: ShardedTables, code: int, rank: int) -> Verdict:
+    """The verdict on a failure that looked to the barrier of `tables` like `code` of `rank`, of one
+    memory domain that is the whole group. Left for the others to find."""
+    boards = register_of(tables.group).boards()
+    own, me = tables.collection, tables.group.rank
+    if own not in boards:  # closed meanwhile
+        return Verdict(code, rank, Spot(own, STATE_ACCESS))
+    here = Spot(own, boards[own][me].phase)
+    known = None if code in (ELSEWHERE, CLOSED) else _left_by_others(boards, own, me, rank)
+    if known is None and code == LATE:  # of a rank that waited elsewhere, for another one
+        known = _first_verdict(line for board in boards.values() for line in board)
+    if known is not None:
+        found = known
+    elif code == LATE:
+        found = _latest(boards, here, rank)
+    elif code == ELSEWHERE:
+        spots = [Spot(own, line.phase) for line in boards[own]]
+        found = outnumbered(code, spots, rank)
+    else:
+        found = Verdict(code, rank, here)
+    torch.ops.oper.context_give_up(tables._handle, found.pack())
+    return found
+
+
+def _left_by_others(boards: dict[int, list[Line]], own: int, me: int, peer: int) -> Verdict | None:
+    """A verdict that stands: this rank's own, or that of the peer which it waits for, here or at
+    another collection."""
+    lines = [boards[own][me], boards[own][peer], *(b[peer] for b in boards.values())]
+    lines += [x for x in boards[own] if x.absent == _GAVE_UP]
+    return _first_verdict(lines)
+
+
+def _first_verdict(lines: Iterable[Line]) -> Verdict | None:
+    return next((v for v in map(Verdict.unpack, (x.verdict for x in lines)) if v), None)
+
+
+def _latest(boards: dict[int, list[Line]], here: Spot, missed: int) -> Verdict:
+    """Who came too late: of the ranks that wait for nobody the one with the fewest arrivals; where
+    all wait, at different places, one that is not where most are."""
+    size = len(boards[here.collection])
+    waits: list[Spot | None] = [None] * size
+    for number, board in boards.items():
+        for r, line in enumerate(board):
+            if _is_ahead(line, board):
+                waits[r] = Spot(number, line.phase)
+    arrivals = [sum(board[r].arrivals for board in boards.values()) for r in range(size)]
+    free = [r for r in range(size) if waits[r] is None]
+    if not free:
+        return outnumbered(LATE, [w for w in waits if w], missed, arrivals)
+    behind = min(free, key=lambda r: (arrivals[r], r))
+    return Verdict(LATE, behind, _common([w for w in waits if w] or [here]))
+
+
+def outnumbered(code: int, spots: Sequence[Spot], missed: int,
+                arrivals: Sequence[int] | None = None) -> Verdict:
+    """The verdict where all ranks wait, each at one of `spots` [W].
+
+    Against one that is not where most are, or as many and the lowest rank; against `missed` where
+    all are at one place.
+    """
+    common = _common(spots)
+    others = [r for r, spot in enumerate(spots) if spot != common]
+    behind = min(others, key=lambda r: (arrivals[r] if arrivals else 0, r), default=missed)
+    return Verdict(code, behind, common)
+
+
+def _common(spots: Sequence[Spot]) -> Spot:
+    """Where most are; of places with as many, that of the lowest rank."""
+    return Counter(spots).most_common(1)[0][0]  # counted in order, and sorted stably
+
+
+def blame_peers(tables: ShardedTables, code: int, detail: int) -> tuple[int, int]:
+    """Raise what a status code of the kernels about peers means; others are returned."""
+    if tables._exchange is not None:
+        return tables._exchange.check(code, detail)
+    if code in PEER_CODES:
+        verdict = judge(tables, code, detail)
+        raise_verdict(verdict, tables.group, where(tables, verdict.rank))
+    return code, detail
+
+
+# ---- telling -------------------------------------------------------------------------------------
+
+
+def where(tables: ShardedTables, rank: int) -> str:
+    """What a rank was seen to do, for a message; empty where this rank cannot see it."""
+    register = register_of(tables.group)
+    if not tables.is_one_domain:
+        return ""
+    spot = register.waits(rank)
+    board = register.boards().get(tables.collection, [])
+    if spot is not None:
+        return f"it waits in {register.meeting(spot)}; "
+    if rank < len(board) and board[rank].arrivals:
+        line = board[rank]
+        spot = Spot(tables.collection, line.phase)
+        return f"it was last seen in {register.meeting(spot)}; "
+    return ""
+
+
+def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = "") -> NoReturn:
+    """Raise what a verdict means, with its rank.
+
+    Args:
+        verdict: who is behind.
+        group: the ranks.
+        seen: what that rank was seen to do, ending in ``"; "``, or nothing.
+        detail: of an error that this one stems from.
+    """
+    code, rank, spot = verdict
+    meeting = register_of(group).meeting(spot)
+    who = "this rank" if rank == group.rank else "a peer"
+    tail = f" ({detail})" if detail else ""
+    same = f"{seen}every rank must run the same lookups and training steps in the same order{tail}"
+    error: PeerLostError | DeadlineError | DesyncError
+    if code == LATE:
+        error = DeadlineError(fail(
+            f"{who} did not arrive at {meeting}", "rank", rank,
+            f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same))
+    elif code == ELSEWHERE:
+        error = DesyncError(fail(
+            f"{who} is not at {meeting}", "rank", rank, "all ranks at the same call", same))
+    else:
+        what = {LOST: "a peer process has ended", CLOSED: f"{who} has closed its tables"}.get(
+            code, f"{who} has given up this exchange")
+        error = PeerLostError(fail(
+            f"{what} before {meeting}", "rank", rank,
+            "all ranks alive" if code == LOST else "no error on any rank",
+            f"{seen}look at that rank's log and start all ranks again{tail}"))
+    error.rank = rank
+    raise error

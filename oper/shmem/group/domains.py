@@ -1,0 +1,114 @@
+"""Memory domains: which ranks of a group can address each other's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from oper.errors import InvalidInputError, fail
+from oper.shmem.group.groups import Group
+
+DOMAIN_ENV = "OPER_DOMAIN"
+_CONNECT_S = 5.0
+
+
+class DomainGroup:
+    """The ranks of one memory domain, numbered among themselves.
+
+    Collectives stay collective over the whole group, in which all domains do the same.
+
+    Attributes:
+        whole: all ranks.
+        rank: this rank's place in its domain.
+        world_size: ranks of the domain.
+        members: their ranks in the whole group, ascending.
+    """
+
+    def __init__(self, group: Group, members: list[int]) -> None:
+        self.whole = group
+        self.members = members
+        self.rank = members.index(group.rank)
+        self.world_size = len(members)
+        self.is_local = group.is_local
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of the domain's ranks."""
+        values = self.whole.all_gather(value)
+        return [values[rank] for rank in self.members]
+
+
+def find_domains(group: Group) -> list[int]:
+    """Index of each rank's memory domain, by rank; domains are numbered by their first rank.
+
+    Ranks share a domain when they run as one user on one kernel, in the same PID, user and network
+    namespaces, and have in fact reached each other. ``OPER_DOMAIN``, any text, keeps ranks with
+    different values apart. Collective.
+
+    Raises:
+        InvalidInputError: a group of threads states domains that do not fit it.
+    """
+    if group.world_size == 1:
+        return [0]
+    if group.is_local:
+        return _stated(getattr(group, "domains", None), group.world_size)
+    name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(name)
+        server.listen(group.world_size)
+        everyone = group.all_gather((_identity(), os.getpid(), name))
+        mine = everyone[group.rank][0]
+        reached = {rank for rank, (identity, pid, peer) in enumerate(everyone)
+                   if rank == group.rank or (identity == mine and _reaches(peer, pid))}
+        # Sockets stay open until all have tried.
+        sees = group.all_gather(reached)
+    domains: list[list[int]] = []
+    for rank in range(group.world_size):
+        for members in domains:
+            if all(m in sees[rank] and rank in sees[m] for m in members):
+                members.append(rank)
+                break
+        else:
+            domains.append([rank])
+    return [next(k for k, members in enumerate(domains) if rank in members)
+            for rank in range(group.world_size)]
+
+
+def _stated(labels: Any, world_size: int) -> list[int]:
+    """Numbers of the domains that virtual ranks are told to play."""
+    if labels is None:
+        return [0] * world_size
+    if len(labels) != world_size:
+        raise InvalidInputError(fail("cannot tell memory domains", "domains", labels,
+                                     f"one label per rank of {world_size}", "correct the group"))
+    number = {label: k for k, label in enumerate(dict.fromkeys(labels))}
+    return [number[label] for label in labels]
+
+
+def _identity() -> tuple[str, ...]:
+    """Equal for processes that may share memory: same kernel, user and namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "net")]
+    return (os.environ.get(DOMAIN_ENV, ""), socket.gethostname(), boot, str(os.getuid()), *spaces)
+
+
+def _reaches(name: str, pid: int) -> bool:
+    """Whether the process `pid` is there and listens at this private socket."""
+    with contextlib.suppress(OSError):
+        os.close(os.pidfd_open(pid))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_CONNECT_S)
+            probe.connect(name)
+            return peer_credentials(probe)[0] == pid
+    return False
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """PID and user of the process at the other end of a Unix socket."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid

@@ -1,0 +1,206 @@
+"""Who is still there: connections between all ranks of a group, used only when something is wrong.
+
+A collective that waits for a dead or stalled peer does not say for whom. Here every pair of ranks
+holds one TCP connection. The kernel closes it when a process ends, a rank that gives up says so on
+it, and a rank that waits too long asks the others how far they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+
+from oper.errors import OperError, fail
+from oper.shmem.group.desync import GAVE_UP, LATE, LOST, Spot, Verdict, outnumbered, register_of
+from oper.shmem.group.groups import Group
+
+_CONNECT_S = 60.0
+_MESSAGE = struct.Struct("<4sqq")  # what, and two numbers
+_HELLO = struct.Struct("<32sq")
+_ASK, _TELL, _GAVE_UP = b"ask?", b"tell", b"gave"
+_ANSWER_S = 1.0
+_SIOCGIFADDR = 0x8915
+_WAITS = 1 << 40  # beside a packed spot
+
+
+class Watch:
+    """Connections to all other ranks of a group. Creation is collective.
+
+    Attributes:
+        count: exchanges that this rank has begun; the owner of the watch counts.
+        spot: where the last one was.
+        is_inside: whether it is under way.
+        loss: the first verdict on a rank that takes no part any more, or None.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.count = 0
+        self.spot = Spot(0, 0)
+        self.is_inside = False
+        self.loss: Verdict | None = None
+        self._group = group
+        self._peers: dict[int, socket.socket] = {}
+        self._told: dict[int, tuple[int, Spot, bool]] = {}
+        self._changed = threading.Condition()
+        self._connect()
+        self._thread = threading.Thread(target=self._listen, name="oper-watch", daemon=True)
+        self._thread.start()
+
+    def _connect(self) -> None:
+        group = self._group
+        with socket.create_server(("", 0), backlog=group.world_size) as server:
+            server.settimeout(_CONNECT_S)
+            own = (_own_address(), server.getsockname()[1], secrets.token_bytes(32))
+            everyone = group.all_gather(own)
+            token = everyone[0][2]
+            try:
+                for rank in range(group.rank):
+                    peer = socket.create_connection(everyone[rank][:2], timeout=_CONNECT_S)
+                    peer.sendall(_HELLO.pack(token, group.rank))
+                    self._peers[rank] = peer
+                while len(self._peers) < group.world_size - 1:
+                    peer, _ = server.accept()
+                    self._welcome(peer, token)
+            except OSError as error:
+                raise OperError(
+                    fail("cannot connect to the other ranks", "addresses",
+                         [e[:2] for e in everyone][:8], "hosts that can reach each other",
+                         f"set GLOO_SOCKET_IFNAME to the interface between them ({error})"
+                         )) from error
+        for peer in self._peers.values():
+            peer.settimeout(None)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        group.all_gather(None)
+
+    def _welcome(self, peer: socket.socket, token: bytes) -> None:
+        """Keep a connection of the group; drop one of anybody else."""
+        peer.settimeout(_CONNECT_S)
+        with contextlib.suppress(OSError, struct.error):
+            said, rank = _HELLO.unpack(_receive(peer, _HELLO.size))
+            if secrets.compare_digest(said, token) and self._group.rank < rank < (
+                    self._group.world_size):
+                self._peers[rank] = peer
+                return
+        peer.close()
+
+    # ---- listening -------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, peer in self._peers.items():
+                selector.register(peer, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    assert isinstance(key.fileobj, socket.socket)
+                    if not self._heard(key.data, key.fileobj):
+                        selector.unregister(key.fileobj)
+
+    def _heard(self, rank: int, peer: socket.socket) -> bool:
+        """Act on what a peer says; False when its connection is at its end."""
+        try:
+            what, a, b = _MESSAGE.unpack(_receive(peer, _MESSAGE.size))
+        except (OSError, struct.error):
+            self._lose(Verdict(LOST, rank, self.spot))
+            return False
+        if what == _ASK:
+            spot, waits = self._place()
+            self._say(rank, _TELL, self.count, spot.pack() + _WAITS * waits)
+        elif what == _GAVE_UP:
+            self._lose(Verdict.unpack(int(a)) or Verdict(GAVE_UP, rank, self.spot))
+        else:
+            with self._changed:
+                self._told[rank] = int(a), Spot.unpack(int(b)), bool(b & _WAITS)
+                self._changed.notify_all()
+        return True
+
+    def _place(self) -> tuple[Spot, bool]:
+        """Where this rank is, and whether it waits there: in an exchange, or within its memory
+        domain for a neighbour."""
+        if self.is_inside:
+            return self.spot, True
+        near = register_of(self._group).waits(self._group.rank)
+        return (self.spot, False) if near is None else (near, True)
+
+    def _lose(self, loss: Verdict) -> None:
+        with self._changed:
+            self.loss = self.loss or loss
+            self._changed.notify_all()
+
+    def _say(self, rank: int, what: bytes, a: int, b: int) -> None:
+        with contextlib.suppress(OSError):
+            self._peers[rank].sendall(_MESSAGE.pack(what, a, b))
+
+    # ---- asking ----------------------------------------------------------------------------------
+
+    def wait_for_loss(self, seconds: float) -> Verdict | None:
+        """The first lost peer, as soon as there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.loss is not None, seconds)
+            return self.loss
+
+    def behind(self, missed: int) -> Verdict:
+        """Who is behind, by what all peers say: one that does not answer, else one that has begun
+        fewer exchanges than this rank and waits for nobody within its memory domain, else one that
+        is elsewhere than most; `missed` where none is."""
+        with self._changed:
+            self._told.clear()
+        for rank in self._peers:
+            self._say(rank, _ASK, 0, 0)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._told) == len(self._peers), _ANSWER_S)
+            told = dict(self._told)
+        told[self._group.rank] = self.count, *self._place()
+        ranks = sorted(told)
+        waited = [told[r][1] for r in ranks if told[r][2]] or [self.spot]
+        common = outnumbered(LATE, waited, 0).spot
+        silent = [r for r in self._peers if r not in told]
+        late = sorted((r for r in ranks if told[r][0] < self.count),
+                      key=lambda r: (told[r][2], told[r][0], r))
+        if silent or late:
+            return Verdict(LATE, min(silent) if silent else late[0], common)
+        return outnumbered(LATE, [told[r][1] for r in ranks], missed)
+
+    def give_up(self, verdict: Verdict) -> None:
+        """Tell all peers that this rank will not take part any more, and who is to blame."""
+        for rank in self._peers:
+            self._say(rank, _GAVE_UP, verdict.pack(), 0)
+
+
+def _receive(peer: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        more = peer.recv(num_bytes - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _own_address() -> str:
+    """Address of this host on the interface that its collectives use."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        if name:
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR,
+                                    struct.pack("256s", name.encode()[:15]))
+                return socket.inet_ntoa(found[20:24])
+        master = os.environ.get("MASTER_ADDR", "")
+        # A host may know its own name as a loopback address; then the default route tells more.
+        for host in (master, "192.0.2.1"):
+            with contextlib.suppress(OSError):
+                probe.connect((host, 9))  # nothing is sent: the kernel only chooses an interface
+                address = str(probe.getsockname()[0])
+                if not address.startswith("127.") or master in ("localhost", address):
+                    return address
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"

@@ -1,0 +1,122 @@
+"""Threads of one rank that use the same tables: what they may do at once, and what in turn.
+
+Lookups without gradients share nothing and run at once. A lookup whose backward pass updates, that
+backward pass, and all that is collective use the same workspaces, outbox and counters: one at a
+time. The lock is waited for without Python's own, and nothing that it guards waits for another
+thread of this rank, so that autograd's threads may take it too.
+
+With several ranks every rank must make the same collective calls in the same order, which two
+threads that train at once do not; the second one is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from oper.errors import InvalidInputError, fail
+
+if TYPE_CHECKING:
+    from oper.shmem.by_feature import Backward
+    from oper.shmem.tables import ShardedTables
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Self = TypeVar("_Self", bound="ShardedTables")
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+_MANY = 32  # lookups that await their backward passes, from which on dropped ones are looked for
+
+
+class Turns:
+    """Whose turn it is to change the tables of one rank.
+
+    Args:
+        world_size: ranks that share them.
+
+    Attributes:
+        lock: held by whoever changes them or meets other ranks; may be taken again by its holder.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.lock = threading.RLock()
+        self._is_alone = world_size == 1
+        # Lookups that await their backward passes: thread and what tells whether anybody still
+        # holds them, by the identity of their offsets.
+        self._awaited: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
+
+    def check(self) -> None:
+        """Refuse a lookup with gradients while another thread's await their backward passes.
+
+        Raises:
+            InvalidInputError: with several ranks.
+        """
+        # What a backward pass looks up again (checkpointing) runs in a thread of autograd's choice.
+        if self._is_alone or torch._C._current_graph_task_id() != -1:
+            return
+        me = threading.get_ident()
+        other = next((t for t, held in self._awaited.values() if t != me and held() is not None),
+                     None)
+        if other is None:
+            return
+        names = {t.ident: t.name for t in threading.enumerate()}
+        raise InvalidInputError(
+            fail("cannot train from two threads at once", "thread", names.get(me, me),
+                 f"the only one: a lookup of {names.get(other, other)!r} awaits its backward pass",
+                 "with several ranks let one thread train, which keeps their calls in one order, "
+                 "and look up under torch.no_grad() in others"))
+
+    def begin(self, offsets: torch.Tensor) -> None:
+        """A lookup with gradients has given these offsets; its backward pass has not run."""
+        if self._is_alone or torch._C._current_graph_task_id() != -1:
+            return
+        if len(self._awaited) >= _MANY:
+            self._awaited = {k: x for k, x in self._awaited.items() if x[1]() is not None}
+        self._awaited[id(offsets)] = threading.get_ident(), weakref.ref(offsets)
+
+    def end(self, offsets: torch.Tensor) -> None:
+        """Its backward pass runs."""
+        if self._awaited:
+            self._awaited.pop(id(offsets), None)
+
+
+def in_turn(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
+    """A method of tables that waits for its turn."""
+    @functools.wraps(method)
+    def call(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self.turns.lock:
+            return method(self, *args, **kwargs)
+    return call  # type: ignore[return-value]
+
+
+def forward_in_turn(method: _Forward) -> _Forward:
+    """`ShardedTables.forward`, in turn where it is collective or a backward pass follows."""
+    @functools.wraps(method)
+    def forward(self: ShardedTables, batch: Any, collective: bool = False) -> Any:
+        if not collective and self._exchange is None and self.lookups_at_once:
+            return method(self, batch, collective)
+        turns = self.turns
+        with turns.lock:
+            if not collective:
+                return method(self, batch, collective)
+            turns.check()
+            found = method(self, batch, collective)
+            turns.begin(found[1])
+            return found
+    return forward  # type: ignore[return-value]
+
+
+def backward_in_turn(method: Callable[[_Self, list[Backward]], None]
+                     ) -> Callable[[_Self, list[Backward]], None]:
+    """`ShardedTables.apply_all`, in turn."""
+    @functools.wraps(method)
+    def backward(self: _Self, parts: list[Backward]) -> None:
+        with self.turns.lock:
+            for part in parts:
+                self.turns.end(part.offsets)
+            method(self, parts)
+    return backward

@@ -1,0 +1,1 @@
+"""Memory that ranks share: heaps, arenas, segments, NUMA nodes, formats of rows."""

@@ -1,0 +1,105 @@
+"""Arenas in device memory: what lies where in those of this rank and of its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+
+from oper.directory import TableDirectory
+from oper.shmem.device_batch import unsigned
+from oper.shmem.group.domains import DomainGroup
+from oper.shmem.group.groups import Group
+from oper.shmem.memory.device_heap import PART_BYTES, DeviceHeap
+from oper.shmem.placement.layout import ROW_TYPES, ArenaLayout
+
+_SMALL_BYTES = 64 << 10  # of an outbox that is not used
+
+
+def _up(num_bytes: int, unit: int = 256) -> int:
+    return -(-num_bytes // unit) * unit
+
+
+class DeviceArenas:
+    """The arenas that a rank can address.
+
+    Args:
+        directories: the tables' pieces.
+        group: all ranks. Creation is collective.
+        near: ranks of this memory domain, or None: all.
+        device: this rank's device.
+        exchange_bytes: of an outbox, and in push mode of requests and of partial sums; 0 = unused.
+        pushes: whether a tier is in push mode.
+        clipped: tables whose rows' gradients are clipped to a norm.
+
+    Attributes:
+        layout: offsets of everything but what is behind the outbox.
+        heap: the memory.
+        addresses: int [W], 0 = in another memory domain.
+        pads, requests, partials: int64 [W], addresses of barrier words, requests and partial sums;
+            likewise.
+        partial_bytes: size of a rank's requests, and of its partial sums.
+    """
+
+    def __init__(self, directories: Sequence[TableDirectory], group: Group,
+                 near: list[int] | None, device: torch.device, exchange_bytes: int, pushes: bool,
+                 clipped: Collection[str]) -> None:
+        W = group.world_size
+        self._directories = directories
+        self._rank = group.rank
+        self._device = device
+        self.layout = ArenaLayout.build(directories, W, exchange_bytes or _SMALL_BYTES, clipped,
+                                        PART_BYTES)
+        pads = _up(max(self.layout.num_bytes))
+        requests = _up(pads + 4 * W)
+        self.partial_bytes = exchange_bytes // 256 * 256 if pushes else 0
+        members = list(range(W)) if near is None else near
+        self.heap = DeviceHeap(
+            group if near is None else DomainGroup(group, near),
+            [requests + 2 * self.partial_bytes] * len(members), device,
+            [self.layout.host_ranges[r] for r in members])
+        self.addresses = [0] * W
+        for rank, address in zip(members, self.heap.addresses, strict=True):
+            self.addresses[rank] = address
+        base = np.array(self.addresses, np.int64)
+        self.pads, self.requests, self.partials = (
+            np.where(base > 0, base + at, 0)
+            for at in (pads, requests, requests + self.partial_bytes))
+
+    @property
+    def outboxes(self) -> np.ndarray:
+        """Addresses of the outboxes, int64 [W]; those of far ranks mean nothing."""
+        return np.array(self.addresses, np.int64) + np.array(self.layout.outbox)
+
+    @property
+    def outbox_bytes(self) -> int:
+        """Size of a rank's outbox."""
+        return self.layout.outbox_bytes
+
+    def is_near(self, rank: int) -> bool:
+        """Whether this rank can address that one's memory."""
+        return self.addresses[rank] > 0
+
+    def segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
+        """Memory that this rank can address as [rows, columns], mapped."""
+        index = self._device.index if self._device.type == "cuda" else -1
+        view: torch.Tensor = torch.ops.oper.device_view(
+            address, rows, columns, ROW_TYPES.index(dtype), index)
+        return view
+
+    def memory(self, address: int, count: int) -> torch.Tensor:
+        """As `segment`, float32 [count]."""
+        return self.segment(address, count, 1, "float32").view(-1)
+
+    def squares(self, piece: int, rounds: int) -> torch.Tensor:
+        """Sums of squares of this rank's rows of a column piece, float32, round after round."""
+        count = int(self._directories[piece].num_slots[self._rank]) * rounds
+        return self.memory(self.addresses[self._rank] + int(
+            self.layout.squares[piece, self._rank]), count)
+
+    def touched(self, piece: int, rank: int) -> torch.Tensor:
+        """Slots of replicated rows that the last step has updated on a near rank, int64; waits."""
+        at = self.addresses[rank] + int(self.layout.touched[piece, rank])
+        count = int(self.memory(at, 1).view(torch.int32))
+        return unsigned(self.memory(at + 4, count).view(torch.uint8))

@@ -1,0 +1,216 @@
+"""Arenas in device memory that every rank of a group can address.
+
+Three ways to get them, tried in this order: all ranks are threads of this process (plain tensors);
+torch's symmetric memory; CUDA virtual memory with POSIX descriptors, which is also what puts a part
+of an arena into host memory. Kernels see base addresses only. torch's symmetric memory is an alpha
+interface: this is the only file that touches it, and of its handle only integers are used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from oper.environment import setting
+from oper.errors import OperError, PlanError, fail
+from oper.shmem import library
+from oper.shmem.group.domains import DomainGroup
+from oper.shmem.group.groups import Group, ProcessGroup
+from oper.shmem.memory.host_heap import exchange_over_sockets
+
+HEAP_ENV = "OPER_DEVICE_HEAP"
+PART_BYTES = 2 << 20  # kPartBytes in csrc/device/memory.h
+
+
+class DeviceHeap:
+    """Arenas of all ranks of a group in device memory.
+
+    Args:
+        group: the ranks, or those of one memory domain. Creation is collective, in all domains
+            together.
+        num_bytes: int [W], size of each rank's arena; equal on all ranks.
+        device: this rank's device.
+        host_ranges: [W] lists of ascending [begin, end) of the rows in host memory, multiples of
+            `PART_BYTES`; same on all ranks.
+
+    Attributes:
+        addresses: int [W], where each arena is mapped for this rank's device.
+        kind: ``"local"``, ``"symmetric memory"`` or ``"virtual memory"``.
+        page_kind: what memory the rows are in, for records.
+
+    Raises:
+        PlanError: two ranks cannot address each other's memory.
+        OperError: the memory cannot be had.
+    """
+
+    def __init__(self, group: Group | DomainGroup, num_bytes: list[int], device: torch.device,
+                 host_ranges: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
+        library.load_device()
+        self._group = group
+        # Decisions are those of all domains, so that their collectives stay the same.
+        self._whole: Group = group.whole if isinstance(group, DomainGroup) else group
+        self.device = device
+        # Symmetric memory wants equal sizes.
+        self._size = -(-max(1, *num_bytes) // PART_BYTES) * PART_BYTES
+        self._host_ranges = [[x for pair in ranges for x in pair] for ranges in host_ranges]
+        self._host_ranges += [[]] * (group.world_size - len(self._host_ranges))
+        has_host = any(self._host_ranges)
+        self.addresses: list[int] = []
+        self._keep: list[Any] = []
+        self._mapped: list[tuple[int, list[int]]] = []
+        self.page_kind = "device"
+        # Where no rank has a neighbour, nobody else needs to see this memory.
+        if group.is_local or (isinstance(group, DomainGroup)
+                              and max(group.whole.all_gather(group.world_size)) == 1):
+            self.kind = "local"
+            self._open_local(has_host)
+            return
+        assert isinstance(self._whole, ProcessGroup)
+        wanted = setting(HEAP_ENV, "cannot open the device heap")
+        reason = "not asked for"
+        if has_host:
+            reason = "it has no rows in host memory"
+            if wanted == "symmetric":
+                raise OperError(fail("cannot open the device heap", HEAP_ENV, wanted,
+                                     "virtual, for a plan with rows in host memory", "unset it"))
+        elif wanted != "virtual":
+            reason = self._open_symmetric()
+            if not reason:
+                self.kind = "symmetric memory"
+                return
+            if wanted == "symmetric":
+                raise OperError(fail("cannot open the device heap", "symmetric memory", reason,
+                                     "a torch and a driver that provide it",
+                                     f"unset {HEAP_ENV}"))
+        self.kind = "virtual memory"
+        self._open_virtual(reason)
+
+    def _open_local(self, has_host: bool) -> None:
+        if has_host and self.device.type == "cuda":
+            address, fds = self._create()
+            for fd in fds:
+                os.close(fd)
+        else:
+            arena = torch.empty(self._size, dtype=torch.uint8, device=self.device)
+            arena.zero_()
+            self._keep.append(arena)
+            address = arena.data_ptr()
+        everyone = self._group.all_gather((address, str(self.device)))
+        devices = {where for _, where in everyone}
+        if len(devices) > 1:
+            raise PlanError(
+                fail("virtual ranks cannot address each other's memory", "devices",
+                     sorted(devices), "one device", "start one process per device"))
+        self.addresses = [address for address, _ in everyone]
+
+    def _name(self) -> str:
+        """Name of the process group of these ranks."""
+        whole = self._whole
+        assert isinstance(whole, ProcessGroup)
+        if not isinstance(self._group, DomainGroup):
+            return whole.name
+        import torch.distributed as dist
+
+        everyone = dist.get_process_group_ranks(whole.process_group or dist.group.WORLD)
+        self._domain = dist.new_group([everyone[r] for r in self._group.members], backend="gloo",
+                                      use_local_synchronization=True)
+        return str(self._domain.group_name)
+
+    def _open_symmetric(self) -> str:
+        """Map all arenas by torch's symmetric memory; returns why not, or an empty string."""
+        reason = ""
+        handle: Any = None
+        arena: Any = None
+        try:
+            import torch.distributed._symmetric_memory as symmetric
+
+            if hasattr(symmetric, "set_backend"):
+                symmetric.set_backend("CUDA")
+            arena = symmetric.empty(self._size, dtype=torch.uint8, device=self.device)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+        # All or none: a rank that went ahead alone would wait for ever.
+        reasons = [r for r in self._whole.all_gather(reason) if r]
+        if reasons:
+            return reasons[0]
+        try:
+            handle = symmetric.rendezvous(arena, group=self._name())  # type: ignore[arg-type]
+            addresses = [int(a) for a in handle.buffer_ptrs]
+        except (AttributeError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+        reasons = [r for r in self._whole.all_gather(reason) if r]
+        if reasons:
+            return reasons[0]
+        assert arena is not None
+        arena.zero_()
+        torch.cuda.synchronize(self.device)
+        self._whole.all_gather(None)
+        self._keep += [handle, arena]
+        self.addresses = addresses
+        return ""
+
+    def _create(self) -> tuple[int, list[int]]:
+        """This rank's arena, mapped, and the descriptors of its parts."""
+        mine = self._host_ranges[self._group.rank]
+        address, *fds = torch.ops.oper.device_memory_create(
+            self._size, mine, self.device.index or 0)
+        self._mapped.append((address, mine))
+        return address, fds
+
+    def _open_virtual(self, reason: str) -> None:
+        group = self._group
+        fds: list[int] = []
+        address, error = 0, ""
+        try:
+            address, fds = self._create()
+        except RuntimeError as problem:
+            error = str(problem).splitlines()[0]
+        received: dict[int, list[int]] = {}
+        try:
+            errors = [(rank, e) for rank, e in enumerate(self._whole.all_gather(error)) if e]
+            if errors:
+                raise OperError(
+                    fail("cannot share device memory between processes", "rank", errors[0],
+                         "POSIX descriptors of CUDA virtual memory",
+                         f"symmetric memory was not used either ({reason}); use a plan that "
+                         "exchanges over torch.distributed"))
+            _, received = exchange_over_sockets(group, fds)
+            own: PlanError | None = None
+            for rank in range(group.world_size):
+                try:
+                    self.addresses.append(
+                        address if rank == group.rank else self._attach(rank, received[rank]))
+                except PlanError as found:
+                    own = own or found
+            # All ranks or none: one that went ahead would wait for the others.
+            problems = [p for p in self._whole.all_gather(own) if p is not None]
+            if problems:
+                raise own or problems[0]
+        finally:
+            for fd in [*fds, *(fd for got in received.values() for fd in got)]:
+                os.close(fd)
+
+    def _attach(self, rank: int, fds: list[int]) -> int:
+        parts = self._host_ranges[rank]
+        try:
+            address = int(torch.ops.oper.device_memory_attach(
+                fds, self._size, parts, self.device.index or 0))
+        except RuntimeError as error:
+            raise PlanError(
+                fail(f"rank {self._group.rank} cannot address the memory of rank {rank}", "device",
+                     str(self.device), "devices with peer access",
+                     "use a plan that exchanges over torch.distributed "
+                     f"({str(error).splitlines()[0]})")) from None
+        self._mapped.append((address, parts))
+        return address
+
+    def close(self) -> None:
+        """Release this rank's arena and its views of the others'; not collective."""
+        for address, parts in self._mapped:
+            torch.ops.oper.device_memory_release(address, self._size, parts)
+        self._mapped = []
+        self._keep = []
+        self.addresses = []

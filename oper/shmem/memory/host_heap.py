@@ -1,0 +1,266 @@
+"""The symmetric heap of one memory domain: an arena per rank that every rank can address.
+
+Arenas are anonymous memory files (``memfd``): they have no name, so nothing is left behind by a
+killed process. Descriptors travel over private abstract Unix sockets to processes of the same user
+that the group has named. Peers map an arena read-only: that a rank writes only its own memory is
+enforced by the MMU. A small control segment with the barrier words is writable by all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+import torch
+
+from oper.errors import OperError, fail
+from oper.shmem.group.domains import peer_credentials
+from oper.shmem.group.groups import Group
+from oper.shmem.library import load
+from oper.shmem.memory.segments import (
+    create_segment,
+    map_over_segment,
+    map_segment,
+    no_segment,
+)
+
+_LINE_BYTES = 128  # one barrier line per rank, see csrc/host/barrier.h
+_CONNECT_S = 60.0
+_MAX_SEGMENTS = 253  # of a rank: what the kernel passes in one message
+_HUGE = 2 << 20
+
+
+def _page_up(num_bytes: int) -> int:
+    return -(-num_bytes // 4096) * 4096
+
+
+class HostHeap:
+    """Arenas of all ranks of a group, which is one memory domain.
+
+    Args:
+        group: the ranks. Creation is collective.
+        num_bytes: int [W], size of each rank's arena; equal on all ranks.
+        host_ranges: [W] lists of ascending [begin, end) of pages for rows in host memory: they come
+            from a second segment of the rank, which never gets huge pages. Same on all ranks.
+        num_outbox_bytes: how much of an arena is its outbox; for the error where it is too large.
+
+    Attributes:
+        addresses: int [W], where each arena is mapped in this process.
+        control: address of the control segment.
+        pidfds: int [W], descriptors that become readable when a peer ends; -1 = own process.
+        page_kind: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent), after `collapse`.
+
+    Raises:
+        OperError: memory, address space or descriptors cannot be had, by this rank or a peer.
+    """
+
+    def __init__(self, group: Group, num_bytes: list[int],
+                 host_ranges: list[list[tuple[int, int]]] | None = None,
+                 num_outbox_bytes: int = 0) -> None:
+        load()
+        self._group = group
+        self._num_outbox_bytes = num_outbox_bytes
+        self._host_ranges = host_ranges or [[] for _ in num_bytes]
+        self._sizes = [_page_up(max(1, n)) for n in num_bytes]
+        self._control_bytes = _page_up(group.world_size * _LINE_BYTES)
+        self.pidfds = [-1] * group.world_size
+        self.page_kind = "4KiB"
+        self._mapped: list[tuple[int, int]] = []
+        self.addresses: list[int] = []
+        self.control = 0
+        fds: list[int] = []
+        try:
+            problem: OperError | None = None
+            try:
+                for size in self._segment_sizes(group.rank):
+                    fds.append(create_segment(size))
+            except OSError as error:
+                problem = self._problem("cannot create the shared arena", error)
+            self._agree(problem)
+            if group.is_local:
+                # Descriptors are already ours; every virtual rank still maps for itself, so that
+                # one may close while another reads.
+                self._map_all(group.all_gather(list(fds)))
+            else:
+                self._attach_peers(fds)
+        except OSError as error:
+            self.close()
+            raise self._problem("cannot share the arenas", error) from error
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _problem(self, what: str, error: OSError) -> OperError:
+        """What stands in the way: arenas of all ranks are mapped, this rank's is made."""
+        one = what.startswith("cannot create")
+        num_bytes = self._sizes[self._group.rank] if one else sum(self._sizes)
+        return no_segment(what, num_bytes, error,
+                          self._num_outbox_bytes * (1 if one else self._group.world_size))
+
+    def _agree(self, problem: OperError | None) -> None:
+        """Raise what any rank has met, on all of them: nobody may wait for one that has failed."""
+        whole: Group = getattr(self._group, "whole", self._group)  # of all memory domains
+        found = whole.all_gather(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(found):
+            if text is not None:
+                raise OperError(
+                    fail("a peer cannot share its arena", "rank", rank,
+                         "memory and address space on all ranks", f"there: {text}"))
+
+    def _segment_sizes(self, rank: int) -> list[int]:
+        """A rank's segments: its arena, the control segment if it is rank 0, its host memory."""
+        sizes = [self._sizes[rank]]
+        sizes += [self._control_bytes] if rank == 0 else []
+        return sizes + ([self.host_bytes(rank)] if self._host_ranges[rank] else [])
+
+    def host_bytes(self, rank: int) -> int:
+        """Size of a rank's segment of host memory."""
+        return sum(end - begin for begin, end in self._host_ranges[rank])
+
+    def _map(self, fd: int, num_bytes: int, writable: bool) -> int:
+        address = map_segment(fd, num_bytes, writable)
+        self._mapped.append((address, num_bytes))
+        return address
+
+    def _map_all(self, segments: list[list[int]]) -> None:
+        """Map what `_segment_sizes` lists, of every rank."""
+        problem: OperError | None = None
+        try:
+            for rank, fds in enumerate(segments):
+                writable = rank == self._group.rank
+                address = self._map(fds[0], self._sizes[rank], writable)
+                self.addresses.append(address)
+                at = 0
+                for begin, end in self._host_ranges[rank]:
+                    map_over_segment(address + begin, fds[-1], at, end - begin, writable)
+                    at += end - begin
+            self.control = self._map(segments[0][1], self._control_bytes, True)
+        except OSError as error:
+            problem = self._problem("cannot map the ranks' arenas", error)
+        # Nobody may go on (and perhaps end) before all have what they need.
+        self._agree(problem)
+
+    def _attach_peers(self, fds: list[int]) -> None:
+        """Exchange descriptors; those received are added to `fds`, which the caller closes."""
+        group = self._group
+        mine = list(fds)
+        pids, received = exchange_over_sockets(group, mine)
+        for got in received.values():
+            fds.extend(got)
+        for rank, pid in enumerate(pids):
+            if rank != group.rank:
+                self.pidfds[rank] = os.pidfd_open(pid)
+        segments = [mine if r == group.rank else received[r] for r in range(group.world_size)]
+        for rank, got in enumerate(segments):
+            if len(got) != len(self._segment_sizes(rank)):
+                raise OperError(
+                    fail("cannot attach to a peer's arena", "rank, descriptors", (rank, len(got)),
+                         f"{len(self._segment_sizes(rank))}", "start all ranks with one plan"))
+        self._map_all(segments)
+
+    def collapse(self, num_bytes: list[int], sync: Callable[[], None]) -> None:
+        """Ask for huge pages behind the first `num_bytes[r]` bytes of every arena r. Collective.
+
+        Each rank first collapses its own arena, then maps the peers' by huge pages; `sync` is a
+        barrier, since two processes that collapse one page at once both fail.
+        """
+        rank = self._group.rank
+        done, want = self._collapse_one(rank, num_bytes[rank])
+        sync()
+        for peer, size in enumerate(num_bytes):
+            if peer != rank:
+                more, wanted = self._collapse_one(peer, size)
+                done, want = done + more, want + wanted
+        share = done / want if want else 0.0
+        self.page_kind = "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else (
+            f"{share:.0%} 2MiB, rest 4KiB")
+
+    def _collapse_one(self, rank: int, num_bytes: int) -> tuple[int, int]:
+        """Bytes that got huge pages and bytes that might have, of the arena's device memory."""
+        done = want = at = 0
+        for begin, end in [*self._host_ranges[rank], (num_bytes, num_bytes)]:
+            size = min(begin, num_bytes) - at
+            if size > 0:
+                first = -(-at // _HUGE) * _HUGE  # arenas begin at such a boundary
+                want += max(0, (at + size) // _HUGE * _HUGE - first)
+                done += int(torch.ops.oper.collapse_segment(self.addresses[rank] + at, size))
+            at = end
+        return done, want
+
+    def close(self) -> None:
+        """Unmap everything; views of the arenas must not be used afterwards."""
+        for address, size in self._mapped:
+            torch.ops.oper.unmap_segment(address, size)
+        self._mapped = []
+        for fd in self.pidfds:
+            if fd >= 0:
+                os.close(fd)
+        self.pidfds = [-1] * len(self.pidfds)
+
+
+def exchange_over_sockets(group: Group, mine: list[int]) -> tuple[list[int], dict[int, list[int]]]:
+    """Give the descriptors `mine` to every peer of a group on this host. Collective.
+
+    Returns:
+        Process ids by rank, and what each peer sent; the caller closes those descriptors.
+    """
+    name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(name)
+        server.listen(group.world_size)
+        server.settimeout(_CONNECT_S)
+        everyone = group.all_gather((os.getpid(), name))
+        pids = [pid for pid, _ in everyone]
+        return pids, _exchange_descriptors(
+            server, group.rank, pids, [n for _, n in everyone], mine)
+
+
+def _exchange_descriptors(
+    server: socket.socket, rank: int, pids: list[int], names: list[str], mine: list[int]
+) -> dict[int, list[int]]:
+    """Send `mine` to every peer and return what each peer sent.
+
+    A connection from another user or from a process outside the group is dropped.
+    """
+    incoming: dict[int, socket.socket] = {}
+    received: dict[int, list[int]] = {}
+    try:
+        for peer, name in enumerate(names):
+            if peer == rank:
+                continue
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(_CONNECT_S)
+            incoming[peer] = connection
+            connection.connect(name)  # completes in the peer's backlog
+        served: set[int] = set()
+        wanted = {pid for r, pid in enumerate(pids) if r != rank}
+        while served != wanted:
+            connection, _ = server.accept()
+            with connection:
+                pid, uid = peer_credentials(connection)
+                if uid == os.getuid() and pid in wanted:
+                    socket.send_fds(connection, [b"oper"], mine)
+                    served.add(pid)
+        for peer, connection in incoming.items():
+            data, fds, _, _ = socket.recv_fds(connection, 4, _MAX_SEGMENTS)
+            received[peer] = list(fds)
+            if data != b"oper" or not fds:
+                raise OperError(
+                    fail("cannot attach to a peer's arena", "rank", peer, "its descriptors",
+                         "look at that rank's log"))
+    except BaseException:
+        for fds in received.values():
+            for fd in fds:
+                os.close(fd)
+        raise
+    finally:
+        for connection in incoming.values():
+            connection.close()
+    return received

@@ -1,0 +1,84 @@
+"""What the kernels are told of the tables' features and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from oper.errors import PlanError, fail
+from oper.shmem.optim.optimizers import Optimizer
+from oper.tables import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from oper.shmem.tables import ShardedTables
+
+
+class KernelArguments:
+    """What the kernels need to know of all tables' optimizers at a step.
+
+    Args:
+        optimizers: by table.
+        rounding_keys: two numbers by table, see `oper.shmem.optim.rounding`.
+        is_rounded: whether any table's rows are rounded by the number of the step. Else that number
+            stays as it was when the arguments were made: writing it would read torch's code back
+            into caches that the kernels have emptied.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer],
+                 rounding_keys: Mapping[str, tuple[int, int]], is_rounded: bool) -> None:
+        self._optimizers = optimizers
+        self._rounding_keys = rounding_keys
+        self._is_rounded = is_rounded
+        self._by_step = any(OPTIMIZERS[o.name].counts_steps for o in optimizers.values())
+        self._known: tuple[Any, torch.Tensor] | None = None
+
+    def at(self, step: int, skipped: Mapping[str, int], frozen: frozenset[str],
+           groups: Sequence[Mapping[str, Any]], tables: Sequence[str]) -> torch.Tensor:
+        """float64 [T, 13] (``OptimizerColumn`` in csrc/common/description.h); valid until the
+        next call. Made anew only where more than the number of the step has changed.
+
+        Args:
+            step: number of the step, from 1.
+            skipped: by table, steps that its optimizer has not seen.
+            frozen: tables that get no update.
+            groups: ``{"lr": ..., "tables": [names]}``.
+            tables: table of each row, names may repeat.
+        """
+        rates = [float(g["lr"]) for g in groups]
+        key = (rates, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
+        if self._known is None or self._known[0] != key:
+            rate = {name: r for r, g in zip(rates, groups, strict=True) for name in g["tables"]}
+            own = {name: [*o.arguments(rate[name], step - skipped[name]), o.max_row_norm or 0.0,
+                          *self._rounding_keys[name], step]
+                   for name, o in self._optimizers.items()}
+            own |= {name: [0.0] * len(own[name]) for name in frozen}  # Optimizer::kNone
+            self._known = key, torch.tensor([own[name] for name in tables], dtype=torch.float64)
+        found = self._known[1]
+        if self._is_rounded:
+            found[:, -1] = step
+        return found
+
+
+def feature_rows(tables: ShardedTables) -> tuple[torch.Tensor, int]:
+    """Where the features' embeddings go.
+
+    Returns:
+        int64 [F, 4]: directory, output column, feature and first column of the piece, of every
+        column piece of every feature; and the number of output columns.
+
+    Raises:
+        PlanError: a feature of a table that the plan lacks.
+    """
+    column, features = 0, []
+    for number, (name, table) in enumerate(tables.features):
+        if table not in tables.specs:
+            raise PlanError(
+                fail("a feature names a table that the plan lacks", "feature, table",
+                     (name, table), f"one of {list(tables.specs)[:8]}", "plan for this model"))
+        for k in tables.pieces[table]:
+            start = tables.directories[k].column
+            features.append([k, column + start, number, start])
+        column += tables.specs[table].dim
+    return torch.tensor(features, dtype=torch.int64), column

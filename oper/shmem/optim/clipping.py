@@ -1,0 +1,55 @@
+"""FBGEMM's gradient clipping: elements of the output's gradient, clamped before anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from oper.shmem.batch import Lookup
+from oper.shmem.optim.optimizers import Optimizer
+from oper.tables import TableSpec
+
+
+class GradientClamp:
+    """Clamps the gradient of a lookup's output by table.
+
+    Args:
+        features: (feature name, table name) in output order.
+        specs: the tables by name.
+        optimizers: by table; those with ``max_gradient`` clip.
+        gradient_scale: factor that gradients get later on; the limits hold behind it.
+    """
+
+    def __init__(self, features: Sequence[tuple[str, str]], specs: Mapping[str, TableSpec],
+                 optimizers: Mapping[str, Optimizer], gradient_scale: float) -> None:
+        limits = []
+        for _, table in features:
+            o = optimizers.get(table)
+            limit = None if o is None else o.max_gradient
+            limits.append(float("inf") if limit is None else limit / gradient_scale)
+        self._limits = torch.tensor(limits, dtype=torch.float32)  # [F]
+        self.is_active = bool(torch.isfinite(self._limits).any())
+        self._of_columns = torch.cat([  # [columns]
+            x.expand(specs[table].dim) for x, (_, table) in zip(self._limits, features, strict=True)
+        ]) if self.is_active else self._limits
+        # One number clamps faster than a number per column, and is the usual case.
+        self._common = limits[0] if self.is_active and len(set(limits)) == 1 else None
+
+    def apply(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor) -> torch.Tensor:
+        """The clamped gradient; `grad` itself where no table clips.
+
+        Args:
+            grad: float32 [B, columns] (pooled), or [N, D].
+            batch: the batch of the forward pass.
+            offsets: int64 [num_keys * B + 1], bounds of its bags.
+        """
+        if not self.is_active or not grad.shape[0]:
+            return grad
+        if self._common is not None:
+            return grad.clamp(-self._common, self._common)
+        limits = self._of_columns.to(grad.device)
+        if not batch.pooled:
+            rows = offsets[::batch.batch_size].diff()[batch.key_of]
+            limits = self._limits.to(grad.device).repeat_interleave(rows)[:, None]
+        return torch.minimum(torch.maximum(grad, -limits), limits)

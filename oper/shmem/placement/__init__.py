@@ -1,0 +1,1 @@
+"""Where rows lie: layout of the arenas and the arrays that the kernels are given."""

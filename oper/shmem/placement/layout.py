@@ -1,0 +1,238 @@
+"""Layout of the arenas: where each rank's rows, optimizer states, replicas and outbox lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.directory import TableDirectory, TierLayout
+from oper.shmem.optim.optimizers import STATE_PARTS
+from oper.tables import OPTIMIZERS
+
+_PAGE = 4096
+_ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill
+# RowType in csrc/common/elements.h
+ROW_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArenaLayout:
+    """Byte offsets in every rank's arena.
+
+    Attributes:
+        rows, momentum1, momentum2, replicas, touched, squares: int64 [T, W], offset of a part of
+            each directory's piece, by rank.
+        outbox: int [W], offset of the outbox.
+        num_bytes: int [W], whole arena.
+        used_bytes: int [W], part before the outbox (what a huge-page request covers).
+        outbox_bytes: bytes of the outbox.
+        host_ranges: per rank, [begin, end) of the whole pages that belong to rows in host memory,
+            their replicas and their optimizer states; ascending.
+    """
+
+    rows: np.ndarray
+    momentum1: np.ndarray
+    momentum2: np.ndarray
+    replicas: np.ndarray
+    touched: np.ndarray
+    squares: np.ndarray
+    outbox: list[int]
+    num_bytes: list[int]
+    used_bytes: list[int]
+    outbox_bytes: int
+    host_ranges: list[list[tuple[int, int]]]
+
+    @staticmethod
+    def build(directories: Sequence[TableDirectory], world_size: int, num_outbox_bytes: int,
+              clipped: Collection[str] = (), page_bytes: int = _PAGE) -> ArenaLayout:
+        """The layout that all ranks derive alike from the plan.
+
+        Args:
+            directories: one per column piece of each table.
+            world_size: ranks W.
+            num_outbox_bytes: of every rank's outbox.
+            clipped: tables whose rows' gradients are clipped to a norm.
+            page_bytes: what `host_ranges` are multiples of.
+        """
+        shape = (len(directories), world_size)
+        parts = {name: np.zeros(shape, np.int64)
+                 for name in ("rows", "momentum1", "momentum2", "replicas", "touched", "squares")}
+        outbox, total, used = [], [], []
+        host_ranges: list[list[tuple[int, int]]] = []
+        for rank in range(world_size):
+            at = 0
+            in_host: list[tuple[int, int]] = []
+
+            def take(num_bytes: int, num_host_bytes: int = 0,
+                     in_host: list[tuple[int, int]] = in_host) -> int:
+                nonlocal at
+                begin = at
+                at += int(num_bytes)
+                first = -(-(at - int(num_host_bytes)) // page_bytes) * page_bytes
+                last = at // page_bytes * page_bytes
+                if first < last:
+                    in_host.append((first, last))
+                at = -(-at // _ALIGN) * _ALIGN
+                return begin
+
+            # All rows first: they are what lookups read, and what huge pages are wanted for.
+            for t, d in enumerate(directories):
+                parts["rows"][t, rank] = take(
+                    d.num_slots[rank] * d.row_bytes, d.num_host_slots[rank] * d.row_bytes)
+            for t, d in enumerate(directories):
+                parts["replicas"][t, rank] = take(
+                    d.num_replica_rows[rank] * d.row_bytes,
+                    d.num_host_replica_rows[rank] * d.row_bytes)
+            for t, d in enumerate(directories):
+                for name, per_row in STATE_PARTS[d.table.optimizer]:
+                    width = 4 * (1 if per_row else d.dim)
+                    parts[name][t, rank] = take(
+                        d.num_slots[rank] * width, d.num_host_slots[rank] * width)
+                # See Table::rounds_of_squares in csrc/host/context.h.
+                rounds = (OPTIMIZERS[d.table.optimizer].is_row_wise
+                          + (d.table.name in clipped))
+                if d.dim != d.table.dim:
+                    parts["squares"][t, rank] = take(d.num_slots[rank] * 4 * rounds)
+            for t, d in enumerate(directories):
+                parts["touched"][t, rank] = take(4 * (1 + replicated_slots(d, rank)))
+            at = -(-at // (2 << 20)) * (2 << 20)
+            used.append(at)
+            outbox.append(at)
+            total.append(at + num_outbox_bytes)
+            host_ranges.append(in_host)
+        return ArenaLayout(**parts, outbox=outbox, num_bytes=total, used_bytes=used,
+                           outbox_bytes=num_outbox_bytes, host_ranges=host_ranges)
+
+
+    def memory_bytes(self, directories: Sequence[TableDirectory]) -> dict[str, list[int]]:
+        """Bytes of rows, replicas and optimizer states by kind of memory, per rank."""
+        everything = np.zeros(len(self.num_bytes), np.int64)
+        in_host = everything.copy()
+        for d in directories:
+            state = OPTIMIZERS[d.table.optimizer].state_bytes(d.dim)
+            everything += d.num_slots * (d.row_bytes + state) + d.num_replica_rows * d.row_bytes
+            in_host += (d.num_host_slots * (d.row_bytes + state)
+                        + d.num_host_replica_rows * d.row_bytes)
+        return {"device": (everything - in_host).tolist(), "host": in_host.tolist()}
+
+
+def replicated_slots(directory: TableDirectory, rank: int) -> int:
+    """Slots of `rank` that hold masters of replicated rows."""
+    return sum(int(x.num_rows[rank]) for x in directory.tiers if x.tier.placement == "replicated")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelMaps:
+    """The arrays that `torch.ops.oper.context_create` takes; see csrc/bindings/lookup.cpp.
+
+    Attributes:
+        tables: int64 [T, 14]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 6];
+        maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched, squares: int64 [T, W];
+        heads: head maps, two arrays per table that needs them, and head orders, two arrays.
+    """
+
+    tables: np.ndarray
+    owner_begin: np.ndarray
+    tiers: np.ndarray
+    maps: np.ndarray
+    refreshes: np.ndarray
+    touched: np.ndarray
+    squares: np.ndarray
+    heads: list[np.ndarray]
+
+    @staticmethod
+    def build(directories: Sequence[TableDirectory], layout: ArenaLayout, addresses: list[int],
+              rank: int) -> KernelMaps:
+        """The maps of `rank`, which sees arena r at `addresses[r]`; 0 = in another memory domain.
+
+        The read map of a row that it cannot see gives -1 - the row's home key.
+        """
+        bases: list[np.ndarray] = []
+        steps: list[np.ndarray] = []
+        tables: list[list[int]] = []
+        tiers: list[list[int]] = []
+        refreshes: list[list[int]] = []
+        heads: list[np.ndarray] = []
+        num_maps = 0
+
+        def add_map(base: np.ndarray, step: np.ndarray) -> tuple[int, int]:
+            nonlocal num_maps
+            bases.append(np.asarray(base, np.int64))
+            steps.append(np.asarray(step, np.int64))
+            num_maps += bases[-1].size
+            return num_maps - bases[-1].size, bases[-1].size
+
+        where = np.asarray(addresses, np.int64)
+        logical = {name: k for k, name in enumerate(dict.fromkeys(
+            d.table.name for d in directories))}
+        for t, d in enumerate(directories):
+            row_bytes = d.row_bytes
+            row_address = where + layout.rows[t]
+            replica_address = where + layout.replicas[t]
+            first_tier = len(tiers)
+            for x in d.tiers:
+                slot = x.slot_base[x.pattern] + x.within
+                home = add_map(d.owner_begin[x.pattern] + slot, x.weight[x.pattern])
+                copy_at = nearest_replica(x, rank, where != 0)
+                if copy_at >= 0:
+                    copy = replica_address[copy_at] + x.replica_base[copy_at] * row_bytes
+                    read = add_map(np.array([copy]), np.array([row_bytes]))
+                else:
+                    near = where[x.pattern] != 0
+                    key = d.owner_begin[x.pattern] + slot
+                    read = add_map(
+                        np.where(near, row_address[x.pattern] + slot * row_bytes, -1 - key),
+                        np.where(near, row_bytes, -1) * x.weight[x.pattern])
+                tiers.append([x.tier.start, *read, *home, int(x.tier.mode == "push")])
+                if x.tier.placement == "replicated":
+                    refreshes += _refreshes(t, x, row_address, replica_address[rank], rank,
+                                            row_bytes)
+            head = d.head_map()
+            head_at = -1 if head is None else len(heads)
+            heads += [] if head is None else list(head)
+            order = d.head_order() if d.table.dtype != "float32" else None
+            order_at = -1 if order is None else len(heads)
+            heads += [] if order is None else list(order)
+            state = {name: int(where[rank] + getattr(layout, name)[t, rank])
+                     for name, _ in STATE_PARTS[d.table.optimizer]}
+            tables.append([d.table.num_rows, d.dim, int(d.table.pooling == "mean"),
+                           first_tier, len(tiers), int(row_address[rank]),
+                           state.get("momentum1", 0), state.get("momentum2", 0), head_at,
+                           logical[d.table.name], d.table.dim, ROW_TYPES.index(d.table.dtype),
+                           d.column, order_at])
+        return KernelMaps(
+            np.array(tables, np.int64), np.stack([d.owner_begin for d in directories]),
+            np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),
+            np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched,
+            where[None, :] + layout.squares, heads)
+
+
+def nearest_replica(x: TierLayout, rank: int, near: np.ndarray) -> int:
+    """Rank whose replica of a tier `rank` reads, or -1: the masters, in place or by exchange.
+
+    Args:
+        x: the tier.
+        rank: the reader.
+        near: bool [W], ranks whose memory it can address.
+    """
+    if x.replica_base[rank] >= 0:
+        return rank
+    if x.tier.placement != "replicated" or near[x.pattern].all():
+        return -1
+    return next((int(r) for r in np.flatnonzero(near) if x.replica_base[r] >= 0), -1)
+
+
+def _refreshes(
+    table: int, x: TierLayout, row_address: np.ndarray, replica_address: np.int64, rank: int,
+    row_bytes: int,
+) -> list[list[int]]:
+    copy = 0
+    if x.replica_base[rank] >= 0:
+        copy = int(replica_address + x.replica_base[rank] * row_bytes)
+    period = x.pattern.size
+    return [[table, owner, int(x.slot_base[owner]), int(x.slot_base[owner] + x.num_rows[owner]),
+             k, period, int(row_address[owner]), copy]
+            for k, owner in enumerate(x.pattern.tolist())]
+

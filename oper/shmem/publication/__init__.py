@@ -1,0 +1,1 @@
+"""Read-only tables that processes of a host share: publisher and readers."""

@@ -1,0 +1,467 @@
+"""The publishing side of read-only tables: two buffers, an epoch, and a door for readers.
+
+Segments are anonymous memory files, so that nothing is left when the publisher and its readers are
+gone, however they ended. Readers get descriptors that cannot be written through. The connection
+over which a reader got them stays open as long as it lives: its end, which the kernel brings about
+even after SIGKILL, frees the reader's place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from oper.errors import DeadlineError, InvalidInputError, OperError, fail
+from oper.plan import Plan
+from oper.shmem.group.domains import peer_credentials
+from oper.shmem.library import load
+from oper.shmem.memory import numa
+from oper.shmem.memory.quantise import as_rows
+from oper.shmem.memory.segments import create_segment, map_segment, no_segment
+from oper.shmem.migration import check_room
+from oper.shmem.publication.handshake import GREETING, MAGIC, check_name, socket_name
+from oper.shmem.publication.reader import (
+    HEADER,
+    HEADER_BYTES,
+    SEGMENT_NAME,
+    VERSION,
+    BufferRows,
+    DenseEntry,
+    Layout,
+    checksums,
+    dense_entries,
+    dense_view,
+)
+
+Rows = Iterable[tuple[int, torch.Tensor]]
+_WAIT_S = 0.001
+_TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
+_SEND_S = 10.0  # that a reader may take to accept its greeting
+_FREE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+
+class _Buffer:
+    """One of the two: its segments, mapped writable."""
+
+    def __init__(self, layout: Layout, nodes: Sequence[numa.Node]) -> None:
+        self.sizes = [*layout.segment_bytes, layout.dense_bytes]
+        self.fds: list[int] = []
+        self.addresses: list[int] = []
+        self.is_filled = False
+        try:
+            for k, size in enumerate(self.sizes):
+                self.fds.append(create_segment(size, SEGMENT_NAME))
+                address = map_segment(self.fds[-1], size, True)
+                self.addresses.append(address)
+                if len(nodes) > 1 and k < len(nodes):
+                    _bind(address, size, nodes[k].number)
+        except OSError as error:
+            self.close()
+            raise no_segment("cannot publish tables", sum(self.sizes), error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def give_back(self) -> None:
+        """Return the pages to the system; the mappings stay."""
+        if self.is_filled:
+            libc = ctypes.CDLL(None, use_errno=True)
+            for fd, size in zip(self.fds, self.sizes, strict=True):
+                whole = -(-size // 4096) * 4096
+                libc.fallocate(fd, _FREE, ctypes.c_int64(0), ctypes.c_int64(whole))
+            self.is_filled = False
+
+    def held_bytes(self) -> int:
+        """Memory behind the segments."""
+        return sum(os.fstat(fd).st_blocks * 512 for fd in self.fds)
+
+    def close(self) -> None:
+        for address, size in zip(self.addresses, self.sizes, strict=False):
+            torch.ops.oper.unmap_segment(address, size)
+        for fd in self.fds:
+            os.close(fd)
+        self.addresses, self.fds = [], []
+
+
+def _bind(address: int, num_bytes: int, node: int) -> None:
+    refused = numa.bind(address, num_bytes, node)
+    if refused:
+        warnings.warn(f"the system does not bind tables to NUMA node {node} ({refused}): their "
+                      "pages lie where they are first written", stacklevel=2)
+
+
+class _State:
+    """What the publisher and its door share, and what is to be released."""
+
+    def __init__(self, layout: Layout, nodes: list[numa.Node]) -> None:
+        self.layout = layout
+        self.nodes = nodes
+        self.lock = threading.RLock()  # held by whoever writes or gives back a buffer
+        self.buffers: list[_Buffer] = []
+        self.control_bytes = int(torch.ops.oper.publication_control_bytes())
+        try:
+            self.control_fd = create_segment(self.control_bytes, "oper-epoch")
+            self.control = map_segment(self.control_fd, self.control_bytes, True)
+        except OSError as error:
+            raise no_segment("cannot publish tables", self.control_bytes, error) from error
+        torch.ops.oper.publication_init(self.control)
+        try:
+            for _ in range(2):
+                self.buffers.append(_Buffer(layout, nodes))
+        except BaseException:
+            self.close()
+            raise
+        self.pids: dict[int, int] = {}  # by slot
+        self.is_spare_pending = False
+
+    @property
+    def epoch(self) -> int:
+        return int(torch.ops.oper.publication_epoch(self.control))
+
+    def busy(self, buffer: int) -> list[int]:
+        """Processes that read a buffer."""
+        slots = torch.ops.oper.publication_busy(self.control, buffer)
+        return [self.pids[s] for s in slots if s in self.pids]
+
+    def try_to_give_back(self) -> None:
+        """Return the old buffer's memory if nobody reads it."""
+        if self.is_spare_pending and self.lock.acquire(blocking=False):
+            try:
+                spare = (self.epoch + 1) & 1
+                if self.is_spare_pending and not self.busy(spare):
+                    self.buffers[spare].give_back()
+                    self.is_spare_pending = False
+            finally:
+                self.lock.release()
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+        if self.control_fd >= 0:
+            torch.ops.oper.unmap_segment(self.control, self.control_bytes)
+            os.close(self.control_fd)
+            self.control_fd = -1
+        self.buffers = []
+
+
+class Publisher:
+    """Tables and dense weights of a model, in memory that readers of this host share.
+
+    Args:
+        name: by which readers find it (`oper.shmem.publication.handshake.check_name`).
+        plan: the tables, placed on memory domains: one rank per NUMA node, in order.
+        dense: weights beside the tables; their shapes and dtypes are fixed here.
+        keep_spare: keep the memory of the buffer that is not read, for the next publication.
+        checksum: write checksums that `Reader.verify` compares.
+
+    Raises:
+        OperError: no memory, or another publisher of this user has the name.
+    """
+
+    def __init__(self, name: str, plan: Plan, dense: Mapping[str, torch.Tensor],
+                 keep_spare: bool = False, checksum: bool = True) -> None:
+        load()
+        self.name = check_name(name)
+        self.layout = Layout(plan, dense_entries(dense))
+        self._keep_spare = keep_spare
+        self._checksum = checksum
+        nodes = numa.find_nodes()
+        listener = _listen(name)
+        try:
+            self._state = _State(self.layout, nodes[:plan.world_size])
+        except OSError as error:
+            listener.close()
+            raise OperError(
+                fail("cannot publish tables", "bytes", 2 * self.layout.num_bytes,
+                     "memory and descriptors for two buffers", str(error))) from error
+        except BaseException:
+            listener.close()
+            raise
+        self._page_kind = "4KiB"
+        self._door = _Door(listener, self._state)
+        self._release = weakref.finalize(self, _close, self._door, self._state)
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch that was published; 0 = none yet."""
+        self._check_open()
+        return self._state.epoch
+
+    @property
+    def page_kind(self) -> str:
+        """Pages of the tables after the last publication, as `HostHeap.page_kind`."""
+        return self._page_kind
+
+    def readers(self) -> list[int]:
+        """Process ids of the attached readers."""
+        return sorted(self._state.pids.values())
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes: ``tables`` and ``dense`` of one epoch, ``spare`` held by the other buffer now."""
+        self._check_open()
+        dense = sum(e.num_bytes for e in self.layout.dense)
+        spare = self._state.buffers[(self.epoch + 1) & 1].held_bytes()
+        return {"tables": self.layout.num_bytes - dense, "dense": dense, "spare": spare}
+
+    def publish(self, rows: Callable[[str], Rows], dense: Mapping[str, torch.Tensor],
+                timeout_s: float = 60.0) -> int:
+        """Write the other buffer and make it the one that readers see.
+
+        Args:
+            rows: by table name, (first id, rows) in any order and number, which must cover the
+                table: floats [n, dim], or uint8 [n, bytes of a row] for quantised tables.
+            dense: the weights beside the tables, of the shapes and dtypes of the first time.
+            timeout_s: how long to wait for readers of the epoch before the last.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            InvalidInputError: weights that do not fit; readers go on with the old epoch.
+            DeadlineError: a reader does not leave that buffer; likewise.
+        """
+        self._check_open()
+        state = self._state
+        with state.lock:
+            epoch = state.epoch + 1
+            spare = epoch & 1
+            self._wait(spare, timeout_s)
+            state.is_spare_pending = False
+            try:
+                self._write(spare, epoch, rows, dense)
+            except BaseException:
+                if not self._keep_spare:
+                    state.buffers[spare].give_back()
+                raise
+            torch.ops.oper.publication_set_epoch(state.control, epoch)
+            state.is_spare_pending = not self._keep_spare and epoch > 1
+        self._door.open()
+        state.try_to_give_back()
+        return epoch
+
+    def _wait(self, buffer: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while busy := self._state.busy(buffer):
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    fail("a reader does not leave the buffer that is to be overwritten",
+                         "processes", busy, f"an end of its lookups within {timeout_s:g} s",
+                         "look at that process (stopped?), or end it"))
+            time.sleep(_WAIT_S)
+
+    def _write(self, buffer: int, epoch: int, rows: Callable[[str], Rows],
+               dense: Mapping[str, torch.Tensor]) -> None:
+        state, layout = self._state, self.layout
+        target = state.buffers[buffer]
+        if not target.is_filled:
+            check_room([layout.num_bytes], "another copy of the tables",
+                       "free memory, or publish rows of a narrower type")
+        *segments, dense_at = target.addresses
+        target.is_filled = True
+        domains = range(layout.plan.world_size)
+        views = [BufferRows(layout, segments, d) for d in domains]
+        for name, spec in layout.specs.items():
+            covered = 0
+            for begin, values in rows(name):
+                if begin < 0 or begin + values.shape[0] > spec.num_rows:
+                    raise InvalidInputError(
+                        fail(f"cannot publish table {name!r}", "rows",
+                             (begin, begin + values.shape[0]), f"within 0..{spec.num_rows}",
+                             "pass this table's rows"))
+                packed = as_rows(values.detach(), spec)
+                for view in views:
+                    view.write(name, packed, begin)
+                covered += values.shape[0]
+            if covered != spec.num_rows:
+                raise InvalidInputError(
+                    fail(f"cannot publish table {name!r}", "rows", covered, f"{spec.num_rows}",
+                         "pass all rows of this table once"))
+        for view in views:
+            view.publish()  # replicas
+        for entry in layout.dense:
+            self._write_dense(dense_at, entry, dense)
+        done = want = 0
+        for address, size in zip(segments, layout.arena.used_bytes, strict=True):
+            want += size
+            done += int(torch.ops.oper.collapse_segment(address, size))
+        share = done / want if want else 0.0
+        self._page_kind = "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else (
+            f"{share:.0%} 2MiB, rest 4KiB")
+        sums = checksums(layout, segments, dense_at) if self._checksum else {}
+        text = json.dumps({"bytes": layout.num_bytes, "crc32": sums}).encode()
+        head = HEADER.pack(MAGIC, VERSION, epoch, len(text)) + text
+        assert len(head) <= HEADER_BYTES
+        torch.ops.oper.segment_bytes(dense_at, len(head)).copy_(
+            torch.frombuffer(bytearray(head), dtype=torch.uint8))
+
+    def _write_dense(self, address: int, entry: DenseEntry,
+                     dense: Mapping[str, torch.Tensor]) -> None:
+        value = dense.get(entry.key)
+        found = None if value is None else (str(value.dtype).removeprefix("torch."),
+                                            tuple(value.shape))
+        if value is None or found != (entry.dtype, entry.shape):
+            raise InvalidInputError(
+                fail("cannot publish weights beside the tables", entry.key, found,
+                     f"{(entry.dtype, entry.shape)}", "publish weights of the same model"))
+        dense_view(address, entry).copy_(value.detach())
+
+    def _check_open(self) -> None:
+        if not self._state.buffers:
+            raise OperError(fail("the publication was closed", "name", self.name, "an open one",
+                                 "publish again"))
+
+    def close(self) -> None:
+        """Close the door and forget the tables; attached readers keep what they have."""
+        self._release()
+
+
+class _Door(threading.Thread):
+    """Gives attaching readers a place and the descriptors; frees the places of those that end."""
+
+    def __init__(self, listener: socket.socket, state: _State) -> None:
+        super().__init__(name="oper-publication", daemon=True)
+        self._listener = listener
+        self._state = state
+        self._owner = os.getpid()
+        self._free = list(range(int(torch.ops.oper.publication_slots())))[::-1]
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._slots: dict[socket.socket, int] = {}
+        _DOORS.add(self)
+
+    def open(self) -> None:
+        """Let readers in, from the first publication on."""
+        if self.ident is None:
+            self._listener.listen(128)
+            self.start()
+        else:
+            self._wake.send(b"r")  # look after the spare buffer
+
+    def close(self) -> None:
+        """End the thread and hang up on everybody."""
+        if self.ident is not None and self._owner == os.getpid():
+            self._wake.send(b"q")
+            self.join()
+        self.forget()
+
+    def forget(self) -> None:
+        """Close this process's descriptors."""
+        for connection in [self._listener, self._wake, self._woken, *self._slots]:
+            connection.close()
+        self._selector.close()
+
+    def run(self) -> None:
+        while True:
+            tick = _TICK_S if self._state.is_spare_pending else None
+            for key, _ in self._selector.select(tick):
+                if key.fileobj is self._woken:
+                    if b"q" in self._woken.recv(4096):
+                        return
+                elif key.fileobj is self._listener:
+                    self._let_in()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._see_off(key.fileobj)
+            self._state.try_to_give_back()
+
+    def _let_in(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        try:
+            pid, uid = peer_credentials(connection)
+            connection.settimeout(_SEND_S)
+            if uid != os.getuid():
+                connection.close()
+                return
+            if not self._free:
+                _say(connection, {"error": f"{len(self._slots)} readers are attached"}, [])
+                connection.close()
+                return
+            slot = self._free.pop()
+            torch.ops.oper.publication_clear(self._state.control, slot)
+            self._slots[connection] = slot
+            self._state.pids[slot] = pid
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._greet(connection, slot)
+        except OSError:  # it has gone already
+            if connection in self._slots:
+                self._see_off(connection)
+            else:
+                connection.close()
+
+    def _greet(self, connection: socket.socket, slot: int) -> None:
+        state = self._state
+        fds = [state.control_fd]
+        try:
+            # Opened anew without the right to write; readers could not get it back.
+            for buffer in state.buffers:
+                fds += [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+                        for fd in buffer.fds]
+            _say(connection, {"slot": slot, "nodes": [n.processors for n in state.nodes],
+                              "layout": state.layout.to_text()}, fds)
+        finally:
+            for fd in fds[1:]:
+                os.close(fd)
+
+    def _see_off(self, connection: socket.socket) -> None:
+        """A reader has closed its end or died: nobody reads in its name any more."""
+        slot = self._slots.pop(connection)
+        self._selector.unregister(connection)
+        connection.close()
+        torch.ops.oper.publication_clear(self._state.control, slot)
+        self._state.pids.pop(slot, None)
+        self._free.append(slot)
+
+
+_DOORS: weakref.WeakSet[_Door] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child does not publish: the name and its readers' places stay the parent's."""
+    for door in _DOORS:
+        door.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _close(door: _Door, state: _State) -> None:
+    door.close()
+    state.close()
+
+
+def _listen(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(socket_name(name))
+    except OSError as error:
+        listener.close()
+        raise OperError(fail("cannot publish tables", "name", name,
+                             "a name that no running publisher has",
+                             f"choose another name, or end that publisher ({error})")) from error
+    return listener
+
+
+def _say(connection: socket.socket, value: Mapping[str, Any], fds: list[int]) -> None:
+    text = json.dumps(value).encode()
+    head = GREETING.pack(MAGIC, len(text))
+    if fds:
+        socket.send_fds(connection, [head], fds)
+    else:
+        connection.sendall(head)
+    connection.sendall(text)

@@ -1,0 +1,500 @@
+"""Read-only tables that any number of processes of a host map: the layout, and readers.
+
+A publisher (`oper.shmem.publication.publisher`) writes all tables and dense weights of a model into
+one of two buffers and then moves an epoch on; epoch e lies in buffer e % 2. A reader counts itself
+in before it reads and out afterwards (csrc/host/publication.h), so that all it reads in between is
+of one epoch, and the publisher overwrites a buffer only when nobody is counted there. A reader
+waits for nobody. """
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.directory import TableDirectory
+from oper.errors import FileFormatError, InvalidInputError, OperError, fail
+from oper.plan import Plan
+from oper.shmem.batch import (
+    BatchChecks,
+    FailedBatch,
+    Lookup,
+    raise_status,
+    refuse_weight_gradient,
+)
+from oper.shmem.by_feature import BoundsCheck
+from oper.shmem.group.domains import peer_credentials
+from oper.shmem.library import load
+from oper.shmem.memory.numa import near_domain
+from oper.shmem.memory.segments import map_segment, no_segment
+from oper.shmem.placement.layout import ArenaLayout, KernelMaps
+from oper.shmem.publication.handshake import MAGIC, check_name, connect, greeting
+from oper.shmem.rows import LogicalRows
+from oper.traffic import Traffic
+
+VERSION = 1
+HEADER_BYTES = 1 << 20  # before the dense weights
+HEADER = struct.Struct("<8sIQI")  # magic, version, epoch, bytes of the text that follows
+ALIGN = 64
+SEGMENT_NAME = "oper-tables"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseEntry:
+    """A weight beside the tables: where it lies behind the header of the last segment."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return getattr(torch, self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+class Layout:
+    """Where everything lies in a buffer: one segment per memory domain, one for dense weights.
+
+    Args:
+        plan: the tables, placed on memory domains (its ranks).
+        dense: weights beside the tables.
+    """
+
+    def __init__(self, plan: Plan, dense: Sequence[DenseEntry]) -> None:
+        self.plan = plan
+        self.dense = list(dense)
+        self.specs = {t.table.name: t.table for t in plan.tables}
+        self.directories = [TableDirectory(t, plan.world_size, piece)
+                            for t in plan.tables for piece in range(len(t.pieces))]
+        self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
+        for k, d in enumerate(self.directories):
+            self.pieces[d.table.name].append(k)
+        self.arena = ArenaLayout.build(self.directories, plan.world_size, 0)
+        # Rows may be read in whole vectors.
+        self.segment_bytes = [n + 4096 for n in self.arena.used_bytes]
+        self.dense_bytes = HEADER_BYTES + max(
+            [e.offset + e.num_bytes for e in self.dense], default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one buffer that hold something."""
+        held = self.arena.memory_bytes(self.directories)["device"]
+        return sum(held) + sum(e.num_bytes for e in self.dense)
+
+    def to_text(self) -> str:
+        """For the greeting of a publisher."""
+        return json.dumps({"plan": self.plan.to_text(), "dense": [
+            [e.key, e.dtype, list(e.shape), e.offset] for e in self.dense]})
+
+    @staticmethod
+    def from_text(text: str) -> Layout:
+        """What `to_text` gave."""
+        value = json.loads(text)
+        return Layout(Plan.from_text(value["plan"]), [
+            DenseEntry(key, dtype, tuple(shape), offset)
+            for key, dtype, shape, offset in value["dense"]])
+
+
+class _Domain:
+    """One memory domain of a host, as the rows' base class wants its ranks."""
+
+    is_local = True
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+
+class BufferRows(LogicalRows):
+    """The rows of one buffer in logical order, seen from one memory domain.
+
+    Args:
+        layout: what lies where.
+        addresses: int [D], where each domain's segment is mapped.
+        domain: which domain reads or writes.
+    """
+
+    def __init__(self, layout: Layout, addresses: Sequence[int], domain: int) -> None:
+        self.layout = layout
+        self.specs = layout.specs
+        self.directories = layout.directories
+        self.pieces = layout.pieces
+        self.group = _Domain(domain, layout.plan.world_size)
+        self._layout = layout.arena
+        self._addresses = list(addresses)
+        self._heap = self  # type: ignore[assignment]  # open
+        self._exchange = None
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
+class PublishedTables(BufferRows):
+    """The tables of one collection in one buffer; lookups within a `Reader.pinned` block.
+
+    Args:
+        reader: the attached reader.
+        buffer: 0 or 1.
+        features: (feature name, table name) in output order.
+    """
+
+    param_groups: list[dict[str, Any]] = []  # noqa: RUF012  # nothing is trained
+    optimizers = None
+
+    def __init__(self, reader: Reader, buffer: int, features: Sequence[tuple[str, str]]) -> None:
+        super().__init__(reader.layout, reader.addresses[buffer], reader.domain)
+        self.features = list(features)
+        self._reader = reader
+        self._buffer = buffer
+        self._checks = BatchChecks()
+        self.bounds = BoundsCheck("fatal", self.features, self.specs)
+        self._num_columns = sum(self.specs[t].dim for _, t in self.features)
+        self._row_dim = self.specs[self.features[0][1]].dim
+        self._handle = self._create_context()
+        self._release = weakref.finalize(self, torch.ops.oper.context_close, self._handle)
+        self._release.atexit = False
+
+    def _create_context(self) -> int:
+        layout, domain = self.layout, self.group.rank
+        maps = KernelMaps.build(layout.directories, layout.arena, self._addresses, domain)
+        rows, column = [], 0
+        for logical, (_, table) in enumerate(self.features):
+            for k in self.pieces[table]:
+                start = self.directories[k].column
+                rows.append([k, column + start, logical, start])
+            column += self.specs[table].dim
+        outboxes = [a + o for a, o in zip(self._addresses, layout.arena.outbox, strict=True)]
+        as_tensor = torch.from_numpy
+        return int(torch.ops.oper.context_create(
+            domain, self.group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
+            as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
+            torch.tensor(rows, dtype=torch.int64), as_tensor(maps.refreshes),
+            as_tensor(maps.touched), as_tensor(maps.squares),
+            torch.tensor(outboxes, dtype=torch.int64), 0, [as_tensor(h) for h in maps.heads]))
+
+    def lookup(self, batch: Lookup) -> torch.Tensor:
+        """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
+
+        Raises:
+            InvalidInputError: an id out of range, or lengths that do not fit the ids.
+            OperError: outside of a `Reader.pinned` block of this buffer's epoch.
+        """
+        batch = self._checked(batch)
+        if batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size) \
+                and not batch.lengths.any():
+            return torch.empty(0, self._num_columns if batch.pooled else self._row_dim)
+        out: torch.Tensor
+        out, offsets, code, detail = torch.ops.oper.lookup_forward(
+            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
+            batch.pooled, False, None, None)
+        if code:
+            raise_status(code, detail, 0,
+                         FailedBatch(batch, offsets, self.features, self.specs))
+        return out
+
+    def lookup_interaction(self, batch: Lookup, dense: torch.Tensor) -> torch.Tensor:
+        """DLRM's dot interaction of pooled embeddings and a dense row, without writing the former.
+
+        Args:
+            batch: pooled; all tables have one dim D.
+            dense: float32 [B, D], contiguous.
+
+        Returns:
+            float32 [B, D + F * (F + 1) / 2]: the dense row, then the dot products of the pairs
+            (i, j), i < j, of the rows dense, feature 0, feature 1, ...: (0, 1), (0, 2), ...,
+            (1, 2), ... Those of a sample do not depend on its batch.
+
+        Raises:
+            InvalidInputError, OperError: as `lookup`.
+
+        Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
+        Recommendation Systems" (2019), section 2.1.
+        """
+        batch = self._checked(batch)
+        want = (batch.batch_size, self._row_dim)
+        if not batch.pooled or tuple(dense.shape) != want or dense.dtype != torch.float32:
+            raise InvalidInputError(
+                fail("cannot take the interaction", "dense", (dense.dtype, tuple(dense.shape)),
+                     f"float32 {want}, beside a pooled batch", "correct the model"))
+        out: torch.Tensor
+        out, offsets, code, detail = torch.ops.oper.lookup_interaction(
+            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
+            dense.contiguous())
+        if code:
+            raise_status(code, detail, 0,
+                         FailedBatch(batch, offsets, self.features, self.specs))
+        return out
+
+    def _checked(self, batch: Lookup) -> Lookup:
+        """A batch that the kernels may have."""
+        self._reader.check_pinned(self._buffer)
+        self._checks.check(batch)
+        refuse_weight_gradient(batch)
+        return self.bounds.repair(batch)
+
+    def resolve(self, batch: Lookup) -> Lookup:
+        """The batch as it is: its epoch is chosen when it is looked up."""
+        return batch
+
+    def publish(self) -> None:
+        """Nothing to do: rows are written by the publisher."""
+        raise OperError(fail("cannot write published tables", "tables", list(self.specs)[:8],
+                             "a reader only reads", "publish new weights"))
+
+    def traffic(self, reset: bool = False) -> Traffic:
+        """Rows read since the start or the last reset, by table and memory domain."""
+        pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
+        empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
+        forward, _, *counts = torch.ops.oper.context_traffic(self._handle, reset)
+        return replace(empty, num_forward=forward,
+                       counts=np.array(counts, np.int64).reshape(empty.counts.shape))
+
+
+_READERS: weakref.WeakSet[Reader] = weakref.WeakSet()
+
+
+class Reader:
+    """A process's view of a publication.
+
+    Args:
+        name: the publication's.
+        timeout_s: how long to wait for a publisher of that name.
+        domain: memory domain that rows are read from first; by default the one of this process's
+            processors.
+
+    Attributes:
+        name, domain: as given.
+        layout: what is published.
+        addresses: int [2][D], the domains' segments of both buffers, mapped read-only.
+        publisher_pid: who publishes.
+
+    Raises:
+        OperError: no publisher of that name and user, or it has no room for another reader.
+    """
+
+    def __init__(self, name: str, timeout_s: float = 10.0, domain: int | None = None) -> None:
+        load()
+        self.name = check_name(name)
+        self._mapped: list[tuple[int, int]] = []
+        self._pins = threading.local()
+        self._owner = os.getpid()
+        self._connection = connect(self.name, timeout_s)
+        self.publisher_pid, _ = peer_credentials(self._connection)
+        fds: list[int] = []
+        try:
+            text, fds = greeting(self._connection)
+            told = json.loads(text)
+            if "error" in told:
+                raise OperError(fail(f"cannot attach to publication {name!r}", "reason",
+                                     told["error"], "a free place", "stop a reader"))
+            self.layout = Layout.from_text(told["layout"])
+            self._slot = int(told["slot"])
+            self.domain = near_domain(told["nodes"]) if domain is None else domain
+            self._map(fds)
+            self._connection.setblocking(False)  # from here on it only tells who lives
+        except (ValueError, KeyError, TypeError) as error:
+            self.close()
+            raise FileFormatError(
+                fail(f"cannot attach to publication {name!r}", "greeting",
+                     f"{type(error).__name__} {error}", f"one of version {VERSION}",
+                     "run one version of this package on a host")) from None
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+        _READERS.add(self)
+        self._release = weakref.finalize(self, _release, self._mapped, self._connection)
+        self._release.atexit = False  # other threads may still read
+
+    def _map(self, fds: list[int]) -> None:
+        sizes = [*self.layout.segment_bytes, self.layout.dense_bytes]
+        if len(fds) != 1 + 2 * len(sizes):
+            raise ValueError(f"{len(fds)} descriptors")
+
+        def mapped(fd: int, num_bytes: int, writable: bool) -> int:
+            try:
+                address = map_segment(fd, num_bytes, writable)
+            except OSError as error:
+                raise no_segment("cannot map published tables", num_bytes, error) from error
+            self._mapped.append((address, num_bytes))
+            return address
+
+        self._control = mapped(fds[0], int(torch.ops.oper.publication_control_bytes()), True)
+        self.addresses: list[list[int]] = []
+        self._dense: list[int] = []
+        for buffer in range(2):
+            mine = fds[1 + buffer * len(sizes):1 + (buffer + 1) * len(sizes)]
+            at = [mapped(fd, size, False) for fd, size in zip(mine, sizes, strict=True)]
+            self.addresses.append(at[:-1])
+            self._dense.append(at[-1])
+        with self.pinned() as epoch:
+            magic, version, written, _ = self._header(epoch & 1)
+        if (magic, version, written) != (MAGIC, VERSION, epoch):
+            raise ValueError(f"header {magic!r} {version} {written}")
+
+    # ---- epochs ----------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch that was published."""
+        self._check_open()
+        return int(torch.ops.oper.publication_epoch(self._control))
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[int]:
+        """Everything read inside, on this thread, is of one epoch, which is given; nests."""
+        epoch = getattr(self._pins, "epoch", None)
+        if epoch is not None:
+            yield epoch
+            return
+        self._check_open()
+        epoch = torch.ops.oper.publication_pin(self._control, self._slot)
+        self._pins.epoch = epoch
+        try:
+            yield epoch
+        finally:
+            self._pins.epoch = None
+            if self._mapped:
+                torch.ops.oper.publication_unpin(self._control, self._slot, epoch)
+
+    def check_pinned(self, buffer: int) -> None:
+        """Raise OperError unless this thread reads that buffer."""
+        epoch = getattr(self._pins, "epoch", None)
+        if epoch is None or epoch & 1 != buffer:
+            raise OperError(
+                fail("lookup outside of its epoch", "epoch", epoch,
+                     "a call of the served model, or of its parts within served.pinned()",
+                     "call the model that oper.attach returned"))
+
+    def _check_open(self) -> None:
+        if not self._mapped or self._owner != os.getpid():
+            raise OperError(
+                fail(f"publication {self.name!r} is not open here", "process", os.getpid(),
+                     f"process {self._owner}, before close()",
+                     "attach again in a process that was forked"))
+
+    @property
+    def publisher_alive(self) -> bool:
+        """Whether the publisher still runs; without it the last epoch stays."""
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    # ---- what lies beside the tables -------------------------------------------------------------
+
+    def _header(self, buffer: int) -> tuple[bytes, int, int, int]:
+        raw = torch.ops.oper.segment_bytes(self._dense[buffer], HEADER.size)
+        magic, version, epoch, num_bytes = HEADER.unpack(raw.numpy().tobytes())
+        return magic, version, epoch, num_bytes
+
+    def dense(self, buffer: int) -> dict[str, torch.Tensor]:
+        """The weights beside the tables, as views of a buffer; never write them."""
+        return {e.key: dense_view(self._dense[buffer], e) for e in self.layout.dense}
+
+    def verify(self) -> int:
+        """Compare the current epoch with its checksums; returns the epoch.
+
+        Raises:
+            FileFormatError: something differs, or the publisher wrote no checksums.
+        """
+        with self.pinned() as epoch:
+            buffer = epoch & 1
+            size = self._header(buffer)[3]
+            raw = torch.ops.oper.segment_bytes(self._dense[buffer], HEADER.size + size)
+            told = json.loads(raw.numpy()[HEADER.size:].tobytes())
+            found = checksums(self.layout, self.addresses[buffer], self._dense[buffer])
+            bad = [k for k, crc in found.items() if told["crc32"].get(k) != crc]
+        if bad:
+            raise FileFormatError(
+                fail(f"publication {self.name!r} is damaged", "parts", bad[:8],
+                     "the checksums that the publisher wrote", "publish again"))
+        return epoch
+
+    def close(self) -> None:
+        """Detach; views of the buffers must not be used afterwards."""
+        mapped, self._mapped = self._mapped, []
+        if hasattr(self, "_release"):
+            self._release.detach()
+        _release(mapped, self._connection)
+
+
+def _release(mapped: list[tuple[int, int]], connection: socket.socket) -> None:
+    for address, size in mapped:
+        torch.ops.oper.unmap_segment(address, size)
+    connection.close()
+
+
+def _forget_in_child() -> None:
+    """A forked child is no reader: its parent's place is given up when the parent ends."""
+    for reader in _READERS:
+        reader._connection.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def dense_view(address: int, entry: DenseEntry) -> torch.Tensor:
+    """A weight of the dense segment at `address`, mapped."""
+    raw = torch.ops.oper.segment_bytes(address + HEADER_BYTES + entry.offset, entry.num_bytes)
+    view: torch.Tensor = raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+    return view
+
+
+def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str, int]:
+    """CRC-32 of every segment of a buffer, by name."""
+    import zlib
+
+    found = {}
+    for d, (address, size) in enumerate(zip(addresses, layout.arena.used_bytes, strict=True)):
+        found[f"domain {d}"] = zlib.crc32(
+            torch.ops.oper.segment_bytes(address, max(1, size)).numpy().data)
+    size = layout.dense_bytes - HEADER_BYTES
+    found["dense"] = zlib.crc32(
+        torch.ops.oper.segment_bytes(dense + HEADER_BYTES, size).numpy().data) if size else 0
+    return found
+
+
+def shared_pss_bytes(pid: int | str = "self") -> int:
+    """Proportional share of a process in the memory of published tables (PSS), bytes.
+
+    The sum over all processes that map a publication is its one copy.
+    """
+    total, ours = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            ours = f"/memfd:{SEGMENT_NAME}" in line
+        elif ours and words[0] == "Pss:":
+            total += int(words[1]) * 1024
+    return total
+
+
+def dense_entries(weights: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
+    """Places for weights beside the tables."""
+    entries, at = [], 0
+    for key, value in weights.items():
+        entry = DenseEntry(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), at)
+        entries.append(entry)
+        at = -(-(at + entry.num_bytes) // ALIGN) * ALIGN
+    return entries

@@ -1,0 +1,362 @@
+"""Rows of sharded tables in logical order, whatever rank holds them: read, write, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from oper.directory import TableDirectory, TierLayout
+from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
+from oper.shmem.exchange.host import Exchange, Wanted
+from oper.shmem.group.desync import STATE_ACCESS
+from oper.shmem.group.groups import Group
+from oper.shmem.memory.host_heap import HostHeap
+from oper.shmem.memory.quantise import as_rows, dequantise
+from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state
+from oper.shmem.placement.layout import ROW_TYPES, ArenaLayout
+from oper.tables import CODE_BITS, DTYPE_BYTES, TableSpec, bytes_of_row
+
+# What rows are given out as: codes as the numbers that they stand for.
+TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES} | dict.fromkeys(
+    CODE_BITS, torch.float32)
+CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are read or written
+
+_Work = TypeVar("_Work")
+
+
+class LogicalRows:
+    """Base of `ShardedTables`: access to rows and optimizer state by id.
+
+    Attributes:
+        device: where rows and outputs are.
+        specs: the tables by name.
+        directories: one per column piece of each table.
+        pieces: the directories of each table, in column order.
+        group: the ranks.
+    """
+
+    device = torch.device("cpu")
+    optimizers: Mapping[str, Optimizer] | None = None  # by table; None = read-only tables
+    name = ""  # of the collection in its model, e.g. a module's path; for errors
+    phase = STATE_ACCESS  # what `barrier` is called for at present
+    num_published = 0  # how often rows were written but by training
+    specs: dict[str, TableSpec]
+    directories: list[TableDirectory]
+    pieces: dict[str, list[int]]
+    group: Group
+    _layout: ArenaLayout
+    _heap: HostHeap | None
+    _addresses: list[int]  # [W] of the arenas, 0 = in another memory domain
+    _exchange: Exchange | None
+
+    @property
+    def is_one_domain(self) -> bool:
+        """Whether every rank can address every other's memory."""
+        return self._exchange is None
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        raise NotImplementedError
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank. Collective; between batches.
+
+        Raises:
+            PeerLostError: a peer has ended; names it.
+            DeadlineError: a peer did not come in time; names it.
+        """
+        self.barrier()  # here peers are watched one by one
+        try:
+            return self.group.all_gather(value)
+        except (PeerLostError, DeadlineError):
+            self.barrier()
+            raise
+
+    def _parts(self, piece: int, ids: np.ndarray
+               ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Owner, index into `ids` (int64 [n]) and slot of rows of a piece."""
+        d = self.directories[piece]
+        owner, slot = d.locate(d.position_of(ids))
+        for rank in range(self.group.world_size):
+            at = np.flatnonzero(owner == rank)
+            if at.size:
+                yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
+
+    def view(self, part: str, piece: int, rank: int) -> torch.Tensor:
+        """A rank's shard of a piece or of its optimizer state, [slots, columns], mapped; quantised
+        rows as uint8 [slots, bytes of a row]."""
+        d = self.directories[piece]
+        if self._heap is None:
+            raise OperError(fail("sharded tables were closed", "table", d.table.name, "open tables",
+                                 "read them before close()"))
+        columns = 1 if self._is_per_row(part, d.table.name) else d.dim
+        return self._segment(
+            self._addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
+            int(d.num_slots[rank]), columns, d.table.dtype if part == "rows" else "float32")
+
+    def _begin_states(self, optimizers: Mapping[str, Optimizer]) -> bool:
+        """Set this rank's optimizer states that do not begin at 0; whether any rank has such."""
+        first = {table: x for table, o in optimizers.items() if (x := initial_state(o))}
+        for k, d in enumerate(self.directories):
+            if d.table.name in first:
+                self.view("momentum1", k, self.group.rank).fill_(first[d.table.name])
+        return bool(first)
+
+    def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
+        """Mapped memory as [rows, columns] of `dtype`; quantised rows as bytes."""
+        if dtype in CODE_BITS:
+            width = bytes_of_row(dtype, columns)
+            return torch.ops.oper.segment_bytes(address, rows * width).view(rows, width)
+        view: torch.Tensor = torch.ops.oper.segment_view(
+            address, rows, columns, ROW_TYPES.index(dtype))
+        return view
+
+    def columns(self, part: str, piece: int) -> slice:
+        """Where a directory's piece stands in a row of its table; one column for a state per row.
+        """
+        d = self.directories[piece]
+        per_row = self._is_per_row(part, d.table.name)
+        return slice(0, 1) if per_row else slice(d.column, d.column + d.dim)
+
+    def _is_per_row(self, part: str, table: str) -> bool:
+        spec = self.specs[table]
+        parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
+        if part not in parts:
+            raise InvalidInputError(
+                fail(f"table {table!r} has no such part", "part", part, f"one of {list(parts)}",
+                     f"its optimizer is {spec.optimizer}"))
+        return parts[part]
+
+    def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
+        """Global shape of a table or of a part of its optimizer state."""
+        spec = self.specs[table]
+        return (spec.num_rows,) if self._is_per_row(part, table) else (spec.num_rows, spec.dim)
+
+    def dtype(self, table: str, part: str = "rows") -> torch.dtype:
+        """What a table's rows, or a part of its optimizer state (float32), are stored as; float32
+        for quantised rows, as which `read` gives them."""
+        return TORCH_DTYPES[self.specs[table].dtype] if part == "rows" else torch.float32
+
+    def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
+             ) -> torch.Tensor:
+        """Rows `[begin, end)` of a table in logical order, as a copy.
+
+        Args:
+            table: its name.
+            begin, end: ids; the whole table by default.
+            part: ``"rows"``, or a part of the optimizer's state (`STATE_PARTS`).
+
+        Returns:
+            The rows' dtype [n, dim], in host memory; for states float32 [n, dim], or [n] with one
+            number per row.
+
+        One-sided: reads the owners' memory; no rank may be in an update meanwhile. Between memory
+        domains collective: all ranks read, be it other rows or none.
+        """
+        end = self.specs[table].num_rows if end is None else end
+        per_row = self._is_per_row(part, table)
+        out = torch.empty(end - begin, 1 if per_row else self.specs[table].dim,
+                          dtype=self.dtype(table, part))
+
+        def read_chunk(work: tuple[int, int]) -> None:
+            piece, at = work
+            ids = np.arange(at, min(end, at + CHUNK_ROWS))
+            self.gather_piece(piece, ids, part, slice(0, out.shape[1]),
+                              out[at - begin:at - begin + ids.size])
+
+        self.in_rounds([(piece, at) for at in range(begin, end, CHUNK_ROWS)
+                        for piece in self.pieces_of(table, part)], read_chunk)
+        return out[:, 0] if per_row else out
+
+    def in_rounds(self, work: Sequence[_Work], body: Callable[[_Work], None]) -> None:
+        """Call ``body``, which calls `gather_piece` once, for each piece of work.
+
+        Between memory domains collective: ranks with less to do take part in the others' rounds.
+        """
+        rounds = len(work)
+        if self._exchange is not None:
+            rounds = max(self.all_gather(rounds))
+        for x in work:
+            body(x)
+        for _ in range(len(work), rounds):
+            self._fetch({})
+
+    def pieces_of(self, table: str, part: str) -> list[int]:
+        """The directories that together hold a part of a table: all pieces of a row carry the same
+        state per row."""
+        return self.pieces[table][:1 if self._is_per_row(part, table) else None]
+
+    def gather(self, table: str, ids: np.ndarray, part: str, columns: slice, out: torch.Tensor
+               ) -> None:
+        """Copy some columns of rows in any order.
+
+        Args:
+            table: its name.
+            ids: int64 [n], valid.
+            part: as for `read`.
+            columns: columns of the table; ``slice(0, 1)`` of a state with one number per row.
+            out: [n, columns], where they go.
+
+        Between memory domains collective: all ranks gather from this table at once.
+        """
+        for piece in self.pieces_of(table, part):
+            self.gather_piece(piece, ids, part, columns, out)
+
+    def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
+                     out: torch.Tensor) -> None:
+        """As `gather`, of the columns that one directory holds. Between memory domains collective
+        if they overlap; ranks may gather from different tables."""
+        mine = self.columns(part, piece)
+        first, last = max(mine.start, columns.start), min(mine.stop, columns.stop)
+        if first >= last:
+            return
+        to = out[:, first - columns.start:last - columns.start]
+        inside = slice(first - mine.start, last - mine.start)
+        far: dict[int, Wanted] = {}
+        places = {}
+        for rank, index, slot in self._parts(piece, ids):
+            if self._addresses[rank]:
+                rows = self.view(part, piece, rank)
+                to[index] = self._numbers(piece, rows, slot)[:, inside].to(to.device)
+            else:
+                far[rank], places[rank] = (part, piece, slot), index
+        for rank, rows in self._fetch(far).items():
+            to[places[rank]] = self._numbers(piece, rows)[:, inside].to(to.device)
+
+    def _numbers(self, piece: int, rows: torch.Tensor, at: torch.Tensor | None = None
+                 ) -> torch.Tensor:
+        """Rows (all, or those `at` int64 [n]) as numbers."""
+        rows = rows if at is None else rows[at]
+        table = self.directories[piece].table
+        return dequantise(rows, table.dtype, table.dim) if rows.dtype == torch.uint8 else rows
+
+    def _fetch(self, wanted: dict[int, Wanted]) -> dict[int, torch.Tensor]:
+        """Rows of ranks in other memory domains, by rank; collective where there are such."""
+        if self._exchange is None:
+            return {}
+        rank = self.group.rank
+        return self._exchange.fetch(wanted, lambda part, piece: self.view(part, piece, rank),
+                                    self.phase)
+
+    def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows",
+              column: int = 0) -> None:
+        """Write rows `[begin, begin + n)`; every rank stores those that it owns.
+
+        Args:
+            table: its name.
+            values: [n, columns], or [n] for a state with one number per row, of any float dtype
+                (rounded to nearest where rows are narrower, quantised row by row where they are
+                codes); or uint8 [n, bytes of a row] for quantised rows as they are; equal on all
+                ranks.
+            begin: first id.
+            part: as for `read`.
+            column: first column that `values` stands for.
+
+        Call `publish` afterwards.
+        """
+        values = values.detach().reshape(values.shape[0], -1)
+        if part == "rows" and self.specs[table].dtype in CODE_BITS:
+            self._write_codes(table, values, begin)
+            return
+        for at in range(0, values.shape[0], CHUNK_ROWS):
+            chunk = values[at:at + CHUNK_ROWS]
+            ids = np.arange(begin + at, begin + at + chunk.shape[0])
+            self.scatter(table, ids, chunk, part, column)
+
+    def scatter(self, table: str, ids: np.ndarray, values: torch.Tensor, part: str = "rows",
+                column: int = 0) -> None:
+        """As `write`, of rows in any order; not of quantised ones.
+
+        Args:
+            table: its name.
+            ids: int64 [n], valid, each once.
+            values: [n, columns] or [n].
+            part, column: as for `write`.
+        """
+        values = values.detach().reshape(ids.size, -1)
+        for piece in self.pieces[table]:
+            columns = self.columns(part, piece)
+            first = max(columns.start, column)
+            last = min(columns.stop, column + values.shape[1])
+            if first >= last:
+                continue
+            mine = self.view(part, piece, self.group.rank)[
+                :, first - columns.start:last - columns.start]
+            for rank, index, slot in self._parts(piece, ids):
+                if rank == self.group.rank:
+                    put_rows(mine, slot, values[:, first - column:last - column], index)
+
+    def _write_codes(self, table: str, values: torch.Tensor, begin: int) -> None:
+        (piece,) = self.pieces[table]
+        mine = self.view("rows", piece, self.group.rank)
+        for at in range(0, values.shape[0], CHUNK_ROWS):
+            stop = min(values.shape[0], at + CHUNK_ROWS)
+            for rank, index, slot in self._parts(piece, np.arange(begin + at, begin + stop)):
+                if rank == self.group.rank:
+                    codes = as_rows(values[index + at], self.specs[table])
+                    put_rows(mine, slot, codes, torch.arange(slot.numel()))
+
+    def publish(self) -> None:
+        """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
+        self.num_published += 1
+        self.barrier()
+        for k, d in enumerate(self.directories):
+            for x in d.tiers:
+                if (x.replica_base >= 0).any():
+                    self._copy_replicas(k, x)
+        self.barrier()
+
+    def _copy_replicas(self, piece: int, x: TierLayout) -> None:
+        """Copy a replicated tier's master rows into this rank's replica, if it has one."""
+        d = self.directories[piece]
+        first = int(x.replica_base[self.group.rank])
+        num_rows = x.tier.stop - x.tier.start
+        for at in range(0, num_rows, CHUNK_ROWS):
+            far: dict[int, Wanted] = {}
+            places = {}
+            if first >= 0:
+                copy = self.replica_view(piece, self.group.rank)[first:first + num_rows]
+                owner, slot = d.locate(np.arange(at, min(num_rows, at + CHUNK_ROWS)) + x.tier.start)
+                for peer in np.unique(owner).tolist():
+                    here = np.flatnonzero(owner == peer)
+                    places[peer] = torch.from_numpy(here + at)
+                    slots = torch.from_numpy(slot[here])
+                    if self._addresses[peer]:
+                        copy[places[peer]] = self.view("rows", piece, peer)[slots]
+                    else:
+                        far[peer] = ("rows", piece, slots)
+            for peer, rows in self._fetch(far).items():
+                copy[places[peer]] = rows.to(copy.device)
+
+    def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
+        """A rank's copy of the replicated rows of one column piece of a table.
+
+        Returns:
+            The rows' dtype [rows, columns of the piece], a mapped view.
+
+        Raises:
+            OperError: the rank is in another memory domain.
+        """
+        if not self._addresses[rank]:
+            raise OperError(fail("cannot see a rank's replicas", "rank", rank,
+                                 "a rank of this memory domain", "read them there"))
+        return self.replica_view(self.pieces[table][piece], rank)
+
+    def replica_view(self, piece: int, rank: int) -> torch.Tensor:
+        """As `replica`, of a directory."""
+        d = self.directories[piece]
+        return self._segment(self._addresses[rank] + int(self._layout.replicas[piece, rank]),
+                             int(d.num_replica_rows[rank]), d.dim, d.table.dtype)
+
+
+def put_rows(to: torch.Tensor, slot: torch.Tensor, values: torch.Tensor, index: torch.Tensor
+             ) -> None:
+    """``to[slot] = values[index]``; both int64 [n], n > 0. Runs are copied as such."""
+    n = slot.numel()
+    if bool((slot.diff() == 1).all()) and bool((index.diff() == 1).all()):
+        to[int(slot[0]):int(slot[0]) + n].copy_(values[int(index[0]):int(index[0]) + n])
+    else:
+        to[slot] = values[index].to(to)

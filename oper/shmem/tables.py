@@ -1,0 +1,542 @@
+"""Sharded tables of one collection: lookups and updates, executed as a plan says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from oper.directory import TableDirectory
+from oper.errors import InvalidInputError, OperError, fail
+from oper.plan import Plan
+from oper.shmem.autograd import CollectedPasses, trained_lookup
+from oper.shmem.batch import (
+    BAD_BATCH,
+    BatchChecks,
+    FailedBatch,
+    Lookup,
+    ResolvedIds,
+    raise_status,
+    refuse_weight_gradient,
+    rows_in_order,
+)
+from oper.shmem.by_feature import Backward, BoundsCheck, as_one
+from oper.shmem.compiled import lookup_in_graph, register
+from oper.shmem.copying import copied
+from oper.shmem.counters.measured import MeasuredTables
+from oper.shmem.exchange.host import Exchange
+from oper.shmem.exchange.pull import PullCosts, choose_pull
+from oper.shmem.group.desync import MIGRATION, blame_peers, in_phase, register_of
+from oper.shmem.group.domains import DomainGroup, find_domains
+from oper.shmem.group.groups import Group
+from oper.shmem.group.turns import Turns, backward_in_turn, forward_in_turn, in_turn
+from oper.shmem.library import load
+from oper.shmem.memory.host_heap import HostHeap
+from oper.shmem.migration import Migration, check_room
+from oper.shmem.optim.arguments import KernelArguments, feature_rows
+from oper.shmem.optim.clipping import GradientClamp
+from oper.shmem.optim.optimizers import Optimizer, check_supported
+from oper.shmem.optim.rounding import rounding_key
+from oper.shmem.placement.layout import ArenaLayout, KernelMaps
+from oper.shmem.placement.outbox import reserved_bytes
+from oper.shmem.settings import deadline_s
+
+
+class ShardedTables(MeasuredTables):
+    """The tables of one collection, placed by a plan and shared by a group of ranks.
+
+    Args:
+        plan: placement of all tables.
+        features: (feature name, table name) in output order; the output of `lookup` has one block
+            of the table's dim per feature.
+        group: the ranks; construction is collective.
+        optimizers: applied in the backward pass, one for all tables or by table name; None =
+            read-only tables.
+        gradient_scale: factor on table gradients (1 / W averages the ranks' losses).
+        seed: of the stochastic rounding of 16-bit rows; rank 0's ``torch.initial_seed()`` by
+            default.
+        is_new: whether optimizer states take their first values; not where others are copied in.
+
+    Raises:
+        PlanError: the plan does not fit this world or cannot be executed here.
+    """
+
+    pull: bool | PullCosts = False  # see `choose_pull`
+    lookups_at_once = True  # those without gradients, see `Turns`
+    is_watched = True  # ranks of a domain meet at a barrier that tells where they are
+    # What a plan decides; the rest stays when the plan changes.
+    _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
+                                     "_layout", "_heap", "_handle", "_addresses", "_exchange")
+
+    def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
+                 optimizers: Optimizer | Mapping[str, Optimizer] | None,
+                 gradient_scale: float = 1.0, seed: int | None = None, is_new: bool = True
+                 ) -> None:
+        load()
+        # The packet of all overloads would look for it in every call.
+        self._forward_op: Any = torch.ops.oper.lookup_forward.default
+        self._backward_op: Any = torch.ops.oper.lookup_backward.default
+        self.plan = plan
+        self.group = group
+        self.features = list(features)
+        tables = [t.table for t in plan.tables]
+        if optimizers is not None and not isinstance(optimizers, Mapping):
+            optimizers = {t.name: optimizers for t in tables}
+        self.optimizers = dict(optimizers) if optimizers is not None else None
+        self.num_steps = 0  # backward passes that updated
+        # By table, how many of them it sat out (`table_steps`).
+        self._skipped = dict.fromkeys((t.name for t in tables), 0)
+        #: Tables that are not trained for now: lookups give them no gradient, updates leave them
+        #: alone. The same on all ranks.
+        self.frozen: frozenset[str] = frozenset()
+        self.on_update: list[Callable[[], None]] = []  # called after rows have changed
+        # One group per distinct optimizer; shared with whoever schedules learning rates.
+        self.param_groups: list[dict[str, Any]] = [
+            {"lr": o.lr, "tables": [n for n, x in (optimizers or {}).items() if x == o]}
+            for o in dict.fromkeys((optimizers or {}).values())]
+        self.gradient_scale = gradient_scale
+        plan.check_for(tables, group.world_size)
+        check_supported(tables, self.optimizers)
+        self.specs = {t.name: t for t in tables}
+        self.turns = Turns(group.world_size)
+        self.collection = register_of(group).add(self)
+        self.directories = [TableDirectory(t, group.world_size, piece)
+                            for t in plan.tables for piece in range(len(t.pieces))]
+        self._table_of = [d.table.name for d in self.directories]
+        self.has_push = any(x.tier.mode == "push" for d in self.directories for x in d.tiers)
+        # The directories of each table, in column order.
+        self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
+        for k, d in enumerate(self.directories):
+            self.pieces[d.table.name].append(k)
+        if any(t.dtype != "float32" for t in tables):
+            seed = group.all_gather(torch.initial_seed() if seed is None else seed)[0]
+        self.seed = seed
+        self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
+        self._arguments = KernelArguments(self.optimizers or {}, self._rounding_keys,
+                                          any(t.dtype != "float32" for t in tables))
+        self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
+        domains = find_domains(group)
+        self._exchange = self._open_exchange(domains) if len(set(domains)) > 1 else None
+        if self._exchange is not None:
+            self._exchange.collection = self.collection
+        self._heap: HostHeap | None = None
+        near = self._open_heap()
+        self._handle = self._create_context(near)
+        self._migration: Migration | None = None
+        # Held while another thread may use the placement, which therefore must not go away.
+        self._resolving = threading.Lock()
+        self._keep()
+        self._checks = BatchChecks()
+        self.bounds = BoundsCheck("fatal", self.features, self.specs)
+        self._holds_gradients = 0  # threads and blocks within `no_sync`
+        self._pending: list[Backward] = []
+        # Makes autograd call our backward although the tables are no parameters.
+        self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
+        self.collected = CollectedPasses(self)
+        self.number = register(self)
+        self._process = os.getpid()
+        if is_new and self._begin_states(self.optimizers or {}):
+            self.barrier()
+
+    def _keep(self) -> None:
+        """Tables that nobody refers to any more are released without close() as well."""
+        assert self._heap is not None
+        self._release = weakref.finalize(self, _release, self._handle, self._heap)
+        self._release.atexit = False
+
+    def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
+        return Exchange(self.group, domain_of)
+
+    def _open_heap(self) -> list[int]:
+        """Lay out and map the arenas; returns the ranks of this memory domain."""
+        group = self.group
+        near = self._exchange.members if self._exchange else list(range(group.world_size))
+        # A single rank updates without an exchange but through the same outbox.
+        self._layout = ArenaLayout.build(
+            self.directories, group.world_size,
+            reserved_bytes(self.directories, self.optimizers is not None), self._row_clipped())
+        self._heap = HostHeap(
+            DomainGroup(group, near) if self._exchange else group,
+            [self._layout.num_bytes[r] for r in near],
+            [self._layout.host_ranges[r] for r in near], self._layout.outbox_bytes)
+        self._addresses = [0] * group.world_size
+        for rank, address in zip(near, self._heap.addresses, strict=True):
+            self._addresses[rank] = address
+        return near
+
+    def _row_clipped(self) -> list[str]:
+        """Tables whose rows' gradients are clipped to a norm."""
+        return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
+
+    def _create_context(self, near: list[int]) -> int:
+        heap, group = self._heap, self.group
+        assert heap is not None
+        maps = KernelMaps.build(self.directories, self._layout, self._addresses, group.rank)
+        outboxes = [a + o for a, o in zip(self._addresses, self._layout.outbox, strict=True)]
+        as_tensor = torch.from_numpy
+        features, self.output_columns = feature_rows(self)
+        handle = int(torch.ops.oper.context_create(
+            group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
+            as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
+            features, as_tensor(maps.refreshes),
+            as_tensor(maps.touched), as_tensor(maps.squares),
+            torch.tensor(outboxes, dtype=torch.int64), self._layout.outbox_bytes,
+            [as_tensor(h) for h in maps.heads]))
+        if len(near) > 1:
+            deadline_ms = int(deadline_s() * 1000)
+            torch.ops.oper.context_set_barrier(handle, heap.control, near, heap.pidfds, deadline_ms)
+        if self._exchange is not None:
+            self._exchange.attach(handle, self.directories)
+        return handle
+
+    # ---- lookups ---------------------------------------------------------------------------------
+
+    def lookup(self, batch: Lookup) -> torch.Tensor:
+        """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
+
+        With gradients enabled and an optimizer, the backward pass of the result updates the
+        tables; that part is collective over the group. Without gradients nothing is collective
+        within a memory domain; between domains it is, unless the plan keeps copies of all rows.
+
+        Raises:
+            InvalidInputError: an id out of range (see `BoundsCheck`), or lengths that do not fit
+                the ids.
+        """
+        if self.optimizers is None:
+            refuse_weight_gradient(batch)
+        if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
+            return lookup_in_graph(self, batch)
+        if self.bounds.mode != "fatal" and self._known(batch) is None:
+            self._checks.check(batch)
+            batch = self.bounds.repair(batch)
+        if self.optimizers is not None and torch.is_grad_enabled():
+            trains = len(self.frozen) < len(self.specs)
+            if trains or (batch.weights is not None and batch.weights.requires_grad):
+                self._check_process()
+                return trained_lookup(self, batch, trains)
+        return self.forward(batch)[0]
+
+    @forward_in_turn
+    def forward(self, batch: Lookup, collective: bool = False
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags.
+
+        Args:
+            batch: the batch.
+            collective: all ranks take part, and tiers in push mode are pooled by their owners;
+                otherwise every row is read directly. Between memory domains all ranks take part
+                anyway.
+        """
+        collective |= self._exchange is not None and self.optimizers is not None
+        known = self._known(batch)
+        if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
+            self._checks.check(batch)
+            meets = self._exchange is not None or (collective and self.has_push)
+            if not batch.lengths.any() and not meets:
+                dim = self.output_columns if batch.pooled else self.directories[0].table.dim
+                return (torch.empty(0, dim),
+                        torch.zeros(batch.lengths.numel() + 1, dtype=torch.int64))
+        out, offsets, code, detail = self._forward_op(
+            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
+            batch.pooled, collective, known and known.offsets, known and known.addresses)
+        if code:
+            if code == BAD_BATCH:
+                self._checks.check(batch)
+            self._raise(code, detail, batch, offsets)
+        return out, offsets
+
+    def resolve(self, batch: Lookup) -> Lookup:
+        """Do the id-only part of a lookup ahead; the same batch, which then takes less time.
+
+        Ids are checked, located and, unless the tables are read-only, sorted. This may run on
+        another thread while earlier batches are trained: no row is read and nothing is collective.
+        Numbers stay the same bit for bit. A batch whose tables have moved to another plan
+        meanwhile, or whose ids were exchanged, is resolved anew where it is used. Between memory
+        domains nothing is done ahead.
+
+        Raises:
+            InvalidInputError: as `lookup`.
+        """
+        self._checks.check(batch)
+        batch = self.bounds.repair(batch)
+        if self._exchange is not None:  # rows of other domains have places in their batch only
+            return batch
+        version, _ = batch.versions()  # before the ids are read: they may change meanwhile
+        with self._resolving:
+            handle = self._handle
+            offsets, addresses, order, code, detail = torch.ops.oper.lookup_resolve(
+                handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
+                batch.pooled, self.optimizers is not None)
+        if code:
+            self._raise(code, detail, batch, offsets)
+        return replace(batch, resolved=ResolvedIds(handle, batch, version, offsets, addresses,
+                                                   order))
+
+    def _known(self, batch: Lookup) -> ResolvedIds | None:
+        known = batch.resolved
+        return known if known is not None and known.fits(self._handle, batch) else None
+
+    def apply_gradients(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
+                        frozen: frozenset[str] = frozenset()) -> None:
+        """Reduce the gradients of `forward`'s output, exchange them and update. Collective.
+
+        Args:
+            grad: float32, shape of that output.
+            batch: the batch of the forward pass.
+            offsets: what `forward` returned.
+            frozen: tables that were frozen in the forward pass; they and those that are frozen now
+                are left alone.
+
+        Raises:
+            InvalidInputError: other tables were frozen in the passes that `no_sync` has kept.
+            PeerLostError: a peer has ended.
+            DeadlineError: a peer did not arrive in time.
+        """
+        self.apply_all([self.passed(grad, batch, offsets, frozen)])
+
+    def passed(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
+               frozen: frozenset[str]) -> Backward:
+        """A backward pass for `apply_all`; arguments as for `apply_gradients`."""
+        return Backward(self._clamp.apply(grad, batch, offsets), batch, offsets,
+                        frozen | self.frozen)
+
+    @backward_in_turn
+    def apply_all(self, parts: list[Backward]) -> None:
+        """As `apply_gradients`, of several lookups whose gradients are added up: one update."""
+        self._check_process()
+        if self._holds_gradients:  # longer than the caller's buffers stay as they are
+            self._pending += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
+                              for p in parts]
+            return
+        parts, self._pending = [*self._pending, *parts], []
+        passed = parts[0] if len(parts) == 1 else as_one(parts)
+        self._update(passed)
+        self.num_steps += 1
+        for name in passed.frozen:
+            self._skipped[name] += 1
+        for notify in self.on_update:
+            notify()
+        if self._migration is not None:
+            self._migration.note(passed.batch, passed.offsets)
+            if self._migration.advance():
+                self._migration = None
+
+    def _update(self, passed: Backward) -> None:
+        """Reduce, exchange and update for one backward pass."""
+        batch, offsets = passed.batch, passed.offsets
+        grad = rows_in_order(passed.grad, batch.pooled)
+        known = self._known(batch)
+        code, detail = self._backward_op(
+            self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
+            batch.pooled, self._optimizer_arguments(passed.frozen), self.gradient_scale,
+            known and known.addresses, known and known.order)
+        if code:
+            self._raise(code, detail, batch, offsets)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave their gradients here; the first one outside applies the sum.
+
+        As DistributedDataParallel's ``no_sync``: k backward passes, one update, bitwise that of one
+        batch that holds all their samples. Inside, no backward pass is collective. It holds for the
+        backward passes of all threads.
+        """
+        with self.turns.lock:
+            self._holds_gradients += 1
+        try:
+            yield
+        finally:
+            with self.turns.lock:
+                self._holds_gradients -= 1
+
+    @in_turn
+    def drop_gradients(self) -> None:
+        """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does."""
+        self._pending = []
+
+    @in_turn
+    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
+                        ) -> torch.Tensor:
+        """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
+        assert batch.weights is not None
+        grad = self._clamp.apply(grad, batch, offsets)
+        gradient: torch.Tensor
+        gradient, code, detail = torch.ops.oper.lookup_weight_gradient(
+            self._handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
+            batch.batch_size)
+        if code:
+            self._raise(code, detail, batch, offsets)
+        return gradient
+
+    def _optimizer_arguments(self, frozen: frozenset[str]) -> torch.Tensor:
+        """float64 [T, 13], what every table's optimizer needs in the coming update, until the next
+        call."""
+        return self._arguments.at(self.num_steps + 1, self._skipped, frozen, self.param_groups,
+                                  self._table_of)
+
+    def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
+        code, detail = blame_peers(self, code, detail)
+        raise_status(code, detail, self._layout.outbox_bytes,
+                     FailedBatch(batch, offsets, self.features, self.specs))
+
+    @in_turn
+    def barrier(self) -> None:
+        """Wait for all ranks; raises PeerLostError, DeadlineError or DesyncError."""
+        self._check_process()
+        code, detail = torch.ops.oper.context_barrier(self._handle, self.phase)
+        if code:
+            blame_peers(self, code, detail)
+        if self._exchange is not None:
+            self._exchange.barrier(self.phase)
+
+    def _check_process(self) -> None:
+        """A forked child writes to its parent's rows and would take its place in barriers."""
+        if self._heap is None:
+            self._refuse()
+        if os.getpid() != self._process:
+            raise OperError(
+                fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
+                     f"process {self._process}, which made them",
+                     "look up under torch.no_grad(), or shard a model in the child"))
+
+    # ---- another plan ----------------------------------------------------------------------------
+
+    def migrate(self, plan: Plan) -> None:
+        """Move rows, replicas and optimizer states to another plan now. Collective.
+
+        As `start_migration` and `finish_migration`.
+        """
+        self.start_migration(plan)
+        self.finish_migration()
+
+    @in_turn
+    @in_phase(MIGRATION)
+    def start_migration(self, plan: Plan, bytes_per_step: int | None = None) -> None:
+        """Begin to move rows, replicas and optimizer states to another plan. Collective.
+
+        Every backward pass from now on copies so many bytes on each rank, and one of them ends with
+        the switch. Numbers are those of training under the old plan until then and under the new
+        one afterwards; nothing is rounded or lost. Both plans' arenas exist until the switch.
+
+        Args:
+            plan: for the same number of ranks; it may have other tables beside these.
+            bytes_per_step: bytes that a rank copies per step at most, beside the rows that the step
+                has changed after they were copied; None = no limit.
+
+        Raises:
+            PlanError: the plan does not fit, or cannot be executed here; the old one goes on.
+            OperError: no memory for the new arenas; likewise.
+            InvalidInputError: a move is under way.
+        """
+        if self._migration is not None:
+            raise InvalidInputError(
+                fail("cannot move tables to another plan", "plan", "a move is under way",
+                     "one at a time", "wait until `migration` is None, or stop_migration()"))
+        self.barrier()
+        self._migration = Migration(self, plan, bytes_per_step)
+
+    @in_turn
+    def finish_migration(self) -> None:
+        """Copy what is left of a move and switch, whatever its budget. Collective."""
+        if self._migration is not None:
+            self._migration.finish()
+            self._migration = None
+
+    @property
+    def migration(self) -> Migration | None:
+        """The move that is under way, or None."""
+        return self._migration
+
+    @in_turn
+    def stop_migration(self) -> None:
+        """Give up a move that is under way; the old plan goes on. Every rank must call it."""
+        if self._migration is not None:
+            self._migration.stop()
+            self._migration = None
+
+    def prepare(self, plan: Plan) -> ShardedTables:
+        """The same tables under another plan, with arenas that are still empty. Collective."""
+        other = self._like(plan)
+        problem: OperError | None = None
+        try:
+            other._check_room()
+        except OperError as error:
+            problem = error
+        # All ranks or none: their views of free memory may differ.
+        found = [e for e in self.group.all_gather(problem) if e is not None]
+        if found:
+            other.close()
+            raise found[0]
+        return other
+
+    def _like(self, plan: Plan) -> ShardedTables:
+        return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
+                             is_new=False)
+
+    def _check_room(self) -> None:
+        """Raise OperError unless there is memory for the arenas of this domain."""
+        check_room([b for b, a in zip(self._layout.used_bytes, self._addresses, strict=True) if a])
+
+    def take_over(self, other: ShardedTables) -> None:
+        """Go on with the arenas and the plan of `other`, which gives them up."""
+        with self._resolving:
+            self._release()
+            other._release.detach()
+            for name in self._of_the_plan:
+                setattr(self, name, getattr(other, name))
+            if self.pull is not False:
+                choose_pull(self, self.pull)
+            other._heap = None
+            self._keep()
+
+    @in_turn
+    def publish(self) -> None:
+        super().publish()
+        if self._migration is not None:
+            self._migration.restart()
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def use_huge_pages(self) -> str:
+        """Ask for huge pages behind the written rows; returns the page kind. Collective."""
+        if self._heap is None:
+            self._refuse()
+        near = [r for r, address in enumerate(self._addresses) if address]
+        self._heap.collapse([self._layout.used_bytes[r] for r in near], self.barrier)
+        return self._heap.page_kind
+
+    @in_turn
+    def close(self) -> None:
+        """Release the arenas of this rank. Peers that still read keep the memory alive."""
+        self.stop_migration()
+        with self._resolving:
+            self._release()
+        self._heap = None
+        self._forward_op = self._backward_op = self._refuse
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        """What all calls of closed tables come to."""
+        raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
+                             "open tables", "use them before close()"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTables:
+        """Tables of their own under the same plan: rows, states and steps as they are. Collective.
+        """
+        other = memo[id(self)] = copied(self, memo)
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OperError(
+            fail("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
+                 "one handle on the shared rows", "save and load the model's state_dict instead"))
+
+
+def _release(handle: int, heap: HostHeap) -> None:
+    torch.ops.oper.context_close(handle)
+    heap.close()
