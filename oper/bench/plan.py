@@ -26,6 +26,7 @@ from oper.search.peers.baselines import score_peers
 from oper.search.planner import plan_problem, proved
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import make_problem
+from oper.search.verify.check import verify_plan
 from oper.topology import Topology
 
 _WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
@@ -186,6 +187,7 @@ def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = 
     peak_rss_mb = memory.peak_rss_mb()
     found, better = evaluate(plan, problem), plan
     why = not_certified(plan, problem)
+    verdict = verify_plan(plan, problem)
     if not plan.gap <= TARGET_GAP and prove_seconds > 0:
         better = proved(plan, problem, goal_gap=TARGET_GAP, time_budget_s=prove_seconds)
     begin = time.perf_counter()
@@ -196,7 +198,9 @@ def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = 
     own = min((us for n, us in peers.items() if n.startswith(_TORCHREC)), default=None)
     return {
         "name": case.name, "modelled": topology.source, "gap": None if why else plan.gap,
-        "not_certified": why or None, "gap_kind": plan.notes["gap_kind"], "seconds": seconds,
+        "not_certified": why or None, "certificate_checked": verdict.certified,
+        "uncapped_bound_us": verdict.bound_us if math.isfinite(verdict.bound_us) else None,
+        "gap_kind": plan.notes["gap_kind"], "seconds": seconds,
         "other_busy_cores": round(others, 2), "modelled_step_us": found.step_us,
         "lower_bound_us": plan.lower_bound_us,
         "proved_gap": None if math.isnan(better.gap) else better.gap,
@@ -207,7 +211,8 @@ def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = 
         "torchrec_step_us": own, "torchrec_seconds": torchrec_seconds,
         "torchrec": None if torchrec is None else _verdict(theirs, own),
         "peers_step_us": peers, "imbalance": found.imbalance, "peak_rss_mb": peak_rss_mb,
-        "verified": bool(found.fits and not why and not not_certified(better, problem)
+        "verified": bool(found.fits and verdict.certified
+                         and (better is plan or verify_plan(better, problem).certified)
                          and (best is None or found.step_us <= peers[best] * (1 + 1e-9))),
     }
 
