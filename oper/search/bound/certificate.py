@@ -54,8 +54,7 @@ def with_bound(plan: Plan, problem: Problem, lower_us: float,
 
 def proof_of(plan: Plan) -> dict[str, Any]:
     """The proof that a plan carries; empty where it has none."""
-    noted: Any = plan.notes.get(_NOTE)
-    noted = noted if isinstance(noted, dict) else {}
+    noted = _noted(plan)
     return {k: noted[k] for k in ("bound_us", "cutoff_us", "parts") if k in noted}
 
 
@@ -112,8 +111,7 @@ def _prices_to_json(bound: Bound) -> dict[str, float]:
 
 def not_certified(plan: Plan, problem: Problem) -> str:
     """Why the plan's bound certifies nothing for `problem`; empty where it does."""
-    noted = plan.notes.get(_NOTE)
-    noted = noted if isinstance(noted, dict) else {}
+    noted = _noted(plan)
     if plan.lower_bound_us <= 0:
         return str(noted.get("not_certified", "the plan carries no bound"))
     if not is_for(plan, problem):
@@ -124,8 +122,13 @@ def not_certified(plan: Plan, problem: Problem) -> str:
 
 def is_for(plan: Plan, problem: Problem) -> bool:
     """Whether the plan's bound was computed for this problem."""
-    noted: Any = plan.notes.get(_NOTE)
-    return isinstance(noted, dict) and noted.get("problem") == problem_digest(problem)
+    return bool(_noted(plan).get("problem") == problem_digest(problem))
+
+
+def _noted(plan: Plan) -> dict[str, Any]:
+    """What a plan's file says of its bound; empty where it says nothing, or no such thing."""
+    noted = plan.notes.get(_NOTE)
+    return noted if isinstance(noted, dict) else {}
 
 
 def _reason(plan: Plan, problem: Problem, lower_us: float) -> str:

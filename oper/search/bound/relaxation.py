@@ -86,9 +86,7 @@ class Relaxation:
     def __init__(self, model: CostModel, apart: Load | None = None) -> None:
         self.model, self.apart = model, apart
         self.problem = model.problem
-        held = self.problem.constraints.tables
-        pinned = {n: c.tiers for n, c in held.items() if c.tiers is not None}
-        self.tables = tuple(t for t in self.problem.tables if t.spec.name not in pinned)
+        self.tables = self.problem.free_tables
         self.rows = ResourceRows(model, [] if apart is None else
                                  [first_neighbourhood(model.machine)])
         self.classes = self.rows.classes

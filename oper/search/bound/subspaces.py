@@ -230,10 +230,8 @@ def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
 
 def _splits_pay(problem: Problem) -> bool:
     """Whether every column split costs a barrier."""
-    pinned = problem.constraints.tables
     return problem.training and all(
-        t.spec.optimizer in ROW_WISE for t in problem.tables if problem.may_split(t)
-        and (t.spec.name not in pinned or pinned[t.spec.name].tiers is None))
+        t.spec.optimizer in ROW_WISE for t in problem.free_tables if problem.may_split(t))
 
 
 def _parts(problem: Problem) -> list[tuple[Problem, tuple[str, ...]]]:
@@ -241,9 +239,7 @@ def _parts(problem: Problem) -> list[tuple[Problem, tuple[str, ...]]]:
     if "push" not in problem.allow:
         return [(problem, (STILL,))]
     out: list[tuple[Problem, tuple[str, ...]]] = []
-    pinned = problem.constraints.tables
-    if all(_may_rest(problem, t.spec.name) for t in problem.tables
-           if t.spec.name not in pinned or pinned[t.spec.name].tiers is None):
+    if all(_may_rest(problem, t.spec.name) for t in problem.free_tables):
         out.append((replace(problem, allow=problem.allow - {"push", "columns"}), (STILL,)))
     pushes = replace(problem, allow=problem.allow - {"per_host"})
     if "columns" not in problem.allow:

@@ -202,6 +202,13 @@ class Problem:
                                      f"one of {[t.spec.name for t in self.tables][:8]}",
                                      "state the problem for this model"))
 
+    @property
+    def free_tables(self) -> tuple[TableProblem, ...]:
+        """The tables of which no constraint pins all rows in a placement of its own."""
+        held = self.constraints.tables
+        return tuple(t for t in self.tables
+                     if t.spec.name not in held or held[t.spec.name].tiers is None)
+
     def in_need(self) -> Problem:
         """The problem whose plans may use the last resort."""
         return replace(self, allow=self.allow | self.last_resort, last_resort=frozenset())

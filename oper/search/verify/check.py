@@ -32,6 +32,7 @@ from oper.search.verify.prices import (
     APART,
     FREE,
     KINDS,
+    PIECE_GROUPS,
     PUSHES,
     STILL as PUSHES_NOTHING,
     Leaf,
@@ -41,7 +42,6 @@ from oper.search.verify.tables import NARROWEST, STEP
 from oper.traffic import ROW_WISE
 
 _ROUNDING = 1e-6  # of a bound: prices in files have seven digits
-_PIECE_GROUPS = 5  # pushed pieces are not in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
                "space, constraints or overlap differ")
     elif not found.fits:
         why = "the plan does not fit the memory"
-    elif violations(plan, problem.constraints):
-        why = f"the plan breaks a constraint: {violations(plan, problem.constraints)[0]}"
+    elif broken := violations(plan, problem.constraints):
+        why = f"the plan breaks a constraint: {broken[0]}"
     elif not math.isclose(plan.step_us, step_us, rel_tol=_ROUNDING):
         why = (f"the file says a step of {plan.step_us:.6g} us, and its placement takes "
                f"{step_us:.6g}")
@@ -160,7 +160,7 @@ class _Proof:
                     + int(self._cuts_pay() and not tally.num_split)}
         if checker.tables:
             fixed_us += costs.phase_us * min(barriers[x] for x in part.plans)
-        shape = (len(self.model.phases), _PIECE_GROUPS)
+        shape = (len(self.model.phases), PIECE_GROUPS)
         start = Leaf(np.zeros(0), np.zeros(0), np.zeros(0), 0.0, (), np.zeros(shape),
                      np.full(shape, np.inf), self.cutoff_us - fixed_us,
                      np.zeros(len(checker.tables), np.uint8))
@@ -172,8 +172,7 @@ class _Proof:
         """Whether the parts hold all plans of the space, and this one."""
         problem, allow = self.problem, self.problem.allow
         held = problem.constraints.tables
-        free = [t for t in problem.tables
-                if t.spec.name not in held or held[t.spec.name].tiers is None]
+        free = problem.free_tables
         needed = set()
         if all(self._may_rest(t.spec.name) for t in free):
             needed.add(STILL)
@@ -265,11 +264,9 @@ class _Proof:
 
     def _cuts_pay(self) -> bool:
         """Whether every plan with cut tables has a barrier for sums of squares."""
-        held = self.problem.constraints.tables
         return self.problem.training and all(
-            t.spec.optimizer in ROW_WISE for t in self.problem.tables
-            if self.problem.may_split(t)
-            and (t.spec.name not in held or held[t.spec.name].tiers is None))
+            t.spec.optimizer in ROW_WISE for t in self.problem.free_tables
+            if self.problem.may_split(t))
 
     def _may_rest(self, name: str) -> bool:
         places, pinned = self.problem.placements_of(name), self.problem.pinned_of(name)

@@ -36,10 +36,17 @@ from oper.search.verify.loads import (
     kind_rows,
     time_us,
 )
-from oper.search.verify.prices import APART, PIECE, READER, RETURNED, SPREAD, Leaf, Part
+from oper.search.verify.prices import (
+    APART,
+    PIECE,
+    PIECE_GROUPS,
+    READER,
+    RETURNED,
+    SPREAD,
+    Leaf,
+    Part,
+)
 from oper.search.verify.tables import Asked, TableCosts
-
-_PIECE_GROUPS = 5  # pushed pieces are not in host memory
 
 
 class Checker:
@@ -58,8 +65,7 @@ class Checker:
                  *(x.ranks for c in held.values() for x in c.tiers or ())]
         self.classes = rank_classes(model.machine, named)
         self.units = UnitLoads(model, self.classes)
-        self.tables = [t for t in problem.tables
-                       if t.spec.name not in held or held[t.spec.name].tiers is None]
+        self.tables = problem.free_tables
         pushes = part.plans != (STILL,)
         allowed = {"replicated": "replicated", "shard": "pull", "host": "pull", "push": "push"}
         self.kinds = [k for k in KINDS if allowed[k] in problem.allow and (k != "push" or pushes)
@@ -71,11 +77,13 @@ class Checker:
                        if "per_host" in problem.allow and not pushes and sets
                        and len(self.classes.ranks) == 1 else [])
         whole, self.base = base_tally(model, pushes)
-        base = time_us(model, model.units(whole))[:, :_PIECE_GROUPS]
-        self.hidden = 1e6 * model.hidden  # [P, W]
+        base = time_us(model, model.units(whole))[:, :PIECE_GROUPS]
+        hidden = 1e6 * model.hidden  # [P, W]
+        #: float64 [P, 6, W], what every plan puts on each rank beyond what hides it.
+        self.visible = time_us(model, model.units(self.base)) - hidden[:, None]
         #: float64 [C, P, 5], what every plan puts on each rank of a class; [P, 5], on any.
         self.floor = np.stack([base[..., r].min(axis=-1) for r in self.classes.ranks])
-        self.hidden_most = np.stack([self.hidden[:, r].max(axis=-1) for r in self.classes.ranks])
+        self.hidden_most = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
         self.costs = TableCosts(model, self.tables, [free_blocks(model, t) for t in self.tables],
                                 WITH_COLUMNS in part.plans)
         self.costs.admit(self._allowed())
@@ -107,13 +115,13 @@ class Checker:
         if "push" not in self.kinds:
             return
         u, rows = self.units, self.rows["push"]
-        partial = u.own[:, PARTIALS, :, :_PIECE_GROUPS].copy()
+        partial = u.own[:, PARTIALS, :, :PIECE_GROUPS].copy()
         if self.part.beside_reader:
             partial[..., LOCAL] -= u.other[:, PARTIALS, :, LOCAL]
         ids = []
         first = self.units.first
         for t, x in zip(self.tables, rows, strict=True):
-            each = np.einsum("wcq,cqpg->wcpg", x.owner[:2, :, IDS], u.own[..., :_PIECE_GROUPS])
+            each = np.einsum("wcq,cqpg->wcpg", x.owner[:2, :, IDS], u.own[..., :PIECE_GROUPS])
             if self.part.beside_reader:
                 each[..., LOCAL] -= self._read_by_peer(x.owner[:2, :, IDS], x.reader[:2, :, IDS])
             # A row's first read costs less than the next where caches are warm.
@@ -151,8 +159,7 @@ class Checker:
         """
         load, owner = self._normalised(leaf)
         total = fixed_us - leaf.memory_us
-        units = time_us(self.model, self.model.units(self.base))
-        total += float((load * (units - self.hidden[:, None])).sum())
+        total += float((load * self.visible).sum())
         total += float(leaf.memory @ self.model.machine.per_domain(self.base.rows[HELD]))
         total += float(leaf.host @ self.model.machine.per_host(self.base.rows[HOST_HELD]))
         for kind, p, g, price in owner:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
 #: What a leaf knows of a table: nothing, that no row of it is pushed, that some row is.
 FREE, STILL, PUSHES = 0, 1, 2
 #: Kinds of rows about the rank that owns the piece with the largest load in a phase and group:
