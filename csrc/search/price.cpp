@@ -91,10 +91,11 @@ class Pricing {
   void table(int64_t k) {
     begin_ = p_.starts[k], n_ = p_.starts[k + 1] - begin_, k_ = k;
     const int64_t M = p_.num_options;
-    all_still_ = mass_all_ = 0;
+    all_still_ = all_more_ = mass_all_ = 0;
     must_ = false;  // some block may be pushed only, and so may all, as a table's blocks may the same
     for (int64_t b = 0; b < n_; ++b) {
-      all_still_ += p_.stay[begin_ + b], mass_all_ += p_.ids[begin_ + b];
+      all_still_ += p_.stay[begin_ + b], all_more_ += p_.stay_more[begin_ + b];
+      mass_all_ += p_.ids[begin_ + b];
       must_ |= !std::isfinite(p_.stay[begin_ + b]);
     }
     int64_t num_types = 0;
@@ -102,6 +103,7 @@ class Pricing {
       num_types = std::max(num_types, p_.first[k * M + m + 1] - p_.first[k * M + m]);
     of_type_.assign(num_types, kInfinity);
     found_type_.assign(num_types, Found{});
+    is_exact_.assign(num_types, M == 1);
     gain_.resize(n_), order_.resize(n_), slope_.resize(n_);
     const double still = p_.pushes[k] == kPushes ? kInfinity : still_cost(1.0);
     // Only what is cheaper than what is known is looked for: most prices of most tables find nothing.
@@ -117,20 +119,22 @@ class Pricing {
     int64_t at = 0;
     if (is_cut() && num_types > 0 && std::isfinite(value)) {
       // More than the cheapest type alone, as pieces are whole; less where a table has to push, and does
-      // so in some of its pieces.
-      const double whole = whole_widths();
-      // Of several classes not every type's set is known; the cheapest type's then stands for it.
-      if (whole != value && (M == 1 || has_sets())) best_type_ = kPath, best_ = whole;
+      // so in some of its pieces. Types on the way that were passed over are looked at after all.
+      double whole = whole_widths();
+      for (int64_t j; whole < known && (j = passed_over()) >= 0; whole = whole_widths()) look_at(j);
+      if (whole < known) at = path_parts();
       value = std::min(known, whole);
+    } else if (best_ < known) {
+      at = part(0, 1.0, best_type_, 1.0);
     }
-    if (best_ < known) at = best_type_ == kPath ? path_parts() : part(0, 1.0, best_type_, 1.0);
     p_.value[k] = value;
     p_.num_parts[k] = at;
   }
 
  private:
-  // A set of pushed blocks of a type of pieces, by class, and its mode.
+  // The cheapest set of pushed blocks of a type of pieces, by class, its mode, and what the table costs.
   struct Found {
+    double cost = kInfinity;
     Mode mode = kAllPushed;
     std::vector<int64_t> chosen;
   };
@@ -147,7 +151,7 @@ class Pricing {
   // Cost of the table in pieces that push nothing, of which there would be `streams`.
   double still_cost(double streams) const {
     if (must_) return kInfinity;
-    return std::min(p_.one[k_], all_still_ + streams * p_.tiers[k_]) + (streams - 1.0) * p_.piece;
+    return std::min(p_.one[k_], all_still_ + streams * p_.tiers[k_]) + (streams - 1.0) * (p_.piece + all_more_);
   }
 
   // Write part `at` of the configuration, pieces of type j (-1: nothing is pushed); returns at + 1.
@@ -167,7 +171,7 @@ class Pricing {
 
   // Keep what is in `chosen_` as the cheapest set of type j; the cheapest of all types as well.
   void keep_set(int64_t j, double cost, Mode mode) {
-    found_type_[j].mode = mode, found_type_[j].chosen = chosen_;
+    found_type_[j].cost = cost, found_type_[j].mode = mode, found_type_[j].chosen = chosen_;
     if (cost < best_) best_ = cost, best_type_ = j;
   }
 
@@ -200,12 +204,12 @@ class Pricing {
     if (!must_) {
       // No set costs less than if every id paid the least share of partial sums: that of all ids, or of
       // a full owner's.
-      const double fixed = all_still_ + streams * p_.tiers_pushed[k_] + pieces;
+      const double fixed = all_still_ + (streams - 1.0) * all_more_ + streams * p_.tiers_pushed[k_] + pieces;
       const double most = std::min(mass_all_, full);
       const double lowest = most > 0 ? sums_cost(j, 0, most) / most : 0.0;
       double below = fixed;
       for (int64_t b = 0; b < n_; ++b) {
-        gain_[b] = go_of(j, 0, begin_ + b) + own * ids[b] - p_.stay[begin_ + b];
+        gain_[b] = go_of(j, 0, begin_ + b) + own * ids[b] - stay_of(streams, begin_ + b);
         below += std::min(0.0, gain_[b] + lowest * ids[b]);
       }
       if (below < std::min(limit, all)) {
@@ -234,13 +238,6 @@ class Pricing {
   // masses of the class that is most to blame are divided at its own, for which both chords are exact
   // (Falk and Soland 1969).
   void several(int64_t num_types) {
-    rest_ = 0.0;
-    fixed_.resize(n_);
-    for (int64_t b = 0; b < n_; ++b) {
-      const double stay = p_.stay[begin_ + b];
-      fixed_[b] = std::isfinite(stay) ? stay : 0.0;
-      rest_ += fixed_[b];
-    }
     chosen_.assign(n_, 0), class_.assign(n_, 0), found_.assign(n_, 0);
     several_of(num_types, kAllPushed);
     if (!must_) several_of(num_types, kTiersPushed);
@@ -257,22 +254,87 @@ class Pricing {
       }
     std::sort(types_.begin(), types_.end());  // the most promising first
     for (const auto& [below, j] : types_) {
-      double least = below;
-      if (below < best_ - close()) {
-        begin_type(j);
-        bounds_.assign(1, below - offset_), least = kInfinity;
-        for (int64_t count = 0; !sides_.empty(); ++count)
-          least = std::min(least, divided(j, begin_, n_, must || count >= kMostParts, must));
-        if (least < room()) least = std::max(least, together(j, begin_, n_, must));
-        least += offset_;
-      }
+      limit_ = best_;
+      const double least = below < best_ - close() ? least_of(j) : below;
       least_ = std::min(least_, least);
       of_type_[j] = std::min(of_type_[j], least);
     }
   }
 
+  // Look at pieces of type j whatever others cost.
+  void look_at(int64_t j) {
+    limit_ = of_type_[j] = kInfinity, is_exact_[j] = true;
+    mode_ = kAllPushed;
+    of_type_[j] = least_of(j);
+    mode_ = kTiersPushed;
+    if (!must_) of_type_[j] = std::min(of_type_[j], least_of(j));
+  }
+
+  // Least cost of a table in pieces of type j; of sets that cost more than `limit_`, and than those that
+  // are known, only so much.
+  double least_of(int64_t j) {
+    const bool must = mode_ == kAllPushed;
+    begin_type(j);
+    if (must && of_class_.size() == 2) return offset_ + two_classes(j);
+    double least = kInfinity;
+    bounds_.assign(1, gains(sides_.data(), begin_, n_, must));
+    for (int64_t count = 0; !sides_.empty(); ++count)
+      least = std::min(least, divided(j, begin_, n_, count >= kMostParts, must));
+    if (least < room(j)) least = std::max(least, together(j, begin_, n_, must));
+    return least + offset_;
+  }
+
+  // Least cost of all blocks in two classes of owners. The first has a prefix of the blocks by what it
+  // saves per id: as partial sums are concave wherever no owner gets full, ends of blocks and masses
+  // that fill owners are all there is to look at.
+  double two_classes(int64_t j) {
+    const int64_t first = of_class_[0], second = of_class_[1];
+    const double* ids = p_.ids + begin_;
+    double total = 0, mass = 0, least = kInfinity, cheapest = found_type_[j].cost - offset_;
+    for (int64_t b = 0; b < n_; ++b) {
+      total += pushed_[second * n_ + b];
+      gain_[b] = pushed_[first * n_ + b] - pushed_[second * n_ + b];
+    }
+    by_slope(ids, n_);
+    int64_t end = -1;
+    for (int64_t count = 0; count <= n_; ++count) {
+      const double found = total + sums_cost(j, first, mass) + sums_cost(j, second, mass_all_ - mass);
+      least = std::min(least, found);
+      if (found < cheapest) cheapest = found, end = count;
+      if (count == n_) break;
+      const int b = order_[count];
+      const Fills mine = fills(full_of(j, first), mass, mass + ids[b]);
+      const Fills other = fills(full_of(j, second), mass_all_ - mass - ids[b], mass_all_ - mass);
+      for (const double at : {mine.first, mine.last, mass_all_ - other.first, mass_all_ - other.last})
+        if (at > mass && at < mass + ids[b])
+          least = std::min(least, total + gain_[b] * (at - mass) / ids[b] + between(j, first, mine, at) +
+                                      between(j, second, other, mass_all_ - at));
+      mass += ids[b], total += gain_[b];
+    }
+    if (end >= 0) {
+      for (int64_t i = 0; i < n_; ++i) chosen_[order_[i]] = (i < end ? first : second) + 1;
+      keep_set(j, cheapest + offset_, mode_);
+    }
+    return least;
+  }
+
+  // The least and the largest mass between two that fills all owners of it.
+  struct Fills {
+    double first, last;
+  };
+  static Fills fills(double full, double low, double high) {
+    return {full * (std::floor(low / full) + 1), full_before(full, high)};
+  }
+
+  // Cost of the partial sums of so many ids of class m; between masses that fill owners as if all were
+  // full, which is no more.
+  double between(int64_t j, int64_t m, const Fills& x, double ids) const {
+    if (!(ids >= x.first && ids <= x.last)) return sums_cost(j, m, ids);
+    return sums_cost(j, m, full_of(j, m)) * ids / full_of(j, m);
+  }
+
   // What a set of blocks may cost beside `offset_` to be worth a closer look.
-  double room() const { return best_ - close() - offset_; }
+  double room(int64_t j) const { return std::min(limit_, found_type_[j].cost) - close() - offset_; }
 
   // Look at pieces of type j: masses of all sizes, and what they cost whatever is pushed.
   void begin_type(int64_t j) {
@@ -280,6 +342,13 @@ class Pricing {
     sides_.clear();
     for (const int64_t m : of_class_) sides_.push_back(side(j, m, 0.0, mass_all_));
     const double streams = streams_of(j);
+    rest_ = 0.0;
+    fixed_.resize(n_);
+    for (int64_t b = 0; b < n_; ++b) {
+      const double stay = stay_of(streams, begin_ + b);
+      fixed_[b] = std::isfinite(stay) ? stay : 0.0;
+      rest_ += fixed_[b];
+    }
     offset_ = rest_ + (streams - 1.0) * p_.piece +
               (mode_ == kTiersPushed ? streams * p_.tiers_pushed[k_] : 0.0);
   }
@@ -303,7 +372,7 @@ class Pricing {
   }
 
   double close() const {
-    return p_.close * (std::abs(rest_) + (std::isfinite(best_) ? std::abs(best_) : 0.0));
+    return p_.close * (std::abs(rest_) + (std::isfinite(limit_) ? std::abs(limit_) : 0.0));
   }
 
   // Masses of a class of owners, and the chord of its partial sums.
@@ -331,12 +400,12 @@ class Pricing {
     bounds_.pop_back();
     for (int turn = 0;; ++turn) {
       bound = std::max(bound, gains(part_.data(), begin, n, must));
-      if (bound >= room()) return bound;
+      if (bound >= room(j)) return bound;
       classes(begin, n);
       for (int64_t b = 0; b < n; ++b) found_[b] = must || gain_[b] < 0 ? class_[b] : 0;
       keep(j, begin, n, 0);
       for (const int64_t m : of_class_) keep(j, begin, n, m + 1);
-      if (bound >= room()) return bound;
+      if (bound >= room(j)) return bound;
       if (turn == kMostTurns || !turned(j)) break;
     }
     size_t worst = count;
@@ -433,11 +502,15 @@ class Pricing {
       total += cost + (ids > 0 ? sums_cost(j, m, ids) : 0.0);
       if (only == 0) mass_[m] = ids;
     }
-    if (!(total + offset_ < best_)) return;
+    if (!(total + offset_ < std::min(limit_, found_type_[j].cost))) return;
     for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? (only ? only : found_[b]) : 0;
     keep_set(j, total + offset_, mode_);
   }
 
+  // Cost of a block that is not pushed, in pieces of so many streams.
+  double stay_of(double streams, int64_t block) const {
+    return p_.stay[block] + (streams - 1.0) * p_.stay_more[block];
+  }
   double go_of(int64_t j, int64_t m, int64_t block) const {
     const int64_t at = m * p_.num_blocks + block;
     return p_.go[at] + (p_.streams[type_of(j, m)] - 1.0) * p_.more[at];
@@ -461,16 +534,21 @@ class Pricing {
     return full * std::floor(ids / full * (1 - kRounding));
   }
 
-  // Least cost of the prefixes, and of parts of a block that fill owners; `look` sees them all, the
-  // latter as of -1 blocks.
-  template <class Look>
-  double walk(const double* ids, int64_t n, double full, double price, Look look) {
+  // Order the blocks by gain per id.
+  void by_slope(const double* ids, int64_t n) {
     for (int64_t b = 0; b < n; ++b) {
       order_[b] = int(b);
       slope_[b] = ids[b] > 0 ? gain_[b] / ids[b] : gain_[b] < 0 ? -kInfinity : kInfinity;
     }
     std::stable_sort(order_.begin(), order_.end(),
                      [&](int a, int b) { return slope_[a] < slope_[b]; });
+  }
+
+  // Least cost of the prefixes, and of parts of a block that fill owners; `look` sees them all, the
+  // latter as of -1 blocks.
+  template <class Look>
+  double walk(const double* ids, int64_t n, double full, double price, Look look) {
+    by_slope(ids, n);
     double mass = 0, total = 0, least = 0;
     for (int64_t count = 0; count <= n; ++count) {
       const double found = total + (mass > 0 ? price * sums_of(full, mass) : 0.0);
@@ -531,15 +609,15 @@ class Pricing {
     return lane_ ? some : none;
   }
 
-  // Whether sets of pushed blocks are known for all types of the path.
-  bool has_sets() const {
+  // A type on the path that only a bound is known of; -1 if there is none.
+  int64_t passed_over() const {
     int64_t lane = lane_;
     for (int64_t at = p_.columns[k_] / p_.step; at > 0;) {
       const Step& x = steps_[2 * at + lane];
-      if (x.type >= 0 && found_type_[x.type].chosen.empty()) return false;
+      if (x.type >= 0 && !is_exact_[x.type]) return x.type;
       at -= x.width, lane = x.lane;
     }
-    return true;
+    return -1;
   }
 
   // Write the parts of the path that `whole_widths` found; returns how many.
@@ -579,16 +657,17 @@ class Pricing {
   OperPricing& p_;
   int64_t k_ = 0;
   int64_t begin_ = 0, n_ = 0;  // its blocks
-  double all_still_ = 0, mass_all_ = 0;
+  double all_still_ = 0, all_more_ = 0, mass_all_ = 0;
   bool must_ = false;
-  static constexpr int64_t kPath = -2;  // the type of the path through the columns
   int64_t best_type_ = -1;  // -1: nothing is pushed
   double best_ = 0, least_ = 0, rest_ = 0, offset_ = 0;
+  double limit_ = kInfinity;  // what sets may cost to be worth a look
   Mode mode_ = kAllPushed;
   int64_t lane_ = 0;
   std::vector<double> gain_, slope_, fixed_, pushed_, weight_, lowest_, mass_;
   std::vector<double> of_type_;  // least cost of a table whose pieces are all of a type
   std::vector<Found> found_type_;
+  std::vector<bool> is_exact_;  // whether what it costs was looked at, whatever others cost
   std::vector<std::pair<double, int64_t>> by_width_;
   std::vector<Step> steps_;
   std::vector<Side> sides_, part_;

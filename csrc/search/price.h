@@ -38,6 +38,7 @@ struct OperPricing {
   OperSums sums;
   const int64_t* starts;        // [T + 1], blocks
   const double* stay;           // [K], cost when not pushed
+  const double* stay_more;      // [K], least cost of every further stream then
   const double* one;            // [T], cost of the table in one tier that is not pushed
   const double* tiers;          // [T], charge of a piece of several tiers, none of them pushed
   const double* tiers_pushed;   // [T], and of one that is pushed in part

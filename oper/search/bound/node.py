@@ -120,9 +120,14 @@ class Node:
         cost = np.where(r.allowed[r.table_of], cost, np.inf)
         still = np.where(r.pushes, np.inf, cost)
         stay = still.argmin(axis=1)
+        more = np.einsum("bf,bof->bo", r.features, (r.per_stream @ prices)[r.table_of])
+        stay_more = np.where(np.isfinite(still), more, np.inf).min(axis=1)
         one, one_stay = self._one_tier(still)
-        piece = self._call(prices, cost, still.min(axis=1), one,
-                           np.full(one.size, np.inf) if known is None else known)
+        piece = self._call(prices, {
+            "go": cost[:, r.pushes].T, "more": more[:, r.pushes].T,
+            "stay": still.min(axis=1), "one": one,
+            "stay_more": np.where(np.isfinite(stay_more), stay_more, 0.0),
+            "known": np.full(one.size, np.inf) if known is None else known})
         options = np.flatnonzero(r.pushes)
         parts: list[list[PieceChoice]] = [[] for _ in r.tables]
         for slot in range(int(piece["num_parts"].max(initial=0))):
@@ -159,9 +164,8 @@ class Node:
             choice[at] = np.array(of_kind)[least.argmin(axis=1)[at]]
         return best, choice
 
-    def _call(self, prices: np.ndarray, cost: np.ndarray, stay: np.ndarray, one: np.ndarray,
-              known: np.ndarray) -> dict[str, np.ndarray]:
-        """Prices all tables, see `OperPricing`."""
+    def _call(self, prices: np.ndarray, costs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Prices all tables, given what blocks cost; see `OperPricing`."""
         r, pieces = self.relaxation, self.relaxation.pieces
         options = np.flatnonzero(r.pushes)
         classes = [r.options[o].rank_class for o in options.tolist()]
@@ -171,10 +175,7 @@ class Node:
             num_parts = 1
         shape, blocks = (len(r.tables), num_parts), len(r.table_of)
         given = {
-            "starts": r.starts, "stay": stay, "one": one, "known": known,
-            "go": cost[:, options].T, "ids": r.features[:, IDS], "total_ids": r.total_ids,
-            "more": np.einsum("bf,bmf->mb", r.features,
-                              (r.per_stream[:, options] @ prices)[r.table_of]),
+            **costs, "starts": r.starts, "ids": r.features[:, IDS], "total_ids": r.total_ids,
             "price": r.unit[classes, PARTIALS] @ prices,
             "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
@@ -214,7 +215,7 @@ class Node:
         pushed = mode >= ALL_PUSHED
         streams = np.where(pushed, self.fit.least_streams[self.fit.place(table, kind)],
                            [p.streams for p in pieces])[:, None]
-        asked = self.resources_at(amount, table, kind) + (streams - 1.0) * r.piece
+        asked = self.resources_at(amount, table, kind, streams) + (streams - 1.0) * r.piece
         asked += streams * (np.where((mode == TIERS)[:, None], r.tiers[table], 0.0)
                             + np.where((mode == TIERS_PUSHED)[:, None], r.tiers_pushed[table], 0.0))
         options = np.flatnonzero(r.pushes)
@@ -262,10 +263,13 @@ class Node:
                 out[n] = int(np.where(x.mass > 0, cost, np.inf).argmin())
         return out
 
-    def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
-        """As `Relaxation.resources_of`, pieces of the types `kind` (int64 [N]), full owners."""
+    def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
+                     others: np.ndarray | float = 1.0) -> np.ndarray:
+        """As `Relaxation.resources_of`, pieces of the types `kind` (int64 [N]), full owners; streams
+        of rows that are not pushed are `others` (float64 [N, 1])."""
         r = self.relaxation
-        streams, owner = np.ones((2, len(tables), len(r.options)))
+        owner = np.ones((len(tables), len(r.options)))
+        streams = owner * others
         for o in np.flatnonzero(r.pushes).tolist():
             n = amount[:, o, IDS] > 0
             streams[n, o], mass = self.fit.chosen(tables[n], r.options[o].rank_class, kind[n])

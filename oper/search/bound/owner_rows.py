@@ -175,9 +175,8 @@ class OwnerRowMaker:
                 dim = t.spec.dim
                 load = self._reader(t, kind, dim, units)
                 once[k, alike] = scale * load.min(axis=(0, 1))[:, at[0], at[1]]
-                if kind == PUSH:
-                    twice = self._reader(t, PUSH, 2 * dim, units)
-                    more[k, alike] = scale * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
+                twice = self._reader(t, kind, 2 * dim, units)
+                more[k, alike] = scale * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
         return once, more
 
     def _host_reads(self, apart: Load) -> np.ndarray:
@@ -208,8 +207,7 @@ class OwnerRowMaker:
                 by_class = self.rows.by_class(make[option.kind](t, width, owner))
                 found.append(np.einsum("fqc,cq->f", by_class, read))
             once[k, o, :, -1] = found[0]
-            if option.kind == PUSH:
-                more[k, o, :, -1] = 2 * found[0] - found[1]
+            more[k, o, :, -1] = 2 * found[0] - found[1]
 
     def _limits(self, phase: int, group: str) -> list[_Limit]:
         """The rows of one phase and group."""

@@ -65,7 +65,7 @@ class Relaxation:
         allowed: bool [T, M].
         features: float64 [num_blocks, 4]; `table_of` int64 [num_blocks]; `starts` int64 [T + 1].
         coefficients: float64 [T, M, 4, R], for tables whose pushed rows are one piece.
-        per_stream: float64 [T, M, 4, R], what every further id stream adds to pushed rows.
+        per_stream: float64 [T, M, 4, R], what every further column piece adds.
         piece: float64 [R], what every further column piece of a table asks.
         tiers, tiers_pushed: float64 [T, R], what a piece of several tiers asks, none of them or
             some of them pushed.
@@ -204,11 +204,9 @@ class Relaxation:
             for k, t in enumerate(self.tables):
                 once = make[option.kind](t, t.spec.dim, owner)
                 coefficients[k, o] = self.mean(once)[:, :shape[-1]]
-                if option.kind == PUSH:
-                    # What a piece pays whatever its width is.
-                    twice = model.push_rows(t, 2 * t.spec.dim, owner)
-                    cut = model.cut_rows(t, once, twice)
-                    per_stream[k, o] = self.mean(cut)[:, :shape[-1]]
+                # What a piece pays whatever its width is.
+                twice = make[option.kind](t, 2 * t.spec.dim, owner)
+                per_stream[k, o] = self.mean(model.cut_rows(t, once, twice))[:, :shape[-1]]
         return coefficients, per_stream
 
     def _add_owner_rows(self, apart: Load | None) -> None:
@@ -308,7 +306,7 @@ class Relaxation:
         Args:
             amount: float64 [N, M, 4].
             tables: int64 [N], the table of each entry.
-            streams: float64 [N, M], id streams of its pushed rows (column pieces).
+            streams: float64 [N, M], columns of the table over those of one piece.
             owner: float64 [N, M], mass that one owner holds at most, of the table's mass 1.
 
         Returns:
@@ -320,7 +318,7 @@ class Relaxation:
             share = amount[n, o, IDS] / self.total_ids[tables[n]]
             size = self.pieces.sum_bytes(tables[n], share, owner[n, o])
             out[n] += size[:, None] * self.unit[self.options[o].rank_class, PARTIALS]
-            n = n[streams[n, o] > 1.0]
-            more = np.einsum("nf,nfr->nr", amount[n, o], self.per_stream[tables[n], o])
-            out[n] += (streams[n, o] - 1.0)[:, None] * more
+        n = np.flatnonzero((streams > 1.0).any(axis=1))
+        out[n] += np.einsum("no,nof,nofr->nr", streams[n] - 1.0, amount[n],
+                            self.per_stream[tables[n]])
         return out

@@ -18,7 +18,7 @@ import numpy as np
 from oper.plan import MAX_PATTERN
 from oper.search import native
 from oper.search.bound.master import Bound
-from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD
+from oper.search.bound.options import PUSH, SHARD
 from oper.search.bound.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS, own_load
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.heuristic.recipes import Recipe, RecipeBook
@@ -171,7 +171,7 @@ class Annealing:
         stay = np.where(push[:, None], 0.0, amount)
         one = np.ones(amount.shape[:2])
         whole = relaxation.resources_of(stay, table, one, one)
-        once = np.einsum("nof,nofr->nr", stay, self._once()[table])
+        once = np.einsum("nof,nofr->nr", stay, relaxation.per_stream[table])
         tables, class_of = relaxation.tables, loads.class_of
         per_table = self._per_table()
         rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in per_table]
@@ -263,26 +263,6 @@ class Annealing:
             at.append(places)
             head.append(mass / np.maximum(pushed, 1e-300)[:, None] * (pushed > 0)[:, None])
         return np.concatenate(at).astype(np.int64), np.concatenate(head)
-
-    def _once(self) -> np.ndarray:
-        """What a column piece that is not pushed costs whatever its width is; [T, O, 4, R]."""
-        relaxation, model = self.relaxation, self.loads.model
-        out = np.zeros_like(relaxation.coefficients)
-        world = self.loads.class_of.size
-        for o, option in enumerate(relaxation.options):
-            if option.kind in (PUSH, COPIES):
-                continue
-            make = {SHARD: model.shard_rows, HOST: model.host_rows,
-                    REPLICATED: model.replica_rows}[option.kind]
-            spread = np.full(world, 1 / world)
-            if option.rank_class >= 0:
-                member = self.loads.class_of == option.rank_class
-                spread = member / member.sum()
-            owner = np.eye(NUM_FEATURES)[:, :, None] * spread
-            for k, t in enumerate(relaxation.tables):
-                once, twice = (make(t, w, owner) for w in (t.spec.dim, 2 * t.spec.dim))
-                out[k, o] = relaxation.mean(model.cut_rows(t, once, twice))
-        return out
 
     def _fill(self, amount: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What owners of pulled rows do beside reading (float64 [N, C, G]), were they one rank, and
