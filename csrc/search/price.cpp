@@ -292,7 +292,7 @@ class Pricing {
     const double* ids = p_.ids + begin_;
     double total = 0, mass = 0, least = kInfinity, cheapest = found_type_[j].cost - offset_;
     for (int64_t b = 0; b < n_; ++b) {
-      total += pushed_[second * n_ + b];
+      total += pushed_[second * n_ + b] - fixed_[b];
       gain_[b] = pushed_[first * n_ + b] - pushed_[second * n_ + b];
     }
     by_slope(ids, n_);
