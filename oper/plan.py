@@ -86,12 +86,12 @@ class Tier:
 
 @lru_cache(maxsize=4096)  # tiers of many tables are dealt alike
 def _spread(ranks: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Deal a weighted period as evenly as possible (largest deficit first, ties by order)."""
-    share, total = np.array(weights), sum(weights)
-    given = np.zeros(len(ranks), np.int64)
+    """A weighted period: the n-th row of a rank of weight w is due at n / w, ties by order, so that
+    every rank has one row first, and the order says who has the hottest."""
+    given = np.zeros(len(ranks))
     pattern = []
-    for turn in range(1, total + 1):
-        k = int((share * turn - given * total).argmax())
+    for _ in range(sum(weights)):
+        k = int((given / weights).argmin())
         given[k] += 1
         pattern.append(ranks[k])
     return tuple(pattern)

@@ -23,7 +23,7 @@
 namespace oper::search {
 
 constexpr int kMaxOwners = 48;    // of one piece
-constexpr int kMaxWeight = 144;   // weights of one piece, together
+constexpr int kMaxWeight = 240;   // weights of one piece, together
 constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are told apart
 constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
 constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
@@ -181,14 +181,13 @@ class PackState {
       for (uint32_t n = 0; n <= last; ++n) turn[n] = uint8_t(n);
       return;
     }
-    int lack[kMaxOwners] = {};
+    double due[kMaxOwners] = {};
+    int given[kMaxOwners] = {};
     for (uint32_t n = 0; n <= last; ++n) {
-      int most = 0;
-      for (int i = 0; i < x.owners; ++i) {
-        lack[i] += x.weight[i];
-        if (lack[i] > lack[most]) most = i;
-      }
-      lack[most] -= x.total, turn[n] = uint8_t(most);
+      int next = 0;
+      for (int i = 1; i < x.owners; ++i)
+        if (due[i] < due[next]) next = i;
+      due[next] = double(++given[next]) / x.weight[next], turn[n] = uint8_t(next);
     }
   }
 
