@@ -81,7 +81,7 @@ OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost,
 }
 
 enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };
-enum Pushes : uint8_t { kFree, kStill, kPushes };
+enum Pushes : uint8_t { kFree, kStill, kPushes, kPartly, kWholly };
 
 class Pricing {
  public:
@@ -101,17 +101,18 @@ class Pricing {
     int64_t num_types = 0;
     for (int64_t m = 0; m < M && p_.pushes[k] != kStill; ++m)
       num_types = std::max(num_types, p_.first[k * M + m + 1] - p_.first[k * M + m]);
-    of_type_.assign(num_types, kInfinity);
-    found_type_.assign(num_types, Found{});
-    is_exact_.assign(num_types, M == 1);
+    kinds_.assign(2 * num_types, Kind{});
     gain_.resize(n_), order_.resize(n_), slope_.resize(n_);
-    const double still = p_.pushes[k] == kPushes ? kInfinity : still_cost(1.0);
+    const double still = p_.pushes[k] > kStill ? kInfinity : still_cost(1.0);
     // Only what is cheaper than what is known is looked for: most prices of most tables find nothing.
     const double known = p_.known[k];
-    best_ = std::min(known, still), best_type_ = -1, least_ = kInfinity;
+    best_ = std::min(known, still), best_kind_ = -1, least_ = kInfinity;
     if (M == 1) {
       for (int64_t j = 0; j < num_types; ++j)
-        if (mass_of(j, 0) > 0) one_class(j);
+        if (mass_of(j, 0) > 0 && std::isfinite(p_.go[begin_])) {  // as all blocks of the table
+          if (has(kAllPushed)) all_of_one_class(j);
+          if (has(kTiersPushed)) part_of_one_class(j, is_cut() ? kinds_[2 * j].cost : best_);
+        }
     } else if (num_types > 0) {
       several(num_types);
     }
@@ -121,30 +122,38 @@ class Pricing {
       // More than the cheapest type alone, as pieces are whole; less where a table has to push, and does
       // so in some of its pieces. Types on the way that were passed over are looked at after all.
       double whole = whole_widths();
-      for (int64_t j; whole < known && (j = passed_over()) >= 0; whole = whole_widths()) look_at(j);
+      for (int64_t i; whole < known && (i = passed_over()) >= 0; whole = whole_widths()) look_at(i);
       if (whole < known) at = path_parts();
       value = std::min(known, whole);
     } else if (best_ < known) {
-      at = part(0, 1.0, best_type_, 1.0);
+      at = part(0, 1.0, best_kind_, 1.0);
     }
     p_.value[k] = value;
     p_.num_parts[k] = at;
   }
 
  private:
-  // The cheapest set of pushed blocks of a type of pieces, by class, its mode, and what the table costs.
-  struct Found {
-    double cost = kInfinity;
-    Mode mode = kAllPushed;
-    std::vector<int64_t> chosen;
+  // Pieces of a type, all of whose rows are pushed or some; kind 2 j or 2 j + 1 of type j.
+  struct Kind {
+    double least = kInfinity;     // no less does the table cost in such pieces
+    double cost = kInfinity;      // with the cheapest set of pushed blocks that is known
+    bool is_exact = false;        // whether that was looked for, whatever others cost
+    std::vector<int64_t> chosen;  // the set, by class
   };
+  static int64_t kind_of(int64_t j, Mode mode) { return 2 * j + (mode == kTiersPushed); }
+
+  // Whether such pieces have to be looked at: others may lie beside them where a table is cut.
+  bool has(Mode mode) const {
+    if (mode == kTiersPushed) return !must_ && p_.pushes[k_] != kWholly;
+    return is_cut() || p_.pushes[k_] != kPartly;
+  }
 
   // Where a path through the columns comes from.
   struct Step {
     double cost = kInfinity;
-    int64_t width = 0, type = -1, lane = 0;
-    void take(double other, int64_t w, int64_t j, int64_t l) {
-      if (other < cost) *this = {other, w, j, l};
+    int64_t width = 0, kind = -1, lane = 0;
+    void take(double other, int64_t w, int64_t i, int64_t l) {
+      if (other < cost) *this = {other, w, i, l};
     }
   };
 
@@ -154,25 +163,25 @@ class Pricing {
     return std::min(p_.one[k_], all_still_ + streams * p_.tiers[k_]) + (streams - 1.0) * (p_.piece + all_more_);
   }
 
-  // Write part `at` of the configuration, pieces of type j (-1: nothing is pushed); returns at + 1.
-  int64_t part(int64_t at, double share, int64_t j, double streams) {
+  // Write part `at` of the configuration, pieces of kind i (-1: nothing is pushed); returns at + 1.
+  int64_t part(int64_t at, double share, int64_t i, double streams) {
     const int64_t to = k_ * p_.max_parts + at;
     int64_t* chosen = p_.chosen + at * p_.num_blocks + begin_;
-    p_.share[to] = share, p_.part_streams[to] = streams, p_.kind[to] = std::max<int64_t>(j, 0);
-    if (j < 0) {
+    p_.share[to] = share, p_.part_streams[to] = streams, p_.kind[to] = i < 0 ? 0 : i / 2;
+    if (i < 0) {
       p_.mode[to] = p_.one[k_] <= all_still_ + streams * p_.tiers[k_] ? kOneTier : kTiers;
       std::fill(chosen, chosen + n_, int64_t{0});
     } else {
-      p_.mode[to] = found_type_[j].mode;
-      std::copy(found_type_[j].chosen.begin(), found_type_[j].chosen.end(), chosen);
+      p_.mode[to] = i % 2 ? kTiersPushed : kAllPushed;
+      std::copy(kinds_[i].chosen.begin(), kinds_[i].chosen.end(), chosen);
     }
     return at + 1;
   }
 
-  // Keep what is in `chosen_` as the cheapest set of type j; the cheapest of all types as well.
-  void keep_set(int64_t j, double cost, Mode mode) {
-    found_type_[j].cost = cost, found_type_[j].mode = mode, found_type_[j].chosen = chosen_;
-    if (cost < best_) best_ = cost, best_type_ = j;
+  // Keep what is in `chosen_` as the cheapest set of kind i; the cheapest of all kinds as well.
+  void keep_set(int64_t i, double cost) {
+    kinds_[i].cost = cost, kinds_[i].chosen = chosen_;
+    if (cost < best_) best_ = cost, best_kind_ = i;
   }
 
   // Least id streams of a type of pieces over the classes.
@@ -185,50 +194,52 @@ class Pricing {
     return least;
   }
 
-  // Pieces of type j where all owners are alike: everything is pushed, or a prefix of the blocks by what
-  // pushing them costs per id, or so much that owners are full. No block at all stands for the least part
-  // of one: that is pushed for the charge alone.
-  void one_class(int64_t j) {
-    if (!std::isfinite(p_.go[begin_])) return;  // as all blocks of the table
+  // Pieces of type j where all owners are alike and everything is pushed.
+  void all_of_one_class(int64_t j) {
+    const double streams = streams_of(j), own = streams * p_.own[k_ * p_.num_options];
+    double all = sums_cost(j, 0, mass_all_) + (mass_of(j, 0) < kWhole ? own * mass_all_ : 0.0) +
+                 (streams - 1.0) * p_.piece;
+    for (int64_t b = 0; b < n_; ++b) all += go_of(j, 0, begin_ + b);
+    chosen_.assign(n_, 1);
+    const int64_t i = kind_of(j, kAllPushed);
+    keep_set(i, all);
+    kinds_[i].least = all, kinds_[i].is_exact = true;
+    least_ = std::min(least_, all);
+  }
+
+  // The same where some rows are pushed: a prefix of the blocks by what pushing them costs per id, or so
+  // much that owners are full. No block at all stands for the least part of one: that is pushed for the
+  // charge alone. Sets that cost more than `limit` are not looked for.
+  void part_of_one_class(int64_t j, double limit) {
     const double* ids = p_.ids + begin_;
     const double streams = streams_of(j), own = streams * p_.own[k_ * p_.num_options], full = full_of(j, 0);
-    const double pieces = (streams - 1.0) * p_.piece;
-    const double limit = is_cut() ? kInfinity : best_;  // of a cut table every type's cost is asked
-    double all = sums_cost(j, 0, mass_all_) + (mass_of(j, 0) < kWhole ? own * mass_all_ : 0.0) + pieces;
-    for (int64_t b = 0; b < n_; ++b) all += go_of(j, 0, begin_ + b);
-    if (all < limit) {
-      chosen_.assign(n_, 1);
-      keep_set(j, all, kAllPushed);
+    // No set costs less than if every id paid the least share of partial sums: that of all ids, or of
+    // a full owner's.
+    const double fixed = all_still_ + (streams - 1.0) * (all_more_ + p_.piece) + streams * p_.tiers_pushed[k_];
+    const double most = std::min(mass_all_, full);
+    const double lowest = most > 0 ? sums_cost(j, 0, most) / most : 0.0;
+    double least = fixed;
+    for (int64_t b = 0; b < n_; ++b) {
+      gain_[b] = go_of(j, 0, begin_ + b) + own * ids[b] - stay_of(streams, begin_ + b);
+      least += std::min(0.0, gain_[b] + lowest * ids[b]);
     }
-    double least = all;
-    if (!must_) {
-      // No set costs less than if every id paid the least share of partial sums: that of all ids, or of
-      // a full owner's.
-      const double fixed = all_still_ + (streams - 1.0) * all_more_ + streams * p_.tiers_pushed[k_] + pieces;
-      const double most = std::min(mass_all_, full);
-      const double lowest = most > 0 ? sums_cost(j, 0, most) / most : 0.0;
-      double below = fixed;
-      for (int64_t b = 0; b < n_; ++b) {
-        gain_[b] = go_of(j, 0, begin_ + b) + own * ids[b] - stay_of(streams, begin_ + b);
-        below += std::min(0.0, gain_[b] + lowest * ids[b]);
-      }
-      if (below < std::min(limit, all)) {
-        double cheapest = std::min(limit, all);
-        int64_t end = -1;
-        walk(ids, n_, full, p_.price[0], [&](int64_t count, double found) {
-          least = std::min(least, found + fixed);
-          if (count >= 0 && found + fixed < cheapest) cheapest = found + fixed, end = count;
-        });
-        if (end >= 0) {
-          chosen_.assign(n_, 0);
-          for (int64_t i = 0; i < end; ++i) chosen_[order_[i]] = 1;
-          keep_set(j, cheapest, kTiersPushed);
-        }
-      } else {
-        least = std::min(least, below);
+    Kind& kind = kinds_[kind_of(j, kTiersPushed)];
+    if (least < limit) {
+      double cheapest = limit;
+      int64_t end = -1;
+      least = kInfinity;
+      walk(ids, n_, full, p_.price[0], [&](int64_t count, double found) {
+        least = std::min(least, found + fixed);
+        if (count >= 0 && found + fixed < cheapest) cheapest = found + fixed, end = count;
+      });
+      if (end >= 0) {
+        chosen_.assign(n_, 0);
+        for (int64_t i = 0; i < end; ++i) chosen_[order_[i]] = 1;
+        keep_set(kind_of(j, kTiersPushed), cheapest);
+        kind.is_exact = true;
       }
     }
-    of_type_[j] = least, least_ = std::min(least_, least);
+    kind.least = least, least_ = std::min(least_, least);
   }
 
   // Rows of a table may be pushed to several classes of owners. Partial sums f are concave in the mass
@@ -239,8 +250,8 @@ class Pricing {
   // (Falk and Soland 1969).
   void several(int64_t num_types) {
     chosen_.assign(n_, 0), class_.assign(n_, 0), found_.assign(n_, 0);
-    several_of(num_types, kAllPushed);
-    if (!must_) several_of(num_types, kTiersPushed);
+    for (const Mode mode : {kAllPushed, kTiersPushed})
+      if (has(mode)) several_of(num_types, mode);
   }
 
   void several_of(int64_t num_types, Mode mode) {
@@ -255,19 +266,19 @@ class Pricing {
     std::sort(types_.begin(), types_.end());  // the most promising first
     for (const auto& [below, j] : types_) {
       limit_ = best_;
-      const double least = below < best_ - close() ? least_of(j) : below;
-      least_ = std::min(least_, least);
-      of_type_[j] = std::min(of_type_[j], least);
+      Kind& kind = kinds_[kind_of(j, mode)];
+      kind.least = below < best_ - close() ? least_of(j) : below;
+      kind.is_exact = kind.cost <= kind.least + close();
+      least_ = std::min(least_, kind.least);
     }
   }
 
-  // Look at pieces of type j whatever others cost.
-  void look_at(int64_t j) {
-    limit_ = of_type_[j] = kInfinity, is_exact_[j] = true;
-    mode_ = kAllPushed;
-    of_type_[j] = least_of(j);
-    mode_ = kTiersPushed;
-    if (!must_) of_type_[j] = std::min(of_type_[j], least_of(j));
+  // Look at pieces of kind i whatever others cost.
+  void look_at(int64_t i) {
+    limit_ = kInfinity, mode_ = i % 2 ? kTiersPushed : kAllPushed;
+    if (p_.num_options == 1) part_of_one_class(i / 2, kInfinity);
+    else kinds_[i].least = least_of(i / 2);
+    kinds_[i].is_exact = true;
   }
 
   // Least cost of a table in pieces of type j; of sets that cost more than `limit_`, and than those that
@@ -290,7 +301,7 @@ class Pricing {
   double two_classes(int64_t j) {
     const int64_t first = of_class_[0], second = of_class_[1];
     const double* ids = p_.ids + begin_;
-    double total = 0, mass = 0, least = kInfinity, cheapest = found_type_[j].cost - offset_;
+    double total = 0, mass = 0, least = kInfinity, cheapest = known_of(j) - offset_;
     for (int64_t b = 0; b < n_; ++b) {
       total += pushed_[second * n_ + b] - fixed_[b];
       gain_[b] = pushed_[first * n_ + b] - pushed_[second * n_ + b];
@@ -313,7 +324,7 @@ class Pricing {
     }
     if (end >= 0) {
       for (int64_t i = 0; i < n_; ++i) chosen_[order_[i]] = (i < end ? first : second) + 1;
-      keep_set(j, cheapest + offset_, mode_);
+      keep_set(kind_of(j, mode_), cheapest + offset_);
     }
     return least;
   }
@@ -334,7 +345,8 @@ class Pricing {
   }
 
   // What a set of blocks may cost beside `offset_` to be worth a closer look.
-  double room(int64_t j) const { return std::min(limit_, found_type_[j].cost) - close() - offset_; }
+  double room(int64_t j) const { return known_of(j) - close() - offset_; }
+  double known_of(int64_t j) const { return std::min(limit_, kinds_[kind_of(j, mode_)].cost); }
 
   // Look at pieces of type j: masses of all sizes, and what they cost whatever is pushed.
   void begin_type(int64_t j) {
@@ -502,9 +514,9 @@ class Pricing {
       total += cost + (ids > 0 ? sums_cost(j, m, ids) : 0.0);
       if (only == 0) mass_[m] = ids;
     }
-    if (!(total + offset_ < std::min(limit_, found_type_[j].cost))) return;
+    if (!(total + offset_ < known_of(j))) return;
     for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? (only ? only : found_[b]) : 0;
-    keep_set(j, total + offset_, mode_);
+    keep_set(kind_of(j, mode_), total + offset_);
   }
 
   // Cost of a block that is not pushed, in pieces of so many streams.
@@ -575,46 +587,57 @@ class Pricing {
   // The cheapest way to make up a table's columns of pieces, each of a width and at the cost by column
   // that some type has, or that of pushing nothing: pieces are whole, and what is left of a table beside
   // the widest ones has to be narrower, and pay for an id stream as well. A path through the columns, in
-  // two lanes: nothing is pushed so far, or something is.
+  // three lanes: nothing is pushed so far, everything, or something.
   double whole_widths() {
     const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
-    const int64_t num_types = int64_t(of_type_.size());
-    by_width_.assign(count + 1, {kInfinity, 0});  // a piece so wide that pushes, and its type
+    for (auto& x : by_width_) x.assign(count + 1, {kInfinity, 0});  // a piece so wide, and its kind
     for (int64_t m = 0; m < p_.num_options; ++m)
-      for (int64_t j = 0; j < num_types; ++j) {
+      for (int64_t j = 0; 2 * j < int64_t(kinds_.size()); ++j) {
         const int64_t at = type_of(j, m);
         // What fits a class as a whole has no narrower types there, and a part in those of others.
         if (at < 0 || p_.mass[at] <= 0 || (j > 0 && at == type_of(0, m))) continue;
         const int64_t low = std::llround(p_.narrowest[at]) / step,
                       high = std::llround(double(columns) / p_.streams[at]) / step;
-        for (int64_t w = low; w <= high; ++w) by_width_[w] = std::min(by_width_[w], std::pair(of_type_[j], j));
+        for (int64_t w = low; w <= high; ++w)
+          for (int64_t some = 0; some < 2; ++some)
+            by_width_[some][w] = std::min(by_width_[some][w], std::pair(kinds_[2 * j + some].least, 2 * j + some));
       }
-    steps_.assign(2 * (count + 1), Step{});
-    steps_[0].cost = 0;
+    enum Lane : int64_t { kNothing, kEverything, kSomething };
+    steps_.assign(kLanes * (count + 1), Step{});
+    steps_[kNothing].cost = steps_[kEverything].cost = 0;
     for (int64_t to = 1; to <= count; ++to)
       for (int64_t w = 1; w <= to; ++w) {
         const double share = double(w) / double(count);
         const double still = share * still_cost(double(count) / double(w));
-        const auto [each, j] = by_width_[w];
-        const double pushed = share * each;
-        const Step& none = steps_[2 * (to - w)];
-        const Step& some = steps_[2 * (to - w) + 1];
-        steps_[2 * to].take(none.cost + still, w, -1, 0);
-        steps_[2 * to + 1].take(none.cost + pushed, w, j, 0);
-        steps_[2 * to + 1].take(some.cost + pushed, w, j, 1);
-        steps_[2 * to + 1].take(some.cost + still, w, -1, 1);
+        const auto [all, i] = by_width_[0][w];
+        const auto [part, l] = by_width_[1][w];
+        const Step* from = &steps_[kLanes * (to - w)];
+        Step* x = &steps_[kLanes * to];
+        x[kNothing].take(from[kNothing].cost + still, w, -1, kNothing);
+        x[kEverything].take(from[kEverything].cost + share * all, w, i, kEverything);
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          x[kSomething].take(from[lane].cost + share * part, w, l, lane);
+          if (to == w) continue;  // beside what is pushed something stays, or the other way around
+          if (lane != kEverything) x[kSomething].take(from[lane].cost + share * all, w, i, lane);
+          if (lane != kNothing) x[kSomething].take(from[lane].cost + still, w, -1, lane);
+        }
       }
-    const double none = steps_[2 * count].cost, some = steps_[2 * count + 1].cost;
-    lane_ = p_.pushes[k_] == kPushes || some < none;
-    return lane_ ? some : none;
+    const uint8_t pushes = p_.pushes[k_];
+    const bool may[] = {pushes <= kStill, pushes != kStill && pushes != kPartly,
+                        pushes != kStill && pushes != kWholly};
+    double least = kInfinity;
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      if (const double cost = steps_[kLanes * count + lane].cost; may[lane] && cost < least)
+        least = cost, lane_ = lane;
+    return least;
   }
 
-  // A type on the path that only a bound is known of; -1 if there is none.
+  // A kind on the path that only a bound is known of; -1 if there is none.
   int64_t passed_over() const {
     int64_t lane = lane_;
     for (int64_t at = p_.columns[k_] / p_.step; at > 0;) {
-      const Step& x = steps_[2 * at + lane];
-      if (x.type >= 0 && !is_exact_[x.type]) return x.type;
+      const Step& x = steps_[kLanes * at + lane];
+      if (x.kind >= 0 && !kinds_[x.kind].is_exact) return x.kind;
       at -= x.width, lane = x.lane;
     }
     return -1;
@@ -623,11 +646,11 @@ class Pricing {
   // Write the parts of the path that `whole_widths` found; returns how many.
   int64_t path_parts() {
     const int64_t count = p_.columns[k_] / p_.step;
-    std::vector<std::pair<std::pair<int64_t, int64_t>, int64_t>> parts;  // type and width; how often
+    std::vector<std::pair<std::pair<int64_t, int64_t>, int64_t>> parts;  // kind and width; how often
     int64_t lane = lane_;
     for (int64_t at = count; at > 0;) {
-      const Step& x = steps_[2 * at + lane];
-      const std::pair<int64_t, int64_t> piece{x.type, x.width};
+      const Step& x = steps_[kLanes * at + lane];
+      const std::pair<int64_t, int64_t> piece{x.kind, x.width};
       auto same = std::find_if(parts.begin(), parts.end(), [&](const auto& y) { return y.first == piece; });
       if (same == parts.end()) parts.push_back({piece, 1});
       else ++same->second;
@@ -659,16 +682,15 @@ class Pricing {
   int64_t begin_ = 0, n_ = 0;  // its blocks
   double all_still_ = 0, all_more_ = 0, mass_all_ = 0;
   bool must_ = false;
-  int64_t best_type_ = -1;  // -1: nothing is pushed
+  int64_t best_kind_ = -1;  // -1: nothing is pushed
   double best_ = 0, least_ = 0, rest_ = 0, offset_ = 0;
   double limit_ = kInfinity;  // what sets may cost to be worth a look
   Mode mode_ = kAllPushed;
+  static constexpr int64_t kLanes = 3;
   int64_t lane_ = 0;
   std::vector<double> gain_, slope_, fixed_, pushed_, weight_, lowest_, mass_;
-  std::vector<double> of_type_;  // least cost of a table whose pieces are all of a type
-  std::vector<Found> found_type_;
-  std::vector<bool> is_exact_;  // whether what it costs was looked at, whatever others cost
-  std::vector<std::pair<double, int64_t>> by_width_;
+  std::vector<Kind> kinds_;
+  std::vector<std::pair<double, int64_t>> by_width_[2];
   std::vector<Step> steps_;
   std::vector<Side> sides_, part_;
   std::vector<double> bounds_;  // of what `sides_` are parts of

@@ -38,8 +38,8 @@ class Pricing(ctypes.Structure):
         ("close", _double), ("piece", _double), ("sums", Sums),
         *((n, _array) for n in (
             "starts", "stay", "stay_more", "one", "tiers", "tiers_pushed", "go", "more", "own",
-            "ids", "total_ids", "price", "first", "streams", "mass", "narrowest", "columns", "pushes",
-            "known", "out_value", "out_num_parts", "out_kind", "out_mode", "out_share",
+            "ids", "total_ids", "price", "first", "streams", "mass", "narrowest", "columns",
+            "pushes", "known", "out_value", "out_num_parts", "out_kind", "out_mode", "out_share",
             "out_streams", "out_chosen"))]
 
 

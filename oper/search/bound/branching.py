@@ -3,6 +3,7 @@
 A box of loads limits what else a plan may have: in short phases pieces are small and pay many id
 streams and partial sums; in long ones the phase itself is dear. A table that the relaxed solution
 pushes in part pays only a part of what pushing costs; in its two halves it pays all, or nothing.
+Where it has to push something, its halves push all of it, or not all.
 The node with the least bound is parted until the plan that is already known is close enough.
 
 Which load (by phase and group of terms) or table a node is parted at decides how fast the bound
@@ -20,7 +21,7 @@ from itertools import count
 import numpy as np
 
 from oper.search.bound.master import Bound, solve_node
-from oper.search.bound.node import ALL_PUSHED, FREE, PUSHES, STILL, Node
+from oper.search.bound.node import FREE, HALVES, PUSHES, Node, what_pushes
 from oper.search.bound.owner_rows import Load
 from oper.search.bound.pieces import NUM_PIECE_GROUPS
 from oper.search.problem.machine import GROUPS
@@ -148,25 +149,29 @@ def _gain(node: Bound, parts: list[Bound]) -> float:
 
 
 def _table_cuts(node: Bound, limit: float) -> list[Cut]:
-    """Tables that the relaxed solution pushes in part, those first of which the lesser part costs
-    most."""
-    pool, relaxation = node.pool, node.relaxation
+    """Tables of which the relaxed solution has a part of either half, those first of which the
+    lesser part costs most."""
+    pool, relaxation, pushes = node.pool, node.relaxation, node.node.pushes
     at = np.flatnonzero(pool.weight > 1e-9)
     tables = np.array(pool.table, np.int64)[at]
-    pushes = np.array([any(p.mode >= ALL_PUSHED for p in pool.configuration[n]) for n in at], bool)
-    part = np.bincount(tables[pushes], pool.weight[at[pushes]], len(relaxation.tables))
+    second = {state: halves[1] for state, halves in HALVES.items()}
+    is_second = np.array([second.get(int(pushes[pool.table[n]]), -1)
+                          in what_pushes(pool.configuration[n]) for n in at], bool)
+    part = np.bincount(tables[is_second], pool.weight[at[is_second]], len(relaxation.tables))
     lesser = np.minimum(part, 1.0 - part)
     cost = np.zeros(part.size)
     prices = np.maximum(node.prices, _IDLE * (relaxation.phase_of >= 0))
     np.maximum.at(cost, tables, np.array([pool.resources[n] for n in at]) @ prices
                   if at.size else np.zeros(0))
-    merit = np.where((lesser > _IN_PART) & (node.node.pushes == FREE), lesser * cost, 0.0)
+    pieces = relaxation.pieces
+    may = (pushes == FREE) | ((pushes == PUSHES) & ((pieces.columns > 0) | ~pieces.cut))
+    merit = np.where((lesser > _IN_PART) & may, lesser * cost, 0.0)
     out = []
     for k in np.argsort(-merit, kind="stable")[:_CANDIDATES].tolist():
         if merit[k] > 0:
             parts = []
-            for state in (STILL, PUSHES):
-                pushed = node.node.pushes.copy()
+            for state in HALVES[int(pushes[k])]:
+                pushed = pushes.copy()
                 pushed[k] = state
                 parts.append(Node(relaxation, replace(node.node.box, step=limit), pushed))
             out.append(Cut(k, float(merit[k]) / node.lower_bound_us, (parts[0], parts[1]), np.inf))

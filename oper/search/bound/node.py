@@ -19,8 +19,11 @@ from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.tally import PARTIALS
 from oper.search.problem.statement import IDS
 
-#: What a node knows of a table: nothing; that no row of it is pushed; that some row is.
-FREE, STILL, PUSHES = 0, 1, 2
+#: What a node knows of a table: nothing; that no row of it is pushed; that some row is; that some
+#: are, and some not; that all are.
+FREE, STILL, PUSHES, PARTLY, WHOLLY = 0, 1, 2, 3, 4
+#: What the two halves of a node know of a table that it is parted at, by what it knows itself.
+HALVES = {FREE: (STILL, PUSHES), PUSHES: (PARTLY, WHOLLY)}
 #: Modes of a piece: one tier, or several, without pushed rows; all rows pushed, or some.
 ONE_TIER, TIERS, ALL_PUSHED, TIERS_PUSHED = 0, 1, 2, 3
 _WHOLE = 1 - 1e-9  # mass of an owner that holds a whole piece
@@ -57,6 +60,13 @@ class PieceChoice:
 Configuration = tuple[PieceChoice, ...]
 
 
+def what_pushes(found: Configuration) -> tuple[int, ...]:
+    """What may be known of a table with this configuration, beside nothing."""
+    pushes, all_rows = (any(p.mode >= ALL_PUSHED for p in found),
+                        all(p.mode == ALL_PUSHED for p in found))
+    return (PUSHES, WHOLLY if all_rows else PARTLY) if pushes else (STILL,)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
     """The cheapest configuration of every table.
@@ -79,7 +89,7 @@ class Node:
     Args:
         relaxation: the relaxation.
         box: loads that large pieces may have; None: any.
-        pushes: uint8 [T], FREE, STILL or PUSHES; None: all free.
+        pushes: uint8 [T], FREE, STILL, PUSHES, PARTLY or WHOLLY; None: all free.
 
     Attributes:
         fit: the pushed pieces that it has.
@@ -182,7 +192,7 @@ class Node:
             # Where widths are no multiples, pieces that stay beside others that are pushed are not
             # priced: such tables are as if nothing was known.
             "pushes": np.where(pieces.columns > 0, self.pushes, np.where(
-                (self.pushes == PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
+                (self.pushes >= PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
             "first": np.cumsum([0, *(x.mass.size for x in types)]),
             "streams": np.concatenate([np.zeros(0), *(x.streams for x in types)]),
             "mass": np.concatenate([np.zeros(0), *(x.mass for x in types)]),
@@ -233,7 +243,8 @@ class Node:
         does not, as the node says."""
         r = self.relaxation
         pushed = [p for p in found if p.mode >= ALL_PUSHED]
-        if self.pushes[k] != FREE and bool(pushed) != (self.pushes[k] == PUSHES):
+        knows = int(self.pushes[k])
+        if knows != FREE and knows not in what_pushes(found):
             return False
         table = np.array([k])
         return all(self.fit.chosen(table, r.options[o].rank_class, np.array([p.kind]))[1][0] > 0
@@ -265,8 +276,8 @@ class Node:
 
     def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
                      others: np.ndarray | float = 1.0) -> np.ndarray:
-        """As `Relaxation.resources_of`, pieces of the types `kind` (int64 [N]), full owners; streams
-        of rows that are not pushed are `others` (float64 [N, 1])."""
+        """As `Relaxation.resources_of`, pieces of the types `kind` (int64 [N]), full owners, and
+        `others` streams of rows that are not pushed (float64 [N, 1])."""
         r = self.relaxation
         owner = np.ones((len(tables), len(r.options)))
         streams = owner * others

@@ -32,9 +32,11 @@ from oper.search.verify.prices import (
     APART,
     FREE,
     KINDS,
+    PARTLY,
     PIECE_GROUPS,
     PUSHES,
     STILL as PUSHES_NOTHING,
+    WHOLLY,
     Leaf,
     Part,
 )
@@ -285,9 +287,11 @@ class _Proof:
         first, second = value["parts"]  # a node has two halves, which hold all its plans
         if "table" in value:
             k = names.index(value["table"])
-            if at.pushes[k] != FREE:
-                raise _NotShown(f"table {value['table']!r} is parted twice on a path of the tree")
-            halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in (PUSHES_NOTHING, PUSHES)]
+            parted = {FREE: (PUSHES_NOTHING, PUSHES), PUSHES: (PARTLY, WHOLLY)}
+            if int(at.pushes[k]) not in parted:
+                raise _NotShown(f"table {value['table']!r} is parted once too often on a path of "
+                                "the tree")
+            halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in parted[int(at.pushes[k])]]
         else:
             load, cut = self._load(value["load"]), float(value["at_us"])
             if not cut >= 0:

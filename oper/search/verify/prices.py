@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
-#: What a leaf knows of a table: nothing, that no row of it is pushed, that some row is.
-FREE, STILL, PUSHES = 0, 1, 2
+#: What a leaf knows of a table: nothing, that no row of it is pushed, that some row is, that some
+#: are and some not, that all are.
+FREE, STILL, PUSHES, PARTLY, WHOLLY = 0, 1, 2, 3, 4
 #: Kinds of rows about the rank that owns the piece with the largest load in a phase and group:
 #: the load alone; beside what a rank reads; the same over links, where its host is spared what it
 #: owns; that with the gradients which come back; and with the host's ranks as a class of their own.
@@ -49,7 +50,7 @@ class Leaf:
         owner: kind, phase, group and price of rows about the owner of the largest piece.
         least, most: float64 [P, 5], between which the largest load of any one piece lies.
         step_us: what the phases together take at most, fixed costs apart.
-        pushes: uint8 [T], FREE, STILL or PUSHES by free table.
+        pushes: uint8 [T], what is known, by free table.
     """
 
     load: np.ndarray

@@ -25,7 +25,7 @@ import numpy as np
 
 from oper.search.cost.model import CostModel
 from oper.search.problem.statement import IDS, TableProblem
-from oper.search.verify.prices import PUSHES, STILL, Leaf
+from oper.search.verify.prices import FREE, PARTLY, PUSHES, STILL, WHOLLY, Leaf
 
 STEP, NARROWEST = 4, 8  # columns: what widths are multiples of, and the least that is pushed
 _POINTS, _LEAST_SHARE = 1200, 1e-7  # at which partial sums are tabulated; chords lie below
@@ -124,13 +124,13 @@ class TableCosts:
         for kind, x in cost.items():
             np.copyto(x, np.inf, where=~self.may[kind][self.of][:, None, :])
         still, stay = self._still(asked, {k: x for k, x in cost.items() if k != "push"})
-        pushed = np.full(self.of.size, np.inf)
+        pushed = np.full((2, self.of.size), np.inf)
         if "push" in cost:
             wide = whole | (self.width >= NARROWEST)
             at = np.flatnonzero(wide & (leaf.pushes[self.of] != STILL))
             mass = self._masses(at, leaf, floor)
-            must = leaf.pushes[self.of] == PUSHES
-            pushed[at] = self._pushed(at, asked, cost["push"][at], stay[at],
+            must = leaf.pushes[self.of] >= PUSHES
+            pushed[:, at] = self._pushed(at, asked, cost["push"][at], stay[at],
                                       np.where(must[at], np.inf, still[at]), mass)
         return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
                          for k in range(len(self.tables))])
@@ -200,8 +200,8 @@ class TableCosts:
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
                 still: np.ndarray, mass: np.ndarray) -> np.ndarray:
-        """Least cost of pieces of which some rows are pushed, as far as that is below `still` or
-        easily shown; float64 [n]."""
+        """Least cost of pieces of which all rows are pushed, or some, as far as that is below
+        `still` or easily shown; float64 [2, n]."""
         of = self.of[at]
         price = (self.width[at] / self.dims[of])[:, None] * asked.partial
         ids = self.blocks[of, :, IDS]
@@ -209,7 +209,7 @@ class TableCosts:
         some = (self.total[of] * self.model.tiers_ns(True) * asked.tier + self.bags[of] * asked.bag)
         own = ids[..., None] * asked.own * self.asks[of, None, None]
         free = np.isfinite(stay).all(axis=1)
-        out = np.full(at.size, np.inf)
+        out = np.full((2, at.size), np.inf)
         usable = np.isfinite(go).all(axis=1)  # [n, C]
         for single in (True, False):
             n = np.flatnonzero((usable.sum(axis=1) == 1) if single else usable.sum(axis=1) > 1)
@@ -220,40 +220,47 @@ class TableCosts:
             parted = go[n] + own[n]
             every = go[n] + np.where(mass[n, None] < 1 - _ROUNDING, own[n], 0.0)
             zero = np.zeros_like(stay[n])
-            out[n] = search.least(every, zero, True, still[n])
+            out[0, n] = search.least(every, zero, True, still[n])
             m = np.flatnonzero(free[n])
             if m.size:
                 search = search.of(m)
                 rest = stay[n][m].sum(axis=1) + some[n][m]
                 found = search.least(parted[m], stay[n][m], False, still[n][m] - rest)
-                out[n[m]] = np.minimum(out[n[m]], rest + found)
+                out[1, n[m]] = rest + found
         return out
 
     # -- a table of pieces ------------------------------------------------------------------------
 
     def _table(self, k: int, still: np.ndarray, pushed: np.ndarray, pushes: int, piece: float
                ) -> float:
-        """Least cost of a table whose pieces of each width cost so much at least."""
+        """Least cost of a table whose pieces of each width cost so much at least: `still` where
+        nothing is pushed (float64 [N]), and `pushed` where all rows are, or some ([2, N])."""
         n = np.flatnonzero(self.of == k)
         widths, dim = self.width[n], int(self.dims[k])
-        still, pushed = still[n] + piece, pushed[n] + piece
+        still, (every, some) = still[n] + piece, pushed[:, n] + piece
         if pushes == STILL:
-            pushed = np.full_like(pushed, np.inf)
-        if not self.cut[k]:
-            return float((min(still[0], pushed[0]) if pushes != PUSHES else pushed[0]) - piece)
-        if dim % STEP:  # a fraction of a piece may be left
-            return float(min((still * (dim / widths)).min(), (pushed * (dim / widths)).min())
+            every, some = np.full((2, n.size), np.inf)
+        if self.cut[k] and dim % STEP:  # a fraction of a piece may be left
+            return float((np.minimum(np.minimum(still, every), some) * (dim / widths)).min()
                          - piece)
-        none, some = np.full((2, dim // STEP + 1), np.inf)
-        none[0] = 0.0
-        count = widths // STEP
-        for to in range(1, none.size):
+        # What a table costs of which nothing, all and some is pushed, by columns made up so far.
+        steps = dim // STEP if self.cut[k] else 1
+        nothing, everything, something = np.full((3, steps + 1), np.inf)
+        nothing[0] = everything[0] = 0.0
+        count = widths // STEP if self.cut[k] else np.ones(1, np.int64)
+        for to in range(1, nothing.size):
             m = count <= to
             before = to - count[m]
-            none[to] = (none[before] + still[m]).min()
-            some[to] = min((some[before] + np.minimum(still[m], pushed[m])).min(),
-                           (none[before] + pushed[m]).min())
-        return float((some[-1] if pushes == PUSHES else min(none[-1], some[-1])) - piece)
+            nothing[to] = (nothing[before] + still[m]).min()
+            everything[to] = (everything[before] + every[m]).min()
+            beside = np.where(before > 0, 0.0, np.inf)
+            none, every_, some_ = nothing[before], everything[before], something[before]
+            something[to] = min((np.minimum(np.minimum(none, every_), some_) + some[m]).min(),
+                                (np.minimum(none, some_) + beside + every[m]).min(),
+                                (np.minimum(every_, some_) + beside + still[m]).min())
+        lanes = {FREE: (nothing, everything, something), STILL: (nothing,),
+                 PUSHES: (everything, something), PARTLY: (something,), WHOLLY: (everything,)}
+        return float(min(x[-1] for x in lanes[pushes]) - piece)
 
 
 class _Search:
