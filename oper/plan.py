@@ -53,7 +53,8 @@ class Tier:
         start, stop: positions.
         placement: ``"replicated"``, ``"striped"`` or ``"owned"``.
         ranks: rank set; its order is the order in which a stripe deals rows.
-        weights: rows that each rank of a stripe takes per turn; empty = one each.
+        weights: rows that each rank of a stripe takes per turn; empty = one each. The n-th row of a
+            rank of weight w is due at n / w, ties in the order of `ranks`.
         mode: ``"pull"`` or ``"push"``.
         memory: ``"device"`` or ``"host"`` (the slower region of the owner's arena).
     """
@@ -86,8 +87,8 @@ class Tier:
 
 @lru_cache(maxsize=4096)  # tiers of many tables are dealt alike
 def _spread(ranks: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, ...]:
-    """A weighted period: the n-th row of a rank of weight w is due at n / w, ties by order, so that
-    every rank has one row first, and the order says who has the hottest."""
+    """A weighted period, see `Tier.weights`: every rank has one row before any has two, so that a
+    rank with the hottest row may have less weight."""
     given = np.zeros(len(ranks))
     pattern = []
     for _ in range(sum(weights)):

@@ -242,11 +242,12 @@ def test_a_column_split_table_has_no_single_tier_list() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_a_weighted_deal_is_exact_and_even(weights: list[int]) -> None:
+def test_a_weighted_deal_is_exact_even_and_begins_in_order(weights: list[int]) -> None:
     ranks = tuple(range(len(weights)))
     pattern = Tier(0, 1, "striped", ranks, tuple(weights)).pattern()
     total = sum(weights)
     assert [pattern.count(r) for r in ranks] == weights
+    assert tuple(pattern[:len(ranks)]) == ranks  # the order says who has the hottest rows
     for turn in range(1, total + 1):
         for rank, weight in enumerate(weights):
             # Never more than a few rows away from the ideal share of the rows dealt so far.

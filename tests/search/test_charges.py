@@ -104,7 +104,7 @@ def test_a_piece_asks_what_the_cost_model_says(name, field):
 
 
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-def test_several_pieces_ask_no_more_and_all_charges(name):
+def test_several_pieces_ask_for_ids_and_all_charges(name):
     rng = np.random.default_rng(3)
     charges = {"table_us": 3.0, "tier_ns": 2.0, "push_tier_ns": 2.0}
     for objective in ("training", "inference"):
@@ -118,7 +118,8 @@ def test_several_pieces_ask_no_more_and_all_charges(name):
             pieces = (Piece(0, 8, tiers), Piece(8, t.spec.dim, tiers))
             asked, true = both(free, k, pieces)
             more, truly_more = both(dear, k, pieces)
-            assert (asked <= true + 1e-9).all()
+            # Squares of one piece are left out.
+            assert (asked <= true + 1e-9).all() and asked == pytest.approx(true, rel=1e-2)
             assert more - asked == pytest.approx(truly_more - true, rel=1e-9, abs=1e-9)
 
 

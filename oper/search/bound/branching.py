@@ -201,9 +201,9 @@ def _load_cuts(node: Bound, limit: float) -> list[Cut]:
     out = []
     for flat in np.argsort(-excess * weight, axis=None, kind="stable").tolist():
         at = divmod(flat, excess.shape[1])
-        if excess[at] <= _NARROW:
-            continue
         low, high = float(box.least[at]), float(largest[at])
+        if excess[at] <= _NARROW or high <= low:  # no piece of the solution is in the box: no cut
+            continue
         begin = max(low, float(rooms[at]), high / _FAR)
         # Both halves are smaller than the box, however narrow it is.
         cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low),
