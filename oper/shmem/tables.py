@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import Plan
-from oper.shmem.autograd import CollectedPasses, trained_lookup
+from oper.shmem.autograd import trained_lookup
 from oper.shmem.batch import (
     BAD_BATCH,
     BatchChecks,
@@ -26,9 +27,8 @@ from oper.shmem.batch import (
     refuse_weight_gradient,
     rows_in_order,
 )
-from oper.shmem.by_feature import Backward, BoundsCheck, as_one
+from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.compiled import lookup_in_graph, register
-from oper.shmem.copying import copied
 from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.exchange.pull import PullCosts, choose_pull
@@ -38,13 +38,15 @@ from oper.shmem.group.groups import Group
 from oper.shmem.group.turns import Turns, backward_in_turn, forward_in_turn, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
-from oper.shmem.migration import Migration, check_room
+from oper.shmem.migration import Migration, check_room, copied
 from oper.shmem.optim.arguments import KernelArguments, feature_rows
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.optimizers import Optimizer, check_supported
 from oper.shmem.optim.rounding import rounding_key
+from oper.shmem.passes import Backward, CollectedPasses, as_one
 from oper.shmem.placement.layout import ArenaLayout, KernelMaps
 from oper.shmem.placement.outbox import reserved_bytes
+from oper.shmem.protocol import Tables
 from oper.shmem.settings import deadline_s
 
 
@@ -72,7 +74,7 @@ class ShardedTables(MeasuredTables):
     is_watched = True  # ranks of a domain meet at a barrier that tells where they are
     # What a plan decides; the rest stays when the plan changes.
     _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
-                                     "_layout", "_heap", "_handle", "_addresses", "_exchange")
+                                     "_layout", "_heap", "handle", "_addresses", "_exchange")
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
@@ -126,8 +128,8 @@ class ShardedTables(MeasuredTables):
         if self._exchange is not None:
             self._exchange.collection = self.collection
         self._heap: HostHeap | None = None
-        near = self._open_heap()
-        self._handle = self._create_context(near)
+        self._open_heap()
+        self.handle = self._create_context()
         self._migration: Migration | None = None
         # Held while another thread may use the placement, which therefore must not go away.
         self._resolving = threading.Lock()
@@ -147,16 +149,15 @@ class ShardedTables(MeasuredTables):
     def _keep(self) -> None:
         """Tables that nobody refers to any more are released without close() as well."""
         assert self._heap is not None
-        self._release = weakref.finalize(self, _release, self._handle, self._heap)
+        self._release = weakref.finalize(self, _release, self.handle, self._heap)
         self._release.atexit = False
 
     def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
         return Exchange(self.group, domain_of)
 
-    def _open_heap(self) -> list[int]:
-        """Lay out and map the arenas; returns the ranks of this memory domain."""
-        group = self.group
-        near = self._exchange.members if self._exchange else list(range(group.world_size))
+    def _open_heap(self) -> None:
+        """Lay out and map the arenas."""
+        group, near = self.group, list(self.members)
         # A single rank updates without an exchange but through the same outbox.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size,
@@ -168,29 +169,26 @@ class ShardedTables(MeasuredTables):
         self._addresses = [0] * group.world_size
         for rank, address in zip(near, self._heap.addresses, strict=True):
             self._addresses[rank] = address
-        return near
 
     def _row_clipped(self) -> list[str]:
         """Tables whose rows' gradients are clipped to a norm."""
         return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
 
-    def _create_context(self, near: list[int]) -> int:
-        heap, group = self._heap, self.group
+    def _maps(self) -> tuple[KernelMaps, torch.Tensor]:
+        """What the kernels are told of the plan and of the features."""
+        features, self.output_columns = feature_rows(self.features, self.specs, self.directories,
+                                                     self.pieces)
+        return KernelMaps.build(self.directories, self._layout, self._addresses,
+                                self.group.rank), features
+
+    def _create_context(self) -> int:
+        heap = self._heap
         assert heap is not None
-        maps = KernelMaps.build(self.directories, self._layout, self._addresses, group.rank)
-        outboxes = [a + o for a, o in zip(self._addresses, self._layout.outbox, strict=True)]
-        as_tensor = torch.from_numpy
-        features, self.output_columns = feature_rows(self)
-        handle = int(torch.ops.oper.context_create(
-            group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
-            as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
-            features, as_tensor(maps.refreshes),
-            as_tensor(maps.touched), as_tensor(maps.squares),
-            torch.tensor(outboxes, dtype=torch.int64), self._layout.outbox_bytes,
-            [as_tensor(h) for h in maps.heads]))
-        if len(near) > 1:
-            deadline_ms = int(deadline_s() * 1000)
-            torch.ops.oper.context_set_barrier(handle, heap.control, near, heap.pidfds, deadline_ms)
+        maps, features = self._maps()
+        handle = int(torch.ops.oper.context_create(*maps.arguments(features)))
+        if len(self.members) > 1:
+            torch.ops.oper.context_set_barrier(handle, heap.control, self.members, heap.pidfds,
+                                               int(deadline_s() * 1000))
         if self._exchange is not None:
             self._exchange.attach(handle, self.directories)
         return handle
@@ -243,7 +241,7 @@ class ShardedTables(MeasuredTables):
                 return (torch.empty(0, dim),
                         torch.zeros(batch.lengths.numel() + 1, dtype=torch.int64))
         out, offsets, code, detail = self._forward_op(
-            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
+            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, collective, known and known.offsets, known and known.addresses)
         if code:
             if code == BAD_BATCH:
@@ -269,7 +267,7 @@ class ShardedTables(MeasuredTables):
             return batch
         version, _ = batch.versions()  # before the ids are read: they may change meanwhile
         with self._resolving:
-            handle = self._handle
+            handle = self.handle
             offsets, addresses, order, code, detail = torch.ops.oper.lookup_resolve(
                 handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
                 batch.pooled, self.optimizers is not None)
@@ -280,7 +278,7 @@ class ShardedTables(MeasuredTables):
 
     def _known(self, batch: Lookup) -> ResolvedIds | None:
         known = batch.resolved
-        return known if known is not None and known.fits(self._handle, batch) else None
+        return known if known is not None and known.fits(self.handle, batch) else None
 
     def apply_gradients(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
                         frozen: frozenset[str] = frozenset()) -> None:
@@ -333,7 +331,7 @@ class ShardedTables(MeasuredTables):
         grad = rows_in_order(passed.grad, batch.pooled)
         known = self._known(batch)
         code, detail = self._backward_op(
-            self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
+            self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, self._optimizer_arguments(passed.frozen), self.gradient_scale,
             known and known.addresses, known and known.order)
         if code:
@@ -368,7 +366,7 @@ class ShardedTables(MeasuredTables):
         grad = self._clamp.apply(grad, batch, offsets)
         gradient: torch.Tensor
         gradient, code, detail = torch.ops.oper.lookup_weight_gradient(
-            self._handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
+            self.handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
             batch.batch_size)
         if code:
             self._raise(code, detail, batch, offsets)
@@ -380,8 +378,14 @@ class ShardedTables(MeasuredTables):
         return self._arguments.at(self.num_steps + 1, self._skipped, frozen, self.param_groups,
                                   self._table_of)
 
+    def _blame(self, code: int, detail: int) -> tuple[int, int]:
+        """Raise what a status code of the kernels about peers means; others are returned."""
+        if self._exchange is not None:
+            return self._exchange.check(code, detail)
+        return blame_peers(self, code, detail)
+
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
-        code, detail = blame_peers(self, code, detail)
+        code, detail = self._blame(code, detail)
         raise_status(code, detail, self._layout.outbox_bytes,
                      FailedBatch(batch, offsets, self.features, self.specs))
 
@@ -389,16 +393,15 @@ class ShardedTables(MeasuredTables):
     def barrier(self) -> None:
         """Wait for all ranks; raises PeerLostError, DeadlineError or DesyncError."""
         self._check_process()
-        code, detail = torch.ops.oper.context_barrier(self._handle, self.phase)
+        code, detail = torch.ops.oper.context_barrier(self.handle, self.phase)
         if code:
-            blame_peers(self, code, detail)
+            self._blame(code, detail)
         if self._exchange is not None:
             self._exchange.barrier(self.phase)
 
     def _check_process(self) -> None:
         """A forked child writes to its parent's rows and would take its place in barriers."""
-        if self._heap is None:
-            self._refuse()
+        self._check_open()
         if os.getpid() != self._process:
             raise OperError(
                 fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
@@ -481,7 +484,7 @@ class ShardedTables(MeasuredTables):
 
     def _check_room(self) -> None:
         """Raise OperError unless there is memory for the arenas of this domain."""
-        check_room([b for b, a in zip(self._layout.used_bytes, self._addresses, strict=True) if a])
+        check_room([self._layout.used_bytes[r] for r in self.members])
 
     def take_over(self, other: ShardedTables) -> None:
         """Go on with the arenas and the plan of `other`, which gives them up."""
@@ -505,11 +508,9 @@ class ShardedTables(MeasuredTables):
 
     def use_huge_pages(self) -> str:
         """Ask for huge pages behind the written rows; returns the page kind. Collective."""
-        if self._heap is None:
-            self._refuse()
-        near = [r for r, address in enumerate(self._addresses) if address]
-        self._heap.collapse([self._layout.used_bytes[r] for r in near], self.barrier)
-        return self._heap.page_kind
+        heap = self._check_open()
+        heap.collapse([self._layout.used_bytes[r] for r in self.members], self.barrier)
+        return heap.page_kind
 
     @in_turn
     def close(self) -> None:
@@ -520,12 +521,18 @@ class ShardedTables(MeasuredTables):
         self._heap = None
         self._forward_op = self._backward_op = self._refuse
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        """What all calls of closed tables come to."""
-        raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
-                             "open tables", "use them before close()"))
+    def continue_from(self, other: ShardedTables, memo: dict[int, Any]) -> None:
+        """Take steps, rates, bounds and what `no_sync` has kept from tables of the same kind."""
+        for name in ("num_steps", "frozen", "seed", "_rounding_keys", "_arguments", "name"):
+            setattr(self, name, getattr(other, name))
+        self._skipped, self._pending = dict(other._skipped), list(other._pending)
+        self.bounds = copy.deepcopy(other.bounds, memo)
+        self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}
+                             for group in other.param_groups]
+        if other.pull is not False:
+            choose_pull(self, other.pull)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTables:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
         """Tables of their own under the same plan: rows, states and steps as they are. Collective.
         """
         other = memo[id(self)] = copied(self, memo)

@@ -160,7 +160,7 @@ def _watch(tables: Any) -> tuple[list[int], list[bool]]:
         return start(self, batch)
 
     def looked_up(batch: Any) -> torch.Tensor:
-        used.append(batch.resolved is not None and batch.resolved.fits(tables._handle, batch))
+        used.append(batch.resolved is not None and batch.resolved.fits(tables.handle, batch))
         return lookup(batch)
 
     Ahead.start, tables.lookup = started, looked_up  # type: ignore[method-assign]

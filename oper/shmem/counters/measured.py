@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from oper.errors import OperError, fail
+from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.rows import LogicalRows
 from oper.traffic import SENT, Traffic
 
@@ -18,14 +20,19 @@ PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates
 class MeasuredTables(LogicalRows):
     """Base of `ShardedTables`: counters that its kernels keep."""
 
-    _handle: int
+    handle: int
     num_steps: int  # backward passes that updated
     _skipped: dict[str, int]  # by table, how many of them it sat out
 
-    def _check_open(self) -> None:
+    def _check_open(self) -> HostHeap:
         if self._heap is None:
-            raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
-                                 "open tables", "use them before close()"))
+            self._refuse()
+        return self._heap
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        """What all calls of closed tables come to."""
+        raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
+                             "open tables", "use them before close()"))
 
     def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
         """Bytes that this rank has sent to other memory domains, by kind and receiver.
@@ -36,13 +43,13 @@ class MeasuredTables(LogicalRows):
         Returns:
             int [W] for each kind of `oper.traffic.SENT`; empty in a single domain.
         """
-        _, *flat = torch.ops.oper.context_sent_bytes(self._handle, reset) or [0]
+        _, *flat = torch.ops.oper.context_sent_bytes(self.handle, reset) or [0]
         size = self.group.world_size
         return {kind: flat[k * size:(k + 1) * size] for k, kind in enumerate(SENT)} if flat else {}
 
     def phase_ns(self) -> dict[str, int]:
         """Nanoseconds of the last forward and backward pass of this rank, by phase."""
-        return dict(zip(PHASES, torch.ops.oper.context_phases(self._handle), strict=True))
+        return dict(zip(PHASES, torch.ops.oper.context_phases(self.handle), strict=True))
 
     def traffic(self, reset: bool = False) -> Traffic:
         """What this rank has read since it was built, or since the last reset: rows, ids, sums and
@@ -55,7 +62,7 @@ class MeasuredTables(LogicalRows):
         self._check_open()
         pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
         empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
-        forward, backward, *counts = torch.ops.oper.context_traffic(self._handle, reset)
+        forward, backward, *counts = torch.ops.oper.context_traffic(self.handle, reset)
         return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
                        num_forward=forward, num_backward=backward)
 

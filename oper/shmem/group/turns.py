@@ -15,19 +15,16 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from oper.errors import InvalidInputError, fail
-
-if TYPE_CHECKING:
-    from oper.shmem.by_feature import Backward
-    from oper.shmem.tables import ShardedTables
+from oper.shmem.passes import Backward
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Self = TypeVar("_Self", bound="ShardedTables")
+_Self = TypeVar("_Self", bound="InTurn")
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 _MANY = 32  # lookups that await their backward passes, from which on dropped ones are looked for
 
@@ -84,6 +81,16 @@ class Turns:
             self._awaited.pop(id(offsets), None)
 
 
+class InTurn(Protocol):
+    """Tables whose methods take turns."""
+
+    turns: Turns
+    lookups_at_once: bool
+
+    @property
+    def is_one_domain(self) -> bool: ...
+
+
 def in_turn(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
     """A method of tables that waits for its turn."""
     @functools.wraps(method)
@@ -96,8 +103,8 @@ def in_turn(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenat
 def forward_in_turn(method: _Forward) -> _Forward:
     """`ShardedTables.forward`, in turn where it is collective or a backward pass follows."""
     @functools.wraps(method)
-    def forward(self: ShardedTables, batch: Any, collective: bool = False) -> Any:
-        if not collective and self._exchange is None and self.lookups_at_once:
+    def forward(self: InTurn, batch: Any, collective: bool = False) -> Any:
+        if not collective and self.is_one_domain and self.lookups_at_once:
             return method(self, batch, collective)
         turns = self.turns
         with turns.lock:
