@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,38 +15,16 @@ from oper.shmem.batch import Lookup
 from oper.shmem.protocol import Tables
 
 
-def trained_lookup(tables: Tables, batch: Lookup, trains: bool = True) -> torch.Tensor:
-    """`ShardedTables.forward`, whose backward pass updates the tables; then both are collective.
-
-    Args:
-        tables: the tables.
-        batch: the batch; its ids and weights must not change before the backward pass.
-        trains: whether any table is trained; otherwise only per-sample weights get a gradient.
-
-    Returns:
-        Embeddings, pooled, float32 [B, columns], or unpooled, float32 [N, D].
-    """
-    tables.collected.forget_failed()
-    if batch.ids.is_inference() or (batch.weights is not None and batch.weights.is_inference()):
-        batch = _tracked(batch)
-    anchor = tables.anchor if trains else tables.anchor.detach()
-    out: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-        anchor, batch.weights, tables, batch)
-    return out
-
-
-def _tracked(batch: Lookup) -> Lookup:
-    """The batch with copies of tensors of inference mode, whose changes nobody could notice."""
-    return replace(batch, ids=batch.ids.clone(), resolved=None,
-                   weights=None if batch.weights is None else batch.weights.clone())
-
-
 class _Lookup(torch.autograd.Function):
     """Forward: lookup. Backward: hands the gradient to the fused, collective update."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
                 tables: Tables, batch: Lookup) -> torch.Tensor:
+        if batch.ids.is_inference() or (weights is not None and weights.is_inference()):
+            # Copies, since nobody could notice changes of these.
+            batch = replace(batch, ids=batch.ids.clone(), resolved=None,
+                            weights=None if weights is None else weights.clone())
         with tables.turns.lock:  # no other thread updates the rows in between
             ctx.rows = (tables.num_steps, tables.num_published)
             out, offsets = tables.forward(batch, collective=anchor.requires_grad)
@@ -72,6 +51,12 @@ class _Lookup(torch.autograd.Function):
         tables.collected.add(torch._C._current_graph_task_id(),
                              tables.passed(grads[0], batch, offsets, frozen), ctx.thread)
         return tables.anchor.detach(), weights, None, None
+
+
+#: Embeddings of (anchor of the tables, weights of the batch, tables, batch), by `forward` of the
+#: tables. The backward pass updates them where the anchor requires a gradient; then both passes are
+#: collective. Ids and weights must not change in between.
+trained_lookup: Callable[..., torch.Tensor] = _Lookup.apply
 
 
 def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:

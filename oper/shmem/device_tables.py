@@ -23,7 +23,7 @@ from oper.shmem.device_batch import FeatureKeys, Prepared, Workspaces, on_device
 from oper.shmem.exchange.device import DeviceExchange, FarRows
 from oper.shmem.exchange.device_push import PushMessages
 from oper.shmem.group.groups import Group
-from oper.shmem.group.turns import forward_in_turn, in_turn
+from oper.shmem.group.turns import in_turn
 from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.memory.device_heap import DeviceHeap
 from oper.shmem.optim.optimizers import Optimizer
@@ -294,12 +294,8 @@ class DeviceTables(ShardedTables):
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    @forward_in_turn
     @on_device
-    def forward(self, batch: Lookup, collective: bool = False
-                ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `ShardedTables.forward`."""
-        collective |= self._exchange is not None and self.optimizers is not None
+    def _forward(self, batch: Lookup, collective: bool) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._known(batch)
         if known is None:
             batch = self.bounds.repair(batch)
@@ -501,11 +497,11 @@ class DeviceTables(ShardedTables):
 
     # ---- another plan ----------------------------------------------------------------------------
 
-    def _like(self, plan: Plan) -> DeviceTables:
+    def like(self, plan: Plan) -> DeviceTables:
         return DeviceTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
                             device=self.device, is_new=False)
 
-    def _check_room(self) -> None:
+    def check_room(self) -> None:
         """The arenas are there: device memory is taken at once."""
 
 

@@ -282,6 +282,26 @@ class Migration:
         return positions
 
 
+def prepared(tables: Tables, plan: Plan) -> Tables:
+    """`tables` under another plan, with arenas that are still empty. Collective.
+
+    Raises:
+        OperError: there is no room for them on some rank.
+    """
+    other = tables.like(plan)
+    problem: OperError | None = None
+    try:
+        other.check_room()
+    except OperError as error:
+        problem = error
+    # All ranks or none: their views of free memory may differ.
+    found = [e for e in tables.group.all_gather(problem) if e is not None]
+    if found:
+        other.close()
+        raise found[0]
+    return other
+
+
 def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
     """Tables of their own, with the rows, states, steps and rates of `tables`. Collective.
 

@@ -95,7 +95,7 @@ class CollectedPasses:
 
     def __init__(self, tables: Anchored) -> None:
         self._tables = weakref.ref(tables)
-        self._parts: dict[int, tuple[int, list[Backward]]] = {}  # thread and passes by graph task
+        self.parts: dict[int, tuple[int, list[Backward]]] = {}  # thread and passes by graph task
         # A gradient that is there from the start is added to in place, which threads may do at
         # once.
         tables.anchor.grad = torch.zeros_like(tables.anchor)
@@ -103,19 +103,19 @@ class CollectedPasses:
 
     def add(self, task: int, part: Backward, thread: int) -> None:
         """Keep a pass of graph task `task` for its end; `thread` ran the lookup."""
-        self._parts.setdefault(task, (thread, []))[1].append(part)
+        self.parts.setdefault(task, (thread, []))[1].append(part)
 
     def forget_failed(self) -> None:
         """Drop what backward passes of this thread have left that ended with an error."""
-        if self._parts and torch._C._current_graph_task_id() == -1:
+        if self.parts and torch._C._current_graph_task_id() == -1:
             mine = threading.get_ident()
-            for task in [t for t, (thread, _) in list(self._parts.items()) if thread == mine]:
-                self._parts.pop(task, None)
+            for task in [t for t, (thread, _) in list(self.parts.items()) if thread == mine]:
+                self.parts.pop(task, None)
 
     def _apply(self, anchor: torch.Tensor) -> None:
         if anchor.grad is None or anchor.grad.requires_grad:  # of a pass with create_graph=True
             anchor.grad = torch.zeros_like(anchor)
         tables = self._tables()
-        _, parts = self._parts.pop(torch._C._current_graph_task_id(), (0, []))
+        _, parts = self.parts.pop(torch._C._current_graph_task_id(), (0, []))
         if tables is not None and parts:
             tables.apply_all(parts)

@@ -32,13 +32,13 @@ from oper.shmem.compiled import lookup_in_graph, register
 from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.exchange.pull import PullCosts, choose_pull
-from oper.shmem.group.desync import MIGRATION, blame_peers, in_phase, register_of
+from oper.shmem.group.desync import MIGRATION, in_phase, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
-from oper.shmem.group.turns import Turns, backward_in_turn, forward_in_turn, in_turn
+from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
-from oper.shmem.migration import Migration, check_room, copied
+from oper.shmem.migration import Migration, check_room, copied, prepared
 from oper.shmem.optim.arguments import KernelArguments, feature_rows
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.optimizers import Optimizer, check_supported
@@ -71,7 +71,6 @@ class ShardedTables(MeasuredTables):
 
     pull: bool | PullCosts = False  # see `choose_pull`
     lookups_at_once = True  # those without gradients, see `Turns`
-    is_watched = True  # ranks of a domain meet at a barrier that tells where they are
     # What a plan decides; the rest stays when the plan changes.
     _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
                                      "_layout", "_heap", "handle", "_addresses", "_exchange")
@@ -216,11 +215,14 @@ class ShardedTables(MeasuredTables):
         if self.optimizers is not None and torch.is_grad_enabled():
             trains = len(self.frozen) < len(self.specs)
             if trains or (batch.weights is not None and batch.weights.requires_grad):
-                self._check_process()
-                return trained_lookup(self, batch, trains)
+                if os.getpid() != self._process or self._heap is None:
+                    self._check_process()
+                if self.collected.parts:
+                    self.collected.forget_failed()
+                return trained_lookup(self.anchor if trains else self.anchor.detach(),
+                                      batch.weights, self, batch)
         return self.forward(batch)[0]
 
-    @forward_in_turn
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags.
@@ -230,9 +232,23 @@ class ShardedTables(MeasuredTables):
             collective: all ranks take part, and tiers in push mode are pooled by their owners;
                 otherwise every row is read directly. Between memory domains all ranks take part
                 anyway.
+
+        In turn with other threads where it is collective or a backward pass follows.
         """
-        collective |= self._exchange is not None and self.optimizers is not None
-        known = self._known(batch)
+        if not collective and self._exchange is None and self.lookups_at_once:
+            return self._forward(batch, False)
+        with self.turns.lock:
+            is_awaited = collective and not self.turns.is_alone
+            if is_awaited:
+                self.turns.check()
+            between = self._exchange is not None and self.optimizers is not None
+            found = self._forward(batch, collective or between)
+            if is_awaited:
+                self.turns.begin(found[1])
+            return found
+
+    def _forward(self, batch: Lookup, collective: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        known = None if batch.resolved is None else self._known(batch)
         if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
             self._checks.check(batch)
             meets = self._exchange is not None or (collective and self.has_push)
@@ -301,13 +317,17 @@ class ShardedTables(MeasuredTables):
     def passed(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
                frozen: frozenset[str]) -> Backward:
         """A backward pass for `apply_all`; arguments as for `apply_gradients`."""
-        return Backward(self._clamp.apply(grad, batch, offsets), batch, offsets,
-                        frozen | self.frozen)
+        if self._clamp.is_active:
+            grad = self._clamp.apply(grad, batch, offsets)
+        return Backward(grad, batch, offsets, frozen | self.frozen)
 
-    @backward_in_turn
+    @in_turn
     def apply_all(self, parts: list[Backward]) -> None:
         """As `apply_gradients`, of several lookups whose gradients are added up: one update."""
-        self._check_process()
+        if not self.turns.is_alone:
+            self.turns.end(parts)
+        if os.getpid() != self._process or self._heap is None:
+            self._check_process()
         if self._holds_gradients:  # longer than the caller's buffers stay as they are
             self._pending += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
                               for p in parts]
@@ -329,7 +349,7 @@ class ShardedTables(MeasuredTables):
         """Reduce, exchange and update for one backward pass."""
         batch, offsets = passed.batch, passed.offsets
         grad = rows_in_order(passed.grad, batch.pooled)
-        known = self._known(batch)
+        known = None if batch.resolved is None else self._known(batch)
         code, detail = self._backward_op(
             self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, self._optimizer_arguments(passed.frozen), self.gradient_scale,
@@ -378,12 +398,6 @@ class ShardedTables(MeasuredTables):
         return self._arguments.at(self.num_steps + 1, self._skipped, frozen, self.param_groups,
                                   self._table_of)
 
-    def _blame(self, code: int, detail: int) -> tuple[int, int]:
-        """Raise what a status code of the kernels about peers means; others are returned."""
-        if self._exchange is not None:
-            return self._exchange.check(code, detail)
-        return blame_peers(self, code, detail)
-
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         code, detail = self._blame(code, detail)
         raise_status(code, detail, self._layout.outbox_bytes,
@@ -398,15 +412,6 @@ class ShardedTables(MeasuredTables):
             self._blame(code, detail)
         if self._exchange is not None:
             self._exchange.barrier(self.phase)
-
-    def _check_process(self) -> None:
-        """A forked child writes to its parent's rows and would take its place in barriers."""
-        self._check_open()
-        if os.getpid() != self._process:
-            raise OperError(
-                fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
-                     f"process {self._process}, which made them",
-                     "look up under torch.no_grad(), or shard a model in the child"))
 
     # ---- another plan ----------------------------------------------------------------------------
 
@@ -463,26 +468,16 @@ class ShardedTables(MeasuredTables):
             self._migration.stop()
             self._migration = None
 
-    def prepare(self, plan: Plan) -> ShardedTables:
+    def prepare(self, plan: Plan) -> Tables:
         """The same tables under another plan, with arenas that are still empty. Collective."""
-        other = self._like(plan)
-        problem: OperError | None = None
-        try:
-            other._check_room()
-        except OperError as error:
-            problem = error
-        # All ranks or none: their views of free memory may differ.
-        found = [e for e in self.group.all_gather(problem) if e is not None]
-        if found:
-            other.close()
-            raise found[0]
-        return other
+        return prepared(self, plan)
 
-    def _like(self, plan: Plan) -> ShardedTables:
+    def like(self, plan: Plan) -> ShardedTables:
+        """As `prepare`, whether there is room or not."""
         return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
                              is_new=False)
 
-    def _check_room(self) -> None:
+    def check_room(self) -> None:
         """Raise OperError unless there is memory for the arenas of this domain."""
         check_room([self._layout.used_bytes[r] for r in self.members])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from oper.errors import OperError, fail
+from oper.shmem.group.desync import blame_peers
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.rows import LogicalRows
 from oper.traffic import SENT, Traffic
@@ -18,9 +20,12 @@ PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates
 
 
 class MeasuredTables(LogicalRows):
-    """Base of `ShardedTables`: counters that its kernels keep."""
+    """Base of `ShardedTables`: counters that its kernels keep, and whether these may be called."""
 
     handle: int
+    _process: int  # that made them
+    collection: int  # its number in the register of the group
+    is_watched = True  # ranks of a domain meet at a barrier that tells where they are
     num_steps: int  # backward passes that updated
     _skipped: dict[str, int]  # by table, how many of them it sat out
 
@@ -29,10 +34,25 @@ class MeasuredTables(LogicalRows):
             self._refuse()
         return self._heap
 
+    def _check_process(self) -> None:
+        """A forked child writes to its parent's rows and would take its place in barriers."""
+        self._check_open()
+        if os.getpid() != self._process:
+            raise OperError(
+                fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
+                     f"process {self._process}, which made them",
+                     "look up under torch.no_grad(), or shard a model in the child"))
+
     def _refuse(self, *_: Any) -> NoReturn:
         """What all calls of closed tables come to."""
         raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
                              "open tables", "use them before close()"))
+
+    def _blame(self, code: int, detail: int) -> tuple[int, int]:
+        """Raise what a status code of the kernels about peers means; others are returned."""
+        if self._exchange is not None:
+            return self._exchange.check(code, detail)
+        return blame_peers(self, code, detail)
 
     def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
         """Bytes that this rank has sent to other memory domains, by kind and receiver.
