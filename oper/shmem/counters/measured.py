@@ -19,6 +19,15 @@ from oper.traffic import SENT, Traffic
 PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
 
 
+def kernel_traffic(rows: LogicalRows, handle: int, reset: bool) -> Traffic:
+    """What the kernels of a placement have counted; `reset`: they start again from zero."""
+    pieces = [(d.table, d.column, d.column + d.dim) for d in rows.directories]
+    empty = Traffic.empty(rows.group.rank, rows.group.world_size, pieces)
+    forward, backward, *counts = torch.ops.oper.context_traffic(handle, reset)
+    return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
+                   num_forward=forward, num_backward=backward)
+
+
 class MeasuredTables(LogicalRows):
     """Base of `ShardedTables`: counters that its kernels keep, and whether these may be called."""
 
@@ -80,11 +89,7 @@ class MeasuredTables(LogicalRows):
             reset: start again from zero.
         """
         self._check_open()
-        pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
-        empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
-        forward, backward, *counts = torch.ops.oper.context_traffic(self.handle, reset)
-        return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
-                       num_forward=forward, num_backward=backward)
+        return kernel_traffic(self, self.handle, reset)
 
     def memory_bytes(self) -> dict[str, list[int]]:
         """Bytes of rows, replicas and optimizer states by kind of memory and rank, without the

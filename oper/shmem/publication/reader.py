@@ -16,7 +16,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from oper.shmem.batch import (
     refuse_weight_gradient,
 )
 from oper.shmem.by_feature import BoundsCheck
+from oper.shmem.counters.measured import kernel_traffic
 from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
 from oper.shmem.memory.numa import near_domain
@@ -188,9 +189,7 @@ class PublishedTables(BufferRows):
         out, offsets, code, detail = torch.ops.oper.lookup_forward(
             self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, False, None, None)
-        if code:
-            raise_status(code, detail, 0,
-                         FailedBatch(batch, offsets, self.features, self.specs))
+        self._check_status(code, detail, batch, offsets)
         return out
 
     def lookup_interaction(self, batch: Lookup, dense: torch.Tensor) -> torch.Tensor:
@@ -221,10 +220,12 @@ class PublishedTables(BufferRows):
         out, offsets, code, detail = torch.ops.oper.lookup_interaction(
             self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
             dense.contiguous())
-        if code:
-            raise_status(code, detail, 0,
-                         FailedBatch(batch, offsets, self.features, self.specs))
+        self._check_status(code, detail, batch, offsets)
         return out
+
+    def _check_status(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
+        if code:
+            raise_status(code, detail, 0, FailedBatch(batch, offsets, self.features, self.specs))
 
     def _checked(self, batch: Lookup) -> Lookup:
         """A batch that the kernels may have."""
@@ -244,11 +245,7 @@ class PublishedTables(BufferRows):
 
     def traffic(self, reset: bool = False) -> Traffic:
         """Rows read since the start or the last reset, by table and memory domain."""
-        pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
-        empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
-        forward, _, *counts = torch.ops.oper.context_traffic(self.handle, reset)
-        return replace(empty, num_forward=forward,
-                       counts=np.array(counts, np.int64).reshape(empty.counts.shape))
+        return kernel_traffic(self, self.handle, reset)
 
 
 _READERS: weakref.WeakSet[Reader] = weakref.WeakSet()
