@@ -47,6 +47,9 @@ ROOMS: dict[str, frozenset[str]] = {
     "cli": LEAVES,
     "__main__": frozenset({"cli"}),
 }
+# Packages inside a package: each may import those before it.
+LAYERS = {"shmem": ("optim", "placement", "group", "memory", "exchange", "counters",
+                    "publication")}
 TORCHREC_ROOMS = frozenset({"data", "integration", "rl_rec", "rl_rec.models", "train", "serve",
                             "bench"})
 # Who may import a library that is slow to load or belongs to one room.
@@ -161,6 +164,74 @@ KEPT = [
 def test_broken_rules_are_noticed_and_kept_ones_accepted() -> None:
     assert [case for case in BROKEN if len(violations(*case)) != 1] == []
     assert [v for case in KEPT for v in violations(*case)] == []
+
+
+def internal_imports(module: str, source: str) -> set[str]:
+    """Modules of the package that `module` imports, also in functions and for type checkers only.
+
+    The package's own lazy face is left out: it refers to everything and is loaded before all.
+    """
+    package = module if MODULES.get(module, Path()).name == "__init__.py" else module.rpartition(
+        ".")[0]
+    found = set(imported(module, ast.parse(source)))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[:len(parents) - node.level + 1], *filter(None, [base])])
+            # Of names that are modules these, not their packages.
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= names & set(MODULES)
+            if names <= set(MODULES):
+                found.discard(base)
+    return found & set(MODULES) - {module, "oper"}
+
+
+def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules each of which comes to import all others of its group."""
+    reached: dict[str, set[str]] = {}
+    for module in imports:
+        seen: set[str] = set()
+        todo = [module]
+        while todo:
+            new = imports.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        reached[module] = seen
+    groups = {tuple(sorted(m for m in seen if module in reached.get(m, ())))
+              for module, seen in reached.items() if module in seen}
+    return sorted(map(list, groups))
+
+
+def test_no_module_comes_to_import_itself() -> None:
+    """Imports in functions and for type checkers count; none is excluded."""
+    assert cycles({m: internal_imports(m, p.read_text()) for m, p in MODULES.items()}) == []
+
+
+def layer_violations(module: str, source: str) -> list[str]:
+    parts = module.split(".")
+    layers = LAYERS.get(parts[1] if len(parts) > 3 else "", ())
+    if not layers:
+        return []
+    above = layers[layers.index(parts[2]) + 1:]
+    return [f"{module} imports {name}" for name in sorted(internal_imports(module, source))
+            if name.split(".")[1] == parts[1] and name.split(".")[2] in above]
+
+
+def test_layers_inside_of_packages() -> None:
+    assert [v for m, path in MODULES.items() for v in layer_violations(m, path.read_text())] == []
+    assert len(layer_violations("oper.shmem.group.x", "from oper.shmem.exchange import host")) == 1
+    assert layer_violations("oper.shmem.exchange.x", "from oper.shmem.group import desync") == []
+
+
+def test_cycles_are_noticed() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    hidden = ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+              "    from oper.shmem.tables import ShardedTables\n"
+              "def f():\n    from ..group import desync\n    import oper.plan")
+    assert internal_imports("oper.shmem.exchange.x", hidden) == {
+        "oper.shmem.tables", "oper.shmem.group.desync", "oper.plan"}
 
 
 def test_files_stay_small() -> None:

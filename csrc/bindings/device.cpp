@@ -7,14 +7,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "common/handles.h"
 #include "device/context.h"
 #if !defined(OPER_EMULATED)
 #include "device/memory.h"
@@ -32,18 +31,13 @@ struct Owned {
   std::unique_ptr<Context> context;
 };
 
-std::mutex registry_mutex;
-std::map<int64_t, std::unique_ptr<Owned>>& registry() {
-  static auto* instance = new std::map<int64_t, std::unique_ptr<Owned>>;
+Handles<Owned>& contexts() {
+  // Never freed: other threads may still be in an operator when the process ends.
+  static auto* instance = new Handles<Owned>;
   return *instance;
 }
 
-Context& context_of(int64_t handle) {
-  std::lock_guard<std::mutex> lock(registry_mutex);
-  auto found = registry().find(handle);
-  STD_TORCH_CHECK(found != registry().end(), "sharded tables used after they were closed");
-  return *found->second->context;
-}
+Context& context_of(int64_t handle) { return *contexts().at(handle).context; }
 
 cudaStream_t stream_of(const Tensor& tensor) {
 #if defined(OPER_EMULATED)
@@ -54,24 +48,6 @@ cudaStream_t stream_of(const Tensor& tensor) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 #endif
-}
-
-const int64_t* int64_data(const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous(),
-                  "internal: expected a contiguous int64 tensor");
-  return static_cast<const int64_t*>(tensor.data_ptr());
-}
-
-RowType row_type(ScalarType type) {
-  switch (type) {
-    case ScalarType::Half:
-      return RowType::kFloat16;
-    case ScalarType::BFloat16:
-      return RowType::kBFloat16;
-    default:
-      STD_TORCH_CHECK(type == ScalarType::Float, "internal: expected float32, float16 or bfloat16");
-      return RowType::kFloat32;
-  }
 }
 
 int64_t device_context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor owner_begin,
@@ -107,16 +83,10 @@ int64_t device_context_create(int64_t rank, int64_t world_size, Tensor tables, T
   auto owned = std::make_unique<Owned>();
   owned->keep_alive = heads;
   owned->context = std::make_unique<Context>(d, deadline_ms);
-  std::lock_guard<std::mutex> lock(registry_mutex);
-  static int64_t next_handle = 1;
-  registry()[next_handle] = std::move(owned);
-  return next_handle++;
+  return contexts().add(std::move(owned));
 }
 
-void device_context_close(int64_t handle) {
-  std::lock_guard<std::mutex> lock(registry_mutex);
-  registry().erase(handle);
-}
+void device_context_close(int64_t handle) { contexts().close(handle); }
 
 // Code, rank and detail of the first error since creation; reads host memory only.
 std::tuple<int64_t, int64_t, int64_t> device_context_error(int64_t handle) {
@@ -183,10 +153,9 @@ int64_t device_workspace_bytes(int64_t handle, int64_t batch_size, int64_t max_p
 int64_t device_bounds_scratch_bytes(int64_t count) { return bounds_scratch_bytes(count); }
 
 void device_bounds(int64_t handle, Tensor lengths, int64_t num_ids, Tensor bounds, Tensor scratch) {
-  check(make_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, lengths.numel(),
-                    num_ids, static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(),
-                    scratch.numel(), context_of(handle).view().error, stream_of(bounds)),
-        "cannot add up bag lengths");
+  make_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, lengths.numel(), num_ids,
+              static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(), scratch.numel(),
+              context_of(handle).view().error, stream_of(bounds));
 }
 
 // Everything that an operator on a batch needs.
@@ -222,8 +191,13 @@ PushPlan with_memory(const Call& call, const Tensor& requests, const Tensor& par
   return push;
 }
 
+float* float_data(const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, "internal: expected float32");
+  return static_cast<float*>(tensor.data_ptr());
+}
+
 Output output_of(const Tensor& out) {
-  return {out.data_ptr(), row_type(out.scalar_type()), out.dim() == 2 ? out.stride(0) : 0};
+  return {float_data(out), out.dim() == 2 ? out.stride(0) : 0};
 }
 
 // Rows of other memory domains that were received, or none.
@@ -242,13 +216,11 @@ Staging stage_rows(const Call& call, const std::optional<Tensor>& staging, int64
   const Staging staged{static_cast<char*>(staging->data_ptr()), staging->numel()};
   STD_TORCH_CHECK(staged.bytes / kStagingUnit < static_cast<int64_t>(kNotStaged),
                   "internal: too much staging memory");
-  cudaError_t status = clear_staging(call.batch, call.work.plan, call.stream);
-  if (status == cudaSuccess)
-    status = place_far_rows(view, call.work.plan, far, staged, call.stream);
-  if (status == cudaSuccess && near_bytes > 0)
-    status = stage(view, call.context.classes(), call.batch, call.work.plan,
-                   {staged.data, near_bytes}, skip_pushed, call.stream);
-  check(status, "cannot fetch the rows of peers");
+  clear_staging(call.batch, call.work.plan, call.stream);
+  place_far_rows(view, call.work.plan, far, staged, call.stream);
+  if (near_bytes > 0)
+    stage(view, call.context.classes(), call.batch, call.work.plan, {staged.data, near_bytes},
+          skip_pushed, call.stream);
   return staged;
 }
 
@@ -261,13 +233,11 @@ void device_forward(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
   const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
                               max_pairs, workspace);
   const View& view = call.context.view();
-  if (!pooled)
-    check(lay_out_features(view, call.batch, call.work.plan, call.stream), "cannot look up");
+  if (!pooled) lay_out_features(view, call.batch, call.work.plan, call.stream);
   const Staging staged =
       stage_rows(call, staging, near_bytes, skip_pushed, far_rows(stretches, received, num_far));
-  check(pool(view, call.context.classes(), call.batch, call.work.plan, output_of(out), staged,
-             skip_pushed, call.stream),
-        "cannot look up");
+  pool(view, call.context.classes(), call.batch, call.work.plan, output_of(out), staged, skip_pushed,
+       call.stream);
 }
 
 // Steps of push mode: 0 publish requests, 1 pool for the readers, 2 add the owners' sums.
@@ -280,13 +250,10 @@ void device_push(int64_t handle, int64_t step, Tensor ids, Tensor bounds, Tensor
   const PushPlan push = with_memory(call, requests, partials, request_bytes, partial_bytes);
   const View& view = call.context.view();
   const auto& classes = call.context.classes();
-  cudaError_t status = cudaSuccess;
-  if (step == 0) status = publish_requests(view, call.batch, call.work.plan, push, call.stream);
-  if (step == 1) status = pool_for_readers(view, classes, push, call.stream);
+  if (step == 0) publish_requests(view, call.batch, call.work.plan, push, call.stream);
+  if (step == 1) pool_for_readers(view, classes, push, call.stream);
   if (step == 2)
-    status =
-        add_partials(view, classes, call.batch, call.work.plan, push, output_of(out), call.stream);
-  check(status, "cannot look up in push mode");
+    add_partials(view, classes, call.batch, call.work.plan, push, output_of(out), call.stream);
 }
 
 void device_weight_gradient(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
@@ -298,10 +265,8 @@ void device_weight_gradient(int64_t handle, Tensor ids, Tensor bounds, Tensor ke
   const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
                               max_pairs, workspace);
   const Staging staged = stage_rows(call, staging, 0, false, far_rows(stretches, received, num_far));
-  check(weight_gradient(call.context.view(), call.batch, call.work.plan,
-                        {grad.data_ptr(), row_type(grad.scalar_type()), grad.stride(0), 1.0f},
-                        static_cast<float*>(out.data_ptr()), staged, call.stream),
-        "cannot compute the gradient of the weights");
+  weight_gradient(call.context.view(), call.batch, call.work.plan,
+                  {float_data(grad), grad.stride(0), 1.0f}, float_data(out), staged, call.stream);
 }
 
 // Where in a workspace a planned batch, and the owner's lists of an update, are: bytes, in the order
@@ -315,12 +280,10 @@ std::vector<int64_t> device_plan_parts(int64_t handle, int64_t batch_size, int64
 
 // Rows of this rank for ranks of other domains, see AskedRows.
 void device_pack_rows(int64_t handle, Tensor stretches, Tensor slots, Tensor out) {
-  check(pack_rows(context_of(handle).view(),
-                  {int64_data(stretches), stretches.size(0), slots.numel(),
-                   static_cast<const uint32_t*>(slots.data_ptr()),
-                   static_cast<char*>(out.data_ptr())},
-                  stream_of(out)),
-        "cannot pack rows");
+  pack_rows(context_of(handle).view(),
+            {int64_data(stretches), stretches.size(0), slots.numel(),
+             static_cast<const uint32_t*>(slots.data_ptr()), static_cast<char*>(out.data_ptr())},
+            stream_of(out));
 }
 
 void device_plan(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
@@ -328,9 +291,7 @@ void device_plan(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
                  int64_t max_pairs, Tensor workspace) {
   const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
                               max_pairs, workspace);
-  check(make_plan(call.context.view(), call.context.num_keys(), call.batch, call.work.plan,
-                  call.stream),
-        "cannot plan a batch");
+  make_plan(call.context.view(), call.context.num_keys(), call.batch, call.work.plan, call.stream);
 }
 
 // float64 [T, 13] in the order of keys, host memory -> what the kernels read.
@@ -361,12 +322,9 @@ void device_reduce(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
                    int64_t max_pairs, Tensor workspace, Tensor grad, double scale) {
   const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
                               max_pairs, workspace);
-  check(reduce(call.context.view(), call.context.classes(), call.batch, call.work.plan,
-               {grad.data_ptr(), row_type(grad.scalar_type()), grad.stride(0),
-                static_cast<float>(scale)},
-               call.work.long_runs, call.context.optimizers(), call.context.updates_at_once(),
-               call.stream),
-        "cannot reduce gradients");
+  reduce(call.context.view(), call.context.classes(), call.batch, call.work.plan,
+         {float_data(grad), grad.stride(0), static_cast<float>(scale)}, call.work.long_runs,
+         call.context.optimizers(), call.context.updates_at_once(), call.stream);
 }
 
 // Steps at the owner: 0 collect what all ranks left, 1 and 2 sums of squares (rounds 0 and 1),
@@ -378,16 +336,14 @@ void device_update(int64_t handle, int64_t step, Tensor bounds, int64_t batch_si
   const Workspace work = carve(context, batch, workspace.data_ptr());
   const cudaStream_t stream = stream_of(bounds);
   const float factor = static_cast<float>(scale);
-  cudaError_t status = cudaSuccess;
-  if (step == 0) status = collect(context.view(), work.inbox, stream);
+  if (step == 0) collect(context.view(), work.inbox, stream);
   if (step == 1 || step == 2)
-    status = merge_squares(context.view(), context.classes(), work.inbox, factor,
-                           context.optimizers(), static_cast<int32_t>(step - 1), stream);
+    merge_squares(context.view(), context.classes(), work.inbox, factor, context.optimizers(),
+                  static_cast<int32_t>(step - 1), stream);
   if (step == 3)
-    status = merge_and_update(context.view(), context.classes(), work.inbox, factor,
-                              context.optimizers(), stream);
-  if (step == 4) status = refresh(context.view(), stream);
-  check(status, "cannot update tables");
+    merge_and_update(context.view(), context.classes(), work.inbox, factor, context.optimizers(),
+                     stream);
+  if (step == 4) refresh(context.view(), stream);
 }
 
 // View [rows, columns] of device memory; the caller keeps the mapping alive. Index -1: host memory.
@@ -418,9 +374,7 @@ void device_memory_release(int64_t address, int64_t bytes, std::vector<int64_t> 
 }
 #endif
 
-void device_barrier(int64_t handle, Tensor like) {
-  check(context_of(handle).barrier(stream_of(like)), "cannot wait for the other ranks");
-}
+void device_barrier(int64_t handle, Tensor like) { context_of(handle).barrier(stream_of(like)); }
 
 }  // namespace
 }  // namespace oper::device

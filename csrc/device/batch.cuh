@@ -34,13 +34,12 @@ OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t deta
   word->code = code;
 }
 
-// Largest k in [0, n) with values[k] <= value; values[0] <= value, ascending.
-template <class T>
-OPER_DEVICE int64_t last_at_most(const T* values, int64_t n, T value) {
-  int64_t low = 0, high = n;  // values[low] <= value < values[high]
+// Largest k in [low, high) that `holds`, as `low` and all below such a k do.
+template <class Holds>
+OPER_DEVICE int64_t last_that(int64_t low, int64_t high, Holds holds) {
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    if (values[middle] <= value) {
+    if (holds(middle)) {
       low = middle;
     } else {
       high = middle;
@@ -49,19 +48,16 @@ OPER_DEVICE int64_t last_at_most(const T* values, int64_t n, T value) {
   return low;
 }
 
+// Largest k in [0, n) with values[k] <= value; values[0] <= value, ascending.
+template <class T>
+OPER_DEVICE int64_t last_at_most(const T* values, int64_t n, T value) {
+  return last_that(0, n, [&](int64_t k) { return values[k] <= value; });
+}
+
 // First k in [0, n] with key_at(k) >= key.
 template <class KeyAt>
 OPER_DEVICE int64_t lower_bound(int64_t n, int64_t key, KeyAt key_at) {
-  int64_t low = 0, high = n;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (key_at(middle) < key) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return last_that(-1, n, [&](int64_t k) { return key_at(k) < key; }) + 1;
 }
 
 // ---- pairs --------------------------------------------------------------------------------------
@@ -122,11 +118,15 @@ OPER_DEVICE bool outbox_is_full(const View& view) {
   return reinterpret_cast<const OutboxHeader*>(view.outboxes[view.rank])->num_runs < 0;
 }
 
-inline size_t bytes_of(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
+// Sets bytes of device memory.
+inline void clear(void* data, int value, int64_t num_bytes, cudaStream_t stream) {
+  check(cudaMemsetAsync(data, value, static_cast<size_t>(num_bytes), stream),
+        "cannot clear device memory");
+}
 
 // Whether rows of a matrix, and so their parts of 16 bytes, are aligned.
-inline bool is_wide(const void* data, int64_t stride, RowType type) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * bytes_of(type) % 16 == 0;
+inline bool is_wide(const float* data, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 4 == 0;
 }
 
 }  // namespace oper::device

@@ -47,7 +47,7 @@ class Context {
   int64_t inbox_capacity() const { return inbox_capacity_; }
   ErrorWord error() const { return shared_->error; }
   const int64_t* duplication() const { return shared_->duplication; }
-  cudaError_t barrier(cudaStream_t stream) const;
+  void barrier(cudaStream_t stream) const;
 
  private:
   class Builder;
@@ -64,9 +64,6 @@ class Context {
   int32_t max_dim_ = 0, min_dim_ = 0;
   bool updates_at_once_ = false, has_push_ = false, has_squares_ = false;
 };
-
-// Throws with the name of `what` when a CUDA call has failed.
-void check(cudaError_t status, const char* what);
 
 // Carves arrays out of one block; with a null block it only counts.
 class Carver {

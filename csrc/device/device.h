@@ -22,6 +22,9 @@
 
 namespace oper::device {
 
+// Throws with the name of `what` when a CUDA call has failed.
+void check(cudaError_t status, const char* what);
+
 // Rows that one instance of a kernel handles: `lanes` lanes, each with `vectors` parts of 16 bytes;
 // lanes 0: rows that are no multiple of 16 bytes, element by element.
 struct RowClass {
@@ -153,25 +156,29 @@ struct Keys {
   }
 };
 
+// Keys, sorted, with what belongs to each, and the runs of equal keys.
+struct SortedPairs {
+  Keys keys;            // [max_pairs] ascending; past the last pair: above all of them
+  uint32_t* payloads;   // [max_pairs]
+  uint32_t* run_begin;  // [max_pairs + 1]
+  int64_t* num_runs;    // [1]
+  Keys spare_keys;      // sorting
+  uint32_t* spare_payloads;
+  void* sort_scratch;
+  int64_t sort_scratch_bytes;
+};
+
 // Device memory of one batch plan: ids resolved, sorted, and cut into runs of equal rows. Made once
 // per batch, may be made ahead of it on another stream, and is used by forward and backward.
-struct BatchPlan {
+struct BatchPlan : SortedPairs {
   int64_t* feature_begin;  // [F + 1] first pair of each feature
   int64_t* output_begin;   // [F] unpooled: first output row
   int32_t* tile_begin;     // [F + 1] first tile of 32 bags (pooled) or ids
-  Keys keys;               // [max_pairs] ascending; past the last pair: the number of all keys
-  uint32_t* payloads;      // [max_pairs] see resolve.cu
   uint32_t* pair_bags;     // [max_pairs] by pair only
   float* pair_weights;     // [max_pairs] with weights only
   uint32_t* places;        // [max_pairs] by pair only: where the pair's row is staged, see stage.cu
   uint32_t* staged;        // [1] by pair only: units of kStagingUnit that are taken
-  uint32_t* run_begin;     // [max_pairs + 1]
-  int64_t* num_runs;       // [1]
   uint32_t* segments;      // [T * W + 1] first run of each table and owner
-  Keys spare_keys;         // sorting
-  uint32_t* spare_payloads;
-  void* sort_scratch;
-  int64_t sort_scratch_bytes;
   int32_t bag_bits;  // payload = feature << bag_bits | bag
 };
 
@@ -189,22 +196,20 @@ constexpr int kChunk = 256;
 inline int64_t long_run_capacity(int64_t max_pairs) { return 2 * (max_pairs / kChunk) + 2; }
 
 struct Gradient {
-  const void* data;
-  RowType type;
+  const float* data;
   int64_t stride;  // elements between rows
   float scale;     // applied to the exact gradient of a row
 };
 
 struct Output {
-  void* data;
-  RowType type;
+  float* data;
   int64_t stride;  // elements between rows
 };
 
-// ---- steps; each returns a CUDA error code ------------------------------------------------------
+// ---- steps; what CUDA refuses is thrown ----------------------------------------------------------
 
 // Lengths (int32 or int64) to bounds; a negative length or a wrong sum is an error.
-cudaError_t make_bounds(const void* lengths, bool are_32_bit, int64_t count, int64_t num_ids,
+void make_bounds(const void* lengths, bool are_32_bit, int64_t count, int64_t num_ids,
                         int64_t* bounds, void* scratch, int64_t scratch_bytes, const ErrorSink& error,
                         cudaStream_t stream);
 int64_t bounds_scratch_bytes(int64_t count);
@@ -217,8 +222,8 @@ struct Staging {
 constexpr int64_t kStagingUnit = 16;
 constexpr uint32_t kNotStaged = ~0u;
 // No row is staged yet; before the others.
-cudaError_t clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream);
-cudaError_t stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+void clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream);
+void stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
                   const BatchPlan& plan, const Staging& staging, bool skip_pushed,
                   cudaStream_t stream);
 
@@ -231,7 +236,7 @@ struct FarRows {
   const char* rows;
 };
 // Copies them to where aligned loads find them.
-cudaError_t place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
+void place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
                            const Staging& staging, cudaStream_t stream);
 
 // Rows that ranks of other memory domains ask for, side by side.
@@ -242,26 +247,26 @@ struct AskedRows {
   const uint32_t* slots;
   char* out;
 };
-cudaError_t pack_rows(const View& view, const AskedRows& asked, cudaStream_t stream);
+void pack_rows(const View& view, const AskedRows& asked, cudaStream_t stream);
 
 // Pools every bag. `skip_pushed`: leave out rows of pushed tiers, and do not divide the means of
 // tables that have such tiers.
-cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+void pool(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
                  const BatchPlan& plan, const Output& out, const Staging& staging,
                  bool skip_pushed, cudaStream_t stream);
 // Only feature_begin, output_begin and tile_begin; `pool` of an unpooled batch needs them.
-cudaError_t lay_out_features(const View& view, const Batch& batch, const BatchPlan& plan,
+void lay_out_features(const View& view, const Batch& batch, const BatchPlan& plan,
                              cudaStream_t stream);
 // Gradient of the per-sample weights, float [num_ids].
-cudaError_t weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan,
+void weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan,
                             const Gradient& grad, float* out, const Staging& staging,
                             cudaStream_t stream);
 
-cudaError_t make_plan(const View& view, int64_t num_keys, const Batch& batch,
+void make_plan(const View& view, int64_t num_keys, const Batch& batch,
                       const BatchPlan& plan, cudaStream_t stream);
 
 // Sums gradients by row. One rank: and updates; else into the outbox.
-cudaError_t reduce(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+void reduce(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
                    const BatchPlan& plan, const Gradient& grad, const LongRuns& long_runs,
                    const UpdateArgs* optimizers, bool update_at_once, cudaStream_t stream);
 
@@ -272,22 +277,22 @@ struct Inbox {
   uint32_t* peers;      // [W, capacity, W] index of the same key in the others' lists, or ~0
   int64_t capacity;     // entries of one rank
 };
-cudaError_t collect(const View& view, const Inbox& inbox, cudaStream_t stream);
+void collect(const View& view, const Inbox& inbox, cudaStream_t stream);
 // Sums of squares of merged gradients, for column pieces under row-wise optimizers.
 // `round`: row-wise clipping needs them of the gradients as merged (round 0) before the optimizer
 // needs them of the clipped ones.
-cudaError_t merge_squares(const View& view, const std::vector<RowClass>& classes,
+void merge_squares(const View& view, const std::vector<RowClass>& classes,
                           const Inbox& inbox, float gradient_scale,
                           const UpdateArgs* optimizers, int32_t round, cudaStream_t stream);
-cudaError_t merge_and_update(const View& view, const std::vector<RowClass>& classes,
+void merge_and_update(const View& view, const std::vector<RowClass>& classes,
                              const Inbox& inbox, float gradient_scale,
                              const UpdateArgs* optimizers, cudaStream_t stream);
 // Copies updated rows of replicated tiers into this rank's copies.
-cudaError_t refresh(const View& view, cudaStream_t stream);
+void refresh(const View& view, cudaStream_t stream);
 
 // Waits until all ranks have come as often as this one. `pads`: [W] each rank's words, of which
 // rank r writes word r; `epoch`: this rank's count, in its own memory.
-cudaError_t arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
+void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
                             int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
                             cudaStream_t stream);
 
@@ -296,37 +301,26 @@ struct RequestHeader {
   int64_t num_runs;
   int64_t slots_offset, run_begin_offset, run_bags_offset, weights_offset;  // bytes
 };
-struct PushPlan {
+struct PushPlan : SortedPairs {  // keys of 64 bits
   char* const* requests;   // [W] header, segments (uint32 [T * W + 1]), offsets (int64 [T * W])
   char* const* partials;   // [W] the owners' sums; a W-th of it for each reader
   int64_t request_bytes, partial_bytes;
-  Keys keys;               // 64 bits; scratch, as in BatchPlan
-  Keys spare_keys;
-  uint32_t* payloads;
-  uint32_t* spare_payloads;
-  uint32_t* run_begin;
-  int64_t* num_runs;
   uint32_t* slots;
-  void* sort_scratch;
-  int64_t sort_scratch_bytes;
 };
-cudaError_t publish_requests(const View& view, const Batch& batch, const BatchPlan& plan,
+void publish_requests(const View& view, const Batch& batch, const BatchPlan& plan,
                              const PushPlan& push, cudaStream_t stream);
-cudaError_t pool_for_readers(const View& view, const std::vector<RowClass>& classes,
+void pool_for_readers(const View& view, const std::vector<RowClass>& classes,
                              const PushPlan& push, cudaStream_t stream);
-cudaError_t add_partials(const View& view, const std::vector<RowClass>& classes,
+void add_partials(const View& view, const std::vector<RowClass>& classes,
                          const Batch& batch, const BatchPlan& plan, const PushPlan& push,
                          const Output& out, cudaStream_t stream);
 
 // ---- sort.cu ------------------------------------------------------------------------------------
 
-// Stable, by the bits [first_bit, last_bit); the result is in `keys` and `payloads`.
-cudaError_t sort_pairs(const Keys& keys, const Keys& spare_keys, uint32_t* payloads,
-                       uint32_t* spare_payloads, int64_t count, int first_bit, int last_bit,
-                       void* scratch, int64_t scratch_bytes, cudaStream_t stream);
-// Positions p with p = 0 or keys[p] != keys[p - 1], ascending, and how many.
-cudaError_t find_runs(const Keys& keys, int64_t count, uint32_t* run_begin, int64_t* num_runs,
-                      void* scratch, int64_t scratch_bytes, cudaStream_t stream);
+// Sorts the first `count` keys by the bits [first_bit, last_bit), stably, with their payloads, and
+// finds the positions p with p = 0 or keys[p] != keys[p - 1], ascending.
+void sort_into_runs(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
+                    cudaStream_t stream);
 int64_t sort_scratch_bytes(int64_t count);
 // bounds[k + 1] = sum of the first k + 1 lengths, at most num_ids; bounds[0] = 0.
 struct Lengths {
@@ -334,7 +328,7 @@ struct Lengths {
   bool are_32_bit;
   int64_t count, num_ids;
 };
-cudaError_t sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch,
+void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch,
                         int64_t scratch_bytes, const ErrorSink& error, cudaStream_t stream);
 
 // Blocks of `per_block` groups for `groups` of them, at most what keeps the device busy.

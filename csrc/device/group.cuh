@@ -57,24 +57,6 @@ OPER_DEVICE void copy_row(const Group<G>& group, char* to, const char* from, int
   }
 }
 
-// ---- element types -----------------------------------------------------------------------------
-
-// Rounded to nearest, for outputs.
-template <class T>
-OPER_DEVICE T from_float(float x);
-template <>
-OPER_DEVICE float from_float<float>(float x) {
-  return x;
-}
-template <>
-OPER_DEVICE Float16 from_float<Float16>(float x) {
-  return {__half_as_ushort(__float2half_rn(x))};
-}
-template <>
-OPER_DEVICE BFloat16 from_float<BFloat16>(float x) {
-  return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
-}
-
 // ---- parts of rows -----------------------------------------------------------------------------
 
 // How a group holds a row: lane l has the columns (i * G + l) * E .. + E for i < V. E is what fits
@@ -144,25 +126,21 @@ OPER_DEVICE void load_elements(const S* from, float (&to)[E], bool wide) {
   part.unpack(to);
 }
 
-template <int E, class S>
-OPER_DEVICE void store_elements(S* to, const float (&from)[E], bool wide) {
-  constexpr int kPer = 16 / sizeof(S);
-  if constexpr (E % kPer == 0) {
+template <int E>
+OPER_DEVICE void store_elements(float* to, const float (&from)[E], bool wide) {
+  if constexpr (E % 4 == 0) {
     if (wide) {
 #pragma unroll
-      for (int k = 0; k < E; k += kPer) {
-        S part[kPer];
-#pragma unroll
-        for (int j = 0; j < kPer; ++j) part[j] = from_float<S>(from[k + j]);
+      for (int k = 0; k < E; k += 4) {
         uint4 raw;
-        __builtin_memcpy(&raw, part, 16);
+        __builtin_memcpy(&raw, from + k, 16);
         *reinterpret_cast<uint4*>(to + k) = raw;
       }
       return;
     }
   }
 #pragma unroll
-  for (int k = 0; k < E; ++k) to[k] = from_float<S>(from[k]);
+  for (int k = 0; k < E; ++k) to[k] = from[k];
 }
 
 // A row of `dim` columns in fp32, spread over the lanes of a group.
@@ -189,8 +167,7 @@ struct Row {
       }
     }
   }
-  template <class S>
-  OPER_DEVICE void store(S* row, int dim, int lane, bool wide) const {
+  OPER_DEVICE void store(float* row, int dim, int lane, bool wide) const {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
       const int column = Shape::column(i, lane);

@@ -182,8 +182,10 @@ class RowOptimizer {
     return root;
   }
 
-  OPER_DEVICE void adam(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w) const {
-    const bool row_wise = args_.kind == Optimizer::kPartialRowWiseAdam;
+  // Updates the moments of Adam or LAMB and calls finish(part, element, step) for every element.
+  template <class Finish>
+  OPER_DEVICE void moments(int64_t slot, const Row<Shape>& g, float squares, const Row<Shape>& w,
+                           bool row_wise, Finish finish) const {
     const float root = row_wise ? row_wise_root(slot, squares) : 1.0f;
     const int64_t first = slot * table_.dim;
 #pragma unroll
@@ -202,12 +204,16 @@ class RowOptimizer {
           s[e] = s[e] * args_.beta2 + grad * grad * (1.0f - args_.beta2);
           below = sqrtf(s[e] / args_.correction2) + args_.eps;
         }
-        w.v[i][e] -= ((m[e] / args_.correction1) / below + w.v[i][e] * args_.weight_decay) *
-                     args_.learning_rate;
+        finish(i, e, (m[e] / args_.correction1) / below + w.v[i][e] * args_.weight_decay);
       }
       store_elements(table_.momentum1 + first + column, m, Shape::E > 1);
       if (!row_wise) store_elements(table_.momentum2 + first + column, s, Shape::E > 1);
     }
+  }
+
+  OPER_DEVICE void adam(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w) const {
+    moments(slot, g, squares, w, args_.kind == Optimizer::kPartialRowWiseAdam,
+            [&](int i, int e, float step) { w.v[i][e] -= step * args_.learning_rate; });
   }
 
   OPER_DEVICE void momentum_sgd(int64_t slot, const Row<Shape>& g, Row<Shape>& w) const {
@@ -235,30 +241,8 @@ class RowOptimizer {
 
   // Its step takes the gradient's place.
   OPER_DEVICE void lamb(int64_t slot, Row<Shape> g, float squares, Row<Shape>& w) const {
-    const bool row_wise = args_.kind == Optimizer::kPartialRowWiseLamb;
-    const float root = row_wise ? row_wise_root(slot, squares) : 1.0f;
-    const int64_t first = slot * table_.dim;
-#pragma unroll
-    for (int i = 0; i < Shape::V; ++i) {
-      const int column = Shape::column(i, group_.lane);
-      if (column >= table_.dim) continue;
-      float m[Shape::E], s[Shape::E];
-      load_elements(table_.momentum1 + first + column, m, Shape::E > 1);
-      if (!row_wise) load_elements(table_.momentum2 + first + column, s, Shape::E > 1);
-#pragma unroll
-      for (int e = 0; e < Shape::E; ++e) {
-        const float grad = g.v[i][e];
-        m[e] = m[e] * args_.beta1 + grad * (1.0f - args_.beta1);
-        float below = root;
-        if (!row_wise) {
-          s[e] = s[e] * args_.beta2 + grad * grad * (1.0f - args_.beta2);
-          below = sqrtf(s[e] / args_.correction2) + args_.eps;
-        }
-        g.v[i][e] = (m[e] / args_.correction1) / below + w.v[i][e] * args_.weight_decay;
-      }
-      store_elements(table_.momentum1 + first + column, m, Shape::E > 1);
-      if (!row_wise) store_elements(table_.momentum2 + first + column, s, Shape::E > 1);
-    }
+    moments(slot, g, squares, w, args_.kind == Optimizer::kPartialRowWiseLamb,
+            [&](int i, int e, float step) { g.v[i][e] = step; });
     const float weights = sum_of_squares(w);
     const float rate = lamb_rate(weights, sum_of_squares(g), args_);
     w.zip(g, [=](float& a, float b) { a -= b * rate; });

@@ -10,9 +10,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-// `kernel` is a function or a pointer to one.
-#define OPER_LAUNCH(kernel, grid, block, stream, ...) \
-  (kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__)
+// `kernel`: in parentheses where its name has a comma. Throws what the launch has met.
+#define OPER_LAUNCH(kernel, grid, block, stream, ...)                \
+  do {                                                               \
+    (kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__);         \
+    check(cudaGetLastError(), "cannot launch " #kernel);             \
+  } while (false)
 #endif
 
 #include "common/platform.h"

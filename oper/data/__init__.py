@@ -9,7 +9,7 @@ from oper.lazy import lazy_exports
 _PUBLIC = {
     "Recipe": "oper.data.recipe",
     "load_recipe": "oper.data.recipe",
-    "PreprocessOptions": "oper.data.preprocessing",
+    "PreprocessOptions": "oper.data.options",
     "preprocess": "oper.data.preprocessing",
     "Folder": "oper.data.folder",
     "analyze_folder": "oper.data.analyze",
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from oper.data.folder import Folder as Folder
     from oper.data.ids import power_law_ids as power_law_ids
     from oper.data.loader import Loader as Loader, LoaderOptions as LoaderOptions
-    from oper.data.preprocessing import PreprocessOptions as PreprocessOptions
+    from oper.data.options import PreprocessOptions as PreprocessOptions
     from oper.data.recipe import Recipe as Recipe, load_recipe as load_recipe
     from oper.data.synthetic import (
         SyntheticLog as SyntheticLog,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -17,17 +17,35 @@ import pyarrow.parquet as pq
 
 import oper
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, SPLITS
+from oper.data.options import PreprocessOptions
+from oper.data.readers import Unit
 from oper.data.recipe import Recipe
 from oper.data.rows import MAX_EXAMPLES
+from oper.data.vocabulary import Vocabulary
 from oper.data.writing import Split
 from oper.errors import FileFormatError
 from oper.files import read_json
 
-if TYPE_CHECKING:
-    from oper.data.preprocessing import Job
-
 _YEAR_S = 365 * 86400
 ABOUT_SUFFIX = ".about.json"  # a file beside a log that says what the log is
+
+
+class Job(Protocol):
+    """What a manifest tells of a job."""
+
+    recipe: Recipe
+    paths: list[str]
+    units: list[Unit]
+    options: PreprocessOptions
+
+    @property
+    def work(self) -> Path: ...
+    @property
+    def shares(self) -> tuple[Fraction, Fraction]: ...
+    @property
+    def min_count(self) -> int: ...
+    def identity(self) -> str: ...
+    def vocabulary(self, name: str) -> Vocabulary: ...
 
 
 def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows: dict[str, int]

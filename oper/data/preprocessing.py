@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from oper.data import estimate, workers
 from oper.data.detect import find_inputs, plan_units
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, SPLITS
 from oper.data.lines import natural_key
+from oper.data.manifest import describe_job
 from oper.data.merging import RunMerger
+from oper.data.options import PreprocessOptions
 from oper.data.pagecache import is_large
 from oper.data.probing import check_first_rows
 from oper.data.readers import Unit
@@ -50,65 +52,6 @@ from oper.errors import FileFormatError, InvalidInputError, OperError, fail
 from oper.files import check_local, no_room, read_json, write_text
 
 _log = logging.getLogger(__name__)
-
-
-
-@dataclass(frozen=True, slots=True)
-class PreprocessOptions:
-    """How a log is preprocessed.
-
-    Attributes:
-        min_count: values seen less often in the training part share row 0; None = the recipe's.
-        valid, test: shares of the rows, at the end, that are the validation and the test part;
-            None = the recipe's.
-        max_bad: malformed rows that are left out (and reported) before it is an error.
-        max_rows: at most so many rows per table, row 0 included; None = no limit.
-        hash_rows: hash every value into tables of so many rows instead of building vocabularies.
-        layout: name of the files' layout; None = find out.
-        force: replace an earlier output, drop work that was begun with other settings.
-        num_workers: processes on this machine.
-        num_ray_workers: more of them on a Ray cluster that shares the file system.
-        row_group_rows: rows of a Parquet row group.
-        part_rows: rows of a Parquet file.
-        compression: of the Parquet files, ``"none"`` (quickest to read) or ``"zstd"`` (about half
-            as large).
-        unit_bytes: about the size of the units that large plain files are cut into.
-        check_disk: refuse to begin when the disk is estimated to be too small.
-        show_progress: a progress bar on stderr.
-    """
-
-    min_count: int | None = None
-    valid: str | Fraction | None = None
-    test: str | Fraction | None = None
-    max_bad: int = 0
-    max_rows: int | None = None
-    hash_rows: int | None = None
-    layout: str | None = None
-    force: bool = False
-    num_workers: int = 1
-    num_ray_workers: int = 0
-    row_group_rows: int = 1 << 16
-    part_rows: int = 1 << 21
-    compression: str = "none"
-    unit_bytes: int = 1 << 28
-    check_disk: bool = True
-    show_progress: bool = False
-
-    def __post_init__(self) -> None:
-        what = "cannot preprocess"
-        for name, least in (("min_count", 1), ("max_bad", 0), ("max_rows", 2), ("hash_rows", 2),
-                            ("num_workers", 1), ("num_ray_workers", 0), ("row_group_rows", 1),
-                            ("part_rows", 1), ("unit_bytes", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InvalidInputError(fail(what, name, value, f">= {least}", "correct it"))
-        if self.compression not in ("none", "zstd"):
-            raise InvalidInputError(
-                fail(what, "compression", self.compression, "none or zstd", "correct it"))
-        if self.hash_rows is not None and (self.max_rows is not None or self.hash_rows > 2**31 - 1):
-            raise InvalidInputError(
-                fail(what, "hash_rows", self.hash_rows, "below 2^31 and without max_rows",
-                     "choose one of them"))
 
 
 def preprocess(
@@ -152,9 +95,12 @@ def preprocess(
     _check_target(job)
     check_first_rows(recipe, units, options.max_bad)
     try:
-        with (job.opened(), workers.local(job, options.num_workers - 1),
-              workers.on_ray(job, options.num_ray_workers)):
-            job.run()
+        with job.opened():
+            quiet = replace(job, target=job.target.absolute(),
+                            options=replace(options, show_progress=False))
+            with (workers.local(quiet, options.num_workers - 1),
+                  workers.on_ray(quiet, options.num_ray_workers)):
+                job.run()
     except OperError:
         if not job.finished():
             raise
@@ -458,8 +404,6 @@ class Job:
 
     def manifest(self, split: Split) -> dict[str, Any]:
         """Everything that a reader of the folder needs to know."""
-        from oper.data.manifest import describe_job
-
         records = [self.stage.record(k) for k in range(len(self.units))]
         rows = dict.fromkeys(SPLITS, 0)
         for k in range(len(self.units if split.by == "rows" else self._spans)):

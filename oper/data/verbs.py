@@ -70,7 +70,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
 
 def run_preprocess(args: argparse.Namespace) -> int:
     """Run ``oper preprocess``; raises OperError."""
-    from oper.data.preprocessing import PreprocessOptions, preprocess
+    from oper.data.options import PreprocessOptions
+    from oper.data.preprocessing import preprocess
 
     check_local(args.output)
     options = PreprocessOptions(

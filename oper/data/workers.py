@@ -6,13 +6,20 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from oper.errors import MissingDependencyError, fail
 
-if TYPE_CHECKING:
-    from oper.data.preprocessing import Job
+
+class Job(Protocol):
+    """Work that any number of processes share; picklable."""
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        """Hold what another process has opened, inside the block."""
+
+    def run(self) -> None:
+        """Do what is left and nobody else does."""
+
 
 @contextlib.contextmanager
 def local(job: Job, count: int) -> Iterator[None]:
@@ -21,8 +28,7 @@ def local(job: Job, count: int) -> Iterator[None]:
     They end with it; one that fails or dies leaves its task to the others.
     """
     context = multiprocessing.get_context("spawn")
-    quiet = replace(job, options=replace(job.options, show_progress=False))
-    processes = [context.Process(target=_take_part, args=(quiet, os.getpid()), daemon=True)
+    processes = [context.Process(target=_take_part, args=(job, os.getpid()), daemon=True)
                  for _ in range(count)]
     try:
         for process in processes:
@@ -61,9 +67,7 @@ def on_ray(job: Job, count: int) -> Iterator[None]:
     if mine:
         ray.init(log_to_driver=False, configure_logging=False)
     remote = ray.remote(num_cpus=1, max_retries=0)(run_quietly)
-    absolute = replace(job, target=job.target.absolute(), options=replace(
-        job.options, show_progress=False))
-    tasks = [remote.remote(absolute) for _ in range(count)]
+    tasks = [remote.remote(job) for _ in range(count)]
     try:
         yield
     except BaseException:

@@ -30,7 +30,7 @@ class Ahead:
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
         self._thread: ThreadPoolExecutor | None = None
-        self._coming: OrderedDict[int, tuple[torch.Tensor, Future[Lookup]]] = OrderedDict()
+        self.coming: OrderedDict[int, tuple[torch.Tensor, Future[Lookup]]] = OrderedDict()
         self._lock = threading.Lock()  # several threads may announce and look up
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
@@ -47,14 +47,12 @@ class Ahead:
         """Start a batch that `take` will be asked for by its tensor of ids."""
         started = self.start(batch)
         with self._lock:
-            while len(self._coming) >= _MAX_COMING:
-                self._coming.popitem(last=False)
-            self._coming[id(ids)] = (ids, started)
+            while len(self.coming) >= _MAX_COMING:
+                self.coming.popitem(last=False)
+            self.coming[id(ids)] = (ids, started)
 
     def take(self, ids: torch.Tensor) -> Lookup | None:
         """The batch that was announced with this very tensor of ids, resolved, or None."""
-        if not self._coming:
-            return None
         with self._lock:
-            known = self._coming.pop(id(ids), None)
+            known = self.coming.pop(id(ids), None)
         return known[1].result() if known is not None else None

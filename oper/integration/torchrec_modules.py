@@ -54,7 +54,6 @@ from oper.integration.table_module import (
     TableModules,
     leave_alone,
     refuse_script,
-    refuse_trace,
 )
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
@@ -310,7 +309,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
         """The lookup of a batch, resolved if it was announced."""
-        return self._ahead.take(features.values()) or self._lookup(features)
+        known = self._ahead.take(features.values()) if self._ahead.coming else None
+        return self._lookup(features) if known is None else known
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -318,7 +318,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         return self._output_dtype
 
     def _lookup(self, features: KeyedJaggedTensor) -> Lookup:
-        refuse_trace(self)
+        if torch._C._get_tracing_state() is not None:
+            refuse_script(self)
         last_keys, key_of = self._last_keys
         if last_keys != features.keys():
             key_of = self._match(tuple(features.keys()))

@@ -1,14 +1,20 @@
-"""The simulated shop in gymnasium's form."""
+"""The simulated shop in gymnasium's form; importing this needs the package gymnasium."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 
+from oper.errors import MissingDependencyError, fail
 from oper.rl_rec.simulator import ACTION_DIM, MAX_PAGE, OBSERVATION_DIM, Shop, Visits
+
+try:
+    import gymnasium
+except ImportError as error:
+    raise MissingDependencyError(fail("cannot make an environment", "import", str(error),
+                                      "gymnasium", "install oper[rl]")) from error
 
 
 class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):

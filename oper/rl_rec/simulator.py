@@ -22,7 +22,6 @@ import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -222,15 +221,3 @@ class Visits:
         self.page = self.page + here
         self.done = self.done | (self.page >= self._patience)
         return torch.where(here, clicks, 0)
-
-
-def make_environment(shop: Shop) -> Any:
-    """The shop as a ``gymnasium.Env`` with one customer; needs the package gymnasium."""
-    try:
-        from oper.rl_rec.environment import ShopEnvironment
-    except ImportError as error:
-        from oper.errors import MissingDependencyError
-
-        raise MissingDependencyError(fail("cannot make an environment", "import", str(error),
-                                          "gymnasium", "install oper[rl]")) from error
-    return ShopEnvironment(shop)

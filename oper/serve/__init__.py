@@ -14,7 +14,7 @@ _PUBLIC = {
     "PublishedModel": "oper.serve.model",
     "Request": "oper.serve.requests",
     "Server": "oper.serve.server",
-    "ServeOptions": "oper.serve.server",
+    "ServeOptions": "oper.serve.options",
     "Signature": "oper.serve.requests",
     "load_model": "oper.serve.model",
 }
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from oper.serve.batching import Batcher as Batcher, BatchOptions as BatchOptions
     from oper.serve.client import Client as Client
     from oper.serve.model import PublishedModel as PublishedModel, load_model as load_model
+    from oper.serve.options import ServeOptions as ServeOptions
     from oper.serve.requests import (
         Predictor as Predictor,
         Request as Request,
         Signature as Signature,
     )
-    from oper.serve.server import ServeOptions as ServeOptions, Server as Server
+    from oper.serve.server import Server as Server
 
 __getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

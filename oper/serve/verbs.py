@@ -51,7 +51,8 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
 def run_serve(args: argparse.Namespace) -> int:
     """Run ``oper serve``; raises OperError."""
     from oper.serve.batching import BatchOptions
-    from oper.serve.server import ServeOptions, Server
+    from oper.serve.options import ServeOptions
+    from oper.serve.server import Server
     from oper.serve.signals import Signals
 
     options = ServeOptions(

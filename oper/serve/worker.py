@@ -14,17 +14,15 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from oper.errors import MissingDependencyError, fail
 from oper.serve import metrics
 from oper.serve.batching import Batcher
 from oper.serve.connection import Limits, bounded
+from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor
 from oper.serve.signals import OURS
-
-if TYPE_CHECKING:
-    from oper.serve.server import ServeOptions
 
 # What goes over the control socket: a connection with CONNECTION (to the worker), READY (from it).
 # The end of the stream tells the worker to drain: the supervisor is stopping it, or has gone.

@@ -3,86 +3,16 @@
 from __future__ import annotations
 
 import threading
-import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from oper.errors import InvalidInputError, fail
 from oper.shmem.batch import Lookup
-from oper.shmem.by_feature import Backward
-
-if TYPE_CHECKING:
-    from oper.shmem.tables import ShardedTables
-
-
-def trained_lookup(tables: ShardedTables, batch: Lookup, trains: bool = True) -> torch.Tensor:
-    """`ShardedTables.forward`, whose backward pass updates the tables; then both are collective.
-
-    Args:
-        tables: the tables.
-        batch: the batch; its ids and weights must not change before the backward pass.
-        trains: whether any table is trained; otherwise only per-sample weights get a gradient.
-
-    Returns:
-        Embeddings, pooled, float32 [B, columns], or unpooled, float32 [N, D].
-    """
-    tables.collected.forget_failed()
-    if batch.ids.is_inference() or (batch.weights is not None and batch.weights.is_inference()):
-        batch = _tracked(batch)
-    anchor = tables.anchor if trains else tables.anchor.detach()
-    out: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-        anchor, batch.weights, tables, batch)
-    return out
-
-
-def _tracked(batch: Lookup) -> Lookup:
-    """The batch with copies of tensors of inference mode, whose changes nobody could notice."""
-    return replace(batch, ids=batch.ids.clone(), resolved=None,
-                   weights=None if batch.weights is None else batch.weights.clone())
-
-
-class CollectedPasses:
-    """Lookups whose gradients a backward pass has brought, until it has brought all of them.
-
-    All lookups of the tables share one anchor, a leaf of the graph. Autograd accumulates its
-    gradient when the last lookup of the graph has been passed, and that is when the tables are
-    updated: once per backward pass, with the sum of its lookups' gradients, as parameters are. A
-    backward pass that is not to reach leaves (``torch.autograd.grad``, ``backward(inputs=...)``)
-    updates nothing.
-
-    Args:
-        tables: the tables.
-    """
-
-    def __init__(self, tables: ShardedTables) -> None:
-        self._tables = weakref.ref(tables)
-        self._parts: dict[int, tuple[int, list[Backward]]] = {}  # thread and passes by graph task
-        # A gradient that is there from the start is added to in place, which threads may do at
-        # once.
-        tables.anchor.grad = torch.zeros_like(tables.anchor)
-        tables.anchor.register_post_accumulate_grad_hook(self._apply)
-
-    def add(self, task: int, part: Backward, thread: int) -> None:
-        """Keep a pass of graph task `task` for its end; `thread` ran the lookup."""
-        self._parts.setdefault(task, (thread, []))[1].append(part)
-
-    def forget_failed(self) -> None:
-        """Drop what backward passes of this thread have left that ended with an error."""
-        if self._parts and torch._C._current_graph_task_id() == -1:
-            mine = threading.get_ident()
-            for task in [t for t, (thread, _) in list(self._parts.items()) if thread == mine]:
-                self._parts.pop(task, None)
-
-    def _apply(self, anchor: torch.Tensor) -> None:
-        if anchor.grad is None or anchor.grad.requires_grad:  # of a pass with create_graph=True
-            anchor.grad = torch.zeros_like(anchor)
-        tables = self._tables()
-        _, parts = self._parts.pop(torch._C._current_graph_task_id(), (0, []))
-        if tables is not None and parts:
-            tables.apply_all(parts)
+from oper.shmem.protocol import Tables
 
 
 class _Lookup(torch.autograd.Function):
@@ -90,7 +20,11 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
-                tables: ShardedTables, batch: Lookup) -> torch.Tensor:
+                tables: Tables, batch: Lookup) -> torch.Tensor:
+        if batch.ids.is_inference() or (weights is not None and weights.is_inference()):
+            # Copies, since nobody could notice changes of these.
+            batch = replace(batch, ids=batch.ids.clone(), resolved=None,
+                            weights=None if weights is None else weights.clone())
         with tables.turns.lock:  # no other thread updates the rows in between
             ctx.rows = (tables.num_steps, tables.num_published)
             out, offsets = tables.forward(batch, collective=anchor.requires_grad)
@@ -119,7 +53,13 @@ class _Lookup(torch.autograd.Function):
         return tables.anchor.detach(), weights, None, None
 
 
-def _check_rows(tables: ShardedTables, rows: tuple[int, int]) -> None:
+#: Embeddings of (anchor of the tables, weights of the batch, tables, batch), by `forward` of the
+#: tables. The backward pass updates them where the anchor requires a gradient; then both passes are
+#: collective. Ids and weights must not change in between.
+trained_lookup: Callable[..., torch.Tensor] = _Lookup.apply
+
+
+def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
     """Raise InvalidInputError unless the rows are as they were: `rows` = steps and publications."""
     since = tables.num_steps - rows[0] + tables.num_published - rows[1]
     if since:

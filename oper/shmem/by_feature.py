@@ -1,4 +1,4 @@
-"""Batches laid out feature by feature: several of them as one, and ids that fit no row."""
+"""Ids that fit no row of their table, feature by feature."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,23 +18,6 @@ from oper.tables import TableSpec
 BOUNDS_MODES = ("fatal", "warning", "ignore")
 
 
-@dataclass(slots=True)  # not frozen, for the reason that `Lookup` has
-class Backward:
-    """One backward pass of a lookup.
-
-    Attributes:
-        grad: float32, gradient of the lookup's output.
-        batch: its batch.
-        offsets: int64 [num_keys * B + 1], bounds of its bags.
-        frozen: tables that are not to be updated.
-    """
-
-    grad: torch.Tensor
-    batch: Lookup
-    offsets: torch.Tensor
-    frozen: frozenset[str] = frozenset()
-
-
 def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
     """Where the ids of each key begin, and behind the last one; [num_keys + 1]."""
     if batch.batch_size == 0:
@@ -44,46 +26,8 @@ def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
     return bounds
 
 
-def as_one(parts: Sequence[Backward]) -> Backward:
-    """Backward passes as that of one batch that holds all their samples, in order.
-
-    The result has one key per feature, so that the parts' keys may be in any order. Its update is
-    bitwise that of the joint batch.
-
-    Raises:
-        InvalidInputError: the passes have other tables frozen.
-    """
-    frozen = {p.frozen for p in parts}
-    if len(frozen) > 1:
-        raise InvalidInputError(
-            fail("cannot add up gradients", "frozen tables", [sorted(f) for f in frozen],
-                 "the same in all backward passes of one update",
-                 "freeze and unfreeze between updates, or call zero_grad() first"))
-    weighted = any(p.batch.weights is not None for p in parts)
-    ids, lengths, weights, rows = [], [], [], []
-    bounds = [key_bounds(p.batch, p.offsets) for p in parts]
-    taken = [0] * len(parts)  # rows of unpooled gradients
-    for feature in range(parts[0].batch.key_of.numel()):
-        for k, part in enumerate(parts):
-            batch, key = part.batch, int(part.batch.key_of[feature])
-            begin, end = bounds[k][key], bounds[k][key + 1]
-            ids.append(batch.ids[begin:end])
-            lengths.append(batch.lengths[key * batch.batch_size:(key + 1) * batch.batch_size])
-            if weighted:
-                weights.append(batch.weights[begin:end] if batch.weights is not None
-                               else torch.ones(end - begin, device=batch.ids.device))
-            if not batch.pooled:
-                rows.append(part.grad[taken[k]:taken[k] + end - begin])
-                taken[k] += end - begin
-    joint = Lookup(torch.cat(ids), torch.cat(lengths).long(),
-                   torch.arange(parts[0].batch.key_of.numel()),
-                   sum(p.batch.batch_size for p in parts),
-                   torch.cat(weights) if weighted else None, parts[0].batch.pooled)
-    grad = torch.cat([p.grad for p in parts] if joint.pooled else rows)
-    return Backward(grad, joint, _offsets(joint.lengths), parts[0].frozen)
-
-
-def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """int64 [n + 1], where the bags of lengths int64 [n] begin, and the end."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
@@ -129,7 +73,7 @@ class BoundsCheck:
         if self.mode == "fatal" or not batch.ids.numel() or not batch.batch_size:
             return batch
         lengths = batch.lengths.long()
-        offsets = _offsets(lengths)
+        offsets = offsets_of(lengths)
         if (lengths < 0).any() or int(offsets[-1]) != batch.ids.numel():
             return batch  # refused by the kernels
         bounds = key_bounds(batch, offsets)

@@ -11,21 +11,19 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from oper.errors import OperError, fail
 from oper.shmem.batch import Lookup
-
-if TYPE_CHECKING:
-    from oper.shmem.tables import ShardedTables
+from oper.shmem.protocol import Tables
 
 _NUMBERS = itertools.count(1)
-_LIVE: weakref.WeakValueDictionary[int, ShardedTables] = weakref.WeakValueDictionary()
+_LIVE: weakref.WeakValueDictionary[int, Tables] = weakref.WeakValueDictionary()
 
 
-def lookup_in_graph(tables: ShardedTables, batch: Lookup) -> torch.Tensor:
+def lookup_in_graph(tables: Tables, batch: Lookup) -> torch.Tensor:
     """`ShardedTables.lookup` while a graph is being made."""
     trained = (tables.optimizers is not None and torch.is_grad_enabled()
                and len(tables.frozen) < len(tables.specs))
@@ -37,14 +35,14 @@ def lookup_in_graph(tables: ShardedTables, batch: Lookup) -> torch.Tensor:
     return out
 
 
-def register(tables: ShardedTables) -> int:
+def register(tables: Tables) -> int:
     """The number by which operators know these tables."""
     number = next(_NUMBERS)
     _LIVE[number] = tables
     return number
 
 
-def _tables(number: int) -> ShardedTables:
+def _tables(number: int) -> Tables:
     tables = _LIVE.get(number)
     if tables is None:
         raise OperError(fail("a graph looks up tables that are gone", "tables", number,

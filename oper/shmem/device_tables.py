@@ -18,18 +18,16 @@ from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
 from oper.shmem import library
 from oper.shmem.batch import Lookup, rows_in_order
-from oper.shmem.by_feature import Backward
 from oper.shmem.counters.device import DeviceCounters
 from oper.shmem.device_batch import FeatureKeys, Prepared, Workspaces, on_device, raise_found
 from oper.shmem.exchange.device import DeviceExchange, FarRows
 from oper.shmem.exchange.device_push import PushMessages
 from oper.shmem.group.groups import Group
-from oper.shmem.group.turns import forward_in_turn, in_turn
+from oper.shmem.group.turns import in_turn
 from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.memory.device_heap import DeviceHeap
-from oper.shmem.optim.arguments import feature_rows
 from oper.shmem.optim.optimizers import Optimizer
-from oper.shmem.placement.layout import KernelMaps
+from oper.shmem.passes import Backward
 from oper.shmem.settings import deadline_s, outbox_bytes
 from oper.shmem.tables import ShardedTables
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
@@ -92,7 +90,7 @@ class DeviceTables(ShardedTables):
         return DeviceExchange(self.group, domain_of, self.device)
 
     @on_device
-    def _open_heap(self) -> list[int]:
+    def _open_heap(self) -> None:
         codes = sorted({t.dtype for t in self.specs.values()} & set(CODE_BITS))
         if codes:
             raise PlanError(
@@ -102,12 +100,11 @@ class DeviceTables(ShardedTables):
         if self.optimizers is None or (
                 self.group.world_size == 1 and not self._needs_exchange()):
             exchange = 0
-        near = self._exchange.members if self._exchange else None
+        near = None if self.is_one_domain else list(self.members)
         self.arenas = DeviceArenas(self.directories, self.group, near, self.device, exchange,
                                    self.has_push, self._row_clipped())
         self._layout, self._addresses = self.arenas.layout, self.arenas.addresses
         self._heap = self.arenas.heap  # type: ignore[assignment]
-        return near or list(range(self.group.world_size))
 
     def rounds_of_squares(self, table: str) -> int:
         """How often the pieces of a row of this table add up squares in a step."""
@@ -122,24 +119,17 @@ class DeviceTables(ShardedTables):
                             for x in d.tiers)
 
     @on_device
-    def _create_context(self, near: list[int]) -> int:
-        group, arenas, as_tensor = self.group, self.arenas, torch.from_numpy
-        maps = KernelMaps.build(self.directories, self._layout, self._addresses, group.rank)
-        outboxes, touched, squares = arenas.outboxes, maps.touched, maps.squares
+    def _create_context(self) -> int:
+        rank, arenas, as_tensor = self.group.rank, self.arenas, torch.from_numpy
+        maps, features = self._maps()
         if self._exchange is not None:
-            far, mirrors = np.array(self._addresses) == 0, self._exchange.open(self)
-            outboxes = np.where(far, mirrors["outboxes"], outboxes)
-            touched = np.where(far, mirrors["touched"], touched)
-            squares = np.where(far, mirrors["squares"], squares)
-        features, self.output_columns = feature_rows(self)
+            far = np.array(self._addresses) == 0
+            maps = replace(maps, **{  # type: ignore[arg-type]
+                name: np.where(far, mirrors, getattr(maps, name))
+                for name, mirrors in self._exchange.open(self).items()})
         handle = int(torch.ops.oper.device_context_create(
-            group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
-            as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
-            features, as_tensor(maps.refreshes),
-            as_tensor(touched), as_tensor(squares), as_tensor(outboxes), arenas.outbox_bytes,
-            [as_tensor(h).to(self.device) for h in maps.heads], as_tensor(arenas.pads),
-            int(deadline_s() * 1000),
-            self._addresses[group.rank], self._layout.outbox[group.rank]))
+            *maps.arguments(features, self.device), as_tensor(arenas.pads),
+            int(deadline_s() * 1000), self._addresses[rank], self._layout.outbox[rank]))
         self._keys = FeatureKeys([len(self.pieces[table]) for _, table in self.features],
                                  self.device)
         self.order = torch.ops.oper.device_context_order(handle)
@@ -158,16 +148,17 @@ class DeviceTables(ShardedTables):
     def _keep(self) -> None:
         assert self._heap is not None
         self._release = weakref.finalize(
-            self, _release, self._handle, self._heap)  # type: ignore[arg-type]
+            self, _release, self.handle, self._heap)  # type: ignore[arg-type]
         self._release.atexit = False
 
     def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
         return self.arenas.segment(address, rows, columns, dtype)
 
     @property
-    def far_exchange(self) -> DeviceExchange | None:
-        """With other memory domains, where there are such."""
-        return self._exchange
+    def num_refreshed(self) -> np.ndarray:
+        """As `DeviceExchange.num_refreshed`; [0, 0] within one memory domain."""
+        return np.zeros((0, 0), np.int64) if self._exchange is None else (
+            self._exchange.num_refreshed)
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -176,7 +167,7 @@ class DeviceTables(ShardedTables):
         if self.group.world_size == 1:
             return
         if not self.group.is_local:
-            torch.ops.oper.device_barrier(self._handle, self._requests)
+            torch.ops.oper.device_barrier(self.handle, self._requests)
             return
         # Virtual ranks share a device: kernels that spin for each other could block each other, so
         # events order their streams.
@@ -207,7 +198,7 @@ class DeviceTables(ShardedTables):
 
     def found_error(self) -> tuple[int, int, int]:
         """Code, rank and detail of what kernels have found so far; code 0: nothing."""
-        code, rank, detail = torch.ops.oper.device_context_error(self._handle)
+        code, rank, detail = torch.ops.oper.device_context_error(self.handle)
         return code, rank, detail
 
     def _raise_found(self) -> None:
@@ -256,7 +247,7 @@ class DeviceTables(ShardedTables):
         bounds = torch.empty(count + 1, dtype=torch.int64, device=self.device)
         scratch = torch.empty(torch.ops.oper.device_bounds_scratch_bytes(count),
                               dtype=torch.uint8, device=self.device)
-        torch.ops.oper.device_bounds(self._handle, batch.lengths, batch.ids.numel(), bounds,
+        torch.ops.oper.device_bounds(self.handle, batch.lengths, batch.ids.numel(), bounds,
                                      scratch)
         return self._with_workspace(batch, bounds)
 
@@ -269,8 +260,8 @@ class DeviceTables(ShardedTables):
         stages = self._pays_to_stage()
         by_pair = stages or (self._exchange is not None and self._exchange.needs.gathers)
         need = torch.ops.oper.device_workspace_bytes(
-            self._handle, batch.batch_size, max_pairs, batch.weights is not None, by_pair)
-        self._recent = Prepared(self._handle, batch, bounds, key_of, stages, by_pair, max_pairs,
+            self.handle, batch.batch_size, max_pairs, batch.weights is not None, by_pair)
+        self._recent = Prepared(self.handle, batch, bounds, key_of, stages, by_pair, max_pairs,
                                 self._workspaces.take(need))
         return self._recent
 
@@ -278,12 +269,12 @@ class DeviceTables(ShardedTables):
         """Whether rows of peers are fetched once per batch; reads host memory only."""
         if self.group.world_size == 1 or self.deduplicate is not None:
             return self.group.world_size > 1 and bool(self.deduplicate)
-        pairs, rows = torch.ops.oper.device_context_duplication(self._handle)
+        pairs, rows = torch.ops.oper.device_context_duplication(self.handle)
         return pairs > DUPLICATION * rows
 
     def _near_bytes(self, max_pairs: int) -> int:
         """Room for the rows of peers."""
-        _, rows = torch.ops.oper.device_context_duplication(self._handle)
+        _, rows = torch.ops.oper.device_context_duplication(self.handle)
         wanted = min(max_pairs, rows + rows // 4 + 1024) if rows else max_pairs
         return min(wanted * self._staged_row_bytes, _MOST_STAGING_BYTES)
 
@@ -303,12 +294,8 @@ class DeviceTables(ShardedTables):
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    @forward_in_turn
     @on_device
-    def forward(self, batch: Lookup, collective: bool = False
-                ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `ShardedTables.forward`."""
-        collective |= self._exchange is not None and self.optimizers is not None
+    def _forward(self, batch: Lookup, collective: bool) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._known(batch)
         if known is None:
             batch = self.bounds.repair(batch)
@@ -326,7 +313,7 @@ class DeviceTables(ShardedTables):
             self._counters.rows("rows", prepared, push)
         staging, near_bytes, far = self._stage(prepared, push)
         torch.ops.oper.device_forward(
-            self._handle, *prepared.arguments(), out, push, staging, near_bytes,
+            self.handle, *prepared.arguments(), out, push, staging, near_bytes,
             *(far.arguments() if far else _NO_FAR_ROWS))
         if push:
             self._forward_push(prepared, out)
@@ -347,21 +334,21 @@ class DeviceTables(ShardedTables):
         work = self._workspaces.take(prepared.workspace.numel())
         arguments = (ids, bounds, key_of, weights, batch_size, max_pairs, work, out)
         requests, partials, sizes = self._requests, self._partials, (self.arenas.partial_bytes,) * 2
-        torch.ops.oper.device_push(self._handle, 0, *arguments, requests, partials, *sizes)
+        torch.ops.oper.device_push(self.handle, 0, *arguments, requests, partials, *sizes)
         messages = None
         if self._exchange is not None:
             messages = PushMessages(self._exchange, self, weights is not None)
             messages.exchange_requests()
             requests = torch.from_numpy(messages.requests).to(self.device)
         self._meet()
-        torch.ops.oper.device_push(self._handle, 1, *arguments, requests, partials, *sizes)
+        torch.ops.oper.device_push(self.handle, 1, *arguments, requests, partials, *sizes)
         if self._counters is not None:
             self._counters.requests(messages.requests if messages else self.arenas.requests)
         if messages is not None:
             messages.exchange_partials()
             partials = torch.from_numpy(messages.partials).to(self.device)
         self._meet()
-        torch.ops.oper.device_push(self._handle, 2, *arguments, requests, partials, *sizes)
+        torch.ops.oper.device_push(self.handle, 2, *arguments, requests, partials, *sizes)
         self._workspaces.give(work)
 
     @on_device
@@ -379,7 +366,7 @@ class DeviceTables(ShardedTables):
         scale = self.gradient_scale
         if self._counters is not None and self.updates_at_once:
             self._counters.gradients(prepared)
-        torch.ops.oper.device_reduce(self._handle, *prepared.arguments(), grad, scale)
+        torch.ops.oper.device_reduce(self.handle, *prepared.arguments(), grad, scale)
         if not self.updates_at_once:
             self._exchange_gradients(prepared, scale)
         if known is None:
@@ -390,7 +377,7 @@ class DeviceTables(ShardedTables):
         exchange = self._exchange
 
         def update(step: int) -> None:
-            torch.ops.oper.device_update(self._handle, step, prepared.bounds, *prepared.size(),
+            torch.ops.oper.device_update(self.handle, step, prepared.bounds, *prepared.size(),
                                          prepared.workspace, scale)
 
         if exchange is not None:
@@ -417,7 +404,7 @@ class DeviceTables(ShardedTables):
     def _prepared(self, batch: Lookup, offsets: torch.Tensor) -> Prepared:
         """The forward pass's work on a batch, or anew."""
         kept = self._kept
-        if kept is None or kept.bounds is not offsets or not kept.fits(self._handle, batch):
+        if kept is None or kept.bounds is not offsets or not kept.fits(self.handle, batch):
             kept = self._known(batch) or self._with_workspace(batch, offsets)
         kept.use_here(self.device)
         return kept
@@ -439,8 +426,8 @@ class DeviceTables(ShardedTables):
                      "that an earlier step has used", "run such steps outside of graphs"))
         # Pageable memory, which the driver has read when the copy returns: the buffer may go.
         staging = torch.empty(128 * len(self.directories), dtype=torch.uint8)
-        torch.ops.oper.device_set_optimizers(self._handle, arguments, staging)
-        torch.ops.oper.device_copy_optimizers(self._handle, staging, self._requests)
+        torch.ops.oper.device_set_optimizers(self.handle, arguments, staging)
+        torch.ops.oper.device_copy_optimizers(self.handle, staging, self._requests)
         self._staged = values
 
     def _is_captured(self) -> bool:
@@ -448,7 +435,7 @@ class DeviceTables(ShardedTables):
 
     def _known(self, batch: Lookup) -> Prepared | None:  # type: ignore[override]
         known: Any = batch.resolved
-        fits = isinstance(known, Prepared) and known.fits(self._handle, batch)
+        fits = isinstance(known, Prepared) and known.fits(self.handle, batch)
         return known if fits else None
 
     @in_turn
@@ -465,7 +452,7 @@ class DeviceTables(ShardedTables):
         staging, _, far = self._stage(prepared, skip_pushed=False, far_only=True)
         out = torch.empty(batch.ids.numel(), dtype=torch.float32, device=self.device)
         torch.ops.oper.device_weight_gradient(
-            self._handle, *prepared.arguments(), grad.contiguous(), out, staging,
+            self.handle, *prepared.arguments(), grad.contiguous(), out, staging,
             *(far.arguments() if far else _NO_FAR_ROWS))
         return out
 
@@ -510,11 +497,11 @@ class DeviceTables(ShardedTables):
 
     # ---- another plan ----------------------------------------------------------------------------
 
-    def _like(self, plan: Plan) -> DeviceTables:
+    def like(self, plan: Plan) -> DeviceTables:
         return DeviceTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
                             device=self.device, is_new=False)
 
-    def _check_room(self) -> None:
+    def check_room(self) -> None:
         """The arenas are there: device memory is taken at once."""
 
 

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +24,9 @@ from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import key_bounds
 from oper.shmem.group.desync import MIGRATION, phase_of
 from oper.shmem.optim.optimizers import STATE_PARTS
+from oper.shmem.protocol import Tables
 from oper.shmem.rows import put_rows
 from oper.tables import format_bytes
-
-if TYPE_CHECKING:
-    from oper.shmem.tables import ShardedTables
 
 _CHUNK_BYTES = 16 << 20  # what is copied at a time within a step's budget
 _HUGE = 2 << 20
@@ -79,7 +77,7 @@ class Migration:
         OperError: the new arenas do not fit the free memory beside the old ones.
     """
 
-    def __init__(self, tables: ShardedTables, plan: Plan, bytes_per_step: int | None) -> None:
+    def __init__(self, tables: Tables, plan: Plan, bytes_per_step: int | None) -> None:
         if bytes_per_step is not None and (not isinstance(bytes_per_step, int)
                                            or bytes_per_step < 1):
             raise InvalidInputError(fail("cannot move tables to another plan", "bytes_per_step",
@@ -282,6 +280,44 @@ class Migration:
                 inside = (rows >= first) & (rows < first + x.tier.stop - x.tier.start)
                 positions[inside] = rows[inside] - first + x.tier.start
         return positions
+
+
+def prepared(tables: Tables, plan: Plan) -> Tables:
+    """`tables` under another plan, with arenas that are still empty. Collective.
+
+    Raises:
+        OperError: there is no room for them on some rank.
+    """
+    other = tables.like(plan)
+    problem: OperError | None = None
+    try:
+        other.check_room()
+    except OperError as error:
+        problem = error
+    # All ranks or none: their views of free memory may differ.
+    found = [e for e in tables.group.all_gather(problem) if e is not None]
+    if found:
+        other.close()
+        raise found[0]
+    return other
+
+
+def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
+    """Tables of their own, with the rows, states, steps and rates of `tables`. Collective.
+
+    Args:
+        tables: what to copy; a move to another plan that is under way is not copied.
+        memo: of ``copy.deepcopy``.
+    """
+    tables.barrier()  # peers may still be updating
+    other = tables.prepare(tables.plan)
+    other.continue_from(tables, memo)
+    rank = tables.group.rank
+    for k, d in enumerate(tables.directories):
+        for part in ("rows", *(name for name, _ in STATE_PARTS[d.table.optimizer])):
+            other.view(part, k, rank).copy_(tables.view(part, k, rank))
+    other.publish()
+    return other
 
 
 def check_room(num_bytes: list[int], what: str = "the new plan beside the old one",

@@ -57,6 +57,11 @@ class LogicalRows:
         """Whether every rank can address every other's memory."""
         return self._exchange is None
 
+    @property
+    def members(self) -> Sequence[int]:
+        """Ranks of this memory domain, ascending."""
+        return range(self.group.world_size) if self._exchange is None else self._exchange.members
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         raise NotImplementedError

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import Plan
-from oper.shmem.autograd import CollectedPasses, trained_lookup
+from oper.shmem.autograd import trained_lookup
 from oper.shmem.batch import (
     BAD_BATCH,
     BatchChecks,
@@ -26,25 +27,26 @@ from oper.shmem.batch import (
     refuse_weight_gradient,
     rows_in_order,
 )
-from oper.shmem.by_feature import Backward, BoundsCheck, as_one
+from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.compiled import lookup_in_graph, register
-from oper.shmem.copying import copied
 from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.exchange.pull import PullCosts, choose_pull
-from oper.shmem.group.desync import MIGRATION, blame_peers, in_phase, register_of
+from oper.shmem.group.desync import MIGRATION, in_phase, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
-from oper.shmem.group.turns import Turns, backward_in_turn, forward_in_turn, in_turn
+from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
-from oper.shmem.migration import Migration, check_room
+from oper.shmem.migration import Migration, check_room, copied, prepared
 from oper.shmem.optim.arguments import KernelArguments, feature_rows
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.optimizers import Optimizer, check_supported
 from oper.shmem.optim.rounding import rounding_key
+from oper.shmem.passes import Backward, CollectedPasses, as_one
 from oper.shmem.placement.layout import ArenaLayout, KernelMaps
 from oper.shmem.placement.outbox import reserved_bytes
+from oper.shmem.protocol import Tables
 from oper.shmem.settings import deadline_s
 
 
@@ -69,10 +71,9 @@ class ShardedTables(MeasuredTables):
 
     pull: bool | PullCosts = False  # see `choose_pull`
     lookups_at_once = True  # those without gradients, see `Turns`
-    is_watched = True  # ranks of a domain meet at a barrier that tells where they are
     # What a plan decides; the rest stays when the plan changes.
     _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
-                                     "_layout", "_heap", "_handle", "_addresses", "_exchange")
+                                     "_layout", "_heap", "handle", "_addresses", "_exchange")
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
@@ -126,8 +127,8 @@ class ShardedTables(MeasuredTables):
         if self._exchange is not None:
             self._exchange.collection = self.collection
         self._heap: HostHeap | None = None
-        near = self._open_heap()
-        self._handle = self._create_context(near)
+        self._open_heap()
+        self.handle = self._create_context()
         self._migration: Migration | None = None
         # Held while another thread may use the placement, which therefore must not go away.
         self._resolving = threading.Lock()
@@ -147,16 +148,15 @@ class ShardedTables(MeasuredTables):
     def _keep(self) -> None:
         """Tables that nobody refers to any more are released without close() as well."""
         assert self._heap is not None
-        self._release = weakref.finalize(self, _release, self._handle, self._heap)
+        self._release = weakref.finalize(self, _release, self.handle, self._heap)
         self._release.atexit = False
 
     def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
         return Exchange(self.group, domain_of)
 
-    def _open_heap(self) -> list[int]:
-        """Lay out and map the arenas; returns the ranks of this memory domain."""
-        group = self.group
-        near = self._exchange.members if self._exchange else list(range(group.world_size))
+    def _open_heap(self) -> None:
+        """Lay out and map the arenas."""
+        group, near = self.group, list(self.members)
         # A single rank updates without an exchange but through the same outbox.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size,
@@ -168,29 +168,26 @@ class ShardedTables(MeasuredTables):
         self._addresses = [0] * group.world_size
         for rank, address in zip(near, self._heap.addresses, strict=True):
             self._addresses[rank] = address
-        return near
 
     def _row_clipped(self) -> list[str]:
         """Tables whose rows' gradients are clipped to a norm."""
         return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
 
-    def _create_context(self, near: list[int]) -> int:
-        heap, group = self._heap, self.group
+    def _maps(self) -> tuple[KernelMaps, torch.Tensor]:
+        """What the kernels are told of the plan and of the features."""
+        features, self.output_columns = feature_rows(self.features, self.specs, self.directories,
+                                                     self.pieces)
+        return KernelMaps.build(self.directories, self._layout, self._addresses,
+                                self.group.rank), features
+
+    def _create_context(self) -> int:
+        heap = self._heap
         assert heap is not None
-        maps = KernelMaps.build(self.directories, self._layout, self._addresses, group.rank)
-        outboxes = [a + o for a, o in zip(self._addresses, self._layout.outbox, strict=True)]
-        as_tensor = torch.from_numpy
-        features, self.output_columns = feature_rows(self)
-        handle = int(torch.ops.oper.context_create(
-            group.rank, group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
-            as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
-            features, as_tensor(maps.refreshes),
-            as_tensor(maps.touched), as_tensor(maps.squares),
-            torch.tensor(outboxes, dtype=torch.int64), self._layout.outbox_bytes,
-            [as_tensor(h) for h in maps.heads]))
-        if len(near) > 1:
-            deadline_ms = int(deadline_s() * 1000)
-            torch.ops.oper.context_set_barrier(handle, heap.control, near, heap.pidfds, deadline_ms)
+        maps, features = self._maps()
+        handle = int(torch.ops.oper.context_create(*maps.arguments(features)))
+        if len(self.members) > 1:
+            torch.ops.oper.context_set_barrier(handle, heap.control, self.members, heap.pidfds,
+                                               int(deadline_s() * 1000))
         if self._exchange is not None:
             self._exchange.attach(handle, self.directories)
         return handle
@@ -218,11 +215,14 @@ class ShardedTables(MeasuredTables):
         if self.optimizers is not None and torch.is_grad_enabled():
             trains = len(self.frozen) < len(self.specs)
             if trains or (batch.weights is not None and batch.weights.requires_grad):
-                self._check_process()
-                return trained_lookup(self, batch, trains)
+                if os.getpid() != self._process or self._heap is None:
+                    self._check_process()
+                if self.collected.parts:
+                    self.collected.forget_failed()
+                return trained_lookup(self.anchor if trains else self.anchor.detach(),
+                                      batch.weights, self, batch)
         return self.forward(batch)[0]
 
-    @forward_in_turn
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags.
@@ -232,9 +232,23 @@ class ShardedTables(MeasuredTables):
             collective: all ranks take part, and tiers in push mode are pooled by their owners;
                 otherwise every row is read directly. Between memory domains all ranks take part
                 anyway.
+
+        In turn with other threads where it is collective or a backward pass follows.
         """
-        collective |= self._exchange is not None and self.optimizers is not None
-        known = self._known(batch)
+        if not collective and self._exchange is None and self.lookups_at_once:
+            return self._forward(batch, False)
+        with self.turns.lock:
+            is_awaited = collective and not self.turns.is_alone
+            if is_awaited:
+                self.turns.check()
+            between = self._exchange is not None and self.optimizers is not None
+            found = self._forward(batch, collective or between)
+            if is_awaited:
+                self.turns.begin(found[1])
+            return found
+
+    def _forward(self, batch: Lookup, collective: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        known = None if batch.resolved is None else self._known(batch)
         if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
             self._checks.check(batch)
             meets = self._exchange is not None or (collective and self.has_push)
@@ -243,7 +257,7 @@ class ShardedTables(MeasuredTables):
                 return (torch.empty(0, dim),
                         torch.zeros(batch.lengths.numel() + 1, dtype=torch.int64))
         out, offsets, code, detail = self._forward_op(
-            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
+            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, collective, known and known.offsets, known and known.addresses)
         if code:
             if code == BAD_BATCH:
@@ -269,7 +283,7 @@ class ShardedTables(MeasuredTables):
             return batch
         version, _ = batch.versions()  # before the ids are read: they may change meanwhile
         with self._resolving:
-            handle = self._handle
+            handle = self.handle
             offsets, addresses, order, code, detail = torch.ops.oper.lookup_resolve(
                 handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
                 batch.pooled, self.optimizers is not None)
@@ -280,7 +294,7 @@ class ShardedTables(MeasuredTables):
 
     def _known(self, batch: Lookup) -> ResolvedIds | None:
         known = batch.resolved
-        return known if known is not None and known.fits(self._handle, batch) else None
+        return known if known is not None and known.fits(self.handle, batch) else None
 
     def apply_gradients(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
                         frozen: frozenset[str] = frozenset()) -> None:
@@ -303,13 +317,17 @@ class ShardedTables(MeasuredTables):
     def passed(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
                frozen: frozenset[str]) -> Backward:
         """A backward pass for `apply_all`; arguments as for `apply_gradients`."""
-        return Backward(self._clamp.apply(grad, batch, offsets), batch, offsets,
-                        frozen | self.frozen)
+        if self._clamp.is_active:
+            grad = self._clamp.apply(grad, batch, offsets)
+        return Backward(grad, batch, offsets, frozen | self.frozen)
 
-    @backward_in_turn
+    @in_turn
     def apply_all(self, parts: list[Backward]) -> None:
         """As `apply_gradients`, of several lookups whose gradients are added up: one update."""
-        self._check_process()
+        if not self.turns.is_alone:
+            self.turns.end(parts)
+        if os.getpid() != self._process or self._heap is None:
+            self._check_process()
         if self._holds_gradients:  # longer than the caller's buffers stay as they are
             self._pending += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
                               for p in parts]
@@ -331,9 +349,9 @@ class ShardedTables(MeasuredTables):
         """Reduce, exchange and update for one backward pass."""
         batch, offsets = passed.batch, passed.offsets
         grad = rows_in_order(passed.grad, batch.pooled)
-        known = self._known(batch)
+        known = None if batch.resolved is None else self._known(batch)
         code, detail = self._backward_op(
-            self._handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
+            self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, self._optimizer_arguments(passed.frozen), self.gradient_scale,
             known and known.addresses, known and known.order)
         if code:
@@ -368,7 +386,7 @@ class ShardedTables(MeasuredTables):
         grad = self._clamp.apply(grad, batch, offsets)
         gradient: torch.Tensor
         gradient, code, detail = torch.ops.oper.lookup_weight_gradient(
-            self._handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
+            self.handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
             batch.batch_size)
         if code:
             self._raise(code, detail, batch, offsets)
@@ -381,7 +399,7 @@ class ShardedTables(MeasuredTables):
                                   self._table_of)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
-        code, detail = blame_peers(self, code, detail)
+        code, detail = self._blame(code, detail)
         raise_status(code, detail, self._layout.outbox_bytes,
                      FailedBatch(batch, offsets, self.features, self.specs))
 
@@ -389,21 +407,11 @@ class ShardedTables(MeasuredTables):
     def barrier(self) -> None:
         """Wait for all ranks; raises PeerLostError, DeadlineError or DesyncError."""
         self._check_process()
-        code, detail = torch.ops.oper.context_barrier(self._handle, self.phase)
+        code, detail = torch.ops.oper.context_barrier(self.handle, self.phase)
         if code:
-            blame_peers(self, code, detail)
+            self._blame(code, detail)
         if self._exchange is not None:
             self._exchange.barrier(self.phase)
-
-    def _check_process(self) -> None:
-        """A forked child writes to its parent's rows and would take its place in barriers."""
-        if self._heap is None:
-            self._refuse()
-        if os.getpid() != self._process:
-            raise OperError(
-                fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
-                     f"process {self._process}, which made them",
-                     "look up under torch.no_grad(), or shard a model in the child"))
 
     # ---- another plan ----------------------------------------------------------------------------
 
@@ -460,28 +468,18 @@ class ShardedTables(MeasuredTables):
             self._migration.stop()
             self._migration = None
 
-    def prepare(self, plan: Plan) -> ShardedTables:
+    def prepare(self, plan: Plan) -> Tables:
         """The same tables under another plan, with arenas that are still empty. Collective."""
-        other = self._like(plan)
-        problem: OperError | None = None
-        try:
-            other._check_room()
-        except OperError as error:
-            problem = error
-        # All ranks or none: their views of free memory may differ.
-        found = [e for e in self.group.all_gather(problem) if e is not None]
-        if found:
-            other.close()
-            raise found[0]
-        return other
+        return prepared(self, plan)
 
-    def _like(self, plan: Plan) -> ShardedTables:
+    def like(self, plan: Plan) -> ShardedTables:
+        """As `prepare`, whether there is room or not."""
         return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
                              is_new=False)
 
-    def _check_room(self) -> None:
+    def check_room(self) -> None:
         """Raise OperError unless there is memory for the arenas of this domain."""
-        check_room([b for b, a in zip(self._layout.used_bytes, self._addresses, strict=True) if a])
+        check_room([self._layout.used_bytes[r] for r in self.members])
 
     def take_over(self, other: ShardedTables) -> None:
         """Go on with the arenas and the plan of `other`, which gives them up."""
@@ -505,11 +503,9 @@ class ShardedTables(MeasuredTables):
 
     def use_huge_pages(self) -> str:
         """Ask for huge pages behind the written rows; returns the page kind. Collective."""
-        if self._heap is None:
-            self._refuse()
-        near = [r for r, address in enumerate(self._addresses) if address]
-        self._heap.collapse([self._layout.used_bytes[r] for r in near], self.barrier)
-        return self._heap.page_kind
+        heap = self._check_open()
+        heap.collapse([self._layout.used_bytes[r] for r in self.members], self.barrier)
+        return heap.page_kind
 
     @in_turn
     def close(self) -> None:
@@ -520,12 +516,18 @@ class ShardedTables(MeasuredTables):
         self._heap = None
         self._forward_op = self._backward_op = self._refuse
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        """What all calls of closed tables come to."""
-        raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
-                             "open tables", "use them before close()"))
+    def continue_from(self, other: ShardedTables, memo: dict[int, Any]) -> None:
+        """Take steps, rates, bounds and what `no_sync` has kept from tables of the same kind."""
+        for name in ("num_steps", "frozen", "seed", "_rounding_keys", "_arguments", "name"):
+            setattr(self, name, getattr(other, name))
+        self._skipped, self._pending = dict(other._skipped), list(other._pending)
+        self.bounds = copy.deepcopy(other.bounds, memo)
+        self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}
+                             for group in other.param_groups]
+        if other.pull is not False:
+            choose_pull(self, other.pull)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTables:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
         """Tables of their own under the same plan: rows, states and steps as they are. Collective.
         """
         other = memo[id(self)] = copied(self, memo)

@@ -284,12 +284,12 @@ def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.Monk
 
     def arrive(rank: int) -> None:
         for _ in range(50):
-            torch.ops.oper.device_barrier(tables[rank]._handle, tables[rank]._requests)  # type: ignore
+            torch.ops.oper.device_barrier(tables[rank].handle, tables[rank]._requests)  # type: ignore
 
     run(open_one)
     run(arrive)
-    assert [torch.ops.oper.device_context_error(t._handle)[0] for t in tables] == [0, 0]
-    torch.ops.oper.device_barrier(tables[1]._handle, tables[1]._requests)  # type: ignore
+    assert [torch.ops.oper.device_context_error(t.handle)[0] for t in tables] == [0, 0]
+    torch.ops.oper.device_barrier(tables[1].handle, tables[1]._requests)  # type: ignore
     with pytest.raises(DeadlineError, match="rank=0"):
         tables[1].synchronize()  # type: ignore[attr-defined]
     for t in tables:

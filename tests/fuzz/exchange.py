@@ -110,7 +110,7 @@ class Peer:
         tables.publish()
         exchange = tables._exchange
         assert exchange is not None
-        tables._handle = tables._create_context(exchange.members)  # its exchanges count from 0
+        tables.handle = tables._create_context()  # its exchanges count from 0
         recorder = _Recorder(exchange._transport)
         exchange._transport = recorder  # type: ignore[assignment]
         tables.lookup(_batch(group.rank)).square().sum().backward()
@@ -123,9 +123,9 @@ class Peer:
         """The tables with a context that has met nobody yet."""
         tables, exchange = self._tables, self._tables._exchange
         assert exchange is not None
-        before = tables._handle
+        before = tables.handle
         with mock.patch.object(KernelMaps, "build", lambda *_: self._built):
-            tables._handle = tables._create_context(exchange.members)
+            tables.handle = tables._create_context()
         torch.ops.oper.context_close(before)
         yield tables
 

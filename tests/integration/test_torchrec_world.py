@@ -160,7 +160,7 @@ def _watch(tables: Any) -> tuple[list[int], list[bool]]:
         return start(self, batch)
 
     def looked_up(batch: Any) -> torch.Tensor:
-        used.append(batch.resolved is not None and batch.resolved.fits(tables._handle, batch))
+        used.append(batch.resolved is not None and batch.resolved.fits(tables.handle, batch))
         return lookup(batch)
 
     Ahead.start, tables.lookup = started, looked_up  # type: ignore[method-assign]
@@ -200,7 +200,7 @@ def _announced(rank: int, world_size: int) -> None:
         for step, batch in enumerate(batches):
             if ahead and step + 1 < STEPS:
                 collection.prefetch(batches[step + 1].sparse_features)
-                ((_, coming),) = list(collection._ahead._coming.values())[-1:]
+                ((_, coming),) = list(collection._ahead.coming.values())[-1:]
                 coming.result()  # so that the one before the switch is surely of the old plan
             loss, _ = wrapped(batch)
             loss.backward()
@@ -235,7 +235,7 @@ def test_announced_batches_that_never_come_are_forgotten() -> None:
     batches = [make_kjt(s, 5) for s in range(20)]
     for kjt in batches:
         sharded.prefetch(kjt)
-    assert len(sharded._ahead._coming) == 8
+    assert len(sharded._ahead.coming) == 8
     bad = make_kjt(30, 5)
     bad.values()[:] = 10**6
     sharded.prefetch(bad)

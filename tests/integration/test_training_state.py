@@ -155,7 +155,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
     updated[3] -= LR
     assert torch.equal(rows(model), updated)
     assert torch.equal(updated[2], before[2])
-    assert not model.tables.collected._parts
+    assert not model.tables.collected.parts
 
 
 def test_assigned_state_keeps_the_dtype() -> None:
@@ -234,7 +234,7 @@ def test_ids_that_change_after_they_were_announced() -> None:
     ids = torch.tensor([1, 2])
     batch = kjt(ids, ("f_a",))
     model.prefetch(batch)
-    for _, coming in model._ahead._coming.values():
+    for _, coming in model._ahead.coming.values():
         coming.result()
     ids.copy_(torch.tensor([5, 6]))
     want = rows(model.embedding_bags["a"])

@@ -22,7 +22,7 @@ from oper.integration import (
     torch_modules,
     torchrec_modules as edge,
 )
-from oper.shmem import autograd, batch, tables as runtime
+from oper.shmem import batch, passes, tables as runtime
 
 _TABLES = runtime.ShardedTables
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -198,7 +198,7 @@ def gradients_asked_for_train() -> Any:
     patches.enter_context(mock.patch.object(torch._C, "_will_engine_execute_node",
                                             lambda node: True))
     patches.enter_context(mock.patch.object(
-        autograd.CollectedPasses, "add",
+        passes.CollectedPasses, "add",
         lambda self, task, part, thread: self._tables().apply_all([part])))
     return patches
 

@@ -30,7 +30,6 @@ from oper.rl_rec.simulator import (
     Shop,
     Visits,
     load_virtual_taobao,
-    make_environment,
     synthetic_shop,
 )
 from tests.support import real_data
@@ -93,7 +92,9 @@ def test_the_gymnasium_face() -> None:
     pytest.importorskip("gymnasium")
     from gymnasium.utils.env_checker import check_env
 
-    env = make_environment(SHOP)
+    from oper.rl_rec.environment import ShopEnvironment
+
+    env = ShopEnvironment(SHOP)
     check_env(env, skip_render_check=True)
     first, _ = env.reset(seed=5)
     rewards, done, pages = [], False, 0

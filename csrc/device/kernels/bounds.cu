@@ -15,14 +15,13 @@ __global__ void no_bags_kernel(int64_t* bounds, int64_t num_ids, ErrorSink error
 
 int64_t bounds_scratch_bytes(int64_t count) { return sort_scratch_bytes(count > 0 ? count : 1); }
 
-cudaError_t make_bounds(const void* lengths, bool are_32_bit, int64_t count, int64_t num_ids,
+void make_bounds(const void* lengths, bool are_32_bit, int64_t count, int64_t num_ids,
                         int64_t* bounds, void* scratch, int64_t scratch_bytes, const ErrorSink& error,
                         cudaStream_t stream) {
   if (count > 0)
     return sum_lengths({lengths, are_32_bit, count, num_ids}, bounds, scratch, scratch_bytes, error,
                        stream);
   OPER_LAUNCH(no_bags_kernel, 1, 32, stream, bounds, num_ids, error);
-  return cudaGetLastError();
 }
 
 }  // namespace oper::device

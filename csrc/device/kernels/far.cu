@@ -9,20 +9,8 @@ namespace {
 // The stretch that row number k is in; the first column of each says how many rows come before it.
 template <int kWidth>
 OPER_DEVICE const int64_t* stretch_of(const int64_t* stretches, int64_t count, int64_t k) {
-  int64_t low = 0, high = count;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    if (stretches[middle * kWidth] <= k) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return stretches + low * kWidth;
-}
-
-OPER_DEVICE int64_t row_bytes_of(const Table& table) {
-  return static_cast<int64_t>(table.dim) * (table.type == RowType::kFloat32 ? 4 : 2);
+  return stretches +
+         kWidth * last_that(0, count, [&](int64_t s) { return stretches[s * kWidth] <= k; });
 }
 
 __global__ void __launch_bounds__(256) place_kernel(View view, BatchPlan plan, FarRows far,
@@ -31,7 +19,8 @@ __global__ void __launch_bounds__(256) place_kernel(View view, BatchPlan plan, F
   for (int64_t k = group.index(); k < far.num_rows; k += group.count()) {
     const int64_t* x = stretch_of<FarRows::kWidth>(far.stretches, far.num_stretches, k);
     const int64_t i = k - x[FarRows::kBegin];
-    const int64_t row_bytes = row_bytes_of(view.tables[x[FarRows::kTableIndex]]);
+    const Table& table = view.tables[x[FarRows::kTableIndex]];
+    const int64_t row_bytes = bytes_of_row(table.type, table.dim);
     const int64_t unit = x[FarRows::kUnit] + i * ((row_bytes + kStagingUnit - 1) / kStagingUnit);
     copy_row(group, staging.data + unit * kStagingUnit, far.rows + x[FarRows::kBytes] + i * row_bytes,
              row_bytes);
@@ -46,7 +35,7 @@ __global__ void __launch_bounds__(256) pack_kernel(View view, AskedRows asked) {
   for (int64_t k = group.index(); k < asked.num_rows; k += group.count()) {
     const int64_t* x = stretch_of<AskedRows::kWidth>(asked.stretches, asked.num_stretches, k);
     const Table& table = view.tables[x[AskedRows::kTableIndex]];
-    const int64_t row_bytes = row_bytes_of(table), slot = asked.slots[k];
+    const int64_t row_bytes = bytes_of_row(table.type, table.dim), slot = asked.slots[k];
     if (slot >= table.owner_begin[view.rank + 1] - table.owner_begin[view.rank]) {
       if (group.lane == 0) report(view.error, 8, view.rank, slot);
       continue;
@@ -58,17 +47,15 @@ __global__ void __launch_bounds__(256) pack_kernel(View view, AskedRows asked) {
 
 }  // namespace
 
-cudaError_t place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
+void place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
                            const Staging& staging, cudaStream_t stream) {
-  if (far.num_rows == 0) return cudaSuccess;
+  if (far.num_rows == 0) return;
   OPER_LAUNCH(place_kernel, blocks_for(far.num_rows, 8), 256, stream, view, plan, far, staging);
-  return cudaGetLastError();
 }
 
-cudaError_t pack_rows(const View& view, const AskedRows& asked, cudaStream_t stream) {
-  if (asked.num_rows == 0) return cudaSuccess;
+void pack_rows(const View& view, const AskedRows& asked, cudaStream_t stream) {
+  if (asked.num_rows == 0) return;
   OPER_LAUNCH(pack_kernel, blocks_for(asked.num_rows, 8), 256, stream, view, asked);
-  return cudaGetLastError();
 }
 
 }  // namespace oper::device

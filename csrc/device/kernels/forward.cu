@@ -22,7 +22,7 @@ struct PoolArgs {
   bool skip_pushed;
 };
 
-template <class Shape, class Out>
+template <class Shape>
 struct Pool {
   using T = typename Shape::T;
   static constexpr int kInFlight = Shape::V >= 8 ? 1 : 8 / Shape::V;
@@ -116,7 +116,7 @@ struct Pool {
   }
 };
 
-template <class Shape, class Out>
+template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_bags(const PoolArgs a) {
   const Group<Shape::G> group;
   const int64_t B = a.batch.batch_size;
@@ -126,12 +126,12 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_bags(const PoolArgs 
     const Feature& feature = a.view.features[a.features[f]];
     const Table& table = a.view.tables[feature.table];
     const int64_t* bounds = a.batch.bounds + a.batch.key_of[feature.logical] * B;
-    const Pool<Shape, Out> pool(a, group, table, a.features[f], bounds[0]);
+    const Pool<Shape> pool(a, group, table, a.features[f], bounds[0]);
     const int32_t bag = static_cast<int32_t>(w - f * tiles) * a.bags_per_group;
     const int32_t last =
         static_cast<int32_t>(bag + a.bags_per_group < B ? bag + a.bags_per_group : B);
     const bool divide = table.mean && !(a.skip_pushed && table.has_push);
-    Out* out = static_cast<Out*>(a.out.data) + feature.column;
+    float* out = a.out.data + feature.column;
     pool.bags(
         bag, last, static_cast<int32_t>(bounds[bag]), static_cast<int32_t>(bounds[last]),
         [&](int32_t b) { return static_cast<int32_t>(bounds[b + 1]); },
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_bags(const PoolArgs 
   }
 }
 
-template <class Shape, class Out>
+template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_ids(const PoolArgs a) {
   const Group<Shape::G> group;
   const int32_t num_tiles = a.tile_begin[a.view.num_features];
@@ -154,11 +154,11 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_ids(const PoolArgs a
     if (table.row_class != a.row_class) continue;
     const int64_t key = a.batch.key_of[feature.logical];
     const int32_t first = static_cast<int32_t>(a.batch.bounds[key * a.batch.batch_size]);
-    const Pool<Shape, Out> pool(a, group, table, f, first);
+    const Pool<Shape> pool(a, group, table, f, first);
     const int32_t stop = static_cast<int32_t>(a.batch.bounds[(key + 1) * a.batch.batch_size]);
     const int32_t i = first + (static_cast<int32_t>(w) - a.tile_begin[f]) * kTile;
     const int32_t end = i + kTile < stop ? i + kTile : stop;
-    Out* out = static_cast<Out*>(a.out.data) + table.piece_start;
+    float* out = a.out.data + table.piece_start;
     const int64_t shift = a.output_begin[f] - first;
     pool.bags(
         i, end, i, end, [&](int32_t b) { return b + 1; },
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(256)
       const int64_t at = bag * grad.stride + feature.column;
       float sum = 0.0f;
       for (int column = group.lane; column < table.dim; column += 16) {
-        const float g = element(grad.data, grad.type, at + column) / divisor;
+        const float g = grad.data[at + column] / divisor;
         const float product = g * element(row, table.type, column);
         sum = column == group.lane ? product : sum + product;
       }
@@ -212,26 +212,23 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-template <class Shape, class Out>
-cudaError_t launch_pool(const PoolArgs& args, cudaStream_t stream) {
+template <class Shape>
+void launch_pool(const PoolArgs& args, cudaStream_t stream) {
   const int64_t groups_per_block = 256 / Shape::G;
   if (args.batch.pooled) {
     const int64_t tiles = (args.batch.batch_size + args.bags_per_group - 1) / args.bags_per_group;
     const int64_t groups = tiles * args.num_features;
-    if (groups == 0) return cudaSuccess;
-    auto* kernel = pool_bags<Shape, Out>;
-    OPER_LAUNCH(kernel, blocks_for(groups, groups_per_block), 256, stream, args);
+    if (groups > 0)
+      OPER_LAUNCH(pool_bags<Shape>, blocks_for(groups, groups_per_block), 256, stream, args);
   } else {
     const int64_t groups = args.batch.max_pairs / kTile + args.view.num_features;
-    auto* kernel = pool_ids<Shape, Out>;
-    OPER_LAUNCH(kernel, blocks_for(groups, groups_per_block), 256, stream, args);
+    OPER_LAUNCH(pool_ids<Shape>, blocks_for(groups, groups_per_block), 256, stream, args);
   }
-  return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+void pool(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
                  const BatchPlan& plan, const Output& out, const Staging& staging, bool skip_pushed,
                  cudaStream_t stream) {
   for (const RowClass& row_class : classes) {
@@ -249,7 +246,7 @@ cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const B
         staging.data ? plan.places : nullptr,
         staging.data,
         out,
-        (row_class.wide_output || !batch.pooled) && is_wide(out.data, out.stride, out.type),
+        (row_class.wide_output || !batch.pooled) && is_wide(out.data, out.stride),
         skip_pushed};
     // Few bags: one group each, so that all are in flight at once. Many: bags of about kIdsPerGroup
     // ids, enough to fetch rows together, and few enough that the last groups end soon after the
@@ -261,27 +258,16 @@ cudaError_t pool(const View& view, const std::vector<RowClass>& classes, const B
     const int64_t mean = std::max<int64_t>(1, batch.max_pairs / all_bags);
     args.bags_per_group = static_cast<int32_t>(std::clamp<int64_t>(
         std::min(kIdsPerGroup / mean, bags / std::max<int64_t>(1, 6 * resident)), 1, 32));
-    cudaError_t status = cudaSuccess;
-    with_shape(row_class, [&](auto shape) {
-      using S = decltype(shape);
-      if (out.type == RowType::kFloat32) {
-        status = launch_pool<S, float>(args, stream);
-      } else {
-        status = launch_pool<S, typename S::T>(args, stream);
-      }
-    });
-    if (status != cudaSuccess) return status;
+    with_shape(row_class, [&](auto shape) { launch_pool<decltype(shape)>(args, stream); });
   }
-  return cudaSuccess;
 }
 
-cudaError_t weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan,
+void weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan,
                             const Gradient& grad, float* out, const Staging& staging,
                             cudaStream_t stream) {
-  if (batch.num_ids == 0) return cudaSuccess;
+  if (batch.num_ids == 0) return;
   OPER_LAUNCH(weight_gradient_kernel, blocks_for(batch.num_ids, 16), 256, stream, view, batch, plan,
               grad, out, staging);
-  return cudaGetLastError();
 }
 
 }  // namespace oper::device

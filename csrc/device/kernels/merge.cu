@@ -196,8 +196,7 @@ __global__ void __launch_bounds__(256) refresh_kernel(View view) {
     const Table& table = view.tables[part.table];
     const uint32_t* list = table.touched[part.owner];
     const uint32_t count = list[0];
-    const int64_t row_bytes =
-        static_cast<int64_t>(table.dim) * (table.type == RowType::kFloat32 ? 4 : 2);
+    const int64_t row_bytes = bytes_of_row(table.type, table.dim);
     for (int64_t e = group.index(); e < count; e += group.count()) {
       const int64_t slot = list[1 + e];
       if (slot < part.slot_begin || slot >= part.slot_end) continue;
@@ -209,65 +208,50 @@ __global__ void __launch_bounds__(256) refresh_kernel(View view) {
 }
 
 template <class Launch>
-cudaError_t for_classes(const View& view, const std::vector<RowClass>& classes, const Inbox& inbox,
-                        float gradient_scale, const UpdateArgs* optimizers, Launch launch) {
+void for_classes(const View& view, const std::vector<RowClass>& classes, const Inbox& inbox,
+                 float gradient_scale, const UpdateArgs* optimizers, Launch launch) {
   for (const RowClass& row_class : classes) {
     const MergeArgs args{view,       inbox, gradient_scale, optimizers, row_class.table_begin,
                          row_class.table_end};
     const int blocks = blocks_for(inbox.capacity, 256 / row_class.group_lanes());
     with_shape(row_class, [&](auto shape) { launch(shape, blocks, args); });
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
   }
-  return cudaSuccess;
 }
 
 }  // namespace
 
-cudaError_t collect(const View& view, const Inbox& inbox, cudaStream_t stream) {
+void collect(const View& view, const Inbox& inbox, cudaStream_t stream) {
   OPER_LAUNCH(list_begin_kernel, view.world_size, 256, stream, view, inbox);
-  cudaError_t status = cudaGetLastError();
   const int blocks = blocks_for(inbox.capacity, 256);
-  for (int32_t r = 0; r < view.world_size && status == cudaSuccess; ++r) {
-    // Every rank begins with another peer, so that no peer serves all at once.
+  // Every rank begins with another peer, so that no peer serves all at once.
+  for (int32_t r = 0; r < view.world_size; ++r)
     OPER_LAUNCH(copy_keys_kernel, blocks, 256, stream, view, inbox,
                 (view.rank + r) % view.world_size);
-    status = cudaGetLastError();
-  }
-  for (int32_t r = 0; r < view.world_size && status == cudaSuccess; ++r) {
+  for (int32_t r = 0; r < view.world_size; ++r)
     OPER_LAUNCH(match_kernel, blocks, 256, stream, view, inbox, r);
-    status = cudaGetLastError();
-  }
-  return status;
 }
 
-cudaError_t merge_squares(const View& view, const std::vector<RowClass>& classes,
-                          const Inbox& inbox, float gradient_scale,
-                          const UpdateArgs* optimizers, int32_t round, cudaStream_t stream) {
-  return for_classes(view, classes, inbox, gradient_scale, optimizers,
-                     [&](auto shape, int blocks, const MergeArgs& args) {
-                       auto* kernel = squares_kernel<decltype(shape)>;
-                       OPER_LAUNCH(kernel, blocks, 256, stream, args, round);
-                     });
+void merge_squares(const View& view, const std::vector<RowClass>& classes, const Inbox& inbox,
+                   float gradient_scale, const UpdateArgs* optimizers, int32_t round,
+                   cudaStream_t stream) {
+  for_classes(view, classes, inbox, gradient_scale, optimizers,
+              [&](auto shape, int blocks, const MergeArgs& args) {
+                OPER_LAUNCH(squares_kernel<decltype(shape)>, blocks, 256, stream, args, round);
+              });
 }
 
-cudaError_t merge_and_update(const View& view, const std::vector<RowClass>& classes,
-                             const Inbox& inbox, float gradient_scale,
-                             const UpdateArgs* optimizers, cudaStream_t stream) {
+void merge_and_update(const View& view, const std::vector<RowClass>& classes, const Inbox& inbox,
+                      float gradient_scale, const UpdateArgs* optimizers, cudaStream_t stream) {
   OPER_LAUNCH(clear_touched_kernel, (view.num_tables + 255) / 256, 256, stream, view);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) return status;
-  return for_classes(view, classes, inbox, gradient_scale, optimizers,
-                     [&](auto shape, int blocks, const MergeArgs& args) {
-                       auto* kernel = update_kernel<decltype(shape)>;
-                       OPER_LAUNCH(kernel, blocks, 256, stream, args);
-                     });
+  for_classes(view, classes, inbox, gradient_scale, optimizers,
+              [&](auto shape, int blocks, const MergeArgs& args) {
+                OPER_LAUNCH(update_kernel<decltype(shape)>, blocks, 256, stream, args);
+              });
 }
 
-cudaError_t refresh(const View& view, cudaStream_t stream) {
-  if (view.num_refreshes == 0) return cudaSuccess;
-  OPER_LAUNCH(refresh_kernel, blocks_for(1 << 20, 8), 256, stream, view);
-  return cudaGetLastError();
+void refresh(const View& view, cudaStream_t stream) {
+  if (view.num_refreshes > 0)
+    OPER_LAUNCH(refresh_kernel, blocks_for(1 << 20, 8), 256, stream, view);
 }
 
 }  // namespace oper::device

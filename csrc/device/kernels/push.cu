@@ -200,7 +200,7 @@ struct AddArgs {
 };
 
 // One owner's partial sums. A bag occurs once among them, so nobody else writes its output.
-template <class Shape, class Out>
+template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) add_partials_kernel(const AddArgs a, int32_t owner) {
   const Group<Shape::G> group;
   const int64_t W = a.view.world_size;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) add_partials_kernel(const
          run += group.count()) {
       const uint32_t where = run_bags[run];
       const int64_t bag = where & ((1u << a.bag_bits) - 1u);
-      Out* to = static_cast<Out*>(a.out.data) + bag * a.out.stride +
+      float* to = a.out.data + bag * a.out.stride +
                 a.view.features[where >> a.bag_bits].column;
       Row<Shape> sum, part;
       sum.load(to, table.dim, group.lane, a.wide_out);
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) add_partials_kernel(const
 }
 
 // Means of tables with pushed tiers, which `pool` has left as sums.
-template <class Shape, class Out>
+template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) divide_kernel(const AddArgs a) {
   const Group<Shape::G> group;
   const int64_t B = a.batch.batch_size;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) divide_kernel(const AddAr
     const int64_t* bound = a.batch.bounds + a.batch.key_of[feature.logical] * B + bag;
     const int64_t length = bound[1] - bound[0];
     if (length < 2) continue;
-    Out* to = static_cast<Out*>(a.out.data) + bag * a.out.stride + feature.column;
+    float* to = a.out.data + bag * a.out.stride + feature.column;
     Row<Shape> sum;
     sum.load(to, table.dim, group.lane, a.wide_out);
     sum.divide(static_cast<float>(length));
@@ -252,73 +252,50 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) divide_kernel(const AddAr
   }
 }
 
-template <class Shape, class Out>
-cudaError_t launch_add(const AddArgs& args, cudaStream_t stream) {
+template <class Shape>
+void launch_add(const AddArgs& args, cudaStream_t stream) {
   const int64_t per_block = 256 / Shape::G;
-  for (int32_t owner = 0; owner < args.view.world_size; ++owner) {
-    auto* add = add_partials_kernel<Shape, Out>;
-    OPER_LAUNCH(add, blocks_for(std::max<int64_t>(args.batch.max_pairs, 1), per_block), 256, stream,
+  for (int32_t owner = 0; owner < args.view.world_size; ++owner)
+    OPER_LAUNCH(add_partials_kernel<Shape>,
+                blocks_for(std::max<int64_t>(args.batch.max_pairs, 1), per_block), 256, stream,
                 args, owner);
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
-  }
-  auto* divide = divide_kernel<Shape, Out>;
-  OPER_LAUNCH(divide,
+  OPER_LAUNCH(divide_kernel<Shape>,
               blocks_for(args.batch.batch_size * args.view.num_features, per_block), 256, stream,
               args);
-  return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t publish_requests(const View& view, const Batch& batch, const BatchPlan& plan,
-                             const PushPlan& push, cudaStream_t stream) {
-  cudaError_t status = lay_out_features(view, batch, plan, stream);
-  if (status != cudaSuccess) return status;
+void publish_requests(const View& view, const Batch& batch, const BatchPlan& plan,
+                      const PushPlan& push, cudaStream_t stream) {
+  lay_out_features(view, batch, plan, stream);
   const int64_t tiles = (batch.batch_size + kTile - 1) / kTile * view.num_features;
   OPER_LAUNCH(request_keys_kernel, blocks_for(std::max<int64_t>(tiles, 1), 8), 256, stream, view,
               batch, plan, push);
-  if ((status = cudaGetLastError()) != cudaSuccess) return status;
-  if (batch.max_pairs > 0) {
-    const uint64_t segments = static_cast<uint64_t>(view.num_tables) * view.world_size;
-    // Feature and bag ascend within a segment already: the sort is stable and skips these bits.
-    status = sort_pairs(push.keys, push.spare_keys, push.payloads, push.spare_payloads,
-                        batch.max_pairs, 32, 32 + bits_for(segments + 1), push.sort_scratch,
-                        push.sort_scratch_bytes, stream);
-    if (status != cudaSuccess) return status;
-    status = find_runs(push.keys, batch.max_pairs, push.run_begin, push.num_runs,
-                       push.sort_scratch, push.sort_scratch_bytes, stream);
-  } else {
-    status = cudaMemsetAsync(push.num_runs, 0, 8, stream);
-  }
-  if (status != cudaSuccess) return status;
+  // Feature and bag ascend within a segment already: the sort is stable and skips these bits.
+  const uint64_t segments = static_cast<uint64_t>(view.num_tables) * view.world_size;
+  sort_into_runs(push, batch.max_pairs, 32, 32 + bits_for(segments + 1), stream);
   OPER_LAUNCH(open_request_kernel, 1, 32, stream, view, batch, push);
-  if ((status = cudaGetLastError()) != cudaSuccess) return status;
   OPER_LAUNCH(fill_request_kernel, blocks_for(std::max<int64_t>(batch.max_pairs, 1), 256), 256,
               stream, view, batch, plan, push);
-  return cudaGetLastError();
 }
 
-cudaError_t pool_for_readers(const View& view, const std::vector<RowClass>& classes,
-                             const PushPlan& push, cudaStream_t stream) {
+void pool_for_readers(const View& view, const std::vector<RowClass>& classes,
+                      const PushPlan& push, cudaStream_t stream) {
   for (const RowClass& row_class : classes)
     for (int32_t k = 0; k < view.world_size; ++k) {
       const PushArgs args{view, push, row_class.table_begin, row_class.table_end,
                           (view.rank + k) % view.world_size};
       const int blocks = blocks_for(1 << 16, 256 / row_class.group_lanes());
       with_shape(row_class, [&](auto shape) {
-        auto* kernel = pool_requests_kernel<decltype(shape)>;
-        OPER_LAUNCH(kernel, blocks, 256, stream, args);
+        OPER_LAUNCH(pool_requests_kernel<decltype(shape)>, blocks, 256, stream, args);
       });
-      const cudaError_t status = cudaGetLastError();
-      if (status != cudaSuccess) return status;
     }
-  return cudaSuccess;
 }
 
-cudaError_t add_partials(const View& view, const std::vector<RowClass>& classes,
-                         const Batch& batch, const BatchPlan& plan, const PushPlan& push,
-                         const Output& out, cudaStream_t stream) {
+void add_partials(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+                  const BatchPlan& plan, const PushPlan& push, const Output& out,
+                  cudaStream_t stream) {
   for (const RowClass& row_class : classes) {
     const AddArgs args{view,
                        batch,
@@ -327,16 +304,9 @@ cudaError_t add_partials(const View& view, const std::vector<RowClass>& classes,
                        row_class.table_begin,
                        row_class.table_end,
                        plan.bag_bits,
-                       row_class.wide_output && is_wide(out.data, out.stride, out.type)};
-    cudaError_t status = cudaSuccess;
-    with_shape(row_class, [&](auto shape) {
-      using S = decltype(shape);
-      status = out.type == RowType::kFloat32 ? launch_add<S, float>(args, stream)
-                                           : launch_add<S, typename S::T>(args, stream);
-    });
-    if (status != cudaSuccess) return status;
+                       row_class.wide_output && is_wide(out.data, out.stride)};
+    with_shape(row_class, [&](auto shape) { launch_add<decltype(shape)>(args, stream); });
   }
-  return cudaSuccess;
 }
 
 }  // namespace oper::device

@@ -33,11 +33,10 @@ template <class Shape>
 constexpr int kBufferFloats = 256 / Shape::G * kRowFloats<Shape>;
 
 // Sum of the gradients of the sorted pairs [begin, end) of one table.
-template <class Shape, class Grad>
+template <class Shape>
 OPER_DEVICE void sum_pairs(const ReduceArgs& a, const Table& table, int64_t begin, int64_t end,
                            const Group<Shape::G>& group, Row<Shape>& sum) {
   constexpr int kInFlight = Shape::V * Shape::E >= 32 ? 1 : 4 / Shape::V > 0 ? 4 / Shape::V : 1;
-  const Grad* data = static_cast<const Grad*>(a.grad.data);
   const uint32_t bag_mask = (1u << a.plan.bag_bits) - 1u;
   const int dim = table.dim;
   bool first = true;
@@ -65,11 +64,11 @@ OPER_DEVICE void sum_pairs(const ReduceArgs& a, const Table& table, int64_t begi
       }
     }
     for (int j = 0; j < n; j += kInFlight) {
-      RawRow<Shape, Grad> rows[kInFlight];
+      RawRow<Shape, float> rows[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int64_t from = group.shuffle(at, (j + u) % Shape::G);
-        if (j + u < n) rows[u].load(data + from, dim, group.lane, a.wide_grad);
+        if (j + u < n) rows[u].load(a.grad.data + from, dim, group.lane, a.wide_grad);
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -120,7 +119,7 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, int32_t t, int64_t run, int64_t
 // Has what a run needs first fetched: its first gradient and, where it is updated here, its row and
 // state. A group works on its runs one after the other, each a chain of loads that wait for another;
 // a lane per run starts all of them at once.
-template <class Shape, class Grad, bool kUpdate>
+template <class Shape, bool kUpdate>
 OPER_DEVICE void fetch_ahead(const ReduceArgs& a, const Table& table, int64_t begin, int64_t key) {
   uint32_t where = a.plan.payloads[begin];
   if (a.batch.by_pair) where = a.plan.pair_bags[where];
@@ -128,7 +127,7 @@ OPER_DEVICE void fetch_ahead(const ReduceArgs& a, const Table& table, int64_t be
   if (a.batch.pooled)
     at = (where & ((1u << a.plan.bag_bits) - 1u)) * a.grad.stride +
          a.view.features[where >> a.plan.bag_bits].column;
-  prefetch(static_cast<const Grad*>(a.grad.data) + at, table.dim * sizeof(Grad));
+  prefetch(a.grad.data + at, 4 * table.dim);
   if constexpr (kUpdate) {
     using T = typename Shape::T;
     const int64_t slot = key - table.key_begin;
@@ -145,7 +144,7 @@ OPER_DEVICE void fetch_ahead(const ReduceArgs& a, const Table& table, int64_t be
 template <class Shape>
 constexpr int kReduceBlocks = Shape::V * Shape::E <= 8 ? 2 : 1;
 
-template <class Shape, class Grad, bool kUpdate>
+template <class Shape, bool kUpdate>
 __global__ void __launch_bounds__(256, kReduceBlocks<Shape>) reduce_runs(const ReduceArgs a) {
   __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
@@ -163,7 +162,7 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape>) reduce_runs(const R
       own_begin = a.plan.run_begin[tile + group.lane];
       const int64_t key = a.plan.keys.at(own_begin);
       own_table = static_cast<int32_t>(last_at_most(a.view.table_keys, a.view.num_tables, key));
-      fetch_ahead<Shape, Grad, kUpdate>(a, a.view.tables[own_table], own_begin, key);
+      fetch_ahead<Shape, kUpdate>(a, a.view.tables[own_table], own_begin, key);
     }
     for (int j = 0; j < n; ++j) {
       // What lanes have read already comes from the cache: it need not stay in registers.
@@ -183,13 +182,13 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape>) reduce_runs(const R
         continue;
       }
       Row<Shape> sum;
-      sum_pairs<Shape, Grad>(a, a.view.tables[t], begin, end, group, sum);
+      sum_pairs<Shape>(a, a.view.tables[t], begin, end, group, sum);
       finish_run<Shape, kUpdate>(a, t, run, key, group, buffer, sum);
     }
   }
 }
 
-template <class Shape, class Grad>
+template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_chunks(const ReduceArgs a) {
   const Group<Shape::G> group;
   const int64_t W = a.view.world_size;
@@ -207,7 +206,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_chunks(const Reduc
     const int32_t t = static_cast<int32_t>(
         last_at_most(a.view.table_keys, a.view.num_tables, a.plan.keys.at(begin)));
     Row<Shape> sum;
-    sum_pairs<Shape, Grad>(a, a.view.tables[t], begin, end, group, sum);
+    sum_pairs<Shape>(a, a.view.tables[t], begin, end, group, sum);
     sum.store(a.long_runs.partials + chunk * a.long_runs.stride, a.view.tables[t].dim, group.lane,
               Shape::E > 1);
   }
@@ -286,28 +285,16 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
   }
 }
 
-template <class Shape, class Grad, bool kUpdate>
-cudaError_t launch_reduce(const ReduceArgs& args, cudaStream_t stream) {
+template <class Shape, bool kUpdate>
+void launch_reduce(const ReduceArgs& args, cudaStream_t stream) {
   const int64_t per_block = 256 / Shape::G;
   const int blocks = blocks_for(std::max<int64_t>(args.batch.max_pairs, 1), per_block);
-  cudaError_t status = cudaMemsetAsync(args.long_runs.counts, 0, 8, stream);
-  if (status != cudaSuccess) return status;
-  auto* runs = reduce_runs<Shape, Grad, kUpdate>;
-  OPER_LAUNCH(runs, blocks, 256, stream, args);
-  if ((status = cudaGetLastError()) != cudaSuccess) return status;
-  if (args.batch.max_pairs <= kChunk) return cudaSuccess;
-  auto* chunks = reduce_chunks<Shape, Grad>;
-  OPER_LAUNCH(chunks, blocks_for(args.long_runs.capacity, per_block), 256, stream, args);
-  if ((status = cudaGetLastError()) != cudaSuccess) return status;
-  auto* long_runs = reduce_long_runs<Shape, kUpdate>;
-  OPER_LAUNCH(long_runs, blocks_for(args.long_runs.capacity, per_block), 256, stream, args);
-  return cudaGetLastError();
-}
-
-template <class Shape, bool kUpdate>
-cudaError_t launch_typed(const ReduceArgs& args, cudaStream_t stream) {
-  if (args.grad.type == RowType::kFloat32) return launch_reduce<Shape, float, kUpdate>(args, stream);
-  return launch_reduce<Shape, typename Shape::T, kUpdate>(args, stream);
+  clear(args.long_runs.counts, 0, 8, stream);
+  OPER_LAUNCH((reduce_runs<Shape, kUpdate>), blocks, 256, stream, args);
+  if (args.batch.max_pairs <= kChunk) return;
+  const int long_blocks = blocks_for(args.long_runs.capacity, per_block);
+  OPER_LAUNCH(reduce_chunks<Shape>, long_blocks, 256, stream, args);
+  OPER_LAUNCH((reduce_long_runs<Shape, kUpdate>), long_blocks, 256, stream, args);
 }
 
 // As many as lanes can look at together, but no more than keep all groups busy for some turns.
@@ -319,16 +306,13 @@ int32_t runs_per_group(const RowClass& row_class, const Batch& batch) {
 
 }  // namespace
 
-cudaError_t reduce(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+void reduce(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
                    const BatchPlan& plan, const Gradient& grad, const LongRuns& long_runs,
                    const UpdateArgs* optimizers, bool update_at_once, cudaStream_t stream) {
   if (!update_at_once) {
     OPER_LAUNCH(open_outbox_kernel, 1, 32, stream, view, plan);
-    cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
     OPER_LAUNCH(fill_outbox_kernel, blocks_for(std::max<int64_t>(batch.max_pairs, 1), 256), 256,
                 stream, view, plan);
-    if ((status = cudaGetLastError()) != cudaSuccess) return status;
   }
   for (const RowClass& row_class : classes) {
     const ReduceArgs args{view,
@@ -340,17 +324,13 @@ cudaError_t reduce(const View& view, const std::vector<RowClass>& classes, const
                           row_class.table_begin,
                           row_class.table_end,
                           (row_class.wide_output || !batch.pooled) &&
-                              is_wide(grad.data, grad.stride, grad.type),
+                              is_wide(grad.data, grad.stride),
                           runs_per_group(row_class, batch)};
-    cudaError_t status = cudaSuccess;
     with_shape(row_class, [&](auto shape) {
       using S = decltype(shape);
-      status = update_at_once ? launch_typed<S, true>(args, stream)
-                              : launch_typed<S, false>(args, stream);
+      update_at_once ? launch_reduce<S, true>(args, stream) : launch_reduce<S, false>(args, stream);
     });
-    if (status != cudaSuccess) return status;
   }
-  return cudaSuccess;
 }
 
 }  // namespace oper::device

@@ -115,38 +115,23 @@ __global__ void __launch_bounds__(256) close_runs_kernel(View view, Batch batch,
 
 }  // namespace
 
-cudaError_t lay_out_features(const View& view, const Batch& batch, const BatchPlan& plan,
-                             cudaStream_t stream) {
+void lay_out_features(const View& view, const Batch& batch, const BatchPlan& plan,
+                      cudaStream_t stream) {
   OPER_LAUNCH(lay_out_kernel, 1, 256, stream, view, batch, plan);
-  return cudaGetLastError();
 }
 
-cudaError_t make_plan(const View& view, int64_t num_keys, const Batch& batch,
-                      const BatchPlan& plan, cudaStream_t stream) {
-  cudaError_t status = lay_out_features(view, batch, plan, stream);
-  if (status != cudaSuccess) return status;
+void make_plan(const View& view, int64_t num_keys, const Batch& batch, const BatchPlan& plan,
+               cudaStream_t stream) {
+  lay_out_features(view, batch, plan, stream);
   const int64_t tiles = batch.pooled
                             ? (batch.batch_size + kTile - 1) / kTile * view.num_features
                             : batch.max_pairs / kTile + view.num_features;
   OPER_LAUNCH(resolve_kernel, blocks_for(std::max<int64_t>(tiles, 1), 8), 256, stream, view, batch,
               plan);
-  if ((status = cudaGetLastError()) != cudaSuccess) return status;
-  if (batch.max_pairs > 0) {
-    status = sort_pairs(plan.keys, plan.spare_keys, plan.payloads, plan.spare_payloads,
-                        batch.max_pairs, 0, bits_for(static_cast<uint64_t>(num_keys) + 1),
-                        plan.sort_scratch, plan.sort_scratch_bytes, stream);
-    if (status != cudaSuccess) return status;
-    status = find_runs(plan.keys, batch.max_pairs, plan.run_begin, plan.num_runs,
-                       plan.sort_scratch, plan.sort_scratch_bytes, stream);
-  } else {
-    status = cudaMemsetAsync(plan.num_runs, 0, 8, stream);
-  }
-  if (status != cudaSuccess) return status;
+  sort_into_runs(plan, batch.max_pairs, 0, bits_for(static_cast<uint64_t>(num_keys) + 1), stream);
   OPER_LAUNCH(close_runs_kernel, 1, 32, stream, view, batch, plan);
-  if ((status = cudaGetLastError()) != cudaSuccess) return status;
   const int64_t segments = static_cast<int64_t>(view.num_tables) * view.world_size + 1;
   OPER_LAUNCH(segments_kernel, static_cast<int>((segments + 255) / 256), 256, stream, view, plan);
-  return cudaGetLastError();
 }
 
 }  // namespace oper::device

@@ -49,50 +49,47 @@ struct BeginsRun {
 };
 
 template <class Key>
-cudaError_t sort_typed(const Keys& keys, const Keys& spare_keys, uint32_t* payloads,
-                       uint32_t* spare_payloads, int64_t count, int first_bit, int last_bit,
-                       void* scratch, int64_t scratch_bytes, cudaStream_t stream) {
-  cub::DoubleBuffer<Key> k(static_cast<Key*>(keys.data), static_cast<Key*>(spare_keys.data));
-  cub::DoubleBuffer<uint32_t> p(payloads, spare_payloads);
-  size_t bytes = static_cast<size_t>(scratch_bytes);
-  cudaError_t status =
-      cub::DeviceRadixSort::SortPairs(scratch, bytes, k, p, count, first_bit, last_bit, stream);
-  if (status != cudaSuccess) return status;
-  if (k.Current() != keys.data) {
-    status = cudaMemcpyAsync(keys.data, k.Current(), static_cast<size_t>(count) * sizeof(Key),
-                             cudaMemcpyDeviceToDevice, stream);
-    if (status != cudaSuccess) return status;
-  }
-  if (p.Current() != payloads)
-    status = cudaMemcpyAsync(payloads, p.Current(), static_cast<size_t>(count) * 4,
-                             cudaMemcpyDeviceToDevice, stream);
-  return status;
+void sort_typed(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
+                cudaStream_t stream) {
+  cub::DoubleBuffer<Key> k(static_cast<Key*>(pairs.keys.data),
+                           static_cast<Key*>(pairs.spare_keys.data));
+  cub::DoubleBuffer<uint32_t> p(pairs.payloads, pairs.spare_payloads);
+  size_t bytes = static_cast<size_t>(pairs.sort_scratch_bytes);
+  check(cub::DeviceRadixSort::SortPairs(pairs.sort_scratch, bytes, k, p, count, first_bit, last_bit,
+                                        stream),
+        "cannot sort ids");
+  const auto bring = [&](void* to, const void* from, size_t width) {
+    if (to != from)
+      check(cudaMemcpyAsync(to, from, static_cast<size_t>(count) * width, cudaMemcpyDeviceToDevice,
+                            stream),
+            "cannot copy sorted ids");
+  };
+  bring(pairs.keys.data, k.Current(), sizeof(Key));
+  bring(pairs.payloads, p.Current(), 4);
 }
 
 }  // namespace
 
-cudaError_t sort_pairs(const Keys& keys, const Keys& spare_keys, uint32_t* payloads,
-                       uint32_t* spare_payloads, int64_t count, int first_bit, int last_bit,
-                       void* scratch, int64_t scratch_bytes, cudaStream_t stream) {
-  const auto sort = keys.wide ? sort_typed<uint64_t> : sort_typed<uint32_t>;
-  return sort(keys, spare_keys, payloads, spare_payloads, count, first_bit, last_bit, scratch,
-              scratch_bytes, stream);
+void sort_into_runs(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
+                    cudaStream_t stream) {
+  if (count == 0) return clear(pairs.num_runs, 0, 8, stream);
+  const auto sort = pairs.keys.wide ? sort_typed<uint64_t> : sort_typed<uint32_t>;
+  sort(pairs, count, first_bit, last_bit, stream);
+  size_t bytes = static_cast<size_t>(pairs.sort_scratch_bytes);
+  check(cub::DeviceSelect::If(pairs.sort_scratch, bytes, thrust::counting_iterator<uint32_t>(0),
+                              pairs.run_begin, pairs.num_runs, count, BeginsRun{pairs.keys},
+                              stream),
+        "cannot find the runs of equal ids");
 }
 
-cudaError_t find_runs(const Keys& keys, int64_t count, uint32_t* run_begin, int64_t* num_runs,
-                      void* scratch, int64_t scratch_bytes, cudaStream_t stream) {
-  size_t bytes = static_cast<size_t>(scratch_bytes);
-  return cub::DeviceSelect::If(scratch, bytes, thrust::counting_iterator<uint32_t>(0), run_begin,
-                               num_runs, count, BeginsRun{keys}, stream);
-}
-
-cudaError_t sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch,
-                        int64_t scratch_bytes, const ErrorSink& error, cudaStream_t stream) {
+void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, int64_t scratch_bytes,
+                 const ErrorSink& error, cudaStream_t stream) {
   size_t bytes = static_cast<size_t>(scratch_bytes);
   const auto in = thrust::make_transform_iterator(thrust::counting_iterator<int64_t>(0),
                                                   LengthAt{lengths, error});
   const auto out = thrust::make_tabulate_output_iterator(WriteBound{lengths, bounds, error});
-  return cub::DeviceScan::InclusiveSum(scratch, bytes, in, out, lengths.count, stream);
+  check(cub::DeviceScan::InclusiveSum(scratch, bytes, in, out, lengths.count, stream),
+        "cannot add up bag lengths");
 }
 
 // Asked for by every operator with few different sizes; finding it out takes microseconds.
@@ -133,28 +130,21 @@ int64_t resident_threads() {
 
 #else  // the emulation: the same results by the standard library
 
-cudaError_t sort_pairs(const Keys& keys, const Keys&, uint32_t* payloads, uint32_t*, int64_t count,
-                       int first_bit, int last_bit, void*, int64_t, cudaStream_t) {
-  emulation::sort_pairs(keys, payloads, count, first_bit, last_bit);
-  return cudaSuccess;
-}
-
-cudaError_t find_runs(const Keys& keys, int64_t count, uint32_t* run_begin, int64_t* num_runs,
-                      void*, int64_t, cudaStream_t) {
-  *num_runs = 0;
+void sort_into_runs(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
+                    cudaStream_t) {
+  emulation::sort_pairs(pairs.keys, pairs.payloads, count, first_bit, last_bit);
+  *pairs.num_runs = 0;
   for (int64_t i = 0; i < count; ++i)
-    if (i == 0 || keys.at(i) != keys.at(i - 1))
-      run_begin[(*num_runs)++] = static_cast<uint32_t>(i);
-  return cudaSuccess;
+    if (i == 0 || pairs.keys.at(i) != pairs.keys.at(i - 1))
+      pairs.run_begin[(*pairs.num_runs)++] = static_cast<uint32_t>(i);
 }
 
-cudaError_t sum_lengths(const Lengths& lengths, int64_t* bounds, void*, int64_t,
-                        const ErrorSink& error, cudaStream_t) {
+void sum_lengths(const Lengths& lengths, int64_t* bounds, void*, int64_t, const ErrorSink& error,
+                 cudaStream_t) {
   const LengthAt length_at{lengths, error};
   const WriteBound write_bound{lengths, bounds, error};
   int64_t sum = 0;
   for (int64_t i = 0; i < lengths.count; ++i) write_bound(i, sum += length_at(i));
-  return cudaSuccess;
 }
 
 int64_t sort_scratch_bytes(int64_t) { return 1; }

@@ -54,15 +54,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArg
       runs[u] = -1;
       if (w + u >= end) continue;
       // The table of this run, and within it the run that is as far behind the next rank's first.
-      int32_t t = a.table_begin, high = a.table_end;
-      while (high - t > 1) {
-        const int32_t middle = (t + high) / 2;
-        if (segments[middle * W] <= w + u) {
-          t = middle;
-        } else {
-          high = middle;
-        }
-      }
+      const int64_t t = last_that(a.table_begin, a.table_end,
+                                  [&](int64_t k) { return segments[k * W] <= w + u; });
       const Table& table = a.view.tables[t];
       const int64_t first = segments[t * W], count = segments[(t + 1) * W] - first;
       const int64_t shift = segments[t * W + a.view.rank + 1] - first;
@@ -99,29 +92,23 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArg
 
 }  // namespace
 
-cudaError_t clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream) {
-  const size_t pairs = static_cast<size_t>(batch.max_pairs);
-  const cudaError_t status = cudaMemsetAsync(plan.places, 0xff, 4 * pairs, stream);
-  return status == cudaSuccess ? cudaMemsetAsync(plan.staged, 0, 4, stream) : status;
+void clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream) {
+  clear(plan.places, 0xff, 4 * batch.max_pairs, stream);
+  clear(plan.staged, 0, 4, stream);
 }
 
-cudaError_t stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-                  const BatchPlan& plan, const Staging& staging, bool skip_pushed,
-                  cudaStream_t stream) {
-  cudaError_t status = cudaSuccess;
+void stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
+           const BatchPlan& plan, const Staging& staging, bool skip_pushed, cudaStream_t stream) {
   for (const RowClass& row_class : classes) {
     const StageArgs args{
         view, batch, plan, staging, row_class.table_begin, row_class.table_end, skip_pushed};
     with_shape(row_class, [&](auto shape) {
       using S = decltype(shape);
-      auto* kernel = stage_rows<S>;
       constexpr int64_t kInFlight = S::V >= 8 ? 1 : 8 / S::V;
-      OPER_LAUNCH(kernel, blocks_for((batch.max_pairs + kInFlight) / kInFlight, 256 / S::G), 256,
-                  stream, args);
+      OPER_LAUNCH(stage_rows<S>, blocks_for((batch.max_pairs + kInFlight) / kInFlight, 256 / S::G),
+                  256, stream, args);
     });
-    if ((status = cudaGetLastError()) != cudaSuccess) return status;
   }
-  return cudaSuccess;
 }
 
 }  // namespace oper::device

@@ -35,11 +35,11 @@ class ChangedRows:
 
     def restart(self) -> None:
         """Forget all marks and begin anew. No update may be under way on this rank."""
-        torch.ops.oper.context_mark_changes(self.tables._handle, True)
+        torch.ops.oper.context_mark_changes(self.tables.handle, True)
         self._of = self._now()
 
     def _now(self) -> tuple[int, int]:
-        return self.tables._handle, self.tables.num_published
+        return self.tables.handle, self.tables.num_published
 
     def take(self) -> dict[int, np.ndarray] | None:
         """Slots uint32 [n], ascending, by directory; then they are no longer marked.
@@ -49,7 +49,7 @@ class ChangedRows:
         """
         if self._now() != self._of:
             return None
-        handle = self.tables._handle
+        handle = self.tables.handle
         return {k: torch.ops.oper.context_take_changes(handle, k).numpy().view(np.uint32)
                 for k in range(len(self.tables.directories))}
 
@@ -68,4 +68,4 @@ class ChangedRows:
     def stop(self) -> None:
         """No longer mark anything."""
         if self.tables._heap is not None:
-            torch.ops.oper.context_mark_changes(self.tables._handle, False)
+            torch.ops.oper.context_mark_changes(self.tables.handle, False)

@@ -10,18 +10,15 @@ count as ``gradient_rows`` where the host back end counts ids and bag gradients.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from oper.shmem.device_batch import Prepared, key_ranges
+from oper.shmem.exchange.device import DeviceRows
 from oper.shmem.exchange.device_push import Request
 from oper.shmem.placement.layout import nearest_replica
 from oper.traffic import KIND, Traffic
-
-if TYPE_CHECKING:
-    from oper.shmem.device_tables import DeviceTables
 
 
 class DeviceCounters:
@@ -34,7 +31,7 @@ class DeviceCounters:
         traffic: what has been counted.
     """
 
-    def __init__(self, tables: DeviceTables) -> None:
+    def __init__(self, tables: DeviceRows) -> None:
         self._tables = tables
         self._rank = tables.group.rank
         self._size = tables.group.world_size
@@ -126,7 +123,7 @@ class DeviceCounters:
 
     def refreshes(self) -> None:
         """Masters that this rank has copied into its replicas; once all have updated."""
-        exchange = self._tables.far_exchange
+        refreshed = self._tables.num_refreshed
         for k, d in enumerate(self._of_key):
             held = [x for x in d.tiers if x.tier.placement == "replicated"
                     and x.replica_base[self._rank] >= 0]
@@ -134,8 +131,8 @@ class DeviceCounters:
                 continue
             for r in sorted({int(r) for x in held for r in x.pattern}):
                 if not self._tables.arenas.is_near(r):
-                    if exchange is not None and exchange.num_refreshed.size:
-                        self._add("refreshed_rows", k, r, int(exchange.num_refreshed[r, k]))
+                    if refreshed.size:
+                        self._add("refreshed_rows", k, r, int(refreshed[r, k]))
                     continue
                 changed = self._tables.arenas.touched(self._order[k], r)
                 for x in held:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from oper.errors import OperError, fail
+from oper.shmem.group.desync import blame_peers
+from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.rows import LogicalRows
 from oper.traffic import SENT, Traffic
 
@@ -15,17 +19,49 @@ from oper.traffic import SENT, Traffic
 PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
 
 
-class MeasuredTables(LogicalRows):
-    """Base of `ShardedTables`: counters that its kernels keep."""
+def kernel_traffic(rows: LogicalRows, handle: int, reset: bool) -> Traffic:
+    """What the kernels of a placement have counted; `reset`: they start again from zero."""
+    pieces = [(d.table, d.column, d.column + d.dim) for d in rows.directories]
+    empty = Traffic.empty(rows.group.rank, rows.group.world_size, pieces)
+    forward, backward, *counts = torch.ops.oper.context_traffic(handle, reset)
+    return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
+                   num_forward=forward, num_backward=backward)
 
-    _handle: int
+
+class MeasuredTables(LogicalRows):
+    """Base of `ShardedTables`: counters that its kernels keep, and whether these may be called."""
+
+    handle: int
+    _process: int  # that made them
+    collection: int  # its number in the register of the group
+    is_watched = True  # ranks of a domain meet at a barrier that tells where they are
     num_steps: int  # backward passes that updated
     _skipped: dict[str, int]  # by table, how many of them it sat out
 
-    def _check_open(self) -> None:
+    def _check_open(self) -> HostHeap:
         if self._heap is None:
-            raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
-                                 "open tables", "use them before close()"))
+            self._refuse()
+        return self._heap
+
+    def _check_process(self) -> None:
+        """A forked child writes to its parent's rows and would take its place in barriers."""
+        self._check_open()
+        if os.getpid() != self._process:
+            raise OperError(
+                fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
+                     f"process {self._process}, which made them",
+                     "look up under torch.no_grad(), or shard a model in the child"))
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        """What all calls of closed tables come to."""
+        raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
+                             "open tables", "use them before close()"))
+
+    def _blame(self, code: int, detail: int) -> tuple[int, int]:
+        """Raise what a status code of the kernels about peers means; others are returned."""
+        if self._exchange is not None:
+            return self._exchange.check(code, detail)
+        return blame_peers(self, code, detail)
 
     def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
         """Bytes that this rank has sent to other memory domains, by kind and receiver.
@@ -36,13 +72,13 @@ class MeasuredTables(LogicalRows):
         Returns:
             int [W] for each kind of `oper.traffic.SENT`; empty in a single domain.
         """
-        _, *flat = torch.ops.oper.context_sent_bytes(self._handle, reset) or [0]
+        _, *flat = torch.ops.oper.context_sent_bytes(self.handle, reset) or [0]
         size = self.group.world_size
         return {kind: flat[k * size:(k + 1) * size] for k, kind in enumerate(SENT)} if flat else {}
 
     def phase_ns(self) -> dict[str, int]:
         """Nanoseconds of the last forward and backward pass of this rank, by phase."""
-        return dict(zip(PHASES, torch.ops.oper.context_phases(self._handle), strict=True))
+        return dict(zip(PHASES, torch.ops.oper.context_phases(self.handle), strict=True))
 
     def traffic(self, reset: bool = False) -> Traffic:
         """What this rank has read since it was built, or since the last reset: rows, ids, sums and
@@ -53,11 +89,7 @@ class MeasuredTables(LogicalRows):
             reset: start again from zero.
         """
         self._check_open()
-        pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
-        empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
-        forward, backward, *counts = torch.ops.oper.context_traffic(self._handle, reset)
-        return replace(empty, counts=np.array(counts, np.int64).reshape(empty.counts.shape),
-                       num_forward=forward, num_backward=backward)
+        return kernel_traffic(self, self.handle, reset)
 
     def memory_bytes(self) -> dict[str, list[int]]:
         """Bytes of rows, replicas and optimizer states by kind of memory and rank, without the

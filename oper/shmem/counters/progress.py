@@ -62,7 +62,7 @@ class Progress:
     def counts(self) -> list[Counts]:
         """Of every rank; empty with a single one, which meets nobody. OperError when closed."""
         self._heap()
-        flat = torch.ops.oper.context_progress(self._tables._handle)
+        flat = torch.ops.oper.context_progress(self._tables.handle)
         return [Counts(*flat[k:k + 3]) for k in range(0, len(flat), 3)]
 
     def ended(self) -> set[int]:
@@ -83,7 +83,7 @@ class Progress:
         """This moment. No update may be under way on this rank."""
         found = self.counts()
         mine = found[self.rank] if found else Counts(0, 0, 0)
-        return Mark(self._tables._handle, mine.arrivals, mine.ended)
+        return Mark(self._tables.handle, mine.arrivals, mine.ended)
 
     def is_unchanged(self, mark: Mark) -> bool:
         """Whether all ranks' rows are those of a mark of this rank, and will remain so.
@@ -97,4 +97,4 @@ class Progress:
         mine = found[self.rank].arrivals if found else 0
         held = mine == mark.arrivals or any(found[r].arrivals < mine for r in ended)
         whole = all((c.begun, c.ended) == (mark.updates, mark.updates) for c in found)
-        return self._tables._handle == mark.handle and held and whole
+        return self._tables.handle == mark.handle and held and whole

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ from oper.shmem.batch import raise_status
 from oper.shmem.device_batch import Prepared, key_ranges, unsigned
 from oper.shmem.exchange.host import Exchange, wire_format
 from oper.shmem.group.desync import STATE_ACCESS, Spot
+from oper.shmem.group.groups import Group
+from oper.shmem.memory.device_arenas import DeviceArenas
+from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.placement.layout import nearest_replica
 from oper.traffic import SENT
-
-if TYPE_CHECKING:
-    from oper.shmem.device_tables import DeviceTables
 
 _UNIT = 16  # kStagingUnit in csrc/device/device.h
 # Words before the counts: phase, sequence, code, culprit, weighted, wire, collection, none. Heads
@@ -47,6 +47,28 @@ class Meeting(enum.IntEnum):
     """As csrc/host/context.h numbers them."""
 
     GATHER, REQUESTS, PARTIALS, GRADIENTS, SQUARES, REFRESHES = range(6)
+
+
+class DeviceRows(Protocol):
+    """Tables in device memory, as exchanges and counters see them; see `DeviceTables`."""
+
+    arenas: DeviceArenas
+    device: torch.device
+    directories: list[TableDirectory]
+    pieces: dict[str, list[int]]
+    group: Group
+    optimizers: Mapping[str, Optimizer] | None
+    num_squares: int
+    order: list[int]
+    updates_at_once: bool
+
+    @property
+    def num_refreshed(self) -> np.ndarray: ...
+    def found_error(self) -> tuple[int, int, int]: ...
+    def synchronize(self) -> None: ...
+    def rounds_of_squares(self, table: str) -> int: ...
+    def view(self, part: str, piece: int, rank: int) -> torch.Tensor: ...
+    def replica_view(self, piece: int, rank: int) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +137,7 @@ class DeviceExchange(Exchange):
 
     # ---- what a plan needs -----------------------------------------------------------------------
 
-    def open(self, tables: DeviceTables) -> dict[str, np.ndarray]:
+    def open(self, tables: DeviceRows) -> dict[str, np.ndarray]:
         """Mirrors of far ranks, as the kernels' maps name them: int64 ``outboxes`` [W] and
         ``touched``, ``squares`` [T, W], 0 for near ranks."""
         self._tables = tables

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from oper.shmem.device_batch import unsigned
-from oper.shmem.exchange.device import DeviceExchange, Meeting
-
-if TYPE_CHECKING:
-    from oper.shmem.device_tables import DeviceTables
+from oper.shmem.exchange.device import DeviceExchange, DeviceRows, Meeting
 
 _HEADER = struct.Struct("<5q")  # RequestHeader in csrc/device/device.h
 
@@ -45,7 +41,7 @@ class Request:
     offsets: np.ndarray
 
     @staticmethod
-    def read(tables: DeviceTables, address: int) -> Request:
+    def read(tables: DeviceRows, address: int) -> Request:
         """The request at an address that this device sees. Waits for the device."""
         T, W = len(tables.directories), tables.group.world_size
         segment_bytes = (4 * (T * W + 1) + 7) // 8 * 8
@@ -90,7 +86,7 @@ class PushMessages:
         requests, partials: int64 [W], on the device: addresses of what all ranks ask and sum.
     """
 
-    def __init__(self, exchange: DeviceExchange, tables: DeviceTables, weighted: bool) -> None:
+    def __init__(self, exchange: DeviceExchange, tables: DeviceRows, weighted: bool) -> None:
         self._exchange = exchange
         self._tables = tables
         self._weighted = weighted

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,7 @@ import torch
 from oper.errors import InvalidInputError, fail
 from oper.shmem.batch import Lookup
 from oper.shmem.memory.numa import find_nodes, near_domain
-
-if TYPE_CHECKING:
-    from oper.shmem.tables import ShardedTables
+from oper.shmem.protocol import Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class Duplication(NamedTuple):
     is_deduplicated: bool
 
 
-def choose_pull(tables: ShardedTables, choice: bool | PullCosts) -> None:
+def choose_pull(tables: Tables, choice: bool | PullCosts) -> None:
     """How `tables` read rows of neighbours from the next batch on. Not collective.
 
     Args:
@@ -78,10 +76,10 @@ def choose_pull(tables: ShardedTables, choice: bool | PullCosts) -> None:
     number = int(choice) if isinstance(choice, bool) else 2 if costs.extra_per_byte > 0 else 0
     tables.pull = choice
     torch.ops.oper.context_set_pull(
-        tables._handle, number, torch.tensor(astuple(costs), dtype=torch.float64))
+        tables.handle, number, torch.tensor(astuple(costs), dtype=torch.float64))
 
 
-def choose_automatically(tables: ShardedTables) -> None:
+def choose_automatically(tables: Tables) -> None:
     """What `oper.shard` chooses for training and inference. Collective over the group.
 
     Ranks that run on one NUMA node read each other's rows as fast as their own: rows are read where
@@ -89,9 +87,8 @@ def choose_automatically(tables: ShardedTables) -> None:
     rows cost, and all take the mean: they weigh their tables alike, by their own batches.
     """
     node = near_domain([n.processors for n in find_nodes()])
-    members = tables._exchange.members if tables._exchange else range(tables.group.world_size)
     nodes = tables.group.all_gather(node)
-    spread = len({nodes[r] for r in members}) > 1
+    spread = len({nodes[r] for r in tables.members}) > 1
     if not any(tables.group.all_gather(spread)):
         return
     found = measured_costs(tables) if spread else PullCosts()
@@ -99,18 +96,19 @@ def choose_automatically(tables: ShardedTables) -> None:
     tables.traffic(reset=True)
     every = [astuple(c) for c in tables.group.all_gather(found)]
     if spread:
-        choose_pull(tables, PullCosts(*np.mean([every[r] for r in members], axis=0).tolist()))
+        near = [every[r] for r in tables.members]
+        choose_pull(tables, PullCosts(*np.mean(near, axis=0).tolist()))
 
 
-def duplication(tables: ShardedTables) -> list[Duplication]:
+def duplication(tables: Tables) -> list[Duplication]:
     """What was counted last, by directory; empty where nothing is counted."""
-    flat = torch.ops.oper.context_duplication(tables._handle)
+    flat = torch.ops.oper.context_duplication(tables.handle)
     n = len(flat) // 3
     names = [d.table.name for d in tables.directories]
     return [Duplication(names[k], flat[k], flat[n + k], bool(flat[2 * n + k])) for k in range(n)]
 
 
-def measured_costs(tables: ShardedTables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
+def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
     """What reading neighbours' rows costs this rank on this machine, for `choose_pull`.
 
     Reads rows of the largest table that this rank and a neighbour both hold, and looks some of them
@@ -122,11 +120,10 @@ def measured_costs(tables: ShardedTables, num_rows: int = 16_384, repeats: int =
         num_rows: rows that are read at a time: more than caches hold, where tables have so many.
         repeats: the median of so many counts.
     """
-    rank, exchange = tables.group.rank, tables._exchange
-    near = exchange.members if exchange else range(tables.group.world_size)
+    rank = tables.group.rank
     size, piece, peer = max(((min(int(d.num_slots[rank]), int(d.num_slots[r])), k, r)
                              for k, d in enumerate(tables.directories)
-                             for r in near if r != rank), default=(0, 0, rank))
+                             for r in tables.members if r != rank), default=(0, 0, rank))
     if size == 0:
         return PullCosts()
     own, far = (tables.view("rows", piece, r) for r in (rank, peer))
@@ -140,7 +137,7 @@ def measured_costs(tables: ShardedTables, num_rows: int = 16_384, repeats: int =
     per_byte = 1e9 / (num_rows * row_bytes)
     costs = PullCosts(extra_per_byte=max(0.0, read_far - read_own) * per_byte,
                       per_copied_byte=copied * per_byte)
-    if exchange is not None:
+    if not tables.is_one_domain:
         return costs
     few = _ids_of(tables, piece, peer, slots % min(size, 64))
     before, taken = tables.pull, []
@@ -152,7 +149,7 @@ def measured_costs(tables: ShardedTables, num_rows: int = 16_384, repeats: int =
     return replace(costs, per_id=max(0.0, once - direct) * 1e9 / num_rows)
 
 
-def _ids_of(tables: ShardedTables, piece: int, owner: int, slots: torch.Tensor) -> Lookup:
+def _ids_of(tables: Tables, piece: int, owner: int, slots: torch.Tensor) -> Lookup:
     """A lookup of rows in a rank's shard, bags of one, no ids for other features."""
     directory = tables.directories[piece]
     ids = directory.ids_at(directory.positions_at(owner, slots.numpy()))

@@ -14,17 +14,14 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from oper.errors import DeadlineError, DesyncError, PeerLostError, fail
+from oper.shmem.group.groups import Group
+from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
-
-if TYPE_CHECKING:
-    from oper.shmem.group.groups import Group
-    from oper.shmem.rows import LogicalRows
-    from oper.shmem.tables import ShardedTables
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # By number: those of csrc/host/context.h (Meeting and kSharing), then those of `barrier`.
@@ -91,9 +88,9 @@ class Register:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._titles: dict[int, str] = {}
-        self._live: weakref.WeakValueDictionary[int, ShardedTables] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[int, Collection] = weakref.WeakValueDictionary()
 
-    def add(self, tables: ShardedTables) -> int:
+    def add(self, tables: Collection) -> int:
         number = next(self._numbers)
         self._live[number] = tables
         self._titles[number] = _title(tables)
@@ -114,7 +111,7 @@ class Register:
             if not tables.is_watched:
                 continue
             with contextlib.suppress(AttributeError, RuntimeError):  # not open yet, or closed
-                flat = torch.ops.oper.context_positions(tables._handle)
+                flat = torch.ops.oper.context_positions(tables.handle)
                 if flat:
                     found[number] = [Line(*flat[k:k + 4]) for k in range(0, len(flat), 4)]
         return found
@@ -123,8 +120,7 @@ class Register:
         """Where a rank of this rank's memory domain waits for others of the domain, or did when it
         gave up."""
         for number, board in self.boards().items():
-            exchange = self._live[number]._exchange
-            mine = board[rank if exchange is None else exchange.members.index(rank)]
+            mine = board[self._live[number].members.index(rank)]
             if _is_ahead(mine, board):
                 return Spot(number, mine.phase)
         return None
@@ -135,7 +131,7 @@ def _is_ahead(line: Line, board: list[Line]) -> bool:
     return line.absent != _CLOSED and any(x.arrivals < line.arrivals for x in board)
 
 
-def _title(tables: ShardedTables) -> str:
+def _title(tables: Collection) -> str:
     names = list(tables.specs)
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return f"collection {tables.name!r} (tables {listed})" if tables.name else f"tables {listed}"
@@ -155,7 +151,7 @@ def register_of(group: Group) -> Register:
 
 
 @contextlib.contextmanager
-def phase_of(tables: LogicalRows, phase: int) -> Iterator[None]:
+def phase_of(tables: Collection, phase: int) -> Iterator[None]:
     """What barriers and reads of tables are for meanwhile."""
     before, tables.phase = tables.phase, phase
     try:
@@ -168,7 +164,7 @@ def in_phase(phase: int) -> Callable[[_Method], _Method]:
     """A method of tables whose barriers are of one phase."""
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
-        def call(self: LogicalRows, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Collection, *args: Any, **kwargs: Any) -> Any:
             with phase_of(self, phase):
                 return method(self, *args, **kwargs)
         return call  # type: ignore[return-value]
@@ -178,7 +174,7 @@ def in_phase(phase: int) -> Callable[[_Method], _Method]:
 # ---- who is behind -------------------------------------------------------------------------------
 
 
-def judge(tables: ShardedTables, code: int, rank: int) -> Verdict:
+def judge(tables: Collection, code: int, rank: int) -> Verdict:
     """The verdict on a failure that looked to the barrier of `tables` like `code` of `rank`, of one
     memory domain that is the whole group. Left for the others to find."""
     boards = register_of(tables.group).boards()
@@ -198,7 +194,7 @@ def judge(tables: ShardedTables, code: int, rank: int) -> Verdict:
         found = outnumbered(code, spots, rank)
     else:
         found = Verdict(code, rank, here)
-    torch.ops.oper.context_give_up(tables._handle, found.pack())
+    torch.ops.oper.context_give_up(tables.handle, found.pack())
     return found
 
 
@@ -249,10 +245,8 @@ def _common(spots: Sequence[Spot]) -> Spot:
     return Counter(spots).most_common(1)[0][0]  # counted in order, and sorted stably
 
 
-def blame_peers(tables: ShardedTables, code: int, detail: int) -> tuple[int, int]:
+def blame_peers(tables: Collection, code: int, detail: int) -> tuple[int, int]:
     """Raise what a status code of the kernels about peers means; others are returned."""
-    if tables._exchange is not None:
-        return tables._exchange.check(code, detail)
     if code in PEER_CODES:
         verdict = judge(tables, code, detail)
         raise_verdict(verdict, tables.group, where(tables, verdict.rank))
@@ -262,7 +256,7 @@ def blame_peers(tables: ShardedTables, code: int, detail: int) -> tuple[int, int
 # ---- telling -------------------------------------------------------------------------------------
 
 
-def where(tables: ShardedTables, rank: int) -> str:
+def where(tables: Collection, rank: int) -> str:
     """What a rank was seen to do, for a message; empty where this rank cannot see it."""
     register = register_of(tables.group)
     if not tables.is_one_domain:

@@ -15,20 +15,16 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from oper.errors import InvalidInputError, fail
-
-if TYPE_CHECKING:
-    from oper.shmem.by_feature import Backward
-    from oper.shmem.tables import ShardedTables
+from oper.shmem.passes import Backward
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Self = TypeVar("_Self", bound="ShardedTables")
-_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+_Self = TypeVar("_Self", bound="InTurn")
 _MANY = 32  # lookups that await their backward passes, from which on dropped ones are looked for
 
 
@@ -40,11 +36,12 @@ class Turns:
 
     Attributes:
         lock: held by whoever changes them or meets other ranks; may be taken again by its holder.
+        is_alone: whether there is one rank, whose threads may train at once.
     """
 
     def __init__(self, world_size: int) -> None:
         self.lock = threading.RLock()
-        self._is_alone = world_size == 1
+        self.is_alone = world_size == 1
         # Lookups that await their backward passes: thread and what tells whether anybody still
         # holds them, by the identity of their offsets.
         self._awaited: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
@@ -56,7 +53,7 @@ class Turns:
             InvalidInputError: with several ranks.
         """
         # What a backward pass looks up again (checkpointing) runs in a thread of autograd's choice.
-        if self._is_alone or torch._C._current_graph_task_id() != -1:
+        if self.is_alone or torch._C._current_graph_task_id() != -1:
             return
         me = threading.get_ident()
         other = next((t for t, held in self._awaited.values() if t != me and held() is not None),
@@ -72,16 +69,22 @@ class Turns:
 
     def begin(self, offsets: torch.Tensor) -> None:
         """A lookup with gradients has given these offsets; its backward pass has not run."""
-        if self._is_alone or torch._C._current_graph_task_id() != -1:
+        if self.is_alone or torch._C._current_graph_task_id() != -1:
             return
         if len(self._awaited) >= _MANY:
             self._awaited = {k: x for k, x in self._awaited.items() if x[1]() is not None}
         self._awaited[id(offsets)] = threading.get_ident(), weakref.ref(offsets)
 
-    def end(self, offsets: torch.Tensor) -> None:
-        """Its backward pass runs."""
-        if self._awaited:
-            self._awaited.pop(id(offsets), None)
+    def end(self, parts: list[Backward]) -> None:
+        """Their backward passes run."""
+        for part in parts:
+            self._awaited.pop(id(part.offsets), None)
+
+
+class InTurn(Protocol):
+    """Tables whose methods take turns."""
+
+    turns: Turns
 
 
 def in_turn(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
@@ -91,32 +94,3 @@ def in_turn(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenat
         with self.turns.lock:
             return method(self, *args, **kwargs)
     return call  # type: ignore[return-value]
-
-
-def forward_in_turn(method: _Forward) -> _Forward:
-    """`ShardedTables.forward`, in turn where it is collective or a backward pass follows."""
-    @functools.wraps(method)
-    def forward(self: ShardedTables, batch: Any, collective: bool = False) -> Any:
-        if not collective and self._exchange is None and self.lookups_at_once:
-            return method(self, batch, collective)
-        turns = self.turns
-        with turns.lock:
-            if not collective:
-                return method(self, batch, collective)
-            turns.check()
-            found = method(self, batch, collective)
-            turns.begin(found[1])
-            return found
-    return forward  # type: ignore[return-value]
-
-
-def backward_in_turn(method: Callable[[_Self, list[Backward]], None]
-                     ) -> Callable[[_Self, list[Backward]], None]:
-    """`ShardedTables.apply_all`, in turn."""
-    @functools.wraps(method)
-    def backward(self: _Self, parts: list[Backward]) -> None:
-        with self.turns.lock:
-            for part in parts:
-                self.turns.end(part.offsets)
-            method(self, parts)
-    return backward

@@ -24,6 +24,7 @@ from oper.shmem.memory.segments import (
     map_over_segment,
     map_segment,
     no_segment,
+    page_kind,
 )
 
 _LINE_BYTES = 128  # one barrier line per rank, see csrc/host/barrier.h
@@ -178,9 +179,7 @@ class HostHeap:
             if peer != rank:
                 more, wanted = self._collapse_one(peer, size)
                 done, want = done + more, want + wanted
-        share = done / want if want else 0.0
-        self.page_kind = "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else (
-            f"{share:.0%} 2MiB, rest 4KiB")
+        self.page_kind = page_kind(done, want)
 
     def _collapse_one(self, rank: int, num_bytes: int) -> tuple[int, int]:
         """Bytes that got huge pages and bytes that might have, of the arena's device memory."""

@@ -45,6 +45,12 @@ def _address(found: int) -> int:
     return found
 
 
+def page_kind(huge_bytes: int, num_bytes: int) -> str:
+    """Words for pages of which so many bytes are huge ones, of those that could be."""
+    share = huge_bytes / num_bytes if num_bytes else 0.0
+    return "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else f"{share:.0%} 2MiB, rest 4KiB"
+
+
 def no_segment(what: str, num_bytes: int, error: OSError, num_outbox_bytes: int = 0) -> OperError:
     """The error that says how much was wanted, which limit is in the way, and what helps.
 

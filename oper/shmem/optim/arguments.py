@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from oper.directory import TableDirectory
 from oper.errors import PlanError, fail
 from oper.shmem.optim.optimizers import Optimizer
-from oper.tables import OPTIMIZERS
-
-if TYPE_CHECKING:
-    from oper.shmem.tables import ShardedTables
+from oper.tables import OPTIMIZERS, TableSpec
 
 
 class KernelArguments:
@@ -61,8 +59,16 @@ class KernelArguments:
         return found
 
 
-def feature_rows(tables: ShardedTables) -> tuple[torch.Tensor, int]:
+def feature_rows(features: Sequence[tuple[str, str]], specs: Mapping[str, TableSpec],
+                 directories: Sequence[TableDirectory], pieces: Mapping[str, Sequence[int]]
+                 ) -> tuple[torch.Tensor, int]:
     """Where the features' embeddings go.
+
+    Args:
+        features: (feature name, table name) in output order.
+        specs: the tables by name.
+        directories: one per column piece of each table.
+        pieces: the directories of each table, in column order.
 
     Returns:
         int64 [F, 4]: directory, output column, feature and first column of the piece, of every
@@ -71,14 +77,14 @@ def feature_rows(tables: ShardedTables) -> tuple[torch.Tensor, int]:
     Raises:
         PlanError: a feature of a table that the plan lacks.
     """
-    column, features = 0, []
-    for number, (name, table) in enumerate(tables.features):
-        if table not in tables.specs:
+    column, rows = 0, []
+    for number, (name, table) in enumerate(features):
+        if table not in specs:
             raise PlanError(
                 fail("a feature names a table that the plan lacks", "feature, table",
-                     (name, table), f"one of {list(tables.specs)[:8]}", "plan for this model"))
-        for k in tables.pieces[table]:
-            start = tables.directories[k].column
-            features.append([k, column + start, number, start])
-        column += tables.specs[table].dim
-    return torch.tensor(features, dtype=torch.int64), column
+                     (name, table), f"one of {list(specs)[:8]}", "plan for this model"))
+        for k in pieces[table]:
+            start = directories[k].column
+            rows.append([k, column + start, number, start])
+        column += specs[table].dim
+    return torch.tensor(rows, dtype=torch.int64), column

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 
 from oper.directory import TableDirectory, TierLayout
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.tables import OPTIMIZERS
 
+_CPU = torch.device("cpu")
 _PAGE = 4096
 _ALIGN = 256  # rows of 64 floats then never straddle more cache lines than they fill
 # RowType in csrc/common/elements.h
@@ -128,11 +131,16 @@ class KernelMaps:
     """The arrays that `torch.ops.oper.context_create` takes; see csrc/bindings/lookup.cpp.
 
     Attributes:
+        rank, world_size: of whom they are.
         tables: int64 [T, 14]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 6];
         maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched, squares: int64 [T, W];
+        outboxes: int64 [W], addresses; those of other memory domains mean nothing.
+        outbox_bytes: size of each.
         heads: head maps, two arrays per table that needs them, and head orders, two arrays.
     """
 
+    rank: int
+    world_size: int
     tables: np.ndarray
     owner_begin: np.ndarray
     tiers: np.ndarray
@@ -140,6 +148,8 @@ class KernelMaps:
     refreshes: np.ndarray
     touched: np.ndarray
     squares: np.ndarray
+    outboxes: np.ndarray
+    outbox_bytes: int
     heads: list[np.ndarray]
 
     @staticmethod
@@ -203,10 +213,27 @@ class KernelMaps:
                            logical[d.table.name], d.table.dim, ROW_TYPES.index(d.table.dtype),
                            d.column, order_at])
         return KernelMaps(
-            np.array(tables, np.int64), np.stack([d.owner_begin for d in directories]),
+            rank, len(addresses), np.array(tables, np.int64),
+            np.stack([d.owner_begin for d in directories]),
             np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),
             np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched,
-            where[None, :] + layout.squares, heads)
+            where[None, :] + layout.squares, where + np.array(layout.outbox, np.int64),
+            layout.outbox_bytes, heads)
+
+    def arguments(self, features: torch.Tensor, device: torch.device = _CPU) -> tuple[Any, ...]:
+        """What the operators that make a context take first.
+
+        Args:
+            features: see `oper.shmem.optim.arguments.feature_rows`.
+            device: where head maps are read.
+        """
+        tables, owner_begin, tiers, maps, refreshes, touched, squares, outboxes = (
+            torch.from_numpy(x) for x in (
+                self.tables, self.owner_begin, self.tiers, self.maps.reshape(-1), self.refreshes,
+                self.touched, self.squares, self.outboxes))
+        return (self.rank, self.world_size, tables, owner_begin, tiers, maps, features, refreshes,
+                touched, squares, outboxes, self.outbox_bytes,
+                [torch.from_numpy(h).to(device) for h in self.heads])
 
 
 def nearest_replica(x: TierLayout, rank: int, near: np.ndarray) -> int:

@@ -28,7 +28,7 @@ from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
 from oper.shmem.memory import numa
 from oper.shmem.memory.quantise import as_rows
-from oper.shmem.memory.segments import create_segment, map_segment, no_segment
+from oper.shmem.memory.segments import create_segment, map_segment, no_segment, page_kind
 from oper.shmem.migration import check_room
 from oper.shmem.publication.handshake import GREETING, MAGIC, check_name, socket_name
 from oper.shmem.publication.reader import (
@@ -295,9 +295,7 @@ class Publisher:
         for address, size in zip(segments, layout.arena.used_bytes, strict=True):
             want += size
             done += int(torch.ops.oper.collapse_segment(address, size))
-        share = done / want if want else 0.0
-        self._page_kind = "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else (
-            f"{share:.0%} 2MiB, rest 4KiB")
+        self._page_kind = page_kind(done, want)
         sums = checksums(layout, segments, dense_at) if self._checksum else {}
         text = json.dumps({"bytes": layout.num_bytes, "crc32": sums}).encode()
         head = HEADER.pack(MAGIC, VERSION, epoch, len(text)) + text

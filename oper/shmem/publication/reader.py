@@ -16,7 +16,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ from oper.shmem.batch import (
     refuse_weight_gradient,
 )
 from oper.shmem.by_feature import BoundsCheck
+from oper.shmem.counters.measured import kernel_traffic
 from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
 from oper.shmem.memory.numa import near_domain
 from oper.shmem.memory.segments import map_segment, no_segment
+from oper.shmem.optim.arguments import feature_rows
 from oper.shmem.placement.layout import ArenaLayout, KernelMaps
 from oper.shmem.publication.handshake import MAGIC, check_name, connect, greeting
 from oper.shmem.rows import LogicalRows
@@ -164,29 +166,13 @@ class PublishedTables(BufferRows):
         self._buffer = buffer
         self._checks = BatchChecks()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
-        self._num_columns = sum(self.specs[t].dim for _, t in self.features)
         self._row_dim = self.specs[self.features[0][1]].dim
-        self._handle = self._create_context()
-        self._release = weakref.finalize(self, torch.ops.oper.context_close, self._handle)
+        outputs, self._num_columns = feature_rows(self.features, self.specs, self.directories,
+                                                  self.pieces)
+        maps = KernelMaps.build(self.directories, self._layout, self._addresses, self.group.rank)
+        self.handle = int(torch.ops.oper.context_create(*maps.arguments(outputs)))
+        self._release = weakref.finalize(self, torch.ops.oper.context_close, self.handle)
         self._release.atexit = False
-
-    def _create_context(self) -> int:
-        layout, domain = self.layout, self.group.rank
-        maps = KernelMaps.build(layout.directories, layout.arena, self._addresses, domain)
-        rows, column = [], 0
-        for logical, (_, table) in enumerate(self.features):
-            for k in self.pieces[table]:
-                start = self.directories[k].column
-                rows.append([k, column + start, logical, start])
-            column += self.specs[table].dim
-        outboxes = [a + o for a, o in zip(self._addresses, layout.arena.outbox, strict=True)]
-        as_tensor = torch.from_numpy
-        return int(torch.ops.oper.context_create(
-            domain, self.group.world_size, as_tensor(maps.tables), as_tensor(maps.owner_begin),
-            as_tensor(maps.tiers), as_tensor(maps.maps.reshape(-1)),
-            torch.tensor(rows, dtype=torch.int64), as_tensor(maps.refreshes),
-            as_tensor(maps.touched), as_tensor(maps.squares),
-            torch.tensor(outboxes, dtype=torch.int64), 0, [as_tensor(h) for h in maps.heads]))
 
     def lookup(self, batch: Lookup) -> torch.Tensor:
         """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
@@ -201,11 +187,9 @@ class PublishedTables(BufferRows):
             return torch.empty(0, self._num_columns if batch.pooled else self._row_dim)
         out: torch.Tensor
         out, offsets, code, detail = torch.ops.oper.lookup_forward(
-            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
+            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, False, None, None)
-        if code:
-            raise_status(code, detail, 0,
-                         FailedBatch(batch, offsets, self.features, self.specs))
+        self._check_status(code, detail, batch, offsets)
         return out
 
     def lookup_interaction(self, batch: Lookup, dense: torch.Tensor) -> torch.Tensor:
@@ -234,12 +218,14 @@ class PublishedTables(BufferRows):
                      f"float32 {want}, beside a pooled batch", "correct the model"))
         out: torch.Tensor
         out, offsets, code, detail = torch.ops.oper.lookup_interaction(
-            self._handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
+            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
             dense.contiguous())
-        if code:
-            raise_status(code, detail, 0,
-                         FailedBatch(batch, offsets, self.features, self.specs))
+        self._check_status(code, detail, batch, offsets)
         return out
+
+    def _check_status(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
+        if code:
+            raise_status(code, detail, 0, FailedBatch(batch, offsets, self.features, self.specs))
 
     def _checked(self, batch: Lookup) -> Lookup:
         """A batch that the kernels may have."""
@@ -259,11 +245,7 @@ class PublishedTables(BufferRows):
 
     def traffic(self, reset: bool = False) -> Traffic:
         """Rows read since the start or the last reset, by table and memory domain."""
-        pieces = [(d.table, d.column, d.column + d.dim) for d in self.directories]
-        empty = Traffic.empty(self.group.rank, self.group.world_size, pieces)
-        forward, _, *counts = torch.ops.oper.context_traffic(self._handle, reset)
-        return replace(empty, num_forward=forward,
-                       counts=np.array(counts, np.int64).reshape(empty.counts.shape))
+        return kernel_traffic(self, self.handle, reset)
 
 
 _READERS: weakref.WeakSet[Reader] = weakref.WeakSet()

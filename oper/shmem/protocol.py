@@ -1,0 +1,82 @@
+"""What the parts of sharded tables need of the whole, which is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from oper.directory import TableDirectory
+from oper.plan import Plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group.groups import Group
+from oper.shmem.group.turns import Turns
+from oper.shmem.optim.optimizers import Optimizer
+from oper.shmem.passes import Backward, CollectedPasses
+from oper.tables import TableSpec
+from oper.traffic import Traffic
+
+
+class Collection(Protocol):
+    """The tables of one collection on one rank, as other ranks meet it; see `ShardedTables`."""
+
+    name: str
+    specs: dict[str, TableSpec]
+    group: Group
+    handle: int
+    collection: int
+    phase: int
+    is_watched: bool
+
+    @property
+    def is_one_domain(self) -> bool: ...
+    @property
+    def members(self) -> Sequence[int]: ...
+
+
+class Tables(Collection, Protocol):
+    """The tables of one collection on one rank, as lookups, moves and measurements see them."""
+
+    device: torch.device
+    plan: Plan
+    features: list[tuple[str, str]]
+    directories: list[TableDirectory]
+    optimizers: Mapping[str, Optimizer] | None
+    frozen: frozenset[str]
+    turns: Turns
+    anchor: torch.Tensor
+    collected: CollectedPasses
+    number: int
+    num_steps: int
+    num_published: int
+    output_columns: int
+    pull: Any
+
+    @property
+    def page_kind(self) -> str: ...
+    def forward(self, batch: Lookup, collective: bool = False
+                ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def passed(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
+               frozen: frozenset[str]) -> Backward: ...
+    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
+                        ) -> torch.Tensor: ...
+    def barrier(self) -> None: ...
+    def all_gather(self, value: Any) -> list[Any]: ...
+    def traffic(self, reset: bool = False) -> Traffic: ...
+    def view(self, part: str, piece: int, rank: int) -> torch.Tensor: ...
+    def replica_view(self, piece: int, rank: int) -> torch.Tensor: ...
+    def columns(self, part: str, piece: int) -> slice: ...
+    def pieces_of(self, table: str, part: str) -> list[int]: ...
+    def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
+                     out: torch.Tensor) -> None: ...
+    def in_rounds(self, work: Sequence[Any], body: Callable[[Any], None]) -> None: ...
+    def publish(self) -> None: ...
+    def prepare(self, plan: Plan) -> Tables: ...
+    def like(self, plan: Plan) -> Tables: ...
+    def check_room(self) -> None: ...
+    def continue_from(self, other: Any, memo: dict[int, Any]) -> None: ...
+    def take_over(self, other: Any) -> None: ...
+    def use_huge_pages(self) -> str: ...
+    def close(self) -> None: ...
