@@ -172,12 +172,16 @@ def make_dlrm(work: Workload, collection: Any) -> Any:
 
 
 def build_oper(work: Workload, whole_model: bool, plan: Plan, keep_reference: bool,
-               objective: str = "training") -> tuple[Side, Any]:
-    """OPER's side, and the unsharded model when `keep_reference`. Collective."""
+               objective: str = "training", collection: Any = None) -> tuple[Side, Any]:
+    """OPER's side, and the unsharded model when `keep_reference`. Collective.
+
+    `collection` is `make_collection`'s, whose tables are copied; made here by default.
+    """
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
     from oper.sharding import shard
 
-    collection = make_collection(work, "cpu")
+    if collection is None:
+        collection = make_collection(work, "cpu")
     model = make_dlrm(work, collection) if whole_model else BagsOnly(collection)
     reference = None
     if keep_reference:

@@ -134,7 +134,7 @@ def _plan(module: nn.Module, options: PeerOptions, sharder: Any, group: Any) -> 
     )
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-    constraints = {}
+    constraints: dict[str, ParameterConstraints] = {}
     for child in module.modules():
         if not isinstance(child, EmbeddingBagCollection):
             continue

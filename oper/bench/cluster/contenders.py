@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,13 @@ import torch
 
 from oper.bench.cluster.network import Links
 from oper.bench.planning import world
-from oper.bench.sides import Side, build_data_parallel, build_oper, build_torchrec
+from oper.bench.sides import (
+    Side,
+    build_data_parallel,
+    build_oper,
+    build_torchrec,
+    make_collection,
+)
 from oper.bench.torchrec_peer import CPU_PLAN_KINDS
 from oper.bench.workload import Workload
 from oper.errors import OperError
@@ -137,10 +144,16 @@ def contenders(work: Workload, planned: Planned, links: Links, topology: Topolog
 
 def _oper(work: Workload, plan: Plan, objective: str) -> Callable[[], tuple[Side, Any]]:
     def build() -> tuple[Side, Any]:
-        side, _ = build_oper(work, False, plan, False, objective)
+        side, _ = build_oper(work, False, plan, False, objective, _collection(work))
         return side, None
 
     return build
+
+
+@functools.lru_cache(maxsize=1)
+def _collection(work: Workload) -> Any:
+    """The tables that all sides of OPER's runtime copy their rows from."""
+    return make_collection(work, "cpu")
 
 
 def _torchrec(work: Workload, kind: str, links: Links, machine: Mapping[str, Any]

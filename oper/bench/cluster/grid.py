@@ -25,6 +25,7 @@ from oper.bench.workload import CRITEO_KAGGLE_ROWS, Workload
 from oper.topology import Topology
 
 _ROWS = tuple(min(n, 200_000) for n in CRITEO_KAGGLE_ROWS)
+_QUICK_ROWS = (20_000, 5_000, 800, 40)
 _LENGTHS = {"1": (1,) * len(_ROWS), "20": (20,) * len(_ROWS),
             "mixed": tuple(1 if k % 2 == 0 else 20 for k in range(len(_ROWS)))}
 _HOSTS, _MBITS, _GRID_HOSTS = (2, 4, 8), (100, 200, 400), 4
@@ -46,10 +47,9 @@ def cases(quick: bool) -> list[Any]:
     from oper.bench.cluster.case import Case
 
     if quick:
-        small = {"rows": (20_000, 5_000, 800, 40), "batch_size": 512}
-        some = {"in_grid": False, "num_batches": 8, "num_stats_batches": 8, "timed_s": 2.0}
-        return [Case("quick/2x200/1", Links(2, 200), workload("1", **small), **some),
-                Case("quick/2x200/mixed", Links(2, 200), workload("mixed", **small), **some)]
+        return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
+                     in_grid=False, num_batches=8, num_stats_batches=8, timed_s=2.0)
+                for ids in ("1", "mixed")]
     found = []
     for hosts in _HOSTS:
         found += [Case(f"training/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids))
