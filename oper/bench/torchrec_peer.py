@@ -127,11 +127,13 @@ def build_peer(module: nn.Module, options: PeerOptions) -> Peer:
 
 def _plan(module: nn.Module, options: PeerOptions, sharder: Any, group: Any) -> Any:
     """What TorchRec's own planner makes of the sharding types that the kind allows."""
+    import torch.distributed as dist
     from torchrec.distributed.planner import (
         EmbeddingShardingPlanner,
         ParameterConstraints,
         Topology,
     )
+    from torchrec.distributed.planner.types import PlannerError
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     constraints: dict[str, ParameterConstraints] = {}
@@ -150,7 +152,17 @@ def _plan(module: nn.Module, options: PeerOptions, sharder: Any, group: Any) -> 
                              **options.machine}),
         batch_size=options.batch_size, constraints=constraints, debug=False)
     logging.getLogger("torchrec").setLevel(logging.ERROR)
-    return planner.collective_plan(module, [sharder], group)
+    # Its own `collective_plan` raises on rank 0 alone where nothing fits; the others would wait.
+    made: list[Any] = [None]
+    if group.rank() == 0:
+        try:
+            made = [planner.plan(module, [sharder])]
+        except PlannerError as error:
+            made = [error]
+    dist.broadcast_object_list(made, 0, group=group)
+    if isinstance(made[0], PlannerError):
+        raise made[0]
+    return made[0]
 
 
 def _sharding_types(kind: str, num_rows: int) -> list[str] | None:

@@ -83,7 +83,7 @@ def test_two_hosts_measure_and_verify() -> None:
 @emulated
 @pytest.mark.slow
 def test_irregular_clusters_and_inference() -> None:
-    links = Links(4, 80, ranks_per_host=2, slow_host_share=0.5, uplink_mbits=60,
+    links = Links(3, 80, ranks_per_host=2, slow_host_share=0.5, uplink_mbits=60,
                   host_0_cpu=0.9 if not why_no_quota() else 1.0)
     entry, lookups = _run(
         replace(CASE, links=links, in_grid=False),

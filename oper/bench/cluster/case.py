@@ -277,6 +277,12 @@ class _Runner:
             side, extra = contender.build()
         except Exception as error:  # what the runtime refuses, or the peer's own planner
             reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        if extra is not None and problem is not None:
+            theirs = from_torchrec(extra, self.work.tables(), self.world_size, scattered=True,
+                                   objective=self.case.objective)
+            model = evaluate(theirs, problem)
+            contender.predicted_ms = model.step_us / 1e3
+            reason = "" if model.fits else "its plan does not fit into the memory"
         reason = next((r for r in gather(reason) if r), "")
         if reason or side is None:
             if side is not None and side.tables is not None:
@@ -288,10 +294,6 @@ class _Runner:
             side.gradient = torch.empty(0)
         self.sides[contender.name] = side
         self._verify(contender, side)
-        if extra is not None and problem is not None:
-            theirs = from_torchrec(extra, self.work.tables(), self.world_size, scattered=True,
-                                   objective=self.case.objective)
-            contender.predicted_ms = evaluate(theirs, problem).step_us / 1e3
         return ""
 
     def _time(self, screened: dict[str, float]

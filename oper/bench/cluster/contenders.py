@@ -127,7 +127,7 @@ def contenders(work: Workload, planned: Planned, links: Links, topology: Topolog
     found = [Contender(name, "oper", _oper(work, plan, objective), planned.predicted_ms[name],
                        planned.also.get(name, []), plan)
              for name, plan in planned.plans.items()]
-    machine = planner_machine(links, topology, objective)
+    machine = planner_machine(links, topology)
     theirs = [Contender(f"torchrec-{kind}", "torchrec", _torchrec(work, kind, links, machine))
               for kind in CPU_PLAN_KINDS]
     found[1:1] = theirs
@@ -161,16 +161,12 @@ def _torchrec(work: Workload, kind: str, links: Links, machine: Mapping[str, Any
     return lambda: build_torchrec(work, False, kind, links.world_size, machine)
 
 
-def planner_machine(links: Links, topology: Topology, objective: str) -> dict[str, Any]:
-    """What TorchRec's planner is told: the same bandwidths, the mean where hosts differ; and the
-    memory where that is short."""
+def planner_machine(links: Links, topology: Topology) -> dict[str, Any]:
+    """What TorchRec's planner is told: the same bandwidths, the mean where hosts differ."""
     mean = [sum(getattr(d, k) for d in topology.domains) / len(topology.domains) * 1e6
             for k in ("link_gbps", "cross_gbps", "read_gbps")]
-    told: dict[str, Any] = {"local_world_size": links.ranks_per_host, "intra_host_bw": mean[0],
-                            "inter_host_bw": mean[1], "ddr_mem_bw": mean[2]}
-    if objective == "inference":
-        told["ddr_cap"] = topology.domains[0].memory_bytes // links.ranks_per_host
-    return told
+    return {"local_world_size": links.ranks_per_host, "intra_host_bw": mean[0],
+            "inter_host_bw": mean[1], "ddr_mem_bw": mean[2]}
 
 
 def _dense_s(work: Workload, links: Links, topology: Topology) -> float:

@@ -42,7 +42,7 @@ def workload(ids: str, rows: tuple[int, ...] = _ROWS, batch_size: int = 4096) ->
 
 
 def cases(quick: bool) -> list[Any]:
-    """The grid, then others on clusters that are less regular; grouped by cluster, since those of
+    """The grid, and others on clusters that are less regular; grouped by cluster, since those of
     one share processes. Two small ones when `quick`."""
     from oper.bench.cluster.case import Case
 
@@ -66,7 +66,8 @@ def cases(quick: bool) -> list[Any]:
         "4x400-one-slow-host": Links(4, 400, host_0_cpu=0.5)}
     found += [Case(f"training/{name}/mixed", links, workload("mixed"), in_grid=False)
               for name, links in others.items()]
-    return found
+    shapes = list(dict.fromkeys(c.links.shape for c in found))
+    return sorted(found, key=lambda c: shapes.index(c.links.shape))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
