@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,24 @@ _POLL_S = 0.1
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank runs.
+
+    Attributes:
+        command: what its command line begins with.
+        environment: variables, before those that are the same for all ranks.
+        cgroup: file that its process id is written to.
+    """
+
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cgroup: Path | None = None
+
+
 def run_workers(function: str, cases: Sequence[Mapping[str, Any]], world_size: int,
-                num_threads: int = 1) -> Iterator[dict[str, Any]]:
+                num_threads: int = 1, seats: Sequence[Seat] | None = None
+                ) -> Iterator[dict[str, Any]]:
     """Run cases in `world_size` processes, one case after another, and yield what rank 0 returns.
 
     Args:
@@ -33,6 +50,7 @@ def run_workers(function: str, cases: Sequence[Mapping[str, Any]], world_size: i
         cases: JSON-able arguments, one per case.
         world_size: processes.
         num_threads: threads of each process (``OMP_NUM_THREADS``).
+        seats: where each rank runs; side by side on this host by default.
 
     Raises:
         OperError: a worker has failed; its log is in the message.
@@ -40,7 +58,7 @@ def run_workers(function: str, cases: Sequence[Mapping[str, Any]], world_size: i
     with tempfile.TemporaryDirectory(prefix="oper-bench-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps({"function": function, "cases": list(cases)}))
-        workers = _start(folder, world_size, num_threads)
+        workers = _start(folder, seats or _here(world_size), num_threads)
         try:
             for k in range(len(cases)):
                 yield _wait_for(folder / f"case-{k}.json", workers, folder)
@@ -52,23 +70,33 @@ def run_workers(function: str, cases: Sequence[Mapping[str, Any]], world_size: i
                 worker.wait()
 
 
-def _start(folder: Path, world_size: int, num_threads: int) -> list[subprocess.Popen[bytes]]:
+def _here(world_size: int) -> list[Seat]:
+    """Ranks of one host, over its loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    return [Seat(environment={
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"})
+        for rank in range(world_size)]
+
+
+def _start(folder: Path, seats: Sequence[Seat], num_threads: int) -> list[subprocess.Popen[bytes]]:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
     workers = []
-    for rank in range(world_size):
+    for rank, seat in enumerate(seats):
         environment = {
             **os.environ, **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": path,
-            "PYTHONWARNINGS": "ignore", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
+            "PYTHONWARNINGS": "ignore", "RANK": str(rank), "WORLD_SIZE": str(len(seats)),
+            **seat.environment}
         with open(folder / f"rank-{rank}.log", "wb") as log:
-            workers.append(subprocess.Popen(
-                [sys.executable, "-m", "oper.bench.launch", str(folder)], env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            worker = subprocess.Popen(
+                [*seat.command, sys.executable, "-m", "oper.bench.launch", str(folder)],
+                env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        workers.append(worker)
+        if seat.cgroup is not None:
+            seat.cgroup.write_text(str(worker.pid))
     return workers
 
 

@@ -10,14 +10,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from oper.bench import memory, plan_workloads, record
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload
 from oper.errors import InvalidInputError, fail
-from oper.files import read_json
 from oper.flags import number, whole
 from oper.plan import OBJECTIVES
 from oper.search.bound.certificate import not_certified
@@ -158,18 +156,12 @@ def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     Raises:
         InvalidInputError: the file is no record of this benchmark.
     """
-    path = args.resume
-    if not path or (path == args.json and not Path(path).exists()):
-        return {}
+    found = record.resumed(args.resume, args.json, "plan")
     try:
-        value = read_json(path, f"cannot read {path!r}")
-        found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
-        if value["benchmark"] != "plan":
-            raise ValueError(f"it is one of {value['benchmark']!r}")
         for name in found:
             _named(name)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
+    except (ValueError, TypeError) as error:
+        raise InvalidInputError(fail("cannot go on from a record", "--resume", args.resume,
                                      "a record of oper bench plan", str(error))) from error
     return found
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from oper import __version__
-from oper.files import write_text
+from oper.errors import InvalidInputError, fail
+from oper.files import read_json, write_text
 
 # Variables that change what is measured; each record holds those that are set.
 ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
@@ -181,6 +182,31 @@ def record(benchmark: str, command: Sequence[str], cases: Sequence[Mapping[str, 
 def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
     """Write a record as JSON, atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str, Any]]:
+    """Entries by name of an earlier record, without failed and skipped ones.
+
+    Args:
+        path: of the record; ``""``: none, and no entries. May be `target`, which then need not
+            exist yet.
+        target: file that this run writes.
+        benchmark: whose record it must be.
+
+    Raises:
+        InvalidInputError: the file is no such record.
+    """
+    if not path or (path == target and not Path(path).exists()):
+        return {}
+    try:
+        value = read_json(path, f"cannot read {path!r}")
+        found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
+        if value["benchmark"] != benchmark:
+            raise ValueError(f"it is one of {value['benchmark']!r}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
+                                     f"a record of oper bench {benchmark}", str(error))) from error
+    return found
 
 
 def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:

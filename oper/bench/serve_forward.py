@@ -60,7 +60,7 @@ def run_forward_case(value: dict[str, Any], progress: Progress) -> dict[str, Any
     del collection
     kjts = [make_kjt(work, x) for x in ids[rank]]
     with torch.enable_grad():  # TorchRec puts its optimizers into the backward pass
-        sides = {kind: build_torchrec(work, False, kind, world_size) for kind in PLAN_KINDS}
+        sides = {kind: build_torchrec(work, False, kind, world_size)[0] for kind in PLAN_KINDS}
     gc.collect()
     progress(f"{case.name}: comparing with the unsharded collection")
     verification = verify({"oper": functools.partial(_forward, model, kjts), **{

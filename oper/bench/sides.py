@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -170,19 +171,24 @@ def make_dlrm(work: Workload, collection: Any) -> Any:
                           dense_device=torch.device("cpu")))
 
 
-def build_oper(work: Workload, whole_model: bool, plan: Plan, keep_reference: bool
-               ) -> tuple[Side, Any]:
-    """OPER's side, and the unsharded model when `keep_reference`. Collective."""
+def build_oper(work: Workload, whole_model: bool, plan: Plan, keep_reference: bool,
+               objective: str = "training", collection: Any = None) -> tuple[Side, Any]:
+    """OPER's side, and the unsharded model when `keep_reference`. Collective.
+
+    `collection` is `make_collection`'s, whose tables are copied; made here by default.
+    """
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
     from oper.sharding import shard
 
-    collection = make_collection(work, "cpu")
+    if collection is None:
+        collection = make_collection(work, "cpu")
     model = make_dlrm(work, collection) if whole_model else BagsOnly(collection)
     reference = None
     if keep_reference:
         # The tables themselves are shared: sharding copies them into the arena.
         reference = copy.deepcopy(model, {id(collection): collection})
-    sharded = shard(model, plan=plan, optimizer=RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS))
+    optimizer = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS) if objective == "training" else None
+    sharded = shard(model, plan=plan, objective=objective, optimizer=optimizer)
     bags = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingBags))
     optimizers: list[torch.optim.Optimizer] = []
     if whole_model:
@@ -191,6 +197,16 @@ def build_oper(work: Workload, whole_model: bool, plan: Plan, keep_reference: bo
     side = Side("oper", sharded, bags, optimizers, None, work.features,
                 _plan_summary(plan), bags.tables)
     return side, reference
+
+
+def build_data_parallel(work: Workload) -> Side:
+    """Whole tables on every rank under torch's DDP, with dense gradients. Collective."""
+    from torchrec.optim import RowWiseAdagrad as Adagrad
+
+    collection = make_collection(work, "cpu")
+    model = nn.parallel.DistributedDataParallel(BagsOnly(collection), gradient_as_bucket_view=True)
+    return Side("ddp-dense", model, collection,
+                [Adagrad(collection.parameters(), lr=LEARNING_RATE, eps=EPS)], None, work.features)
 
 
 def _data_parallel(model: nn.Module) -> nn.Module:
@@ -216,11 +232,21 @@ def _plan_summary(plan: Plan) -> dict[str, Any]:
             "notes": plan.notes}
 
 
-def build_torchrec(work: Workload, whole_model: bool, kind: str, world_size: int) -> Side:
-    """TorchRec's side by one of its plans. Collective."""
+def build_torchrec(work: Workload, whole_model: bool, kind: str, world_size: int,
+                   machine: Mapping[str, Any] | None = None) -> tuple[Side, Any]:
+    """TorchRec's side by one of its plans, and its `ShardingPlan`. Collective.
+
+    Args:
+        work: the workload.
+        whole_model: a DLRM instead of the collection alone.
+        kind, machine: see `PeerOptions`.
+        world_size: ranks.
+    """
     collection = make_collection(work, "meta")
     module = make_dlrm(work, collection) if whole_model else collection
-    peer = build_peer(module, PeerOptions(kind, work.batch_size // world_size, work.pooling,
-                                          LEARNING_RATE, EPS))
-    return Side(kind, peer.model, peer.collection(), peer.optimizers, None, work.features,
+    peer = build_peer(module, PeerOptions(
+        kind, work.batch_size // world_size, tuple(map(float, work.bag_lengths)), LEARNING_RATE,
+        EPS, machine or {}))
+    side = Side(kind, peer.model, peer.collection(), peer.optimizers, None, work.features,
                 {"tables": peer.plan, "optimizers": [type(o).__name__ for o in peer.optimizers]})
+    return side, peer.sharding

@@ -6,8 +6,8 @@ TorchRec is imported when something is built, not with this module.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import nn
 from oper.errors import InvalidInputError, fail
 
 PLAN_KINDS = ("table_wise", "mixed")
+# Its sharders shard no rows on CPU (no row-wise, table-row-wise or grid sharding).
+CPU_PLAN_KINDS = (*PLAN_KINDS, "column_wise", "any")
 MIXED_MAX_ROWS = 10_000  # tables up to this size are data-parallel in the mixed plan
 
 
@@ -25,24 +27,28 @@ class PeerOptions:
 
     Attributes:
         kind: ``"table_wise"`` (what TorchRec's planner chooses on CPU by itself), or ``"mixed"``:
-            tables of at most `MIXED_MAX_ROWS` rows data-parallel, the others table-wise.
+            tables of at most `MIXED_MAX_ROWS` rows data-parallel, the others table-wise;
+            ``"column_wise"``; ``"any"``: whatever its planner chooses of what CPUs support.
         batch_size: samples per rank and step, for its planner.
-        pooling: mean ids per bag, for its planner.
+        pooling: mean ids per bag, for its planner, of all features or of each.
         learning_rate: of row-wise Adagrad on the tables (fused into the backward pass wherever
             TorchRec fuses it) and of SGD on the dense part.
         eps: of row-wise Adagrad.
+        machine: what its planner is told of the machine (fields of its `Topology`, bandwidths in
+            bytes per millisecond); by default that all ranks share a host.
     """
 
     kind: str
     batch_size: int
-    pooling: float = 1.0
+    pooling: float | tuple[float, ...] = 1.0
     learning_rate: float = 0.02
     eps: float = 1e-8
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.kind not in PLAN_KINDS:
+        if self.kind not in CPU_PLAN_KINDS:
             raise InvalidInputError(fail("cannot build the TorchRec side", "kind", self.kind,
-                                         f"one of {PLAN_KINDS}", "correct it"))
+                                         f"one of {CPU_PLAN_KINDS}", "correct it"))
 
 
 @dataclass(slots=True)
@@ -52,12 +58,14 @@ class Peer:
     Attributes:
         model: the `DistributedModelParallel` model.
         plan: sharding type and ranks by table.
+        sharding: TorchRec's own `ShardingPlan`.
         optimizers: the optimizers that must step after the backward pass: SGD for the dense part,
             row-wise Adagrad for data-parallel tables (TorchRec does not fuse it there).
     """
 
     model: nn.Module
     plan: dict[str, str]
+    sharding: Any
     optimizers: list[torch.optim.Optimizer]
 
     def collection(self) -> nn.Module:
@@ -109,7 +117,7 @@ def build_peer(module: nn.Module, options: PeerOptions) -> Peer:
     plan = _plan(module, options, sharder, group)
     model = DistributedModelParallel(module, env=ShardingEnv.from_process_group(group),
                                      device=torch.device("cpu"), plan=plan, sharders=[sharder])
-    peer = Peer(model, {}, [])
+    peer = Peer(model, {}, plan, [])
     for tables in plan.plan.values():
         for name, where in tables.items():
             peer.plan[name] = f"{where.sharding_type} {where.ranks}"
@@ -119,28 +127,51 @@ def build_peer(module: nn.Module, options: PeerOptions) -> Peer:
 
 def _plan(module: nn.Module, options: PeerOptions, sharder: Any, group: Any) -> Any:
     """What TorchRec's own planner makes of the sharding types that the kind allows."""
+    import torch.distributed as dist
     from torchrec.distributed.planner import (
         EmbeddingShardingPlanner,
         ParameterConstraints,
         Topology,
     )
+    from torchrec.distributed.planner.types import PlannerError
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-    constraints = {}
+    constraints: dict[str, ParameterConstraints] = {}
     for child in module.modules():
         if not isinstance(child, EmbeddingBagCollection):
             continue
         for config in child.embedding_bag_configs():
-            small = options.kind == "mixed" and config.num_embeddings <= MIXED_MAX_ROWS
             constraints[config.name] = ParameterConstraints(
-                sharding_types=["data_parallel" if small else "table_wise"],
-                pooling_factors=[float(options.pooling)] * len(config.feature_names))
+                sharding_types=_sharding_types(options.kind, config.num_embeddings),
+                pooling_factors=[
+                    float(options.pooling) if isinstance(options.pooling, int | float)
+                    else options.pooling[len(constraints)]] * len(config.feature_names))
     size = group.size()
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=size, compute_device="cpu", local_world_size=size),
+        topology=Topology(**{"world_size": size, "compute_device": "cpu", "local_world_size": size,
+                             **options.machine}),
         batch_size=options.batch_size, constraints=constraints, debug=False)
     logging.getLogger("torchrec").setLevel(logging.ERROR)
-    return planner.collective_plan(module, [sharder], group)
+    # Its own `collective_plan` raises on rank 0 alone where nothing fits; the others would wait.
+    made: list[Any] = [None]
+    if group.rank() == 0:
+        try:
+            made = [planner.plan(module, [sharder])]
+        except PlannerError as error:
+            made = [error]
+    dist.broadcast_object_list(made, 0, group=group)
+    if isinstance(made[0], PlannerError):
+        raise made[0]
+    return made[0]
+
+
+def _sharding_types(kind: str, num_rows: int) -> list[str] | None:
+    """What a table may be sharded by; None = anything that the sharder supports."""
+    if kind == "any":
+        return None
+    if kind == "mixed":
+        return ["data_parallel" if num_rows <= MIXED_MAX_ROWS else "table_wise"]
+    return [kind]
 
 
 def _add_optimizers(peer: Peer, options: PeerOptions, adagrad: dict[str, float]) -> None:

@@ -146,7 +146,7 @@ class _Runner:
         self.sides = [oper]
         for kind in PLAN_KINDS:
             self.progress(f"building TorchRec's {kind} side")
-            self.sides.append(build_torchrec(self.work, whole, kind, self.world_size))
+            self.sides.append(build_torchrec(self.work, whole, kind, self.world_size)[0])
         if not whole:
             # The same output gradient for every side and every step.
             columns = self.work.dim * len(self.work.num_rows)

@@ -15,8 +15,9 @@ from oper.files import check_target
 
 # A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
 # record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments,
-# ``ordered(args, cases)`` where some come first. One with ``on_device = True`` also has cases for a
-# GPU, which are in `oper.bench.device`.
+# ``ordered(args, cases)`` where some come first, ``totals(entries)`` where the record has more than
+# its cases. One with ``on_device = True`` also has cases for a GPU, which are in
+# `oper.bench.device`.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.train", "training steps, beside TorchRec's plans, in two processes"),
     "lookup": ("oper.bench.lookup", "lookups and updates, beside torch, fbgemm and bare gathers"),
@@ -25,6 +26,8 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "simulator": ("oper.bench.simulator", "policies of a simulated shop, learned from a log"),
     "recommenders": ("oper.bench.recommenders",
                      "recommenders on real logs: full ranking, with intervals"),
+    "cluster": ("oper.bench.cluster.grid", "plans executed on hosts that are joined by limited "
+                                           "links, beside peers' and TorchRec's"),
     "plan": ("oper.bench.plan", "the planner: gaps, times, peers' plans, on modelled machines"),
 }
 _COMMON = ("verb", "benchmark", "json", "cases", "quick")
@@ -95,8 +98,9 @@ def run_bench(args: argparse.Namespace) -> int:
         entries.append(entry)
         print(f"{len(entries)}/{len(chosen)} {case.name} done", file=sys.stderr, flush=True)
         if args.json:  # after every case: an interrupted run keeps what it has
+            totals = module.totals(entries) if hasattr(module, "totals") else {}
             record.write(args.json, record.record(args.benchmark, _command(args), entries,
-                                                  load_before))
+                                                  load_before) | totals)
     print(report(entries), end="")
     if args.json:
         print(f"record: {args.json}")

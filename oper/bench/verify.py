@@ -8,6 +8,7 @@ two correct runs of the whole model may differ there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from oper.bench.sides import EPS, LEARNING_RATE, Side
-from oper.bench.workload import CHECKED, Workload, batch_ids, make_batch, make_kjt
+from oper.bench.workload import CHECKED, NO_ID, Workload, batch_ids, make_batch, make_kjt
 
 NUM_STEPS = 2
 # max|a - b| <= tolerance * max|b| per tensor. Tables differ by the order of sums only; the dense
@@ -102,7 +103,8 @@ class Checks:
 
     def touched(self, table: int) -> np.ndarray:
         """Ids that the steps touch in a table, ascending."""
-        return np.unique(np.concatenate([x[table] for step in self.ids for x in step]))
+        found = np.unique(np.concatenate([x[table] for step in self.ids for x in step]))
+        return found[found != NO_ID]
 
 
 class Reference:
@@ -172,6 +174,27 @@ class Reference:
                 value.sub_(value.grad, alpha=LEARNING_RATE)
                 value.grad = None
         return logits.detach()
+
+
+class KeptReference(Reference):
+    """One that trains once, for contenders that all get the same output gradients.
+
+    A contender whose gradients are others fails the comparison: its numbers are held against NaN.
+    """
+
+    def __init__(self, model: nn.Module, checks: Checks) -> None:
+        super().__init__(model, checks)
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def reset(self) -> None:
+        """Weights stay those after the last step."""
+
+    def step(self, number: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if number == len(self._kept):
+            self._kept.append((gradient.clone(), super().step(number, gradient)[0]))
+        expected, pooled = self._kept[number]
+        return (pooled if torch.equal(expected, gradient) else torch.full_like(pooled, math.nan),
+                None)
 
 
 def _adagrad(state: torch.Tensor, weight: nn.Parameter) -> None:

@@ -22,6 +22,7 @@ CRITEO_KAGGLE_ROWS = (
 NUM_DENSE = 13  # dense features of a sample, as in the Criteo logs
 # Streams of random numbers; batches of different streams are independent.
 TIMED, STATISTICS, CHECKED = 0, 1, 2
+NO_ID = -1  # in arrays of ids: no lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,10 @@ class Workload:
         num_rows: rows of each table; one feature per table.
         dim: columns of all tables.
         batch_size: samples per step, over all ranks.
-        pooling: ids per bag, the same for all bags.
+        pooling: ids per bag, or the most of any table.
         exponent: ids follow a bounded power law of this exponent; 0 = uniform.
         seed: of all random numbers.
+        lengths: ids per bag by table; empty: `pooling` in all of them.
     """
 
     num_rows: tuple[int, ...] = tuple(min(n, 1_000_000) for n in CRITEO_KAGGLE_ROWS)
@@ -43,8 +45,14 @@ class Workload:
     pooling: int = 1
     exponent: float = 1.05
     seed: int = 20240229
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.lengths and (len(self.lengths) != len(self.num_rows) or min(self.lengths) < 1
+                             or max(self.lengths) != self.pooling):
+            raise InvalidInputError(fail("invalid workload", "lengths", self.lengths,
+                                         f"one >= 1 per table, at most {self.pooling} = pooling",
+                                         "correct it"))
         for name in ("dim", "batch_size", "pooling"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(fail("invalid workload", name, getattr(self, name), ">= 1",
@@ -53,8 +61,14 @@ class Workload:
     @property
     def name(self) -> str:
         """For a person and for records."""
-        return (f"{len(self.num_rows)} tables, pooling {self.pooling}, dim {self.dim}, "
+        lengths = "-".join(map(str, sorted(set(self.bag_lengths))))
+        return (f"{len(self.num_rows)} tables, pooling {lengths}, dim {self.dim}, "
                 f"exponent {self.exponent:g}")
+
+    @property
+    def bag_lengths(self) -> tuple[int, ...]:
+        """Ids per bag of each table."""
+        return self.lengths or (self.pooling,) * len(self.num_rows)
 
     @property
     def features(self) -> list[str]:
@@ -67,12 +81,14 @@ class Workload:
 
     def to_json(self) -> dict[str, Any]:
         """Fields as JSON-able values."""
-        return {**asdict(self), "num_rows": list(self.num_rows)}
+        return {**asdict(self), "num_rows": list(self.num_rows),
+                "lengths": list(self.lengths)}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Workload:
         """The workload written by `to_json`."""
-        return Workload(**{**value, "num_rows": tuple(value["num_rows"])})
+        return Workload(**{**value, "num_rows": tuple(value["num_rows"]),
+                           "lengths": tuple(value.get("lengths", ()))})
 
 
 @functools.lru_cache(maxsize=64)
@@ -97,12 +113,17 @@ def draw_ids(rng: np.random.Generator, num_rows: int, size: int, exponent: float
 
 def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: int = TIMED
               ) -> np.ndarray:
-    """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling]."""
+    """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling].
+
+    Places of a bag beyond its table's length hold `NO_ID`.
+    """
     rng = np.random.default_rng((work.seed, stream, rank, number, work.pooling))
-    size = work.batch_size // world_size * work.pooling
-    return np.stack([
-        _scatter(n, work.seed, t)[draw_ids(rng, n, size, work.exponent)].astype(np.int64)
-        for t, n in enumerate(work.num_rows)])
+    num_bags = work.batch_size // world_size
+    found = np.full((len(work.num_rows), num_bags, work.pooling), NO_ID)
+    for t, (n, length) in enumerate(zip(work.num_rows, work.bag_lengths, strict=True)):
+        ids = _scatter(n, work.seed, t)[draw_ids(rng, n, num_bags * length, work.exponent)]
+        found[t, :, :length] = ids.reshape(num_bags, length)
+    return found.reshape(len(work.num_rows), -1)
 
 
 @functools.lru_cache(maxsize=2)
@@ -112,14 +133,25 @@ def timed_ids(work: Workload, rank: int, world_size: int, num_batches: int
     return tuple(batch_ids(work, rank, world_size, k) for k in range(num_batches))
 
 
+def bags_of(work: Workload, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Ids (int64 [L]) and bag lengths (int64 [B]) of every table, of `batch_ids` output."""
+    num_bags = ids.shape[1] // work.pooling
+    return [(row[row != NO_ID] if work.lengths else row, np.full(num_bags, length, np.int64))
+            for row, length in zip(ids, work.bag_lengths, strict=True)]
+
+
 def make_kjt(work: Workload, ids: np.ndarray) -> Any:
     """A `KeyedJaggedTensor` of `batch_ids` output, with lengths and offsets worked out."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    values = torch.from_numpy(ids.reshape(-1))
-    lengths = torch.full((values.numel() // work.pooling,), work.pooling, dtype=torch.int32)
-    kjt = KeyedJaggedTensor.from_lengths_sync(work.features, values, lengths)
+    flat = ids.reshape(-1)
+    if work.lengths:
+        lengths = torch.from_numpy((flat.reshape(-1, work.pooling) != NO_ID).sum(1, np.int32))
+        flat = flat[flat != NO_ID]
+    else:
+        lengths = torch.full((flat.size // work.pooling,), work.pooling, dtype=torch.int32)
+    kjt = KeyedJaggedTensor.from_lengths_sync(work.features, torch.from_numpy(flat), lengths)
     kjt.offsets()
     return kjt
 
@@ -142,8 +174,7 @@ def collect_stats(work: Workload, rank: int, world_size: int, num_batches: int) 
     from oper.analysis import Collector
 
     collector = Collector(work.tables())
-    lengths = np.full(work.batch_size // world_size, work.pooling, np.int64)
     for number in range(num_batches):
         ids = batch_ids(work, rank, world_size, number, STATISTICS)
-        collector.add({f: (ids[k], lengths) for k, f in enumerate(work.features)})
+        collector.add(dict(zip(work.features, bags_of(work, ids), strict=True)))
     return collector.finish(f"{num_batches} other batches of {work.batch_size // world_size}")

@@ -43,7 +43,8 @@ def bench_page(value: Mapping[str, Any]) -> str:
     numbers = [{k: float(v) for k, v in c.items() if _is_number(v)} for c in cases]
     keys = list(dict.fromkeys(k for found in numbers for k in found))
     shared = [k for k in keys if sum(k in found for found in numbers) >= 2]
-    plots: list[Plot | Table] = [*_contenders(cases), *_phases(cases), *_links(cases)]
+    plots: list[Plot | Table] = [
+        *_contenders(cases), *_phases(cases), *_links(cases), *_hosts(cases), *_predictions(cases)]
     for k in shared:
         bars = [(c["name"], found[k]) for c, found in zip(cases, numbers, strict=True)
                 if k in found]
@@ -73,7 +74,7 @@ def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
     for what in ("step", "forward"):
         bars: list[tuple[str, list[tuple[str, Mapping[str, float]]]]] = []
         for c in cases:
-            plans = c.get("plans")
+            plans = c.get("plans", c.get("contenders"))
             times = [(name, p[what]) for name, p in plans.items()
                      if isinstance(p, dict) and isinstance(p.get(what), dict)
                      and all(_is_number(p[what].get(k)) for k in ("median_ms", "p10_ms", "p90_ms"))
@@ -114,6 +115,30 @@ def _phases(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
         return []
     return [Plot("OPER's step, phase by phase", "Median milliseconds inside the library, mean over "
                  "ranks.", stacked(bars, "milliseconds", "phases"))]
+
+
+def _predictions(cases: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Executed and predicted steps of the contenders of a cluster."""
+    rows = [[c["name"], name, x["runtime"],
+             *(f"{x[k]:,.4g}" if _is_number(x.get(k)) else "-"
+               for k in ("executed_ms", "predicted_ms")),
+             "{low:.2f} to {high:.2f}".format(**x["over_oper"]) if "over_oper" in x else "-"]
+            for c in cases if isinstance(c.get("contenders"), dict)
+            for name, x in c["contenders"].items()]
+    if not rows:
+        return []
+    return [Table("Contenders, executed and predicted", [
+        "case", "contender", "runtime", "executed ms", "predicted ms", "over OPER, 95 %"], rows)]
+
+
+def _hosts(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
+    """Bytes that the interfaces of hosts have sent."""
+    bars = [(c["name"], {f"host {h}": x / 1e6 for h, x in enumerate(c["sent_bytes_by_host"])})
+            for c in cases if isinstance(c.get("sent_bytes_by_host"), list)]
+    if not bars:
+        return []
+    return [Plot("Bytes by host", "What each host's interface sends in a step of OPER's plan, as "
+                 "the kernel counts it.", stacked(bars, "megabytes", "hosts"))]
 
 
 def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:

@@ -8,11 +8,13 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from oper.errors import DeadlineError, PeerLostError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.group.domains import find_domains
 from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.group.transport import transport_of
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from tests.faults.pauses import timed
@@ -62,6 +64,26 @@ def test_processes_equal_one_domain(labels: str, domains: list[int]) -> None:
     one = train_virtual(CASE, plan, steps, OPTIMIZERS["rowwise_adagrad"])
     for part in ("outputs", "weights", "states", "replicas"):
         assert_bitwise(getattr(got, part), getattr(one, part), part)
+
+
+def _exchanged(rank: int, world_size: int) -> list[list[int]]:
+    """What a rank receives, by sender; r sends 3 r + s bytes of value 16 r + s to s."""
+    transport = transport_of(ProcessGroup())
+    there = [0 if (rank, s) == (2, 0) else 3 * rank + s for s in range(world_size)]
+    back = [0 if (r, rank) == (2, 0) else 3 * r + rank for r in range(world_size)]
+    send = torch.cat([torch.full((n,), 16 * rank + s, dtype=torch.uint8)
+                      for s, n in enumerate(there)])
+    recv = torch.zeros(sum(back), dtype=torch.uint8)
+    for _ in range(2):
+        transport.exchange(send, there, recv, back)
+    return [part.tolist() for part in recv.split(back)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_segment_arrives(world_size: int) -> None:
+    for rank, found in enumerate(run_world(world_size, _exchanged)):
+        assert found == [[16 * r + rank] * (0 if (r, rank) == (2, 0) else 3 * r + rank)
+                         for r in range(world_size)]
 
 
 def _train_and_move(rank: int, world_size: int, labels: str, plans: tuple[Plan, Plan],

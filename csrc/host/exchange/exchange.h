@@ -16,10 +16,10 @@
 namespace oper::host {
 
 // Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
-// order, sizes in bytes. `what` is the Meeting. Returns 0, or anything else after an error, which the
-// caller keeps.
-using Transport = int64_t (*)(int64_t what, const void* send, const int64_t* send_bytes, void* recv,
-                              const int64_t* recv_bytes);
+// order, sizes in bytes. `what` is the Meeting; `is_head`: all ranks send all ranks one small size.
+// Returns 0, or anything else after an error, which the caller keeps.
+using Transport = int64_t (*)(int64_t what, int64_t is_head, const void* send,
+                              const int64_t* send_bytes, void* recv, const int64_t* recv_bytes);
 
 // What is sent, in bytes by kind and receiver; the order is that of SENT in oper/traffic.py.
 enum Sent {

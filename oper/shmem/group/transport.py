@@ -30,13 +30,14 @@ class Transport(Protocol):
     spot: Spot
 
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
-                 recv_bytes: list[int]) -> None:
+                 recv_bytes: list[int], is_head: bool = False) -> None:
         """Send segment r of `send` to rank r, receive segment r of `recv` from it. Collective.
 
         Args:
             send, recv: uint8, contiguous, on the CPU or on one device; segments in rank order.
             send_bytes, recv_bytes: int [W], sizes of the segments; what a rank receives from
                 another must be what that one sends to it.
+            is_head: all ranks send all ranks the same small number of bytes; all say so.
 
         Raises:
             PeerLostError: a peer has ended or given up; names it, and all peers are told.
@@ -59,7 +60,7 @@ class ThreadTransport:
         self._group = group
 
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
-                 recv_bytes: list[int]) -> None:
+                 recv_bytes: list[int], is_head: bool = False) -> None:
         group = self._group
         if send.is_cuda:  # threads may use streams of their own
             torch.cuda.synchronize(send.device)
@@ -83,7 +84,11 @@ class ThreadTransport:
 class CollectiveTransport:
     """Over ``torch.distributed``: gloo for CPU tensors, else the group's own back end and device.
 
-    It has a process group of its own, so that it never meets the program's collectives.
+    It has process groups of its own, so that it never meets the program's collectives: over gloo
+    two. A pair of gloo's ranks has one connection, on which a receiver's permission to send waits
+    behind what the receiver sends itself: two ranks that send each other much do so one after the
+    other. With a connection for what goes to higher ranks and one for what goes to lower ones, they
+    do so at once. Small messages, alike on all ranks, take one collective.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -95,36 +100,38 @@ class CollectiveTransport:
         self._deadline_s = deadline_s()
         parent = group.process_group or dist.group.WORLD
         self._device = _device_of(dist.get_backend(parent))
-        self._group = dist.new_group(
+        is_gloo = self._device.type == "cpu"
+        self._groups = [dist.new_group(
             dist.get_process_group_ranks(parent), use_local_synchronization=True,
-            backend=None if self._device.type != "cpu" else "gloo",
+            backend="gloo" if is_gloo else None,
             timeout=timedelta(seconds=max(self._deadline_s, 1.0) + 60))
+            for _ in range(1 + is_gloo)]
         self._watch = Watch(group)
         self._staging: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
         # The back end connects its ranks in the first exchange; do it while all are here.
         self.exchange(*_ones(group.world_size))
+        self.exchange(*_ones(group.world_size), is_head=True)
 
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
-                 recv_bytes: list[int]) -> None:
+                 recv_bytes: list[int], is_head: bool = False) -> None:
         watch = self._watch
         if watch.loss is not None:  # what was left half done would be taken for this exchange
             self._fail(watch.loss, "earlier")
         watch.count += 1
         watch.spot, watch.is_inside = self.spot, True
         try:
-            self._exchange(send, send_bytes, recv, recv_bytes)
+            self._exchange(send, send_bytes, recv, recv_bytes, is_head)
         finally:
             watch.is_inside = False
 
     def _exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
-                  recv_bytes: list[int]) -> None:
+                  recv_bytes: list[int], is_head: bool) -> None:
         there, back = self._on_device(0, send), self._on_device(1, recv)
         if there is not send:
             there.copy_(send)
         try:
-            work = self._dist.all_to_all_single(back, there, recv_bytes, send_bytes, self._group,
-                                                async_op=True)
-            self._wait(work)
+            for work in self._begin(there, send_bytes, back, recv_bytes, is_head):
+                self._wait(work)
         except OperError:
             raise
         except RuntimeError as error:
@@ -137,6 +144,22 @@ class CollectiveTransport:
             self._fail(loss, text, error)
         if back is not recv:
             recv.copy_(back)
+
+    def _begin(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
+               recv_bytes: list[int], is_head: bool) -> list[Any]:
+        """The collectives of one exchange, under way."""
+        if is_head or len(self._groups) == 1:
+            return [self._dist.all_to_all_single(recv, send, recv_bytes, send_bytes,
+                                                 self._groups[0], async_op=True)]
+        rank, size, works = self._whole.rank, len(send_bytes), []
+        # This rank's own segment goes up: its sender is no higher than its receiver.
+        for group, to, of in ((self._groups[0], (rank, size), (0, rank + 1)),
+                              (self._groups[1], (0, rank), (rank + 1, size))):
+            there, there_bytes = _segments(send, send_bytes, *to)
+            back, back_bytes = _segments(recv, recv_bytes, *of)
+            works.append(self._dist.all_to_all_single(back, there, back_bytes, there_bytes, group,
+                                                      async_op=True))
+        return works
 
     def _on_device(self, place: int, data: torch.Tensor) -> torch.Tensor:
         """A buffer of the collectives' device for `data`: itself, or staging memory that grows."""
@@ -193,6 +216,14 @@ def transport_of(group: Group) -> Transport:
     if key not in _TRANSPORTS:
         _TRANSPORTS[key] = CollectiveTransport(group)
     return _TRANSPORTS[key]
+
+
+def _segments(data: torch.Tensor, sizes: list[int], first: int, end: int
+              ) -> tuple[torch.Tensor, list[int]]:
+    """Segments first..end-1 of `data`, and the sizes without those of all others."""
+    begin = sum(sizes[:first])
+    return (data[begin:begin + sum(sizes[first:end])],
+            [n if first <= r < end else 0 for r, n in enumerate(sizes)])
 
 
 def _ones(world_size: int) -> tuple[torch.Tensor, list[int], torch.Tensor, list[int]]:

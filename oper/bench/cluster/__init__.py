@@ -1,0 +1,1 @@
+"""Plans executed on an emulated cluster: network namespaces with rate-limited links."""

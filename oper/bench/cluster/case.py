@@ -1,0 +1,426 @@
+"""One case of the cluster benchmark, as every rank runs it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from oper.bench import record
+from oper.bench.cluster.constants import measured_topology
+from oper.bench.cluster.contenders import (
+    Contender,
+    Planned,
+    contenders,
+    plan_all,
+    set_gradient,
+)
+from oper.bench.cluster.network import Links, num_dropped, read_counters, set_rates
+from oper.bench.planning import gather, slowest, total
+from oper.bench.sides import Side, make_collection
+from oper.bench.torchrec_peer import BagsOnly
+from oper.bench.verify import Checks, KeptReference, Verdict, verify
+from oper.bench.workload import (
+    TIMED,
+    Workload,
+    bags_of,
+    collect_stats,
+    make_batch,
+    timed_ids,
+)
+from oper.integration.torchrec_plans import from_torchrec
+from oper.rl_rec.intervals import difference
+from oper.search.cost.model import evaluate
+from oper.search.problem.statement import Problem, make_problem
+from oper.search.replay.simulate import Bags
+from oper.search.replay.wire import WireReplay
+from oper.stats import AccessStats
+from oper.topology import Topology
+
+HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
+_SCREENED_STEPS = 1
+_FAR_BEHIND = 2.5  # a first step so many times the best ends a contender's screening
+_TIMED_SHARE = 1.5  # contenders within this of the best are timed
+_COUNTED_STEPS = 2
+_PER_ROUND = 4
+_ROUNDS = (3, 10)  # at least, and at most
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case.
+
+    Attributes:
+        name: for the record.
+        links: the cluster.
+        work: the workload.
+        objective: ``"training"`` (steps) or ``"inference"`` (lookups).
+        memory_share: of the bytes of all tables, what a rank may hold; 0 = no limit.
+        in_grid: whether it counts, or is reported beside the ones that do.
+        num_batches: distinct batches that are timed.
+        num_stats_batches: other batches that the statistics come from.
+        timed_s: about how long contenders are timed, all together.
+    """
+
+    name: str
+    links: Links
+    work: Workload
+    objective: str = "training"
+    memory_share: float = 0.0
+    in_grid: bool = True
+    num_batches: int = 32
+    num_stats_batches: int = 32
+    timed_s: float = 12.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For `from_json` in a worker."""
+        return {**asdict(self), "work": self.work.to_json()}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Case:
+        """The case written by `to_json`."""
+        return Case(**{**value, "work": Workload.from_json(value["work"]),
+                       "links": Links(**value["links"])})
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What cases of one cluster share: the reference of the last workload, and what comparing
+    placements with it has found."""
+
+    work: Workload | None = None
+    objective: str = ""
+    checks: Checks | None = None
+    reference: Any = None
+    verdicts: dict[Any, dict[str, Any]] = field(default_factory=dict)
+
+
+_KEPT = _Kept()
+
+
+def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Measure the cluster, plan, build, verify and time one case; the worker function. Collective.
+
+    Args:
+        value: a case, and ``alone``: constants of this machine's processes, a topology file's text.
+        progress: told what is going on.
+
+    Returns:
+        The case's entry of the record on rank 0, nothing elsewhere.
+    """
+    alone = Topology.from_dict(tomllib.loads(value["alone"]))
+    case = Case.from_json({k: v for k, v in value.items() if k != "alone"})
+    runner = _Runner(case, alone, lambda text: progress(f"{case.name}: {text}"))
+    try:
+        return runner.run()
+    finally:
+        runner.close_all()
+
+
+class _Runner:
+    def __init__(self, case: Case, alone: Topology, progress: Progress) -> None:
+        self.case, self.work, self.links, self.progress = case, case.work, case.links, progress
+        self.alone = alone
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.trains = case.objective == "training"
+        self.sides: dict[str, Side] = {}
+        self.ids: Sequence[np.ndarray] = []
+        self.batches: list[Any] = []
+
+    def run(self) -> dict[str, Any]:
+        begin, load_before = time.perf_counter(), record.load_average()
+        self.progress("measuring the links")
+        num_bytes = sum(t.num_bytes for t in self.work.tables())
+        memory = int(num_bytes * self.case.memory_share) if self.case.memory_share else None
+        topology, measured = measured_topology(self.links, self.alone, memory)
+        self.progress("drawing batches")
+        self.ids = timed_ids(self.work, self.rank, self.world_size, self.case.num_batches)
+        self.batches = [make_batch(self.work, x, (TIMED, self.rank, k))
+                        for k, x in enumerate(self.ids)]
+        parts = gather(collect_stats(self.work, self.rank, self.world_size,
+                                     self.case.num_stats_batches))
+        self.progress("planning, OPER and its peers")
+        planned_s = time.perf_counter()
+        problem = self._problem(AccessStats.merge_all(parts), topology) if self.rank == 0 else None
+        planned: Planned = gather(plan_all(problem) if problem else None)[0]
+        planned_s = time.perf_counter() - planned_s
+        every = contenders(self.work, planned, self.links, topology, self.case.objective)
+        self._prepare_reference()
+        screened = self._screen(every, planned, problem)
+        seconds, phases, others = self._time(screened)
+        wire = self._wire(next(c for c in every if c.name == "oper"))
+        dropped = num_dropped(self.links) if self.rank == 0 else 0
+        if self.rank:
+            return {}
+        entry = self._figures(every, screened, seconds, planned)
+        return {
+            **entry, **wire, "oper_phases_ms": phases, "predicted_phases_ms": planned.phases_ms,
+            "binding": planned.binding, "lower_bound_ms": planned.lower_bound_ms,
+            "left_out": planned.left_out, "measured": measured, "dropped_packets": dropped,
+            "links": asdict(self.links), "workload": self.work.to_json(),
+            "num_batches": self.case.num_batches, "constants": topology.source,
+            "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
+            "seconds": round(time.perf_counter() - begin, 1), "other_busy_cores": round(others, 2),
+            "load_before": load_before, "load_after": record.load_average()}
+
+    def _problem(self, stats: AccessStats, topology: Topology) -> Problem:
+        return make_problem(self.work.tables(), stats, topology, objective=self.case.objective,
+                            batch_size=self.work.batch_size // self.world_size)
+
+    # ---- same numbers ----------------------------------------------------------------------------
+
+    def _prepare_reference(self) -> None:
+        """The unsharded model on rank 0, which cases of one workload share."""
+        kept, work = _KEPT, self.work
+        if kept.work == work and kept.objective == self.case.objective:
+            return
+        kept.work, kept.objective, kept.verdicts = work, self.case.objective, {}
+        kept.checks = Checks.make(work, self.rank, self.world_size)
+        kept.reference = None
+        if self.rank == 0 and self.trains:
+            kept.reference = KeptReference(BagsOnly(make_collection(work, "cpu")), kept.checks)
+        elif self.rank == 0:
+            collection = make_collection(work, "cpu")
+            with torch.no_grad():
+                kept.reference = [collection(kept.checks.joint_batch(k).sparse_features).values()
+                                  for k in range(len(kept.checks.ids))]
+
+    def _verify(self, contender: Contender, side: Side) -> bool:
+        """Whether a side's numbers are those of the unsharded model; on all ranks. Links are not
+        limited meanwhile: what arrives does not depend on when."""
+        kept = _KEPT
+        if contender.key not in kept.verdicts:
+            assert kept.checks is not None
+            self._limit(False)
+            if self.trains:
+                tables, side.tables = side.tables, None if contender.name != "oper" else side.tables
+                found = verify([side], kept.checks, kept.reference, lambda text: None)
+                side.tables = tables
+                verdict = found.get(side.name, {})
+            else:
+                verdict = self._compare_lookups(side)
+            kept.verdicts[contender.key] = gather(verdict)[0]
+            self._limit(True)
+        return bool(kept.verdicts[contender.key]["passed"])
+
+    def _compare_lookups(self, side: Side) -> dict[str, Any]:
+        verdict, checks = Verdict(), _KEPT.checks
+        assert checks is not None
+        for step in range(len(checks.ids)):
+            mine = side.lookup(checks.batch(step, self.rank).sparse_features)
+            every = gather(mine)
+            if self.rank == 0:
+                verdict.compare("pooled", torch.cat(every), _KEPT.reference[step])
+        return verdict.to_json() if self.rank == 0 else {}
+
+    def _limit(self, is_limited: bool) -> None:
+        """All ranks, before and after."""
+        dist.barrier()
+        if self.rank == 0:
+            set_rates(self.links, is_limited)
+        dist.barrier()
+
+    # ---- time ------------------------------------------------------------------------------------
+
+    def _call(self, side: Side) -> Callable[[int], Any]:
+        call = side.step if self.trains else side.forward
+        side.model.train(self.trains)
+        return lambda k: call(self.batches[k % len(self.batches)])
+
+    def _screen(self, every: list[Contender], planned: Planned, problem: Problem | None
+                ) -> dict[str, float]:
+        """Milliseconds of the faster of two steps of everybody; who is far behind is closed.
+
+        A contender that cannot be built is left out with the reason.
+        """
+        found: dict[str, float] = {}
+        for contender in list(every):
+            self.progress(f"building, comparing and screening {contender.name}")
+            reason = self._open(contender, problem)
+            if reason:
+                planned.left_out[contender.name] = reason
+                every.remove(contender)
+                continue
+            run, best = self._call(self.sides[contender.name]), min(found.values(), default=1e30)
+            seconds = []
+            for k in range(1 + _SCREENED_STEPS):
+                dist.barrier()
+                seconds.append(slowest([record.elapsed(functools.partial(run, k))])[0] * 1e3)
+                if seconds[0] > _FAR_BEHIND * best:
+                    break
+            found[contender.name] = min(seconds)
+            for name in self._hopeless(found):
+                self._close(name)
+        return found
+
+    def _hopeless(self, screened: dict[str, float]) -> list[str]:
+        """Open sides that are not going to be timed. OPER's and TorchRec's best always are."""
+        limit = _TIMED_SHARE * min(screened.values())
+        keep = {"oper", min((n for n in screened if n.startswith("torchrec-")),
+                            key=lambda n: screened[n], default="")}
+        return [n for n in self.sides if n not in keep and screened[n] > limit]
+
+    def _open(self, contender: Contender, problem: Problem | None) -> str:
+        """Build a side and compare it; why that is not possible, on all ranks alike."""
+        reason, side, extra = "", None, None
+        try:
+            side, extra = contender.build()
+        except Exception as error:  # what the runtime refuses, or the peer's own planner
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        if extra is not None and problem is not None:
+            theirs = from_torchrec(extra, self.work.tables(), self.world_size, scattered=True,
+                                   objective=self.case.objective)
+            model = evaluate(theirs, problem)
+            contender.predicted_ms = model.step_us / 1e3
+            reason = "" if model.fits else "its plan does not fit into the memory"
+        reason = next((r for r in gather(reason) if r), "")
+        if reason or side is None:
+            if side is not None and side.tables is not None:
+                side.tables.close()
+            return reason
+        if self.trains:
+            set_gradient(side, self.work, self.batches[0])
+        else:
+            side.gradient = torch.empty(0)
+        self.sides[contender.name] = side
+        self._verify(contender, side)
+        return ""
+
+    def _time(self, screened: dict[str, float]
+              ) -> tuple[dict[str, np.ndarray], dict[str, float], float]:
+        """Milliseconds by contender and call, in turns; OPER's phases; cores that others used."""
+        runs = {name: self._call(side) for name, side in self.sides.items()}
+        once = sum(screened[name] for name in runs) / 1e3 * (_PER_ROUND + 1)
+        rounds = int(np.clip(self.case.timed_s / once, *_ROUNDS))
+        rounds = gather(rounds)[0]
+        self.progress(f"timing {', '.join(runs)}: {rounds} rounds of {_PER_ROUND}")
+        tables, ticks = self.sides["oper"].tables, []
+        assert tables is not None
+        plain = runs["oper"]
+
+        def with_phases(k: int) -> None:
+            plain(k)
+            ticks.append(list(tables.phase_ns().values()))
+
+        runs["oper"] = with_phases
+        gc.collect()
+        clock = record.BusyClock()
+        mine = record.interleave(runs, dist.barrier, rounds, _PER_ROUND)
+        others = clock.others(lambda own: [sum(gather(own[0]))])
+        seconds = {n: np.array(slowest(s.tolist())) * 1e3 for n, s in mine.items()}
+        middle = np.median(np.array(ticks, np.float64), axis=0) / 1e6 / self.world_size
+        phases = {name: round(x, 3) for name, x in
+                  zip(tables.phase_ns(), total(middle.tolist()), strict=True)}
+        return seconds, phases, others
+
+    # ---- bytes -----------------------------------------------------------------------------------
+
+    def _wire(self, contender: Contender) -> dict[str, Any]:
+        """What OPER's step sends: as every host's interface counts it, and as simulated."""
+        run = self._call(self.sides["oper"])
+        is_first = self.rank % self.links.ranks_per_host == 0
+        dist.barrier()
+        before = read_counters()
+        for k in range(_COUNTED_STEPS):
+            run(k)
+        dist.barrier()
+        after = read_counters()
+        mine = [x * is_first / _COUNTED_STEPS for x in (
+            after.sent_bytes - before.sent_bytes, after.sent_packets - before.sent_packets,
+            after.received_bytes - before.received_bytes)]
+        every = gather(mine)
+        if self.rank:
+            return {}
+        simulated = self._simulated(contender)
+        sent, packets, _ = np.sum(every, axis=0)
+        hosts = every[::self.links.ranks_per_host]
+        return {"counted_bytes": round(sent), "counted_packets": round(packets),
+                "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),
+                "bytes_ratio_without_headers": round((sent - HEADER_BYTES * packets) / simulated,
+                                                     4),
+                "sent_bytes_by_host": [round(x[0]) for x in hosts],
+                "received_bytes_by_host": [round(x[2]) for x in hosts]}
+
+    def _simulated(self, contender: Contender) -> float:
+        assert contender.plan is not None
+        replay = WireReplay(contender.plan, self.links.host_of, training=self.trains)
+        everyone = [timed_ids(self.work, r, self.world_size, _COUNTED_STEPS) if r else
+                    self.ids[:_COUNTED_STEPS] for r in range(self.world_size)]
+        sent = [replay.step([
+            {f: Bags(*bags) for f, bags in zip(self.work.features, bags_of(self.work, ids[k]),
+                                               strict=True)} for ids in everyone]).sum()
+            for k in range(_COUNTED_STEPS)]
+        return float(np.mean(sent))
+
+    # ---- the entry -------------------------------------------------------------------------------
+
+    def _figures(self, every: list[Contender], screened: dict[str, float],
+                 seconds: dict[str, np.ndarray], planned: Planned) -> dict[str, Any]:
+        found: dict[str, dict[str, Any]] = {}
+        for c in every:
+            times = seconds.get(c.name)
+            known: dict[str, Any] = {
+                "runtime": c.runtime, "predicted_ms": _rounded(c.predicted_ms), "also": c.also,
+                "executed_ms": _rounded(screened[c.name] if times is None
+                                        else float(np.median(times))),
+                "is_screened_only": times is None,
+                "verification": _KEPT.verdicts[c.key]}
+            if times is not None:
+                known["step"] = record.summary(times / 1e3)
+                if c.name != "oper":
+                    known["over_oper"] = _paired(times, seconds["oper"])
+            found[c.name] = known
+        oper = found["oper"]
+        theirs = [n for n, x in found.items() if x["runtime"] == "torchrec"]
+        peers = [n for n, x in found.items() if x["runtime"] == "oper" and n != "oper"]
+        best = min(theirs, key=lambda n: found[n]["executed_ms"], default=None)
+        peer = min(peers, key=lambda n: found[n]["executed_ms"], default=None)
+        step_ms = oper["executed_ms"]
+        bound = planned.lower_bound_ms
+        return {
+            "name": self.case.name, "objective": self.case.objective,
+            "hosts": self.links.num_hosts, "in_grid": self.case.in_grid,
+            "oper_step_ms": step_ms, "predicted_step_ms": oper["predicted_ms"],
+            "torchrec_best": best, "torchrec_step_ms": best and found[best]["executed_ms"],
+            "ratio_step": best and round(found[best]["executed_ms"] / step_ms, 4),
+            "best_peer": peer,
+            "ratio_best_peer": peer and round(found[peer]["executed_ms"] / step_ms, 4),
+            "ratio_at_bound": best and bound and round(found[best]["executed_ms"] / bound, 4),
+            "verified": all(x["verification"]["passed"] for x in found.values()),
+            "contenders": found}
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def _close(self, name: str) -> None:
+        side = self.sides.pop(name)
+        if side.tables is not None:
+            dist.barrier()
+            side.tables.close()
+        del side
+        gc.collect()
+
+    def close_all(self) -> None:
+        """Free all sides; the next case needs the memory."""
+        for name in list(self.sides):
+            self._close(name)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _paired(times: np.ndarray, ours: np.ndarray) -> dict[str, float]:
+    """Geometric mean of a contender's steps over OPER's on the same batches, and the 95 % interval
+    of it (bootstrap over batches)."""
+    found = difference(np.log(times), np.log(ours))
+    return {k: round(float(np.exp(getattr(found, k))), 4) for k in ("mean", "low", "high")}

@@ -1,0 +1,185 @@
+"""Who is compared on a cluster: OPER's plan, the plans of its peers, TorchRec, data parallelism."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from oper.bench.cluster.network import Links
+from oper.bench.planning import world
+from oper.bench.sides import (
+    Side,
+    build_data_parallel,
+    build_oper,
+    build_torchrec,
+    make_collection,
+)
+from oper.bench.torchrec_peer import CPU_PLAN_KINDS
+from oper.bench.workload import Workload
+from oper.errors import OperError
+from oper.plan import Plan
+from oper.search.bound.certificate import not_certified
+from oper.search.cost.model import Evaluation, evaluate
+from oper.search.peers.baselines import peers
+from oper.search.planner import plan_problem
+from oper.search.problem.statement import Problem
+from oper.topology import Topology
+
+_DENSE_S = 10.0  # DDP is left out where its gradients alone keep a link busy for longer
+
+
+@dataclass(slots=True)
+class Contender:
+    """One of them, not built yet.
+
+    Attributes:
+        name: for the record.
+        runtime: what executes it: ``"oper"``, ``"torchrec"`` or ``"torch"``.
+        build: makes its side and, of TorchRec's, what `from_torchrec` reads. Collective.
+        predicted_ms: modelled step of its plan by OPER's cost model; None where there is none.
+        also: peers that propose the very same plan.
+        plan: OPER's runtime executes it.
+    """
+
+    name: str
+    runtime: str
+    build: Callable[[], tuple[Side, Any]]
+    predicted_ms: float | None = None
+    also: list[str] = field(default_factory=list)
+    plan: Plan | None = None
+
+    @property
+    def key(self) -> Any:
+        """Equal for equal placements."""
+        return self.name if self.plan is None else placement_of(self.plan)
+
+
+@dataclass(slots=True)
+class Planned:
+    """What rank 0 has planned.
+
+    Attributes:
+        plans: by name, OPER's first; equal ones once.
+        also: names of the others, by the name that stands for them.
+        predicted_ms: by name.
+        left_out: why a peer is not there, by name.
+        lower_bound_ms: of OPER's certificate; None where its plan is not certified.
+        phases_ms: modelled phases of OPER's plan.
+        binding: what the slowest rank of each of them is busy with.
+    """
+
+    plans: dict[str, Plan] = field(default_factory=dict)
+    also: dict[str, list[str]] = field(default_factory=dict)
+    predicted_ms: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    lower_bound_ms: float | None = None
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    binding: dict[str, str] = field(default_factory=dict)
+
+
+def placement_of(plan: Plan) -> Any:
+    """Equal for plans that place all rows alike."""
+    return tuple((t.table.name, t.pieces, t.head_ids.tobytes()) for t in plan.tables)
+
+
+def plan_all(problem: Problem) -> Planned:
+    """OPER's plan, as ``oper plan`` chooses it, and those of all peers that fit."""
+    found, known = Planned(), dict[Any, str]()
+    plan = plan_problem(problem)
+    candidates: dict[str, Plan | None] = {"oper": plan}
+    for name, make in peers().items():
+        try:
+            candidates[name] = make(problem, 0)
+        except OperError as error:
+            found.left_out[name] = str(error)
+    for name, candidate in candidates.items():
+        if candidate is None:
+            found.left_out[name] = "its rule finds no placement that fits"
+            continue
+        model = evaluate(candidate, problem)
+        if not model.fits:
+            found.left_out[name] = "its plan does not fit into the memory"
+            continue
+        same = known.setdefault(placement_of(candidate), name)
+        if same != name:
+            found.also.setdefault(same, []).append(name)
+            continue
+        found.plans[name], found.predicted_ms[name] = candidate, model.step_us / 1e3
+        if name == "oper":
+            _explain(found, model)
+    if not not_certified(plan, problem):
+        found.lower_bound_ms = plan.lower_bound_us / 1e3
+    return found
+
+
+def _explain(found: Planned, model: Evaluation) -> None:
+    found.phases_ms = {p.name: round(p.time_us / 1e3, 3) for p in model.phases}
+    found.binding = {p.name: p.binding for p in model.phases}
+
+
+def contenders(work: Workload, planned: Planned, links: Links, topology: Topology,
+               objective: str) -> list[Contender]:
+    """All that can run, OPER first; why others cannot goes into `planned.left_out`."""
+    found = [Contender(name, "oper", _oper(work, plan, objective), planned.predicted_ms[name],
+                       planned.also.get(name, []), plan)
+             for name, plan in planned.plans.items()]
+    machine = planner_machine(links, topology)
+    theirs = [Contender(f"torchrec-{kind}", "torchrec", _torchrec(work, kind, links, machine))
+              for kind in CPU_PLAN_KINDS]
+    found[1:1] = theirs
+    seconds = _dense_s(work, links, topology)
+    if objective == "inference":
+        planned.left_out["ddp-dense"] = "whole tables on every rank do not fit into the memory"
+    elif seconds > _DENSE_S:
+        planned.left_out["ddp-dense"] = (
+            f"its dense gradients alone take {seconds:.0f} s per step on these links")
+    else:
+        found.append(Contender("ddp-dense", "torch", lambda: (build_data_parallel(work), None)))
+    return found
+
+
+def _oper(work: Workload, plan: Plan, objective: str) -> Callable[[], tuple[Side, Any]]:
+    def build() -> tuple[Side, Any]:
+        side, _ = build_oper(work, False, plan, False, objective, _collection(work))
+        return side, None
+
+    return build
+
+
+@functools.lru_cache(maxsize=1)
+def _collection(work: Workload) -> Any:
+    """The tables that all sides of OPER's runtime copy their rows from."""
+    return make_collection(work, "cpu")
+
+
+def _torchrec(work: Workload, kind: str, links: Links, machine: Mapping[str, Any]
+              ) -> Callable[[], tuple[Side, Any]]:
+    return lambda: build_torchrec(work, False, kind, links.world_size, machine)
+
+
+def planner_machine(links: Links, topology: Topology) -> dict[str, Any]:
+    """What TorchRec's planner is told: the same bandwidths, the mean where hosts differ."""
+    mean = [sum(getattr(d, k) for d in topology.domains) / len(topology.domains) * 1e6
+            for k in ("link_gbps", "cross_gbps", "read_gbps")]
+    return {"local_world_size": links.ranks_per_host, "intra_host_bw": mean[0],
+            "inter_host_bw": mean[1], "ddr_mem_bw": mean[2]}
+
+
+def _dense_s(work: Workload, links: Links, topology: Topology) -> float:
+    """Seconds that a ring all-reduce of whole tables keeps the slowest link busy."""
+    num_bytes = sum(t.num_bytes for t in work.tables())
+    slowest = min(d.cross_gbps * len(d.ranks) for d in topology.domains)
+    return 2 * (links.num_hosts - 1) / links.num_hosts * num_bytes / (slowest * 1e9)
+
+
+def set_gradient(side: Side, work: Workload, batch: Any) -> None:
+    """The same output gradient for every side and every step. Collective."""
+    rank, world_size = world()
+    columns = work.dim * len(work.num_rows)
+    generator = torch.Generator().manual_seed(work.seed + rank)
+    gradient = torch.randn(work.batch_size // world_size, columns, generator=generator) * 1e-3
+    side.order_gradient(gradient, batch)

@@ -1,0 +1,208 @@
+"""``oper bench cluster``: plans executed on emulated hosts, beside peers' plans and TorchRec."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from oper.bench import record
+from oper.bench.calibrate import as_toml, fit, measure, workloads
+from oper.bench.calibrate_worker import KINDS
+from oper.bench.cluster.network import (
+    Links,
+    check_possible,
+    cluster,
+    why_no_quota,
+)
+from oper.bench.launch import run_workers
+from oper.bench.workload import CRITEO_KAGGLE_ROWS, Workload
+from oper.topology import Topology
+
+_ROWS = tuple(min(n, 200_000) for n in CRITEO_KAGGLE_ROWS)
+_QUICK_ROWS = (20_000, 5_000, 800, 40)
+_LENGTHS = {"1": (1,) * len(_ROWS), "20": (20,) * len(_ROWS),
+            "mixed": tuple(1 if k % 2 == 0 else 20 for k in range(len(_ROWS)))}
+_HOSTS, _MBITS, _GRID_HOSTS = (2, 4, 8), (100, 200, 400), 4
+_MEMORY_SHARE = 0.5  # of all tables, a rank's in the cases of inference
+_DIFFERENT = 1.05  # pairs of contenders whose order counts differ by more
+_CALIBRATED = 2  # processes, whose constants are measured first
+
+
+def workload(ids: str, rows: tuple[int, ...] = _ROWS, batch_size: int = 4096) -> Workload:
+    """Criteo's tables under ``"1"``, ``"20"`` or ``"mixed"`` ids per bag."""
+    lengths = _LENGTHS[ids][:len(rows)]
+    return Workload(rows, 64, batch_size, max(lengths), 1.05,
+                    lengths=lengths if len(set(lengths)) > 1 else ())
+
+
+def cases(quick: bool) -> list[Any]:
+    """The grid, and others on clusters that are less regular; grouped by cluster, since those of
+    one share processes. Two small ones when `quick`."""
+    from oper.bench.cluster.case import Case
+
+    if quick:
+        return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
+                     in_grid=False, num_batches=8, num_stats_batches=8, timed_s=2.0)
+                for ids in ("1", "mixed")]
+    found = []
+    for hosts in _HOSTS:
+        found += [Case(f"training/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids))
+                  for ids, mbits in itertools.product(_LENGTHS, _MBITS)]
+        if hosts == _GRID_HOSTS:
+            found += [Case(f"inference/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids),
+                           "inference", _MEMORY_SHARE)
+                      for ids, mbits in itertools.product(_LENGTHS, _MBITS)]
+    others = {
+        "16x200": Links(16, 200), "4x1000": Links(4, 1000), "4x2000": Links(4, 2000),
+        "4x200-two-ranks": Links(4, 200, ranks_per_host=2),
+        "4x400-one-slow-link": Links(4, 400, slow_host_share=0.25),
+        "4x400-two-racks-100": Links(4, 400, uplink_mbits=100),
+        "4x400-one-slow-host": Links(4, 400, host_0_cpu=0.5)}
+    found += [Case(f"training/{name}/mixed", links, workload("mixed"), in_grid=False)
+              for name, links in others.items()]
+    shapes = list(dict.fromkeys(c.links.shape for c in found))
+    return sorted(found, key=lambda c: shapes.index(c.links.shape))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the benchmark beside the common ones."""
+    parser.add_argument("--constants", metavar="TOPOLOGY", default="",
+                        help="what processes of this machine cost, of 'oper calibrate'; measured "
+                             "first unless given (with --quick: assumed)")
+    parser.add_argument("--resume", metavar="RECORD", default="",
+                        help="an earlier record: its cases are kept and not run again; may be the "
+                             "file of --json, which then need not exist yet")
+
+
+def ordered(args: argparse.Namespace, chosen: Sequence[Any]) -> list[Any]:
+    """Those that the record to go on from holds first: whatever becomes of the others, they are
+    written again."""
+    check_possible()
+    known = _resumed(args)
+    every = {c.name: c for c in [*cases(False), *cases(True)]}
+    return [*(every[n] for n in known if n in every), *(c for c in chosen if c.name not in known)]
+
+
+def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    return record.resumed(args.resume, args.json, "cluster")
+
+
+def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """One entry per case; cases of one cluster share its processes. A case that cannot be run here
+    says why and counts as verified; one that fails says why, does not, and the others of its
+    cluster are started anew."""
+    known = _resumed(args)
+    for case in chosen:
+        if case.name in known:
+            yield known[case.name]
+    left = [c for c in chosen if c.name not in known]
+    alone = _alone(args) if left else ""
+    while left:
+        _, same = next(itertools.groupby(left, lambda c: c.links.shape))
+        group = list(same)
+        reason = why_no_quota() if group[0].links.host_0_cpu < 1 else ""
+        if reason:
+            yield {"name": group[0].name, "verified": True, "skipped": reason}
+            left = left[1:]
+            continue
+        done = 0
+        try:
+            for entry in _run_group(group, alone):
+                done += 1
+                yield entry
+        except Exception as error:  # the cases after it are still worth their time
+            yield {"name": group[done].name, "verified": False,
+                   "failed": f"{type(error).__name__}: {error}"}
+            done += 1
+        left = left[done:]
+
+
+def _run_group(group: Sequence[Any], alone: str) -> Iterator[dict[str, Any]]:
+    """Cases on clusters of one shape."""
+    with cluster(group[0].links) as up:
+        yield from run_workers(
+            "oper.bench.cluster.case:run_case", [{**c.to_json(), "alone": alone} for c in group],
+            group[0].links.world_size, seats=up.seats)
+
+
+def _alone(args: argparse.Namespace) -> str:
+    """What processes that share this machine cost, as the text of a topology file."""
+    if args.constants:
+        return as_toml(Topology.from_toml(args.constants))
+    if args.quick:
+        return as_toml(Topology.this_host(_CALIBRATED))
+    print("  measuring what a rank costs by itself", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
+        bandwidth, samples = measure(_CALIBRATED, [(w, KINDS) for w in
+                                                   workloads(True, _CALIBRATED)], 4, Path(folder))
+    return as_toml(fit(samples, _CALIBRATED, bandwidth).topology)
+
+
+# -- what comes out --------------------------------------------------------------------------------
+
+
+def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How well executed steps were predicted, over all cases: of contenders that OPER's runtime
+    executes, which is what the cost model models.
+
+    Returns:
+        ``median_error`` and ``worst_error`` (relative, of the executed step), and ``ordered``: of
+        the pairs of such contenders within a case whose executed steps differ by more than 5 %, the
+        share that the model puts in the same order. None where there is nothing to count.
+    """
+    errors, pairs = [], []
+    for entry in entries:
+        steps = [(x["executed_ms"], x["predicted_ms"]) for x in entry.get("contenders", {}).values()
+                 if x["runtime"] == "oper" and x["predicted_ms"] is not None]
+        errors += [abs(predicted / executed - 1) for executed, predicted in steps]
+        pairs += [(a[1] - b[1]) * (a[0] - b[0]) > 0 for a, b in itertools.combinations(steps, 2)
+                  if max(a[0], b[0]) > _DIFFERENT * min(a[0], b[0])]
+    return {"median_error": round(statistics.median(errors), 4) if errors else None,
+            "worst_error": round(max(errors), 4) if errors else None,
+            "ordered": round(sum(pairs) / len(pairs), 4) if pairs else None,
+            "num_predicted": len(errors), "num_ordered_pairs": len(pairs)}
+
+
+def report(entries: Sequence[dict[str, Any]]) -> str:
+    """The entries for a person, and what they come to."""
+    done = [e for e in entries if "contenders" in e]
+    rows = [[e["name"], f"{e['oper_step_ms']:.1f}", f"{e['predicted_step_ms']:.1f}",
+             *(_number(e[k], 1) for k in ("lower_bound_ms", "torchrec_step_ms")),
+             *(_number(e[k], 2) for k in ("ratio_step", "ratio_at_bound", "ratio_best_peer",
+                                          "bytes_ratio")),
+             "yes" if e["verified"] else "NO"] for e in done]
+    text = record.table(["case (emulated links)", "OPER ms", "predicted", "bound", "TorchRec",
+                         "ratio", "at bound", "best peer", "bytes", "verified"], rows) + (
+        "\nmedians over steps of the slowest rank; ratio = TorchRec's best plan / OPER, at bound = "
+        "TorchRec's best plan / bound;\nbest peer = its plan on OPER's runtime / OPER; bytes = "
+        "counted on the interfaces / simulated\n") if rows else ""
+    for objective in ("training", "inference"):
+        ratios = [e["ratio_step"] for e in done
+                  if e["objective"] == objective and e["in_grid"] and e["ratio_step"]]
+        if ratios:
+            text += (f"{objective}, {len(ratios)} cases of the grid: TorchRec's best / OPER median "
+                     f"{statistics.median(ratios):.2f}, least {min(ratios):.2f}\n")
+    sums = totals(entries)
+    if sums["median_error"] is not None:
+        text += (f"predicted against executed, {sums['num_predicted']} plans: median error "
+                 f"{100 * sums['median_error']:.1f} %, worst {100 * sums['worst_error']:.1f} %; "
+                 f"ordered right: {_number(sums['ordered'], 3)} of {sums['num_ordered_pairs']} "
+                 "pairs\n")
+    behind = [e["name"] for e in done
+              if any(x["runtime"] == "oper" and x.get("over_oper", {}).get("high", 1) < 0.98
+                     for x in e["contenders"].values())]
+    if behind:
+        text += f"a peer's plan executes faster, beyond 2 %: {', '.join(behind)}\n"
+    return text + record.noise_note(done) + "".join(
+        f"{why} {e['name']}: {e[why]}\n" for e in entries for why in ("skipped", "failed")
+        if why in e)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

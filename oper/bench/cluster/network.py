@@ -1,0 +1,313 @@
+"""Hosts on one machine: network namespaces, joined by bridges over rate-limited links.
+
+Every host is a namespace with one interface, whose other end is a port of a switch: a bridge in a
+namespace of its own, so that nothing in the machine's own network changes. A token bucket (tbf) at
+either end of a link limits one direction each. All names begin with `PREFIX`; what a run leaves
+behind that was killed is removed by the next one, by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from oper.bench.launch import Seat
+from oper.errors import OperError, fail
+from oper.locks import locked
+
+PREFIX = "oper-cluster-"
+INTERFACE = "eth0"
+_SUBNET = "10.213.7."  # inside the namespaces alone
+_UPLINK = "uplink"
+_NAMESPACES = Path("/run/netns")
+_BURST_S = 0.001  # a token bucket holds so much of its rate: idle time buys no speed
+_LEAST_BURST_BYTES = 16 << 10
+_QUEUE_BYTES = 32 << 20  # more than TCP keeps under way: nothing is dropped
+_PERIOD_US = 20_000  # of CPU quotas
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """A cluster: hosts, what they run, and how they are joined.
+
+    Attributes:
+        num_hosts: hosts.
+        mbits: Mbit/s of every host's link, in each direction.
+        ranks_per_host: processes of each host.
+        slow_host_share: what host 0's link has of that rate.
+        uplink_mbits: with two racks, of half of the hosts each: Mbit/s between them; 0 = one rack.
+        host_0_cpu: share of a core that each rank of host 0 may use at most; 1 = no limit.
+    """
+
+    num_hosts: int
+    mbits: float
+    ranks_per_host: int = 1
+    slow_host_share: float = 1.0
+    uplink_mbits: float = 0.0
+    host_0_cpu: float = 1.0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all hosts."""
+        return self.num_hosts * self.ranks_per_host
+
+    @property
+    def host_of(self) -> list[int]:
+        """Host of each rank; ranks are numbered through the hosts in order."""
+        return [r // self.ranks_per_host for r in range(self.world_size)]
+
+    @property
+    def rates(self) -> list[float]:
+        """Mbit/s of each host's link."""
+        return [self.mbits * (self.slow_host_share if h == 0 else 1.0)
+                for h in range(self.num_hosts)]
+
+    @property
+    def shape(self) -> tuple[int, int, bool, float]:
+        """What needs processes and namespaces of its own; rates change while they run."""
+        return self.num_hosts, self.ranks_per_host, self.uplink_mbits > 0, self.host_0_cpu
+
+    def rack_of(self, host: int) -> int:
+        """Which switch a host is joined to."""
+        return int(self.uplink_mbits > 0 and host >= self.num_hosts // 2)
+
+
+def why_not() -> str:
+    """Why namespaces cannot be made here; empty where they can."""
+    if os.geteuid() != 0:
+        return "it takes root to make network namespaces and limit their links"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} (iproute2) are not installed"
+    return ""
+
+
+def check_possible() -> None:
+    """Raise OperError, which says why, where namespaces cannot be made."""
+    reason = why_not()
+    if reason:
+        raise OperError(fail("cannot emulate a cluster", "user id", os.geteuid(),
+                             "root, with ip and tc",
+                             f"{reason}; run it as root, e.g. by sudo, or in a virtual machine"))
+
+
+def _run(*words: str) -> str:
+    """What a command prints; raises OperError with its message where it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OperError(fail("cannot emulate a cluster", "command", " ".join(words), "exit code 0",
+                             f"it says: {done.stderr.strip()}"))
+    return done.stdout
+
+
+def host_name(host: int) -> str:
+    """Namespace of a host."""
+    return f"{PREFIX}{host}"
+
+
+def _switch_name(rack: int) -> str:
+    return f"{PREFIX}switch{rack}"
+
+
+def set_rates(links: Links, is_limited: bool) -> None:
+    """Limit the links of a cluster that is up, or let them go as fast as the machine can."""
+    ends = []
+    for host, rate in enumerate(links.rates):
+        ends += [(host_name(host), INTERFACE, rate),
+                 (_switch_name(links.rack_of(host)), f"port{host}", rate)]
+    if links.uplink_mbits:
+        ends += [(_switch_name(rack), _UPLINK, links.uplink_mbits) for rack in (0, 1)]
+    for space, device, rate in ends:
+        words = ["tc", "-n", space, "qdisc", "replace", "dev", device, "root"]
+        if is_limited:
+            burst = max(_LEAST_BURST_BYTES, round(rate * 1e6 / 8 * _BURST_S))
+            words += ["tbf", "rate", f"{round(rate * 1000)}kbit", "burst", str(burst),
+                      "limit", str(_QUEUE_BYTES)]
+        else:
+            words += ["pfifo", "limit", "10000"]
+        _run(*words)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Of one interface, since it is there.
+
+    Attributes:
+        sent_bytes, sent_packets, received_bytes: with the headers of all protocols.
+    """
+
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
+
+
+def read_counters() -> Counters:
+    """Of the interface of the host that this process runs on."""
+    folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
+    return Counters(*(int((folder / name).read_text())
+                      for name in ("tx_bytes", "tx_packets", "rx_bytes")))
+
+
+def num_dropped(links: Links) -> int:
+    """Packets that the limits of a cluster have dropped since they were last set."""
+    spaces = [host_name(h) for h in range(links.num_hosts)]
+    spaces += [_switch_name(rack) for rack in range(1 + (links.uplink_mbits > 0))]
+    words = " ".join(_run("tc", "-n", space, "-s", "qdisc", "show") for space in spaces)
+    return sum(int(part.split(",")[0]) for part in words.split("(dropped ")[1:])
+
+
+# -- processor time --------------------------------------------------------------------------------
+
+
+def why_no_quota() -> str:
+    """Why processor time cannot be limited here; empty where it can."""
+    return "" if _quota_root() else (
+        f"no writable cgroup with the cpu controller under {str(_CGROUP)!r}")
+
+
+def _quota_root() -> tuple[Path, bool] | None:
+    """The cgroup that has the cpu controller, and whether it is of version 2."""
+    with contextlib.suppress(OSError):
+        if "cpu" in (_CGROUP / "cgroup.subtree_control").read_text().split():
+            return (_CGROUP, True) if os.access(_CGROUP, os.W_OK) else None
+    one = _CGROUP / "cpu"
+    return (one, False) if (one / "cpu.cfs_quota_us").exists() and os.access(one, os.W_OK) else None
+
+
+def _make_quota(cores: float) -> Path:
+    """A cgroup whose processes get so many cores."""
+    root = _quota_root()
+    if root is None:
+        raise OperError(fail("cannot slow a host down", "cgroup", str(_CGROUP),
+                             "a writable one with the cpu controller", why_no_quota()))
+    folder = root[0] / f"{PREFIX}0"
+    folder.mkdir(exist_ok=True)
+    quota = str(round(cores * _PERIOD_US))
+    if root[1]:
+        (folder / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+    else:
+        (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+        (folder / "cpu.cfs_quota_us").write_text(quota)
+    return folder
+
+
+# -- setting up and taking down --------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Cluster:
+    """A cluster that is up.
+
+    Attributes:
+        links: what it is like.
+        seats: where each rank runs.
+    """
+
+    links: Links
+    seats: list[Seat] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def cluster(links: Links) -> Iterator[Cluster]:
+    """Namespaces, bridges and unlimited links, which are gone afterwards. One at a time.
+
+    SIGTERM ends the program as if by `sys.exit` in the meantime, so that they go then, too.
+
+    Raises:
+        OperError: not root, no ip or tc, or the kernel refuses something; says which.
+        InvalidInputError: another process runs a cluster.
+    """
+    check_possible()
+    with locked(Path(tempfile.gettempdir()) / f"{PREFIX}lock", "cannot emulate a cluster"):
+        remove_leftovers()
+        before = signal.signal(signal.SIGTERM, _exit)
+        try:
+            yield _set_up(links)
+        finally:
+            remove_leftovers()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _set_up(links: Links) -> Cluster:
+    for rack in range(1 + (links.uplink_mbits > 0)):
+        space = _switch_name(rack)
+        _run("ip", "netns", "add", space)
+        _run("ip", "-n", space, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", space, "link", "set", "bridge", "up")
+    if links.uplink_mbits:
+        _run("ip", "-n", _switch_name(0), "link", "add", _UPLINK, "type", "veth", "peer", "name",
+             _UPLINK, "netns", _switch_name(1))
+        for rack in (0, 1):
+            _run("ip", "-n", _switch_name(rack), "link", "set", _UPLINK, "master", "bridge", "up")
+    for host in range(links.num_hosts):
+        space, switch, port = host_name(host), _switch_name(links.rack_of(host)), f"port{host}"
+        _run("ip", "netns", "add", space)
+        _run("ip", "-n", space, "link", "add", INTERFACE, "type", "veth", "peer", "name", port,
+             "netns", switch)
+        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        _run("ip", "-n", space, "addr", "add", f"{_SUBNET}{host + 1}/24", "dev", INTERFACE)
+        for device in (INTERFACE, "lo"):
+            _run("ip", "-n", space, "link", "set", device, "up")
+    quota = _make_quota(links.host_0_cpu * links.ranks_per_host) if links.host_0_cpu < 1 else None
+    seats = []
+    for rank, host in enumerate(links.host_of):
+        environment = {"LOCAL_RANK": str(rank % links.ranks_per_host),
+                       "LOCAL_WORLD_SIZE": str(links.ranks_per_host),
+                       "MASTER_ADDR": f"{_SUBNET}1", "MASTER_PORT": "29500",
+                       "GLOO_SOCKET_IFNAME": INTERFACE}
+        seats.append(Seat(("ip", "netns", "exec", host_name(host)), environment,
+                          quota / "cgroup.procs" if quota and host == 0 else None))
+    return Cluster(links, seats)
+
+
+def remove_leftovers() -> None:
+    """End what runs in namespaces of this benchmark, and remove them and its cgroup."""
+    names = [p.name for p in _NAMESPACES.glob(f"{PREFIX}*")] if _NAMESPACES.is_dir() else []
+    for name in names:
+        # One of them may be half made: then it holds no processes either.
+        found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True,
+                               check=False).stdout.split()
+        _end([int(pid) for pid in found])
+        _run("ip", "netns", "del", name)
+    root = _quota_root()
+    if root is None:
+        return
+    folder = root[0] / f"{PREFIX}0"
+    for _ in range(50):  # a process leaves it a moment after its end
+        with contextlib.suppress(FileNotFoundError, OSError):
+            folder.rmdir()
+        if not folder.exists():
+            break
+        time.sleep(0.1)
+
+
+def _end(pids: Sequence[int]) -> None:
+    """Kill processes and wait for their end."""
+    handles: list[Any] = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            handles.append(os.pidfd_open(pid))
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    for handle in handles:
+        waiting = select.poll()
+        waiting.register(handle, select.POLLIN)
+        waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3)
+        os.close(handle)

@@ -1,0 +1,169 @@
+"""The cluster benchmark: emulated hosts, what runs on them, and what is left when it is killed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oper import cli
+from oper.bench import record
+from oper.bench.calibrate import as_toml
+from oper.bench.cluster import grid, network
+from oper.bench.cluster.case import Case
+from oper.bench.cluster.network import Links, cluster, why_no_quota, why_not
+from oper.bench.workload import NO_ID, Workload, bags_of, batch_ids, make_kjt
+from oper.errors import InvalidInputError
+from oper.report.bench_page import bench_page
+from oper.topology import Topology
+
+pytest.importorskip("torchrec")
+
+emulated = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
+ROOT = Path(__file__).resolve().parents[2]
+TINY = Workload((3000, 400, 30), 16, 256, 4, lengths=(4, 1, 4))
+CASE = Case("tiny", Links(2, 50), TINY, num_batches=4, num_stats_batches=4, timed_s=0.1)
+# What another process does until it is told to end.
+_BUSY = """
+import subprocess, sys, time
+from oper.bench.cluster.network import Links, cluster
+with cluster(Links(2, 100)) as up:
+    child = subprocess.Popen([*up.seats[0].command, "sleep", "600"])
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def _namespaces() -> list[str]:
+    folder = Path("/run/netns")
+    return [p.name for p in folder.glob(f"{network.PREFIX}*")] if folder.is_dir() else []
+
+
+def _run(*cases: Case) -> list[dict[str, Any]]:
+    return list(grid._run_group(cases, as_toml(Topology.this_host(2))))
+
+
+@emulated
+def test_two_hosts_measure_and_verify() -> None:
+    entry, = _run(CASE)
+    assert entry["verified"] is True, entry["contenders"]
+    assert not _namespaces()
+    # Both directions at once: one at a time is half of it.
+    assert all(37 < x < 55 for x in entry["measured"]["link_mbits"])
+    found = entry["contenders"]
+    assert {"oper", "torchrec-table_wise", "torchrec-mixed", "torchrec-column_wise",
+            "torchrec-any"} <= set(found)
+    assert found["oper"]["step"]["n"] >= 12 and entry["oper_step_ms"] > 0
+    names = [n for n, x in found.items() if x["runtime"] == "oper"] + [
+        n for x in found.values() for n in x["also"]] + list(entry["left_out"])
+    assert {"row-wise", "random", "ugache-lp", "hugectr-split-and-place"} <= set(names)
+    timed = [x for n, x in found.items() if not x["is_screened_only"] and n != "oper"]
+    assert timed and all(x["over_oper"]["low"] <= x["over_oper"]["mean"] <= x["over_oper"]["high"]
+                         for x in timed)
+    best = min((x["executed_ms"], n) for n, x in found.items() if x["runtime"] == "torchrec")
+    assert (entry["torchrec_step_ms"], entry["torchrec_best"]) == best
+    assert entry["ratio_step"] == pytest.approx(best[0] / entry["oper_step_ms"], rel=1e-3)
+    # What is counted is what is simulated, headers of TCP, its acknowledgements and two barriers.
+    assert 1.0 <= entry["bytes_ratio_without_headers"] < entry["bytes_ratio"] < 1.4
+    assert entry["dropped_packets"] == 0
+    assert "tiny" in grid.report([entry])
+    value = record.record("cluster", ["oper"], [entry], 0.0) | grid.totals([entry])
+    assert "torchrec-any" in bench_page(value)
+
+
+@emulated
+@pytest.mark.slow
+def test_irregular_clusters_and_inference() -> None:
+    links = Links(3, 80, ranks_per_host=2, slow_host_share=0.5, uplink_mbits=60,
+                  host_0_cpu=0.9 if not why_no_quota() else 1.0)
+    entry, lookups = _run(
+        replace(CASE, links=links, in_grid=False),
+        replace(CASE, name="lookups", links=links, objective="inference", memory_share=0.5))
+    for found in (entry, lookups):
+        assert found["verified"] is True, found["contenders"]
+        slow, *others = found["measured"]["link_mbits"]
+        assert slow < 45 and all(x < 85 for x in others)
+    assert lookups["objective"] == "inference" and "ddp-dense" in lookups["left_out"]
+
+
+@emulated
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left(number: signal.Signals) -> None:
+    busy = subprocess.Popen([sys.executable, "-c", _BUSY], stdout=subprocess.PIPE, text=True,
+                            cwd=ROOT, stderr=subprocess.DEVNULL,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert busy.stdout is not None
+    child = os.pidfd_open(int(busy.stdout.readline()))
+    with pytest.raises(InvalidInputError, match="process"), cluster(Links(2, 100)):
+        pass
+    assert _namespaces()
+    busy.send_signal(number)
+    assert busy.wait(timeout=60) != 0
+    busy.stdout.close()
+    if number == signal.SIGKILL:
+        assert len(_namespaces()) == 3  # two hosts and a switch
+        with cluster(Links(4, 100, uplink_mbits=50)) as up:
+            assert len(_namespaces()) == 6 and len(up.seats) == 4
+    assert not _namespaces()
+    assert select.select([child], [], [], 10)[0]  # what ran on a host has ended
+    os.close(child)
+
+
+def test_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert cli.main(["bench", "cluster", "--quick"]) == 1
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 1 and "root" in told[0] and "sudo" in told[0]
+
+
+def test_totals_count_what_the_model_models() -> None:
+    def contender(runtime: str, executed: float, predicted: float | None) -> dict[str, Any]:
+        return {"runtime": runtime, "executed_ms": executed, "predicted_ms": predicted}
+
+    entries = [
+        {"contenders": {"oper": contender("oper", 100, 90), "a": contender("oper", 200, 150),
+                        "b": contender("oper", 202, 140), "c": contender("oper", 300, 145),
+                        "t": contender("torchrec", 400, 10), "d": contender("torch", 50, None)}},
+        {"skipped": "no cgroup"}]
+    found = grid.totals(entries)
+    # Errors 0.1, 0.25, 0.307, 0.517; a and b are too close to have an order, a and c have another.
+    assert found["median_error"] == pytest.approx((0.25 + 62 / 202) / 2, abs=1e-3)
+    assert found["worst_error"] == pytest.approx(155 / 300, abs=1e-3)
+    assert found["ordered"] == pytest.approx(4 / 5) and found["num_ordered_pairs"] == 5
+    assert grid.totals([])["ordered"] is None
+
+
+def test_the_grid() -> None:
+    every = grid.cases(False)
+    counted = [c for c in every if c.in_grid]
+    assert len([c for c in counted if c.objective == "training"]) == 27
+    lookups = [c for c in counted if c.objective == "inference"]
+    assert len(lookups) == 9 and all(c.links.num_hosts == 4 and c.memory_share == 0.5
+                                     for c in lookups)
+    assert len({c.name for c in every}) == len(every)
+    assert all(c.work.batch_size == 4096 and len(c.work.num_rows) == 26 and
+               max(c.work.num_rows) == 200_000 for c in every)
+    assert Case.from_json(every[-1].to_json()) == every[-1]
+    shapes = [c.links.shape for c in every]  # cases of one cluster follow each other
+    assert len(set(shapes)) == 1 + sum(a != b for a, b in itertools.pairwise(shapes))
+
+
+def test_bags_of_several_lengths() -> None:
+    ids = batch_ids(TINY, 0, 2, 0)
+    assert ids.shape == (3, 128 * 4) and (ids[1] == NO_ID).sum() == 128 * 3
+    bags = bags_of(TINY, ids)
+    assert [b.size for b, _ in bags] == [512, 128, 512]
+    kjt = make_kjt(TINY, ids)
+    assert kjt.values().tolist() == np.concatenate([b for b, _ in bags]).tolist()
+    assert kjt.lengths().tolist() == np.concatenate([x for _, x in bags]).tolist()
+    with pytest.raises(InvalidInputError, match="lengths"):
+        replace(TINY, lengths=(4, 1))
