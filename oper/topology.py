@@ -214,18 +214,18 @@ class Topology:
 
         Args:
             world_size: number of ranks.
-            memory_share: share of the available memory that tables may take.
+            memory_share: share of its memory that tables may take.
 
         ``oper calibrate`` replaces the assumed constants by measured ones.
         """
-        available = 8e9
+        memory = 8e9
         try:
             for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-                if line.startswith("MemAvailable:"):
-                    available = float(line.split()[1]) * 1024
+                if line.startswith("MemTotal:"):
+                    memory = float(line.split()[1]) * 1024
         except OSError:
             pass
-        domain = Domain(tuple(range(world_size)), 0, max(1, int(available * memory_share)),
+        domain = Domain(tuple(range(world_size)), 0, max(1, int(memory * memory_share)),
                         40.0, 120.0, 32 << 20, 40.0, 40.0)
         # Order of magnitude of one current server core; measured values come from calibration.
         costs = Costs(phase_us=30.0, id_ns=3.0, sort_ns=5.0, reduce_ns=6.0, update_ns=12.0)
@@ -238,7 +238,7 @@ class Topology:
         Args:
             domain_of: index of each rank's memory domain, by rank; a domain is a host. Ranks that
                 do not follow each other count as hosts of their own.
-            memory_share: share of a host's available memory that tables may take.
+            memory_share: share of a host's memory that tables may take.
         """
         here = Topology.this_host(len(domain_of), memory_share)
         starts = [r for r in range(len(domain_of)) if r == 0 or domain_of[r] != domain_of[r - 1]]
