@@ -152,7 +152,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
             ("plan", (Plan, *file), "a Plan, a plan file, or None"),
             ("topology", (Topology, *file), "a Topology, a file or a name of one, or None"),
             ("optimizer", Optimizer | None, "oper.SGD(lr=...), oper.RowWiseAdagrad(lr=...), "
-             "another optimizer of docs/optimizers.md, or None")):
+             "another optimizer of docs/reference/optimizers.md, or None")):
         if not isinstance(given[name], kinds):
             raise InvalidInputError(fail("cannot shard", name, given[name], expected, "correct it"))
     paths = given["modules"]

@@ -122,7 +122,7 @@ def test_every_declaration_is_used() -> None:
 
 
 def test_errors_and_pages_name_extras_that_exist() -> None:
-    pages = [*MODULES.values(), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    pages = [*MODULES.values(), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     named = {e.strip() for p in pages
              for part in re.findall(r"oper\[([a-z, ]+)\]", p.read_text(encoding="utf-8"))
              for e in part.split(",")}

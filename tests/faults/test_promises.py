@@ -1,4 +1,4 @@
-"""Every promise of `docs/reliability.md` names tests, and they are there."""
+"""Every promise of `docs/explanation/reliability.md` names tests, and they are there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMED = re.compile(r"`([^`]+)`")
 
 def _promises() -> list[tuple[str, list[str]]]:
     """What is promised, and what is named as its tests."""
-    page = (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "reliability.md").read_text()
     table = page.split("## Promises", 1)[1].split("\n## ", 1)[0]
     rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     return [(row[0].strip(), _NAMED.findall(row[-1])) for row in rows[1:]]
