@@ -241,7 +241,7 @@ def test_blocks_that_are_not_run_say_why() -> None:
         for block in blocks(page):
             where = f"{name_of(page)}:{block.line}"
             assert block.language, f"{where}: name the language of the block"
-            known = (*PYTHON, *SHELL, *FILES, "text", "mermaid")
+            known = (*PYTHON, *SHELL, *FILES, "text")
             assert block.language in known, f"{where}: {block.language}"
             if block.text.startswith(SKIPPED.rstrip()):
                 assert len(block.text.splitlines()[0]) > len(SKIPPED) + 5, where
