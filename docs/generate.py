@@ -1,8 +1,9 @@
-"""Pages of the site that are made, as hooks of MkDocs: references from the code, and copies of pages
-that lie outside of ``docs/``.
+"""Pages of the site that are made, as hooks of MkDocs: references from the code, and copies of
+pages that lie outside of ``docs/``.
 
-Each function of `GENERATED` gives the Markdown of one page. Links between pages are written as paths
-in the repository, so that they work there as well; `rewritten` turns them into paths of the site.
+Each function of `GENERATED` gives the Markdown of one page. Links between pages are written as
+paths in the repository, so that they work there as well; `rewritten` turns them into paths of the
+site.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def cli() -> str:
     from oper.cli import VERBS, build_parser
 
     lines = ["# Command line", "",
-             "Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, "
-             "3 no plan fits the machine, 130 interrupted.", ""]
+             "Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failure, "
+             "2 usage, 3 no plan fits the machine, 130 interrupted.", ""]
     for verb, (_, about) in VERBS.items():
         lines.append(f"- [`oper {verb}`](#oper-{verb}): {about}")
     for verb in VERBS:
@@ -126,7 +127,7 @@ def _spelled(action: argparse.Action) -> str:
 
 def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     text = (action.help or "") % {"prog": parser.prog, **vars(action)}
-    return _cell(text + (" Required." if action.required and action.option_strings else ""))
+    return _cell(text + (" (required)" if action.required and action.option_strings else ""))
 
 
 def _cell(text: str) -> str:
@@ -138,8 +139,8 @@ def environment() -> str:
     from oper.environment import BUILD, VARIABLES
 
     lines = ["# Environment variables", "",
-             "A variable that is set to nothing counts as unset. A value that a variable may not have "
-             "is refused before anything begins; `oper doctor` lists those that are set."]
+             "A variable that is set to nothing counts as unset. A value that a variable may not "
+             "have is refused before anything begins; `oper doctor` lists those that are set."]
     for title, at in (("At run time", False), ("When OPER is built", True)):
         lines += ["", f"## {title}", "", "| variable | meaning | values |", "|---|---|---|"]
         lines += [f"| `{name}` | {_cell(v.about)} | {_cell(v.expected) or 'any'} |"
@@ -218,10 +219,10 @@ def metrics() -> str:
     families = [family for metric in vars(WorkerMetrics()).values() if hasattr(metric, "collect")
                 for family in metric.collect()]
     lines = ["# Server metrics", "",
-             "`GET /metrics` of `oper serve` answers in Prometheus' format, for all workers together. "
-             "Percentiles are computed by Prometheus: "
-             "`histogram_quantile(0.99, rate(oper_request_seconds_bucket[1m]))`. Gauges are refreshed "
-             "twice a second.", "", "| metric | kind | meaning |", "|---|---|---|"]
+             "`GET /metrics` of `oper serve` answers in Prometheus' format, for all workers "
+             "together. Percentiles are computed by Prometheus: "
+             "`histogram_quantile(0.99, rate(oper_request_seconds_bucket[1m]))`. Gauges are "
+             "refreshed twice a second.", "", "| metric | kind | meaning |", "|---|---|---|"]
     for family in [*families, *_Supervised(counts).collect()]:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         lines.append(f"| `{name}` | {family.type} | {_cell(family.documentation)} |")

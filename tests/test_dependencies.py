@@ -34,7 +34,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "examples": ("torchrec",),
 }
 # Programs, not modules: nothing imports them.
-TOOLS = {"clang-format", "codespell", "mypy", "pytest-xdist", "ruff"}
+TOOLS = {"clang-format", "codespell", "mkdocs", "mkdocs-material", "mkdocstrings", "mypy",
+         "pytest-xdist", "ruff"}
 # Distributions whose names are not those of their modules.
 DISTRIBUTIONS = {"mlperf_loadgen": "mlcommons-loadgen"}
 

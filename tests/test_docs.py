@@ -2,8 +2,8 @@
 
 The blocks of a page run in their order in one folder: Python in one interpreter, commands in one
 shell. A block with the name of a file as its title becomes that file. A block that is not run says
-why in its first line: "# Not run by the tests: ...". Pages other than tutorials begin in a folder with
-the files of `WORKSPACE`.
+why in its first line: "# Not run by the tests: ...". Pages other than tutorials begin in a folder
+with the files of `WORKSPACE`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,10 +132,8 @@ class Shell:
 
     def close(self) -> None:
         """End the shell with all that it has started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._bash.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._bash.wait()
 
 
