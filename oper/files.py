@@ -253,8 +253,8 @@ def _parsed(text: str | bytes, what: str, kind: str, parse: Callable[[str], Any]
         return parse(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
         raise FileFormatError(
-            f"{what}: {error}, expected {kind}; it is truncated, damaged or foreign, correct it or "
-            "write it again") from None
+            f"{what}: {error}, expected {kind}; it is truncated, damaged or of another kind: "
+            "write it again, or mend it where it was edited by hand") from None
 
 
 def write_arrays(

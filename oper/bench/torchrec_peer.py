@@ -42,7 +42,7 @@ class PeerOptions:
     def __post_init__(self) -> None:
         if self.kind not in PLAN_KINDS:
             raise InvalidInputError(fail("cannot build the TorchRec side", "kind", self.kind,
-                                         f"one of {PLAN_KINDS}", "correct it"))
+                                         f"one of {PLAN_KINDS}", "choose a kind of TorchRec plan"))
 
 
 @dataclass(slots=True)

@@ -84,7 +84,7 @@ def run_bench(args: argparse.Namespace) -> int:
     if not chosen:
         raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
                                      args.cases, f"a pattern for {[c.name for c in every]}",
-                                     "correct it"))
+                                     "change the pattern, or leave --only out to run all cases"))
     if hasattr(module, "ordered"):
         chosen = module.ordered(args, chosen)
     if args.json:

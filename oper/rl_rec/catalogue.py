@@ -43,7 +43,7 @@ class Catalogue:
                 ("seed", self.seed >= 0, ">= 0")):
             if not ok:
                 raise InvalidInputError(fail("invalid catalogue", name, getattr(self, name),
-                                             expected, "correct it"))
+                                             expected, "choose a value in that range"))
 
 
 def invent(catalogue: Catalogue) -> Interactions:

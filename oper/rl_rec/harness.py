@@ -53,7 +53,7 @@ class FitOptions:
         for name in ("epochs", "batch_size", "lr", "max_norm", "eval_every", "patience"):
             if not getattr(self, name) > 0:
                 raise InvalidInputError(fail("invalid options", name, getattr(self, name), "> 0",
-                                             "correct it"))
+                                             "choose a positive value"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,7 +313,7 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise InvalidInputError(fail("cannot read tables", "tables", args.tables,
                                      "a JSON list of objects with TableSpec's fields",
-                                     "correct it"))
+                                     "write it as oper.TableSpec.to_json does"))
     return [TableSpec.from_json(v) for v in value]
 
 

@@ -263,7 +263,8 @@ def _with_model(values: dict[str, Any]) -> dict[str, Any]:
     except InvalidInputError:
         raise
     except ValueError as error:  # models outside this package's errors
-        raise InvalidInputError(f"invalid training configuration: model.{error}; correct it"
+        raise InvalidInputError(f"invalid training configuration: model.{error}; change it "
+                                "in the section [model], or with --set model.KEY=VALUE"
                                 ) from None
     return {**values, "model_name": name, "model": model}
 
@@ -336,4 +337,5 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
     return _KeyError(
-        fail("invalid training configuration", name, value, expected, "correct it"), {name})
+        fail("invalid training configuration", name, value, expected,
+             "change it in the configuration file, or with --set KEY=VALUE"), {name})
