@@ -81,14 +81,14 @@ def api() -> str:
 
 def cli() -> str:
     """Every command with its arguments, from its parser."""
-    from oper.cli import VERBS, build_parser
+    from oper.cli import COMMANDS, build_parser
 
     lines = ["# Command line", "",
              "Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failure, "
              "2 usage, 3 no plan fits the machine, 130 interrupted.", ""]
-    for verb, (_, about) in VERBS.items():
+    for verb, (_, about) in COMMANDS.items():
         lines.append(f"- [`oper {verb}`](#oper-{verb}): {about}")
-    for verb in VERBS:
+    for verb in COMMANDS:
         lines += _command(_children(build_parser(verb))[verb], 2)
     return "\n".join(lines) + "\n"
 

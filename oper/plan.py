@@ -275,7 +275,7 @@ class Plan:
         except (TypeError, KeyError) as error:
             raise FileFormatError(
                 f"{what}: {type(error).__name__} {error}, expected a JSON plan file; the file is "
-                "truncated, damaged or foreign, write it again") from None
+                "truncated, damaged or of another kind, write it again") from None
         if kind != PLAN_KIND or type(version) is not int or version != PLAN_VERSION:
             raise FileFormatError(fail(what, "kind, version", (kind, version),
                                        f"{(PLAN_KIND, PLAN_VERSION)}",

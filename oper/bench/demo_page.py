@@ -34,7 +34,7 @@ def _data(found: Mapping[str, Any]) -> str:
         f"({data['rows']['train']:,} train, {data['rows']['valid']:,} validation, later in time)",
         f"{len(tables)} tables with {total:,} rows"
         + (f", {capped} of them capped at {data['max_table_rows']:,}" if capped else "")
-        + "; share of lookups that meet the hottest rows, largest tables:",
+        + "; share of lookups that go to the hottest rows, largest tables:",
         table(("table", "rows", "hottest row", "top 1%", "top 10%"), rows)])
 
 

@@ -274,7 +274,7 @@ def as_text(value: dict[str, Any]) -> str:
              f"({constants} constants), {value['world_size']} ranks, batch size per rank "
              f"{value['batch_size']}", "",
              f"{'phase':10s} {'predicted us':>13s} {'replayed us':>13s} {'slowest us':>13s}  "
-             f"busy with"]
+             f"limited by"]
     for p in value["phases"]:
         lines.append(f"{p['name']:10s} {p['predicted_us']:13.1f} {p['replayed_us']:13.1f} "
                      f"{p['slowest_replayed_us']:13.1f}  {p['binding']}")

@@ -13,7 +13,7 @@ from oper.rl_rec.interactions import HeldOut, Interactions
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What is invented.
+    """What is generated.
 
     Attributes:
         num_items: items of the catalogue; 0 = no catalogue.

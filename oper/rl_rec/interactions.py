@@ -148,7 +148,7 @@ class Interactions:
         return np.bincount(self.items[self.training_rows()], minlength=self.num_items)
 
     def rows_between(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row numbers of several stretches ``first[k]:last[k]`` one after another, int64 [L], and
+        """Row numbers of several ranges ``first[k]:last[k]`` one after another, int64 [L], and
         their lengths int64 [K]."""
         lengths = last - first
         starts = np.cumsum(lengths) - lengths

@@ -213,7 +213,8 @@ def run_verify(args: argparse.Namespace) -> int:
         print(f"cutoff      {found.cutoff_us:12.1f} us   only faster plans were bounded")
     if found.certified:
         print(f"gap         {100 * found.gap:12.3f} %\n"
-              f"verified: no plan of this space is faster than {found.lower_bound_us:.1f} us")
+              "verified: no plan of the searched space is faster than "
+              f"{found.lower_bound_us:.1f} us")
     else:
         print(f"not certified: {found.why}")
     return 0 if found.certified else 1
