@@ -1,4 +1,4 @@
-"""``oper demo``: the main job end to end, beside TorchRec and the unsharded model, on one page."""
+"""``oper demo``: statistics, plan and training of a log, with TorchRec and the unsharded model."""
 
 from __future__ import annotations
 

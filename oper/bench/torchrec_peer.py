@@ -41,7 +41,7 @@ class PeerOptions:
 
     def __post_init__(self) -> None:
         if self.kind not in PLAN_KINDS:
-            raise InvalidInputError(fail("cannot build the TorchRec side", "kind", self.kind,
+            raise InvalidInputError(fail("cannot build TorchRec's model", "kind", self.kind,
                                          f"one of {PLAN_KINDS}", "choose a kind of TorchRec plan"))
 
 
