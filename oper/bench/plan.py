@@ -233,8 +233,9 @@ def report(entries: Sequence[Mapping[str, Any]]) -> str:
              *("-" if e[k] is None else f"{e[k]:.2f}"
                for k in ("ratio_vs_best_peer", "ratio_vs_torchrec"))]
             for e in done]
-    text = record.table(["case (modelled)", "step us", "gap %", "proved %", "seconds", "best baseline",
-                         "baseline / OPER", "TorchRec / OPER"], rows) + "\n" if rows else ""
+    head = ["case (modelled)", "step us", "gap %", "proved %", "seconds", "best baseline",
+            "baseline / OPER", "TorchRec / OPER"]
+    text = record.table(head, rows) + "\n" if rows else ""
     return text + _summary(done) + "".join(f"{why} {e['name']}: {e[why]}\n" for e in entries
                                            for why in ("skipped", "failed") if why in e)
 
