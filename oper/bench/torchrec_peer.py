@@ -41,8 +41,8 @@ class PeerOptions:
 
     def __post_init__(self) -> None:
         if self.kind not in PLAN_KINDS:
-            raise InvalidInputError(fail("cannot build TorchRec's model", "kind", self.kind,
-                                         f"one of {PLAN_KINDS}", "choose a kind of TorchRec plan"))
+            raise InvalidInputError(fail("cannot build the TorchRec side", "kind", self.kind,
+                                         f"one of {PLAN_KINDS}", "correct it"))
 
 
 @dataclass(slots=True)

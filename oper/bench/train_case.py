@@ -141,11 +141,11 @@ class _Runner:
     def _build(self, plan: Plan, checks: Checks) -> Reference | None:
         """All contenders, alive together; the unsharded model on rank 0."""
         whole = self.case.whole_model
-        self.progress("building OPER's model")
+        self.progress("building OPER's side")
         oper, model = build_oper(self.work, whole, plan, keep_reference=self.rank == 0)
         self.sides = [oper]
         for kind in PLAN_KINDS:
-            self.progress(f"building TorchRec's model, {kind}")
+            self.progress(f"building TorchRec's {kind} side")
             self.sides.append(build_torchrec(self.work, whole, kind, self.world_size))
         if not whole:
             # The same output gradient for every side and every step.

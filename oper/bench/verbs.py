@@ -26,8 +26,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "simulator": ("oper.bench.simulator", "policies of a simulated shop, learned from a log"),
     "recommenders": ("oper.bench.recommenders",
                      "recommenders on real logs: full ranking, with intervals"),
-    "plan": ("oper.bench.plan",
-             "gaps and times of plans on modelled machines, and other planners' plans"),
+    "plan": ("oper.bench.plan", "the planner: gaps, times, peers' plans, on modelled machines"),
 }
 _COMMON = ("command", "benchmark", "json", "cases", "quick")
 
