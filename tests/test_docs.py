@@ -8,6 +8,7 @@ with the files of `WORKSPACE`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -320,3 +321,23 @@ def test_links_of_copied_pages_are_those_of_the_site() -> None:
     text = "[a](../docs/x/y.md#z) [b](README.md) [c](lookup.json) [d](https://e.f)"
     assert GENERATE["rewritten"](text, "benchmarks/README.md", "project/benchmarks.md") == (
         "[a](../x/y.md#z) [b](benchmarks.md) c (`benchmarks/lookup.json`) [d](https://e.f)")
+
+
+# ---- notebooks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/notebooks/*.ipynb")),
+                         ids=lambda p: p.stem)
+def test_notebooks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert len(cells) > 2 and not any(c.get("outputs") for c in notebook["cells"])
+    folder = tmp_path / "notebook"
+    folder.mkdir()
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    with opened(Interpreter, folder) as interpreter:
+        for cell in cells:
+            interpreter.run(cell)
