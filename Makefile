@@ -29,12 +29,12 @@ endif
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo [DATA=train.txt]  the main job end to end, beside TorchRec"
+	@echo "make demo [DATA=train.txt]  statistics, plan and training beside TorchRec"
 	@echo "make test [ARGS=...]        the tests"
 	@echo "make test-faults            kill, stop, slow down, fill up, damage; prints a table"
 	@echo "make test-sanitizers        the native libraries under the compiler's sanitizers"
 	@echo "make lint                   ruff, mypy and codespell"
-	@echo "make docs                   links, examples and spelling of the documents"
+	@echo "make docs                   the documents as a site in build/site; links, blocks, spelling"
 	@echo "make wheel-test             build a wheel from a source distribution, install it elsewhere, try it"
 	@echo "make sdist wheels           a release in dist/: sources, and manylinux wheels (needs docker)"
 	@echo "make setup                  only install into $(VENV) and build"
@@ -93,7 +93,9 @@ lint: setup
 
 docs: setup
 	$(BIN)/codespell *.md docs
-	$(BIN)/python -m pytest tests/test_readme.py $(ARGS)
+	@$(PIP) install --quiet -r requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
 wheel-test: setup
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)

@@ -1,6 +1,6 @@
-"""The ``oper`` command: finds the verb and imports only what that verb needs.
+"""The ``oper`` command: finds the command and imports only what it needs.
 
-A verb lives in a module with two functions, ``configure_<name>(parser)`` and
+A command lives in a module with two functions, ``configure_<name>(parser)`` and
 ``run_<name>(args) -> int``. Results go to stdout, everything else to stderr. Exit codes: 0 ok,
 1 failure, 2 usage, 3 infeasible plan, 130 interrupted.
 """
@@ -22,36 +22,37 @@ from pathlib import Path
 from oper import __version__
 from oper.errors import OperError, PlanInfeasibleError, UsageError, fail
 
-VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
+COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
-    "analyze": ("oper.data.verbs", "count what the data looks up: access statistics"),
-    "generate": ("oper.data.verbs", "synthetic lookups and their statistics, for a workload"),
+    "analyze": ("oper.data.verbs", "count how often rows are looked up: access statistics"),
+    "generate": ("oper.data.verbs", "draw synthetic lookups of a workload, with their statistics"),
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),
     "verify": ("oper.search.verbs", "check the proof of a plan's lower bound, independently"),
-    "explain": ("oper.report.verbs", "say in words and figures what a plan does and why"),
-    "simulate": ("oper.report.simulation", "replay real batches through a plan: bytes and events"),
-    "report": ("oper.report.verbs", "one page with plots about statistics, a plan or a benchmark"),
-    "train": ("oper.train.verbs", "train from a configuration file: a DLRM, a recommender"),
+    "explain": ("oper.report.verbs",
+                "show what a plan does, what limits it and what would change it"),
+    "simulate": ("oper.report.simulation", "replay batches through a plan: bytes and a timeline"),
+    "report": ("oper.report.verbs", "make an HTML page about statistics, a plan or a benchmark"),
+    "train": ("oper.train.verbs", "train a DLRM or a recommender from a configuration file"),
     "serve": ("oper.serve.verbs", "score requests over HTTP; workers share one set of tables"),
-    "demo": ("oper.bench.demo", "the main job end to end on one page, beside TorchRec"),
-    "bench": ("oper.bench.verbs", "measure beside other systems and the machine's limits"),
-    "calibrate": ("oper.bench.calibrate", "measure this machine's constants of the cost model"),
-    "doctor": ("oper.doctor", "what is installed, what the machine offers, what is missing"),
+    "demo": ("oper.bench.demo", "statistics, plan and training of a click log, beside TorchRec"),
+    "bench": ("oper.bench.verbs", "compare with other systems and with the machine's limits"),
+    "calibrate": ("oper.bench.calibrate", "measure the cost model's constants on this machine"),
+    "doctor": ("oper.doctor", "show what is installed, what the machine has and what is missing"),
 }
 
 
-def build_parser(verb: str | None) -> argparse.ArgumentParser:
-    """The parser of the command line; only `verb` gets its own arguments (and its import)."""
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser of the command line; only `command` gets its own arguments (and its import)."""
     parser = argparse.ArgumentParser(
         prog="oper", description="Statistics-driven placement of embedding tables.",
-        epilog="'oper VERB --help' explains a verb. Exit codes: 0 ok, 1 failure, 2 usage, "
+        epilog="'oper COMMAND --help' explains a command. Exit codes: 0 ok, 1 failure, 2 usage, "
                "3 infeasible plan. OPER_DEBUG=1 shows where an error comes from.")
     parser.add_argument("--version", action="version", version=f"oper {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, (module, help_line) in VERBS.items():
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, help_line) in COMMANDS.items():
         about = help_line[:1].upper() + help_line[1:]
-        sub = verbs.add_parser(name, help=help_line, description=about)
-        if name == verb:
+        sub = commands.add_parser(name, help=help_line, description=about)
+        if name == command:
             getattr(importlib.import_module(module), f"configure_{name}")(sub)
     return parser
 
@@ -102,20 +103,20 @@ def _readable(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code (usage errors exit with 2)."""
     words = list(sys.argv[1:] if argv is None else argv)
-    verb = next((w for w in words if not w.startswith("-")), None)
+    command = next((w for w in words if not w.startswith("-")), None)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("oper").setLevel(logging.INFO)
     # A user of the command has no use for the line of code that warns.
     warnings.formatwarning = _format_warning
     try:
         _open_streams()
-        args = build_parser(verb).parse_args(words)
-        if args.verb != "doctor":  # which tells all that is wrong
+        args = build_parser(command).parse_args(words)
+        if args.command != "doctor":  # which tells all that is wrong
             from oper.environment import check_environment
 
-            check_environment(f"cannot run oper {args.verb}")
-        module = importlib.import_module(VERBS[args.verb][0])
-        code = int(getattr(module, f"run_{args.verb}")(args))
+            check_environment(f"cannot run oper {args.command}")
+        module = importlib.import_module(COMMANDS[args.command][0])
+        code = int(getattr(module, f"run_{args.command}")(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

@@ -253,8 +253,8 @@ def _parsed(text: str | bytes, what: str, kind: str, parse: Callable[[str], Any]
         return parse(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
         raise FileFormatError(
-            f"{what}: {error}, expected {kind}; it is truncated, damaged or foreign, correct it or "
-            "write it again") from None
+            f"{what}: {error}, expected {kind}; it is truncated, damaged or of another kind: "
+            "write it again, or mend it where it was edited by hand") from None
 
 
 def write_arrays(
@@ -358,7 +358,7 @@ def read_arrays(
         The arrays by name and the `meta` mapping.
 
     Raises:
-        FileFormatError: truncated, damaged, foreign, or of another kind or version.
+        FileFormatError: truncated, damaged, or of another kind or version.
         OSError: the file cannot be opened or read.
     """
     what = f"cannot read {os.fspath(path)!r} as {kind}"
@@ -384,7 +384,7 @@ def damage_told(what: str) -> Iterator[None]:
             raise
         raise FileFormatError(
             f"{what}: {error}, expected a complete file; the file is truncated, damaged or "
-            f"foreign, write it again") from error
+            "of another kind, write it again") from error
 
 
 def check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:

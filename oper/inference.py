@@ -1,7 +1,7 @@
 """`publish()` and `attach()`: one copy of a model's tables per host, read by any number of workers.
 
 A publisher process puts tables and dense weights into shared memory; workers attach to it by name.
-New weights replace the old ones atomically while requests flow. docs/inference.md tells how.
+New weights replace the old ones atomically while requests flow. docs/how-to/inference.md tells how.
 """
 
 from __future__ import annotations

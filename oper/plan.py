@@ -165,15 +165,15 @@ class Plan:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise PlanError(fail("invalid plan", "world_size", self.world_size, ">= 1",
-                                 "correct it"))
+                                 "state how many ranks the plan is for"))
         if self.objective not in OBJECTIVES:
             raise PlanError(fail("invalid plan", "objective", self.objective,
-                                 EXPECTED_OBJECTIVE, "correct it"))
+                                 EXPECTED_OBJECTIVE, "write training or inference"))
         for name in ("batch_size", "step_us", "lower_bound_us"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise PlanError(fail("invalid plan", name, value, ">= 0 and finite (0 = unknown)",
-                                     "correct it"))
+                                     "leave it out if it is unknown"))
         if self.lower_bound_us > self.step_us * (1 + 1e-9):
             raise PlanError(fail(
                 "invalid plan", "lower_bound_us", self.lower_bound_us,
@@ -276,7 +276,7 @@ class Plan:
         except (TypeError, KeyError) as error:
             raise FileFormatError(
                 f"{what}: {type(error).__name__} {error}, expected a JSON plan file; the file is "
-                "truncated, damaged or foreign, write it again") from None
+                "truncated, damaged or of another kind, write it again") from None
         if kind != PLAN_KIND or type(version) is not int or version != PLAN_VERSION:
             raise FileFormatError(fail(what, "kind, version", (kind, version),
                                        f"{(PLAN_KIND, PLAN_VERSION)}",
@@ -349,8 +349,8 @@ def tier_from_json(value: Mapping[str, Any]) -> Tier:
     known = tier.placement in PLACEMENTS and tier.mode in MODES  # else refused by that name
     if "sbp" in value and known and value["sbp"] != tier.notation():
         raise PlanError(fail("invalid tier", "sbp", value["sbp"],
-                             f"{tier.notation()!r} for a {tier.placement} tier with mode "
-                             f"{tier.mode}", "correct it or leave it out"))
+                             f"{tier.notation()!r} (placement {tier.placement}, mode {tier.mode})",
+                             "leave sbp out: it follows from placement and mode"))
     return tier
 
 
@@ -423,12 +423,14 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
     for piece in entry.pieces:
         if piece.start != at or piece.stop <= piece.start:
             raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
-                                 f"ranges that cover 0..{spec.dim} in order", "correct it"))
+                                 f"ranges that cover 0..{spec.dim} in order",
+                                 "list every column once, in order"))
         at = piece.stop
         _check_tiers(what, piece.tiers, spec.num_rows, world_size)
     if at != spec.dim:
         raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
-                             f"ranges that cover 0..{spec.dim}", "correct it"))
+                             f"ranges that cover 0..{spec.dim}",
+                             "list every column once, in order"))
     if len(entry.pieces) > 1 and not spec.may_be_split:
         raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
                              f"whole rows, whose norms {spec.optimizer} needs",
@@ -440,30 +442,34 @@ def _check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: 
     for tier in tiers:
         if tier.start != at or tier.stop <= tier.start:
             raise PlanError(fail(what, "rows", [(x.start, x.stop) for x in tiers],
-                                 f"ranges that cover 0..{num_rows} in order", "correct it"))
+                                 f"ranges that cover 0..{num_rows} in order",
+                                 "list every row once, hottest first"))
         at = tier.stop
         for name, allowed in (("placement", PLACEMENTS), ("mode", MODES), ("memory", MEMORIES)):
             if getattr(tier, name) not in allowed:
                 raise PlanError(fail(what, name, getattr(tier, name), f"one of {allowed}",
-                                     "correct it"))
+                                     "choose one of these"))
         if (not tier.ranks or len(set(tier.ranks)) != len(tier.ranks)
                 or min(tier.ranks) < 0 or max(tier.ranks) >= world_size):
             raise PlanError(fail(what, "ranks", tier.ranks,
-                                 f"distinct ranks in 0..{world_size - 1}", "correct it"))
+                                 f"distinct ranks in 0..{world_size - 1}",
+                                 "list ranks of the plan, each once"))
         if tier.placement == "owned" and len(tier.ranks) != 1:
             raise PlanError(fail(what, "ranks", tier.ranks, "one rank for an owned tier",
-                                 "correct it"))
+                                 "name one rank, or place the tier striped"))
         if tier.placement == "replicated" and tier.mode != "pull":
             raise PlanError(fail(what, "mode", tier.mode, "pull for a replicated tier",
-                                 "correct it"))
+                                 "write mode pull, or place the tier striped or owned"))
         if tier.weights and (tier.placement != "striped" or len(tier.weights) != len(tier.ranks)
                              or min(tier.weights) < 1 or sum(tier.weights) > MAX_PATTERN):
             raise PlanError(fail(what, "weights", tier.weights,
                                  "one integer >= 1 per rank of a striped tier, "
-                                 f"sum <= {MAX_PATTERN}", "correct it"))
+                                 f"sum <= {MAX_PATTERN}",
+                                 "list one weight per rank, or leave weights out"))
     if at != num_rows:
         raise PlanError(fail(what, "rows", [(x.start, x.stop) for x in tiers],
-                             f"ranges that cover 0..{num_rows}", "correct it"))
+                             f"ranges that cover 0..{num_rows}",
+                             "end the last tier at the last row"))
 
 
 def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = "striped",

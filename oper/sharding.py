@@ -152,9 +152,10 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
             ("plan", (Plan, *file), "a Plan, a plan file, or None"),
             ("topology", (Topology, *file), "a Topology, a file or a name of one, or None"),
             ("optimizer", Optimizer | None, "oper.SGD(lr=...), oper.RowWiseAdagrad(lr=...), "
-             "another optimizer of docs/optimizers.md, or None")):
+             "another optimizer of docs/reference/optimizers.md, or None")):
         if not isinstance(given[name], kinds):
-            raise InvalidInputError(fail("cannot shard", name, given[name], expected, "correct it"))
+            raise InvalidInputError(fail("cannot shard", name, given[name], expected,
+                                         "pass one of these"))
     paths = given["modules"]
     if paths is not None and (isinstance(paths, str) or not isinstance(paths, Iterable)
                               or not all(isinstance(p, str) for p in paths)):
@@ -163,7 +164,8 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                      else "name modules as named_modules() does"))
     if given["objective"] not in OBJECTIVES:
         raise InvalidInputError(fail("cannot shard", "objective", given["objective"],
-                                     EXPECTED_OBJECTIVE, "correct it"))
+                                     EXPECTED_OBJECTIVE,
+                                     "say whether the model trains or only infers"))
 
 
 def _tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
@@ -225,7 +227,8 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
     if not isinstance(plan, Plan):
         if not isinstance(plan, str | os.PathLike):
             raise InvalidInputError(fail("cannot move tables to another plan", "plan", plan,
-                                         "a Plan or a plan file", "correct it"))
+                                         "a Plan or a plan file",
+                                         "pass the plan that oper.replan found, or a plan file"))
         plan = Plan.load(plan)
     found = _tables_of(model, "nothing to move to another plan")
     budget = bytes_per_step

@@ -409,7 +409,7 @@ class AccessStats:
         """Read statistics written by `save`.
 
         Raises:
-            FileFormatError: truncated, damaged or foreign file.
+            FileFormatError: a file that is truncated, damaged or of another kind.
             InvalidInputError: the content contradicts itself.
         """
         arrays, meta = read_arrays(path, STATS_KIND, STATS_VERSION)

@@ -51,7 +51,7 @@ def parse_bytes(value: int | float | str) -> int:
     if not 0 <= size < 1 << 63 or isinstance(value, bool):
         raise InvalidInputError(
             fail("cannot read a size", "value", value, "a number >= 0 or text like '80GB'",
-                 "correct it"))
+                 "write bytes, or a number with B, kB, MB, GB or TB (KiB, MiB, ...)"))
     return int(size)
 
 
@@ -164,7 +164,8 @@ class Topology:
                      "state how fast the ranks read that memory"))
         if self.source not in ("measured", "published", "assumed"):
             raise InvalidInputError(
-                fail(what, "source", self.source, "measured, published or assumed", "correct it"))
+                fail(what, "source", self.source, "measured, published or assumed",
+                     "state where the numbers come from"))
 
     @property
     def world_size(self) -> int:
@@ -248,7 +249,7 @@ class Topology:
         domains = tuple(
             replace(here.domains[0], ranks=tuple(range(start, end)), host=host, cross_gbps=1.25)
             for host, (start, end) in enumerate(zip(starts, ends, strict=True)))
-        # A meeting over TCP costs some hundred microseconds before its first byte, and the ranks
+        # A collective over TCP costs some hundred microseconds before its first byte, and the ranks
         # copy every byte themselves. What tiers and pushed ids cost is of the order that
         # calibration finds: little beside a network of this speed, but it decides between plans
         # that send alike.

@@ -85,7 +85,7 @@ class Kind:
     without: dict[str, str]
 
 
-# Tests that take every way through the native code of their room. What is left out is Python's
+# Tests that take every way through the native code of their package. What is left out is Python's
 # alone, or the same kernels in processes of their own. Of planning, bounds are compared with all
 # plans there are, by Python: what they call is called by the others.
 _PLANNING = ("annealing", "branching", "copies", "pins", "properties")

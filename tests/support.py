@@ -1,4 +1,4 @@
-"""What tests of several rooms share: small plans, hypothesis strategies, the real data."""
+"""What tests of several packages share: small plans, hypothesis strategies, the real data."""
 
 from __future__ import annotations
 

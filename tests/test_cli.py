@@ -55,9 +55,9 @@ def test_verbs_on_data_start_without_torchrec(verb: str) -> None:
     assert modules & {"torchrec", "fbgemm_gpu", "cvxpy", "matplotlib"} == set()
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", cli.COMMANDS)
 def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = importlib.import_module(cli.VERBS[verb][0])
+    module = importlib.import_module(cli.COMMANDS[verb][0])
     assert callable(getattr(module, f"run_{verb}"))
     with pytest.raises(SystemExit) as end:
         cli.main([verb, "--help"])
@@ -68,7 +68,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
 def test_help_lists_all_verbs() -> None:
     done = run_oper("--help")
     assert done.returncode == 0
-    for verb, (_, help_line) in cli.VERBS.items():
+    for verb, (_, help_line) in cli.COMMANDS.items():
         assert re.search(rf"^    {verb}\s+{re.escape(help_line.split()[0])}", done.stdout, re.M)
 
 
@@ -98,7 +98,7 @@ def numeric_flags() -> Iterator[tuple[tuple[str, ...], str, str]]:
             elif action.option_strings and action.type is not None:
                 yield words, action.option_strings[-1], getattr(action.type, "__module__", "")
 
-    for verb in cli.VERBS:
+    for verb in cli.COMMANDS:
         yield from (x for x in of(cli.build_parser(verb), ()) if x[0][0] == verb)
 
 
@@ -163,7 +163,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], int
         vars(module).update(configure_try=lambda parser: None,
                             run_try=lambda args: (print("begun"), body())[1])
         monkeypatch.setitem(sys.modules, "try_verb", module)
-        monkeypatch.setitem(cli.VERBS, "try", ("try_verb", "a verb of this test"))
+        monkeypatch.setitem(cli.COMMANDS, "try", ("try_verb", "a verb of this test"))
 
     yield install
 
@@ -227,7 +227,7 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     code = ("import sys, types\nfrom oper import cli\n"
             "m = types.ModuleType('many')\nm.configure_many = lambda p: None\n"
             "m.run_many = lambda a: [print('x' * 100) for _ in range(100_000)] and 0\n"
-            "sys.modules['many'] = m\ncli.VERBS['many'] = ('many', 'prints')\n"
+            "sys.modules['many'] = m\ncli.COMMANDS['many'] = ('many', 'prints')\n"
             "sys.exit(cli.main(['many']))")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
@@ -272,7 +272,7 @@ def test_results_can_be_printed_in_any_locale() -> None:
     code = ("import sys, types\nfrom oper import cli\n"
             "m = types.ModuleType('say')\nm.configure_say = lambda p: p.add_argument('name')\n"
             "m.run_say = lambda a: print('1 \\u00b5s', a.name) or 0\n"
-            "sys.modules['say'] = m\ncli.VERBS['say'] = ('say', 'prints')\n"
+            "sys.modules['say'] = m\ncli.COMMANDS['say'] = ('say', 'prints')\n"
             "sys.exit(cli.main(sys.argv[1:]))")
     for locale, micro in (({}, "\u00b5".encode()), (
             {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, rb"\xb5")):

@@ -34,7 +34,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "examples": ("torchrec",),
 }
 # Programs, not modules: nothing imports them.
-TOOLS = {"clang-format", "codespell", "mypy", "pytest-xdist", "ruff"}
+TOOLS = {"clang-format", "codespell", "mkdocs", "mkdocs-material", "mkdocstrings", "mypy",
+         "pytest-xdist", "ruff"}
 # Distributions whose names are not those of their modules.
 DISTRIBUTIONS = {"mlperf_loadgen": "mlcommons-loadgen"}
 
@@ -122,7 +123,7 @@ def test_every_declaration_is_used() -> None:
 
 
 def test_errors_and_pages_name_extras_that_exist() -> None:
-    pages = [*MODULES.values(), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    pages = [*MODULES.values(), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     named = {e.strip() for p in pages
              for part in re.findall(r"oper\[([a-z, ]+)\]", p.read_text(encoding="utf-8"))
              for e in part.split(",")}

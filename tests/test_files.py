@@ -244,7 +244,7 @@ def test_a_directory_that_promises_too_much_is_refused(path: Path) -> None:
                                      bytes(5000)])
 def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "foreign").write_bytes(content)
-    with pytest.raises(FileFormatError, match="truncated, damaged or foreign"):
+    with pytest.raises(FileFormatError, match="truncated, damaged or of another kind"):
         read_arrays(tmp_path / "foreign", KIND, 2)
 
 

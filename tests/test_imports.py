@@ -25,9 +25,9 @@ LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "p
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}
-# Who may import whom inside the package; a room may always import itself. Taking a name from the
+# Who may import whom inside the package; a package may always import itself. Taking a name from the
 # package's lazy public face counts as importing the module where it lives.
-ROOMS: dict[str, frozenset[str]] = {
+PACKAGES: dict[str, frozenset[str]] = {
     **{leaf: LEAVES for leaf in LEAVES},
     "analysis": LEAVES,
     "search": LEAVES,
@@ -50,12 +50,12 @@ ROOMS: dict[str, frozenset[str]] = {
 # Packages inside a package: each may import those before it.
 LAYERS = {"shmem": ("optim", "placement", "group", "memory", "exchange", "counters",
                     "publication")}
-TORCHREC_ROOMS = frozenset({"data", "integration", "rl_rec", "rl_rec.models", "train", "serve",
+TORCHREC_PACKAGES = frozenset({"data", "integration", "rl_rec", "rl_rec.models", "train", "serve",
                             "bench"})
-# Who may import a library that is slow to load or belongs to one room.
+# Who may import a library that is slow to load or belongs to one package.
 LIBRARIES: dict[str, frozenset[str]] = {
-    "torchrec": TORCHREC_ROOMS,
-    "fbgemm_gpu": TORCHREC_ROOMS,
+    "torchrec": TORCHREC_PACKAGES,
+    "fbgemm_gpu": TORCHREC_PACKAGES,
     "cvxpy": frozenset({"search"}),
     "highspy": frozenset({"search"}),
     "matplotlib": frozenset({"report"}),
@@ -71,7 +71,7 @@ MANY_PARAMETERS = {"oper.sharding.shard", "oper.inference.publish", "oper.search
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "highspy", "scipy", "pyarrow")
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     parts = module.split(".")
     if parts[1:3] == ["rl_rec", "models"]:
         return "rl_rec.models"
@@ -109,25 +109,25 @@ def imported(module: str, tree: ast.AST) -> Iterator[str]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    room = room_of(module)
-    if room == "oper":  # the lazy face refers to everything for type checkers
+    package = package_of(module)
+    if package == "oper":  # the lazy face refers to everything for type checkers
         return []
     found = []
     for name in imported(module, ast.parse(source)):
         top = name.split(".")[0]
         if top == "oper":
-            target = room_of(name)
-            if target != room and target not in ROOMS[room]:
-                found.append(f"{module} imports {name}: {room} may not import {target}")
-        elif room not in LIBRARIES.get(top, {room}):
+            target = package_of(name)
+            if target != package and target not in PACKAGES[package]:
+                found.append(f"{module} imports {name}: {package} may not import {target}")
+        elif package not in LIBRARIES.get(top, {package}):
             found.append(f"{module} imports {name}, which only {sorted(LIBRARIES[top])} may")
-        elif room in LEAVES and top not in sys.stdlib_module_names | LEAF_LIBRARIES:
+        elif package in LEAVES and top not in sys.stdlib_module_names | LEAF_LIBRARIES:
             found.append(f"{module} imports {name}: a leaf needs the standard library and NumPy")
     return found
 
 
 def test_every_room_has_a_rule() -> None:
-    assert {room_of(m) for m in MODULES} - {"oper"} <= set(ROOMS)
+    assert {package_of(m) for m in MODULES} - {"oper"} <= set(PACKAGES)
 
 
 def test_imports_go_down() -> None:

@@ -124,7 +124,7 @@ def test_a_contradiction_is_refused(tmp_path: Path, edit: Edit, words: str) -> N
     (lambda v: tier(v).update(rows=[False, 2]), "False is not an integer"),
     (lambda v: v["orders"]["hot"].update(crc32=float(v["orders"]["hot"]["crc32"])),
      "is not an integer"),
-    (lambda v: v.pop("kind"), "truncated, damaged or foreign"),
+    (lambda v: v.pop("kind"), "truncated, damaged or of another kind"),
     (lambda v: v.pop("world_size"), "'world_size'"),
     (lambda v: v.pop("orders"), "'orders'"),
     (lambda v: v.update(world_size="2"), "'2' is not an integer"),
@@ -180,14 +180,14 @@ def test_truncation_anywhere_is_refused(tmp_path: Path) -> None:
     text = mixed_plan().to_text().rstrip()
     for size in range(0, len(text), 11):
         (tmp_path / "plan.json").write_text(text[:size])
-        with pytest.raises(FileFormatError, match="truncated, damaged or foreign"):
+        with pytest.raises(FileFormatError, match="truncated, damaged or of another kind"):
             Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b"\xff\xfe", b"PK\x03\x04", b"[" * 100_000])
 def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan.json").write_bytes(content)
-    with pytest.raises(FileFormatError, match="truncated, damaged or foreign"):
+    with pytest.raises(FileFormatError, match="truncated, damaged or of another kind"):
         Plan.load(tmp_path / "plan.json")
 
 

@@ -50,7 +50,8 @@ class CountOptions:
                  "a share above 0, or None")):
             if not ok:
                 raise InvalidInputError(
-                    fail("cannot count lookups", name, getattr(self, name), expected, "correct it"))
+                    fail("cannot count lookups", name, getattr(self, name), expected,
+                         "change this field of CountOptions"))
 
     def dense_tables(self, num_rows: Sequence[int]) -> list[bool]:
         """Which tables get a dense counter: the smallest ones first, while the budget lasts."""

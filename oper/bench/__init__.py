@@ -1,1 +1,1 @@
-"""Benchmarks against peers and against physical limits."""
+"""Comparisons with other systems and with physical limits."""

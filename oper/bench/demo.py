@@ -1,4 +1,4 @@
-"""``oper demo``: the main job end to end, beside TorchRec and the unsharded model, on one page."""
+"""``oper demo``: statistics, plan and training of a log, with TorchRec and the unsharded model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def configure_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="keep everything here (default: a new folder "
                         "under the temporary one)")
     parser.add_argument("--json", metavar="F", help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="a small log, few steps: does it run?")
+    parser.add_argument("--quick", action="store_true",
+                        help="a small log and few steps, to see that it runs")
     parser.add_argument("--seed", type=whole(0), default=1)
 
 
@@ -119,7 +120,7 @@ def demo(job: Job) -> dict[str, Any]:
 
 
 class _Stages:
-    """Says on stderr what runs and how long it took."""
+    """Reports on stderr what runs and how long it took."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -34,7 +34,7 @@ def _data(found: Mapping[str, Any]) -> str:
         f"({data['rows']['train']:,} train, {data['rows']['valid']:,} validation, later in time)",
         f"{len(tables)} tables with {total:,} rows"
         + (f", {capped} of them capped at {data['max_table_rows']:,}" if capped else "")
-        + "; share of lookups that meet the hottest rows, largest tables:",
+        + "; share of lookups that go to the hottest rows, largest tables:",
         table(("table", "rows", "hottest row", "top 1%", "top 10%"), rows)])
 
 
@@ -92,8 +92,8 @@ def _times(found: Mapping[str, Any]) -> str:
         table(("", "OPER", "TorchRec", "TorchRec / OPER"), rows),
         f"TorchRec by the faster of two plans: {_NAMES[found['torchrec_plan']]} (embeddings), "
         f"{_NAMES[found['dlrm_torchrec_plan']]} (DLRM).",
-        "Both sides have the allocator settings that make TorchRec fastest.",
-        "A step is forward + backward + update. The dense layers are the same work on both sides.",
+        "Both systems have the allocator settings that make TorchRec fastest.",
+        "A step is forward + backward + update. The dense layers are the same work in both.",
         *([f"NOISY: other programs kept {busy:.1f} of {machine['cores']} cores busy meanwhile; "
            "trust no time of this run."] if busy > NOISY_CORES else [])])
 

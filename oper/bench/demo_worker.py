@@ -173,7 +173,7 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
             for name, (engine, _) in sides.items():
                 _write(case, name, logits[name], engine.module)
         if turn % 4 == 3:
-            progress(f"training in two processes: step {done} of {case['num_steps']} on each side")
+            progress(f"training in two processes: step {done} of {case['num_steps']}")
     return {name: np.array(values) for name, values in taken.items()}
 
 

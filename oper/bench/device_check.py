@@ -1,4 +1,4 @@
-"""Are the numbers of a contender on a device right? Against float64, before anything is timed."""
+"""Compares the numbers of a system on a device with float64, before anything is timed."""
 
 from __future__ import annotations
 

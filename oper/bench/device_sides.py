@@ -1,4 +1,4 @@
-"""The contenders of the benchmarks on a device."""
+"""The systems of the benchmarks on a device."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def run(settings: Settings, issue: Issue) -> Result:
         text = summary.read_text() if summary.exists() else ""
     if failures:
         raise OperError(fail("a query could not be issued", "error", failures[0], "none",
-                             "look at the contender's log")) from failures[0]
+                             "look at the log of the system under test")) from failures[0]
     return parse(text)
 
 

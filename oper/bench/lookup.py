@@ -66,7 +66,7 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
                     for e in entries for n, v in e["verification"].items() if not v["passed"])
     tables = [t for t in (_forward_table(forward), _update_table(update), scale) if t]
     return ("\n".join(tables) + "\nw = OPER's processes; the others: one process; 2 threads in "
-            "all; medians; ratio = fastest peer / OPER\n" + record.noise_note(entries) + wrong)
+            "all; medians; ratio = fastest baseline / OPER\n" + record.noise_note(entries) + wrong)
 
 
 def _forward_table(entries: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""``oper bench plan``: gaps, times and peers of the planner over a suite of modelled cases."""
+"""``oper bench plan``: gaps, times and baselines of the planner over a suite of modelled cases."""
 
 from __future__ import annotations
 
@@ -225,8 +225,9 @@ def report(entries: Sequence[Mapping[str, Any]]) -> str:
              *("-" if e[k] is None else f"{e[k]:.2f}"
                for k in ("ratio_vs_best_peer", "ratio_vs_torchrec"))]
             for e in done]
-    text = record.table(["case (modelled)", "step us", "gap %", "proved %", "seconds", "best peer",
-                         "peer / ours", "torchrec / ours"], rows) + "\n" if rows else ""
+    head = ["case (modelled)", "step us", "gap %", "proved %", "seconds", "best baseline",
+            "baseline / OPER", "TorchRec / OPER"]
+    text = record.table(head, rows) + "\n" if rows else ""
     return text + _summary(done) + "".join(f"{why} {e['name']}: {e[why]}\n" for e in entries
                                            for why in ("skipped", "failed") if why in e)
 
@@ -259,7 +260,7 @@ def _summary(entries: Sequence[Mapping[str, Any]]) -> str:
         f"not proved within {100 * TARGET_GAP:.0f} %":
             lambda e: e["proved_gap"] is None or e["proved_gap"] > TARGET_GAP,
         f"slower than {TARGET_SECONDS:.0f} s": lambda e: e["seconds"] > TARGET_SECONDS,
-        "a peer is faster": lambda e: (e["ratio_vs_best_peer"] or 1.0) < 1.0 - 1e-9}
+        "a baseline is faster": lambda e: (e["ratio_vs_best_peer"] or 1.0) < 1.0 - 1e-9}
     for what, is_so in missed.items():
         names = [e["name"] for e in entries if is_so(e)]
         text += f"{what}: {len(names)} of {len(entries)}{': ' * bool(names)}{', '.join(names)}\n"

@@ -1,4 +1,4 @@
-"""What the serving benchmark scores, and the contenders' models."""
+"""What the serving benchmark scores, and the models of the compared systems."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Pool:
                 return control.recv()
         except EOFError:
             pass
-        raise OperError(fail("a process of the serving benchmark has failed", "contender",
+        raise OperError(fail("a process of the serving benchmark has failed", "system",
                              self.kind, "an answer", "see its log above"))
 
     def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
@@ -160,7 +160,7 @@ class Pool:
 
         def issue(pairs: list[tuple[int, int]]) -> None:
             if lost:
-                raise OperError(fail("a worker has ended", "contender", self.kind, "running",
+                raise OperError(fail("a worker has ended", "system", self.kind, "running",
                                      "see its log above"))
             if len(pairs) == 1:
                 worker = min(used, key=lambda w: w.outstanding)
@@ -179,7 +179,7 @@ class Pool:
             stop.set()
             receiver.join()
         if lost:
-            raise OperError(fail("a worker has ended during the run", "contender", self.kind,
+            raise OperError(fail("a worker has ended during the run", "system", self.kind,
                                  "running", "see its log above"))
 
     def close(self) -> None:

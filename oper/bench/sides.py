@@ -1,4 +1,4 @@
-"""The contenders of the training benchmark: OPER and TorchRec on the same model and numbers."""
+"""The systems of the training benchmark: OPER and TorchRec on the same model and numbers."""
 
 from __future__ import annotations
 

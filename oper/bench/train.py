@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments beside those of every benchmark."""
     parser.add_argument("--model", choices=MODELS, default="",
                         help="a recommender over a synthetic catalogue instead, see "
-                             "docs/cdt4rec.md")
+                             "docs/how-to/recommenders.md")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: OPER's ranks act as separate hosts, over gloo")
 

@@ -1,4 +1,4 @@
-"""``oper bench``: measure against peers and against physical limits."""
+"""``oper bench``: compare with other systems and with physical limits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from oper.files import check_target
 # its cases. One with ``on_device = True`` also has cases for a GPU, which are in
 # `oper.bench.device`.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
-    "train": ("oper.bench.train", "training steps, beside TorchRec's plans, in two processes"),
-    "lookup": ("oper.bench.lookup", "lookups and updates, beside torch, fbgemm and bare gathers"),
-    "serve": ("oper.bench.serve", "inference under MLPerf LoadGen, beside TorchRec and torch"),
+    "train": ("oper.bench.train", "training steps in two processes, and TorchRec's plans"),
+    "lookup": ("oper.bench.lookup",
+               "lookups and updates, and those of torch, fbgemm and bare gathers"),
+    "serve": ("oper.bench.serve", "inference under MLPerf LoadGen, and that of TorchRec and torch"),
     "data": ("oper.bench.data", "preprocessing, counting, merging, the collector's overhead"),
     "simulator": ("oper.bench.simulator", "policies of a simulated shop, learned from a log"),
     "recommenders": ("oper.bench.recommenders",
@@ -30,7 +31,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
                                            "links, beside peers' and TorchRec's"),
     "plan": ("oper.bench.plan", "the planner: gaps, times, peers' plans, on modelled machines"),
 }
-_COMMON = ("verb", "benchmark", "json", "cases", "quick")
+_COMMON = ("command", "benchmark", "json", "cases", "quick")
 
 
 class _LazyParser(argparse.ArgumentParser):
@@ -45,7 +46,7 @@ class _LazyParser(argparse.ArgumentParser):
             module.configure(self)
         if getattr(module, "on_device", False):
             self.add_argument("--device", choices=("cpu", "cuda"), default="",
-                              help="cuda: kernels on one GPU, beside torch's and fbgemm's")
+                              help="cuda: kernels on one GPU, compared with torch's and fbgemm's")
         return super().parse_known_args(args, namespace)
 
 
@@ -87,7 +88,7 @@ def run_bench(args: argparse.Namespace) -> int:
     if not chosen:
         raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
                                      args.cases, f"a pattern for {[c.name for c in every]}",
-                                     "correct it"))
+                                     "change the pattern, or leave --only out to run all cases"))
     if hasattr(module, "ordered"):
         chosen = module.ordered(args, chosen)
     if args.json:

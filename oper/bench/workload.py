@@ -56,7 +56,7 @@ class Workload:
         for name in ("dim", "batch_size", "pooling"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(fail("invalid workload", name, getattr(self, name), ">= 1",
-                                             "correct it"))
+                                             "choose a positive value"))
 
     @property
     def name(self) -> str:

@@ -107,7 +107,7 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
 
 
 def coverage(problem: Problem) -> str:
-    """Share of a table's lookups that meet its hottest rows, for the tables looked up most."""
+    """Share of a table's lookups that go to its hottest rows, for the tables looked up most."""
     figure, axis = axes("share of rows, hottest first", "share of lookups", "x")
     tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:_MAX_CURVES]
     for k, t in enumerate(tables):

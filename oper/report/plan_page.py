@@ -52,7 +52,7 @@ def _bottlenecks(plan: Plan, problem: Problem, found: Evaluation) -> Table:
     rows = [[b.table, f"{b.rows[0]}:{b.rows[1]}" + (
         f" [{b.columns[0]}:{b.columns[1]}]" if b.is_cut else ""), b.tier, f"{b.load_us:.1f}",
         f"{b.saves_us:.1f}", b.move or "no better place"] for b in bottlenecks(plan, problem)]
-    return Table("What binds", ["table", "rows", "placed", "load, us", "saves, us",
+    return Table("Bottleneck", ["table", "rows", "placed", "load, us", "saves, us",
                                 "when placed as"], rows, _binding(found),
                  f"{KEY}, x8: over 8 ranks.")
 
@@ -66,16 +66,16 @@ def _bytes(found: Evaluation) -> Table:
                 rows.append([phase.name, _LINKS[term], format_bytes(round(phase.units[k].sum())),
                              format_bytes(round(phase.units[k].max())),
                              f"{phase.seconds[k].max() * 1e6:.1f}"])
-    return Table("Bytes by link", ["phase", "link", "all ranks", "busiest rank", "us there"], rows,
+    return Table("Bytes by link", ["phase", "link", "all ranks", "busiest rank", "us on it"], rows,
                  "Modelled, of one step.")
 
 
 def _binding(found: Evaluation) -> str:
     phase = max(found.phases, key=lambda p: p.time_us)
     share = 100 * phase.time_us / found.step_us
-    return (f"{phase.name.capitalize()} takes {share:.0f} % of the step; it ends with rank "
-            f"{phase.slowest_rank}, whose {phase.binding.replace('_', ' ')} is the longest. The "
-            "tiers that load it most, and what moving one of them alone would save of the step:")
+    return (f"{phase.name.capitalize()} takes {share:.0f} % of the step; its slowest rank is "
+            f"{phase.slowest_rank}, limited by {phase.binding.replace('_', ' ')}. The "
+            "tiers that load it most, and how much shorter the step would be if one were moved:")
 
 
 def _whole_tables(problem: Problem) -> Evaluation | None:
@@ -100,7 +100,7 @@ def _tiles(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation |
     return [*tiles, ("imbalance", f"{found.imbalance:.3f}"),
             ("fullest memory", f"{100 * full:.1f} %"),
             ("rows replicated", f"{100 * share_rows:.2f} %"),
-            ("lookups that meet them", f"{100 * share_ids:.1f} %")]
+            ("lookups of replicated rows", f"{100 * share_ids:.1f} %")]
 
 
 def _plots(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation | None

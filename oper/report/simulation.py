@@ -31,8 +31,8 @@ from oper.traffic import KINDS, LINKS, SENT, link_classes, unit_bytes
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``oper simulate``."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
-    parser.add_argument("--trace", metavar="DIR", help="batches of this preprocessed folder")
-    parser.add_argument("--split", default="train", help="its part (default train)")
+    parser.add_argument("--trace", metavar="DIR", help="preprocessed folder to take batches from")
+    parser.add_argument("--split", default="train", help="part of that folder (default train)")
     parser.add_argument("--stats", metavar="STATS",
                         help="statistics to predict by (default: those of the folder's training "
                              "part); without --trace, batches are drawn from them")
@@ -40,20 +40,20 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=whole(1), metavar="N",
                         help="samples per rank and step (default: the plan's own)")
     parser.add_argument("--steps", type=whole(1), default=20, metavar="N",
-                        help="at most (default 20)")
+                        help="number of steps, at most (default 20)")
     parser.add_argument("--clipped", nargs="+", default=(), metavar="TABLE",
                         help="tables whose rows' gradients are clipped to a norm (max_row_norm); "
                              "'*' = all")
     parser.add_argument("--half-wire", action="store_true",
-                        help="32-bit numbers travel between memory domains as 16 bits (OPER_WIRE)")
+                        help="memory domains exchange 32-bit numbers as 16 bits, as with OPER_WIRE")
     parser.add_argument("--dense-us", type=number(), default=0.0, metavar="US",
                         help="dense compute per step, between lookup and backward (default 0)")
     parser.add_argument("--in-flight", type=whole(1), default=1, metavar="K",
-                        help="batches under way: id-only work of K - 1 later ones runs beside "
-                             "dense compute (default 1)")
+                        help="batches in flight: ids of K - 1 later ones are sorted beside dense "
+                             "compute (default 1)")
     parser.add_argument("--trace-out", metavar="F.json",
                         help="write the events as a Chrome trace, for ui.perfetto.dev")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of drawn batches")
+    parser.add_argument("--seed", type=whole(0), default=0, help="seed of drawn batches")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -274,7 +274,7 @@ def as_text(value: dict[str, Any]) -> str:
              f"({constants} constants), {value['world_size']} ranks, batch size per rank "
              f"{value['batch_size']}", "",
              f"{'phase':10s} {'predicted us':>13s} {'replayed us':>13s} {'slowest us':>13s}  "
-             f"busy with"]
+             f"limited by"]
     for p in value["phases"]:
         lines.append(f"{p['name']:10s} {p['predicted_us']:13.1f} {p['replayed_us']:13.1f} "
                      f"{p['slowest_replayed_us']:13.1f}  {p['binding']}")

@@ -24,8 +24,8 @@ def stats_page(stats: AccessStats) -> str:
     every = {n: skew(t) for n, t in stats.tables.items()}
     plots = []
     if busiest:
-        plots.append(Plot("How much the hottest rows cover", "Share of a table's lookups that meet "
-                          f"its hottest rows.{shown}", _coverage(busiest)))
+        plots.append(Plot("How much the hottest rows cover", "Share of a table's lookups that go "
+                          f"to its hottest rows.{shown}", _coverage(busiest)))
         plots.append(Plot("How often rows are looked up", "Rows by number of lookups, in powers of "
                           f"two.{shown}", _hotness(busiest)))
     if any(t.presence_samples.size for _, t in busiest):

@@ -14,8 +14,8 @@ from oper.search import verbs
 def configure_explain(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``oper explain``."""
     verbs.configure_explain(parser)
-    parser.add_argument("--html", metavar="FILE", help="also write one page with plots, complete "
-                                                       "in itself")
+    parser.add_argument("--html", metavar="FILE", help="also write a self-contained HTML page with "
+                                                       "plots")
 
 
 def run_explain(args: argparse.Namespace) -> int:
@@ -36,15 +36,15 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
         sub = kinds.add_parser(kind, help=f"a page about {about}")
         sub.add_argument("file", metavar="FILE", help=about)
         sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
-    sub = kinds.add_parser("drift", help="a page about what later statistics cost an old plan")
-    sub.add_argument("old", metavar="OLD", help="statistics, those that the plan was made from")
+    sub = kinds.add_parser("drift", help="a page about how an old plan does on later statistics")
+    sub.add_argument("old", metavar="OLD", help="statistics that the plan was made from")
     sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in order of time")
-    sub.add_argument("--plan", metavar="PLAN", help="the plan that runs: when does another pay?")
+    sub.add_argument("--plan", metavar="PLAN", help="the plan in use, to see when a new one pays")
     verbs.add_machine(sub, required=False)
     sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
                      help="rate at which a rank copies rows when the plan changes (default 1)")
     sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
-    configure_explain(kinds.add_parser("plan", help="a page about a plan, as explain --html"))
+    configure_explain(kinds.add_parser("plan", help="a page about a plan, as oper explain --html"))
 
 
 def run_report(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from oper.rl_rec.interactions import HeldOut, Interactions
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What is invented.
+    """What is generated.
 
     Attributes:
         num_items: items of the catalogue; 0 = no catalogue.
@@ -43,7 +43,7 @@ class Catalogue:
                 ("seed", self.seed >= 0, ">= 0")):
             if not ok:
                 raise InvalidInputError(fail("invalid catalogue", name, getattr(self, name),
-                                             expected, "correct it"))
+                                             expected, "choose a value in that range"))
 
 
 def invent(catalogue: Catalogue) -> Interactions:

@@ -1,4 +1,4 @@
-"""Any model of the room, over several seeds, on the same users, with intervals.
+"""Any model of the package, over several seeds, on the same users, with intervals.
 
 One process, unsharded, Adam on all weights: for comparing models with each other. Training in
 several processes with sharded tables is ``oper train``'s.
@@ -53,7 +53,7 @@ class FitOptions:
         for name in ("epochs", "batch_size", "lr", "max_norm", "eval_every", "patience"):
             if not getattr(self, name) > 0:
                 raise InvalidInputError(fail("invalid options", name, getattr(self, name), "> 0",
-                                             "correct it"))
+                                             "choose a positive value"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +160,10 @@ def _history_batches(data: Interactions, batch_size: int, seed: int
 def _sequence_batches(config: Any, data: Interactions, batch_size: int, seed: int
                       ) -> Callable[[], Iterator[Any]]:
     """Stretches of trajectories, in a new random order each time."""
-    stretches = SequenceBatches(data, config.steps, config.window, config.gamma)
-    share = Share(min(batch_size, len(stretches)), seed=seed)
+    subsequences = SequenceBatches(data, config.steps, config.window, config.gamma)
+    share = Share(min(batch_size, len(subsequences)), seed=seed)
     epochs = itertools.count()
-    return lambda: stretches.epoch(next(epochs), share)
+    return lambda: subsequences.epoch(next(epochs), share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,9 @@ class DataOptions:
                 ("test", 0 < self.test < 1 and shares < 1, "a share, with valid below 1")):
             if not ok:
                 raise InvalidInputError(fail("invalid data options", name, getattr(self, name),
-                                             expected, "correct it"))
+                                             expected,
+                                             "change the section [interactions] of the "
+                                             "configuration"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +135,7 @@ class Interactions:
         """The targets of ``"valid"`` or ``"test"``; raises InvalidInputError for another name."""
         if split not in ("valid", "test"):
             raise InvalidInputError(fail("no such targets", "split", split, "valid or test",
-                                         "correct it"))
+                                         "ask for one of the two held-out parts"))
         return self.valid if split == "valid" else self.test
 
     def training_rows(self) -> np.ndarray:
@@ -146,7 +148,7 @@ class Interactions:
         return np.bincount(self.items[self.training_rows()], minlength=self.num_items)
 
     def rows_between(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row numbers of several stretches ``first[k]:last[k]`` one after another, int64 [L], and
+        """Row numbers of several ranges ``first[k]:last[k]`` one after another, int64 [L], and
         their lengths int64 [K]."""
         lengths = last - first
         starts = np.cumsum(lengths) - lengths

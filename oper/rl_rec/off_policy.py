@@ -57,11 +57,15 @@ def estimate(log: LoggedBandit, target: np.ndarray, model: np.ndarray | None = N
     target = np.asarray(target, np.float64)
     if target.shape != shape or (target < 0).any() or not np.allclose(target.sum(1), 1, atol=1e-6):
         raise InvalidInputError(fail("cannot estimate a policy", "target", target.shape,
-                                     f"probabilities {shape}, rows that sum to 1", "correct it"))
+                                     f"probabilities {shape}, rows that sum to 1",
+                                     "give the target policy's probability of every action for "
+                                     "every row of the log"))
     q = np.asarray(reward_model(log) if model is None else model, np.float64)
     if q.shape != shape or not np.isfinite(q).all():
         raise InvalidInputError(fail("cannot estimate a policy", "model", q.shape,
-                                     f"finite rewards {shape}", "correct it"))
+                                     f"finite rewards {shape}",
+                                     "give the reward model's estimate of every action for "
+                                     "every row, without NaN"))
     if not ((log.propensities > 0) & (log.propensities <= 1)).all():
         raise InvalidInputError(fail("cannot estimate a policy", "propensities",
                                      float(log.propensities.min()), "in (0, 1]",

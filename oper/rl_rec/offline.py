@@ -155,7 +155,7 @@ def graded_visits(shop: Shop, grade: str, count: int, seed: int) -> Episodes:
         "expert": lambda: Noisy(Oracle(shop), (0.05,))}
     if grade not in policies:
         raise InvalidInputError(fail("no such log", "grade", grade, f"one of {GRADES}",
-                                     "correct it"))
+                                     "choose the behaviour policy of the log"))
     return collect_visits(shop, policies[grade](), count, seed, grade)
 
 

@@ -1,4 +1,4 @@
-"""Training batches: stretches of trajectories for sequence models, whole histories for others."""
+"""Training batches: subsequences of trajectories for sequence models, else whole histories."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def target_return(data: Interactions, gamma: float, quantile: float) -> tuple[fl
 
 
 class SequenceBatches:
-    """A user's training interactions in stretches of `steps`, counted from the last one.
+    """A user's training interactions in subsequences of `steps`, counted from the last one.
 
     Stretches do not overlap; each comes with the `window` interactions before it.
     """

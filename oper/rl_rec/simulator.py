@@ -11,7 +11,7 @@ Shi et al., "Virtual-Taobao" (AAAI 2019, arXiv 1805.10000), as their public rele
 
 The networks are three multi-layer perceptrons with LeakyReLU. Their trained weights are not part of
 this project: `load_virtual_taobao` reads them from a folder of the user's. `synthetic_shop` makes
-networks of the same shape from a seed. The customers are invented in both: a high click-through
+networks of the same shape from a seed. The customers are synthetic in both: a high click-through
 rate here says nothing of a real shop, and the release's networks reward actions that no shop takes.
 """
 

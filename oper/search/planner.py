@@ -107,18 +107,20 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     started = time.monotonic()
     if effort not in EFFORTS:
         raise InvalidInputError(fail("cannot search", "effort", effort, f"one of {sorted(EFFORTS)}",
-                                     "correct it"))
+                                     "choose one of these"))
     if not target_gap >= 0 or (time_budget_s is not None and not time_budget_s > 0):  # NaN too
         raise InvalidInputError(fail("cannot search", "target_gap, time_budget_s",
-                                     (target_gap, time_budget_s), ">= 0 and > 0", "correct it"))
+                                     (target_gap, time_budget_s), ">= 0 and > 0",
+                                     "give a target gap of 0 or more and a positive time"))
     if seed < 0:
-        raise InvalidInputError(fail("cannot search", "seed", seed, ">= 0", "correct it"))
+        raise InvalidInputError(fail("cannot search", "seed", seed, ">= 0",
+                                     "choose a seed of 0 or more"))
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)
     if search not in SEARCHES:
         raise InvalidInputError(fail("cannot search", "search", search, f"one of {SEARCHES}",
-                                     "correct it"))
+                                     "choose one of these"))
     make = _plan if search == "relaxation" else _chained
     try:
         plan, proof = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))

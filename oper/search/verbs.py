@@ -29,7 +29,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     _add_tables(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
-                        help="what steps are made of (default training)")
+                        help="what the plan is for (default training)")
     parser.add_argument("--batch-size", type=whole(1), default=2048, metavar="N",
                         help="samples per rank and step (default 2048)")
     parser.add_argument("--constraints", metavar="FILE",
@@ -44,18 +44,19 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-budget", type=number(), metavar="S", help="seconds to search")
     parser.add_argument("--target-gap", type=number(), default=0.01, metavar="X",
                         help="stop when the gap to the bound is at most this (default 0.01)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the search (default 0)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="seed of the search (default 0)")
     parser.add_argument("--start", metavar="PLAN",
-                        help="a plan of the same tables and ranks: the new one is never slower")
+                        help="start from a plan of the same tables and ranks; the new one is "
+                             "never slower")
     parser.add_argument("--search", choices=("relaxation", "markov-chain"), default="relaxation",
-                        help="the Markov chain is FlexFlow's, for comparison")
+                        help="relaxation (default), or FlexFlow's Markov chain, for comparison")
     parser.add_argument("--request-rate", type=number(above=True), metavar="R",
                         help="with --latency-bound, for inference: samples per second; chooses "
                              "replicas and batching with the least memory")
     parser.add_argument("--latency-bound", type=number(above=True), metavar="MS",
-                        help="most that the 99th percentile of the latency may be")
+                        help="upper limit of the latency's 99th percentile, milliseconds")
     parser.add_argument("--dense-us", metavar="FIXED,PER_SAMPLE", default="0,0",
-                        help="dense compute of a batch, for --latency-bound")
+                        help="dense compute of a batch, microseconds, for --latency-bound")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -119,18 +120,18 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
 def configure_explain(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``oper explain``."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
-    parser.add_argument("--stats", metavar="STATS", help="statistics to judge it by (default: all "
-                                                          "rows of a table equally hot)")
+    parser.add_argument("--stats", metavar="STATS", help="statistics to evaluate it on (default: "
+                                                          "all rows of a table equally hot)")
     _add_overlap(parser)
     add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
-    parser.add_argument("--diff", metavar="OTHER", help="what changes from PLAN to another plan "
-                                                        "of the same tables")
+    parser.add_argument("--diff", metavar="OTHER", help="compare with another plan of the same "
+                                                        "tables")
     parser.add_argument("--what-if", action="append", type=text_for(_change), default=[],
                         metavar="CHANGE",
-                        help="plan, bound and a new plan on a changed machine: memory=+10%%, "
-                             "link=x2, cross=, read=, host-memory=, host-link=, batch=; several "
-                             "add up")
+                        help="evaluate this plan and make a new one on a changed machine: "
+                             "memory=+10%%, link=x2, cross=, read=, host-memory=, host-link=, "
+                             "batch=; may be repeated")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -180,7 +181,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``oper verify``."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan'")
     parser.add_argument("--stats", metavar="STATS", required=True,
-                        help="the statistics that it was made from")
+                        help="the statistics that the plan was made from")
     _add_overlap(parser)
     add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
@@ -213,7 +214,8 @@ def run_verify(args: argparse.Namespace) -> int:
         print(f"cutoff      {found.cutoff_us:12.1f} us   only faster plans were bounded")
     if found.certified:
         print(f"gap         {100 * found.gap:12.3f} %\n"
-              f"verified: no plan of this space is faster than {found.lower_bound_us:.1f} us")
+              "verified: no plan of the searched space is faster than "
+              f"{found.lower_bound_us:.1f} us")
     else:
         print(f"not certified: {found.why}")
     return 0 if found.certified else 1
@@ -262,8 +264,8 @@ def _stats(args: argparse.Namespace) -> AccessStats | None:
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlap", action="append", default=[], metavar="PHASE=US",
                         type=text_for(lambda text: parse_argument([text])),
-                        help="dense compute that a phase runs beside, microseconds (one per rank, "
-                             "with commas): forward, backward, update, resolve; default none")
+                        help="dense compute that overlaps with a phase, microseconds (one per "
+                             "rank, with commas): forward, backward, update, resolve; default none")
 
 
 def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -283,7 +285,8 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
                         help="type of every table's rows (default float32; int8 and int4 for "
                              "inference)")
     parser.add_argument("--tables", metavar="FILE",
-                        help="JSON list of tables (name, num_rows, dim, ...) instead")
+                        help="JSON list of tables (name, num_rows, dim, ...) in place of --dim, "
+                             "--optimizer and --dtype")
 
 
 def _topology(args: argparse.Namespace) -> Topology:
@@ -313,7 +316,7 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise InvalidInputError(fail("cannot read tables", "tables", args.tables,
                                      "a JSON list of objects with TableSpec's fields",
-                                     "correct it"))
+                                     "write it as oper.TableSpec.to_json does"))
     return [TableSpec.from_json(v) for v in value]
 
 

@@ -19,7 +19,7 @@ _ROW_DTYPES = ("float32", "float16", "int8", "int4")
 def configure_serve(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper serve``."""
     parser.add_argument("model", metavar="MODEL", help="folder that 'oper train' wrote, or "
-                        "MODULE:FUNCTION that makes a predictor (see docs/serving.md)")
+                        "MODULE:FUNCTION that makes a predictor (see docs/how-to/serve.md)")
     parser.add_argument("--name", type=text_for(check_name), default="dlrm",
                         help="of the model, in addresses (dlrm)")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1)")

@@ -65,10 +65,10 @@ class OptimizerConfig:
         tables: a key of `TABLE_OPTIMIZERS`, applied in the backward pass; unsharded, and sharded by
             TorchRec, ``"rowwise_adagrad"`` or ``"sgd"`` without the options below.
         tables_lr: its learning rate.
-        tables_eps: epsilon of those that have one.
-        tables_momentum: of the SGDs.
-        tables_weight_decay: of all but ``"adagrad"``.
-        tables_initial_accumulator_value: of the Adagrads.
+        tables_eps: epsilon of the optimizers that have one.
+        tables_momentum: momentum of ``"sgd"`` and ``"lars_sgd"``.
+        tables_weight_decay: weight decay of all but ``"adagrad"``.
+        tables_initial_accumulator_value: where the sums of the Adagrads begin.
         dense: ``"adagrad"``, ``"sgd"`` or ``"adam"`` for the dense part.
         dense_lr: its learning rate.
     """
@@ -112,7 +112,7 @@ class TrainConfig:
         stats: access statistics file for ``"oper"``; without it the plan follows table sizes.
         plan: plan file for ``"oper"``; made from `stats` when empty.
         topology: topology file for the planner; this host when empty.
-        seed: of the initial weights.
+        seed: of the initial weights and of the order of the rows.
         batch_size: samples per rank and step.
         shuffle: training rows in random order; otherwise in the order of the log.
         epochs: passes over the training split.
@@ -133,7 +133,7 @@ class TrainConfig:
         model: its configuration, a `DLRMConfig` or that recommender's.
         optimizer: how weights are updated.
         interactions: how the log becomes interactions (recommenders).
-        catalogue: invented interactions in place of `data` (recommenders).
+        catalogue: synthetic interactions in place of `data` (recommenders).
     """
 
     data: str = ""
@@ -263,7 +263,8 @@ def _with_model(values: dict[str, Any]) -> dict[str, Any]:
     except InvalidInputError:
         raise
     except ValueError as error:  # models outside this package's errors
-        raise InvalidInputError(f"invalid training configuration: model.{error}; correct it"
+        raise InvalidInputError(f"invalid training configuration: model.{error}; change it "
+                                "in the section [model], or with --set model.KEY=VALUE"
                                 ) from None
     return {**values, "model_name": name, "model": model}
 
@@ -336,4 +337,5 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
     return _KeyError(
-        fail("invalid training configuration", name, value, expected, "correct it"), {name})
+        fail("invalid training configuration", name, value, expected,
+             "change it in the configuration file, or with --set KEY=VALUE"), {name})

@@ -171,8 +171,8 @@ class Interrupt:
             raise KeyboardInterrupt
         if not self.requested:
             self.requested, self._at = True, now
-            print("oper: stopping after this stretch of steps, keeping the state; interrupt again "
-                  "to give it up", file=sys.stderr)
+            print("oper: stopping at the next log line and saving the state; interrupt again to "
+                  "stop at once without saving", file=sys.stderr)
 
 
 class _MetricsFile:

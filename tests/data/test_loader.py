@@ -708,10 +708,10 @@ def test_pinned_memory(folder: Path) -> None:
 
 def test_the_example_of_the_documentation(folder: Path, tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "preprocess.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
     (tmp_path / "data").symlink_to(folder)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/data.md", "exec"), names)
+    exec(compile(code, "docs/how-to/preprocess.md", "exec"), names)
     assert names["loader"].state_dict() == names["state"] and names["state"]["epoch"] == 1

@@ -148,7 +148,7 @@ def _commit() -> str:
 
 
 def _one(pair: Pair, rng: random.Random) -> Outcome:
-    """An injection; what it raises is a broken promise."""
+    """An injection; what it raises is a broken guarantee."""
     assert pair.once is not None
     try:
         return pair.once(rng)
@@ -198,7 +198,7 @@ def main() -> int:
             outcomes += pair.outcomes
     broken = sum(not o.kept for o in outcomes)
     left = sum(len(o.leftovers) for o in outcomes)
-    print(f"{len(outcomes)} injections, {broken} promises broken, {left} leftovers, "
+    print(f"{len(outcomes)} injections, {broken} guarantees broken, {left} leftovers, "
           f"{journal.interrupted} interrupted and made again, seed {args.seed}, "
           f"{journal.seconds:.0f} s")
     return 1 if broken or left else 0

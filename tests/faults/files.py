@@ -138,13 +138,13 @@ def damaged_file(sample: Sample, how: str, rng: random.Random, folder: Path) -> 
     try:
         found = sample.read(copy)
         if not sample.any_valid and found != good:
-            outcome.break_promise(f"{place.name} was read with other content")
+            outcome.break_guarantee(f"{place.name} was read with other content")
     except OperError as error:
         named = str(copy) in str(error) or place.name in str(error)
         if not named and not sample.any_valid:  # an error within a plan names its place there
-            outcome.break_promise(f"the error does not name the file: {error}")
+            outcome.break_guarantee(f"the error does not name the file: {error}")
     except Exception as error:
-        outcome.break_promise(f"{place.name}: {type(error).__name__}: {error}")
+        outcome.break_guarantee(f"{place.name}: {type(error).__name__}: {error}")
     (shutil.rmtree if copy.is_dir() else os.unlink)(copy)
     outcome.leftovers = [str(p) for p in folder.iterdir()]
     return outcome
@@ -215,12 +215,12 @@ def _attempt(write: Callable[[Path], Any], path: Path) -> str:
 def _judge(answer: str, path: Path, before: dict[str, bytes], words: tuple[str, ...]) -> Outcome:
     outcome = Outcome()
     if not answer.startswith("refused"):
-        outcome.break_promise(f"the write {answer}")
+        outcome.break_guarantee(f"the write {answer}")
     elif not any(word in answer for word in words):
-        outcome.break_promise(f"the error does not say why: {answer}")
+        outcome.break_guarantee(f"the error does not say why: {answer}")
     for name, content in before.items():
         if not (path.parent / name).exists() or (path.parent / name).read_bytes() != content:
-            outcome.break_promise(f"{name} is no more what it was")
+            outcome.break_guarantee(f"{name} is no more what it was")
     return outcome
 
 
@@ -245,11 +245,11 @@ def full_disk(what: str, rng: random.Random, folder: Path, tmpfs: bool) -> Outco
             answer = _in_child(_write_with_limit, what, path, rng.randint(20_000, 60_000))
         outcome = _judge(answer, path, before, ("No space left", "File too large"))
         if str(path) not in answer:
-            outcome.break_promise(f"the error does not name {path}: {answer}")
+            outcome.break_guarantee(f"the error does not name {path}: {answer}")
         if what == "checkpoint":  # a failed save leaves its half beside; the next one clears it up
             _writer(what, 4000)(path)
             if _read_checkpoint_extra(path) != 1000:
-                outcome.break_promise("the next checkpoint is not whole")
+                outcome.break_guarantee("the next checkpoint is not whole")
         outcome.leftovers = [p.name for p in place.iterdir() if p.name != "file"]
     finally:
         if mounted:

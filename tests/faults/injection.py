@@ -1,4 +1,4 @@
-"""Faults of a rank at a phase of training: what is injected, what was promised, what came of it.
+"""Faults of a rank at a phase of training: what is injected, what was guaranteed, what came of it.
 
 A small world trains. One of its ranks harms itself at a chosen point of a batch, in the kernels
 through ``torch.ops.oper.arm_fault``, in Python by a wrapper around the call. The parent process
@@ -46,8 +46,8 @@ PHASES = (*POINTS, "checkpoint write", "migration")
 _OCCASIONS = {"resolve": 3, "forward": 3, "outbox": 2, "barrier": 4, "update": 2,
               "replica broadcast": 2, "checkpoint write": 4, "migration": 3}
 DEADLINE_S = 1.5
-KILL_PROMISE_S = 2.0
-STOP_PROMISE_S = DEADLINE_S + 2.0
+KILL_LIMIT_S = 2.0
+STOP_LIMIT_S = DEADLINE_S + 2.0
 SLOW_S = 0.3
 _STEPS, _ARMED_AT = 6, 2
 
@@ -82,10 +82,10 @@ class Outcome:
     """What came of an injection.
 
     Attributes:
-        kept: whether all promises were.
+        kept: whether all guarantees were.
         detection_s: from the fault to the last survivor's error; None where none is due.
         leftovers: processes, names, sockets and files that are still there.
-        broken: which promises were not kept.
+        broken: which guarantees were not kept.
     """
 
     kept: bool = True
@@ -93,7 +93,7 @@ class Outcome:
     leftovers: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
-    def break_promise(self, what: str) -> None:
+    def break_guarantee(self, what: str) -> None:
         self.kept = False
         self.broken.append(what)
 
@@ -159,7 +159,7 @@ def _batch(seed: int, size: int) -> Lookup:
     return Lookup(torch.cat(ids), lengths.reshape(-1), torch.arange(len(_SPECS)), size)
 
 def _wait_less(injection: Injection | None) -> None:
-    """From here on a stalled peer is waited for as long as the promise says.
+    """From here on a stalled peer is waited for as long as the guarantee says.
 
     Before, ranks of a loaded machine may be slow to start; and who is killed must be noticed as
     such however long the machine takes to end it.
@@ -279,9 +279,9 @@ def _mapped() -> int:
 def _errors_of_survivors(running: World, injection: Injection, note: Path, outcome: Outcome
                          ) -> None:
     """Receive from all survivors; check kind, name and time of their errors."""
-    expected, limit = {"kill": ("PeerLostError", KILL_PROMISE_S),
-                       "memory limit": ("PeerLostError", KILL_PROMISE_S),
-                       "stop": ("DeadlineError", STOP_PROMISE_S)}[injection.fault]
+    expected, limit = {"kill": ("PeerLostError", KILL_LIMIT_S),
+                       "memory limit": ("PeerLostError", KILL_LIMIT_S),
+                       "stop": ("DeadlineError", STOP_LIMIT_S)}[injection.fault]
     last = 0.0
     for rank in range(injection.world_size):
         if rank == injection.victim:
@@ -289,19 +289,19 @@ def _errors_of_survivors(running: World, injection: Injection, note: Path, outco
         try:
             found = running.receive(rank)
         except RankFailedError as error:
-            outcome.break_promise(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
+            outcome.break_guarantee(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
             continue
         # Of several survivors one may hear of the loss from another, who gives the victim's name.
         if found["kind"] not in (expected, "PeerLostError"):
-            outcome.break_promise(f"rank {rank} said {found.get('kind')}: {found.get('text')}")
+            outcome.break_guarantee(f"rank {rank} said {found.get('kind')}: {found.get('text')}")
         elif f"rank={injection.victim}," not in found["text"]:
-            outcome.break_promise(f"rank {rank} blames another one: {found['text']}")
+            outcome.break_guarantee(f"rank {rank} blames another one: {found['text']}")
         if found["mapped"]:
-            outcome.break_promise(f"rank {rank} still holds {found['mapped']} segments")
+            outcome.break_guarantee(f"rank {rank} still holds {found['mapped']} segments")
         last = max(last, found.get("time", 0.0))
     outcome.detection_s = last - _check_note(note, outcome)
     if outcome.detection_s > limit:
-        outcome.break_promise(f"noticed after {outcome.detection_s:.2f} s, promised {limit} s")
+        outcome.break_guarantee(f"noticed after {outcome.detection_s:.2f} s, guaranteed {limit} s")
 
 def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
     """A stopped rank that goes on must learn that it is alone."""
@@ -309,10 +309,10 @@ def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
     try:
         found = running.receive(injection.victim)
     except RankFailedError as error:
-        outcome.break_promise(f"woken: {str(error).strip().splitlines()[-1]}")
+        outcome.break_guarantee(f"woken: {str(error).strip().splitlines()[-1]}")
         return
     if found["kind"] not in ("PeerLostError", "DeadlineError"):
-        outcome.break_promise(f"woken, it said {found['kind']!r}")
+        outcome.break_guarantee(f"woken, it said {found['kind']!r}")
 
 def _same_numbers(running: World, injection: Injection, undisturbed: dict[str, torch.Tensor],
                   outcome: Outcome) -> dict[str, torch.Tensor]:
@@ -322,20 +322,20 @@ def _same_numbers(running: World, injection: Injection, undisturbed: dict[str, t
         try:
             found = running.receive(rank)
         except RankFailedError as error:
-            outcome.break_promise(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
+            outcome.break_guarantee(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
             continue
         if found["kind"]:
-            outcome.break_promise(f"rank {rank} gave up: {found['text']}")
+            outcome.break_guarantee(f"rank {rank} gave up: {found['text']}")
         elif any(not torch.equal(found["rows"][n], x) for n, x in undisturbed.items()):
-            outcome.break_promise(f"rank {rank} has other numbers")
+            outcome.break_guarantee(f"rank {rank} has other numbers")
     rows: dict[str, torch.Tensor] = found.get("rows", {})
     return rows
 
 
 def _check_note(note: Path, outcome: Outcome) -> float:
-    """When the fault happened, s; a promise that was never put to the test is not kept."""
+    """When the fault happened, s; a guarantee that was never put to the test is not kept."""
     if not note.exists() or note.stat().st_size != 8:
-        outcome.break_promise("the fault never happened")
+        outcome.break_guarantee("the fault never happened")
         return time.monotonic()
     at: int = struct.unpack("q", note.read_bytes())[0]
     return at / 1e9
@@ -382,7 +382,7 @@ def inject(injection: Injection) -> Outcome:
             for process in running.processes:
                 process.join(10)
                 if process.is_alive():
-                    outcome.break_promise(f"process {process.pid} does not end")
+                    outcome.break_guarantee(f"process {process.pid} does not end")
         if injection.fault == "memory limit":
             memory.sweep(pids[injection.victim])
         outcome.leftovers = leftovers(pids)
@@ -396,11 +396,11 @@ def _check_checkpoint(injection: Injection, folder: Path, held: dict[str, torch.
     try:
         [(extra, state)] = run_world(1, load_and_save, str(folder))
     except RankFailedError as error:
-        outcome.break_promise(f"it does not load: {str(error).strip().splitlines()[-1]}")
+        outcome.break_guarantee(f"it does not load: {str(error).strip().splitlines()[-1]}")
         return
     wanted = 5 if injection.fault == "slow" else 3
     if extra != {"step": wanted}:
-        outcome.break_promise(f"loaded {extra}, expected step {wanted}")
+        outcome.break_guarantee(f"loaded {extra}, expected step {wanted}")
     if not held or any(not torch.equal(state[n], x) for n, x in held.items()):
-        outcome.break_promise("the loaded checkpoint has other numbers")
+        outcome.break_guarantee("the loaded checkpoint has other numbers")
     outcome.leftovers += [str(p) for p in folder.parent.iterdir() if p.name not in ("c", "note")]

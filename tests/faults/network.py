@@ -23,7 +23,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from tests.faults.injection import DEADLINE_S, KILL_PROMISE_S, STOP_PROMISE_S, Outcome
+from tests.faults.injection import DEADLINE_S, KILL_LIMIT_S, STOP_LIMIT_S, Outcome
 from tests.support import ROOT
 from tests.world_support import leftovers
 
@@ -172,12 +172,12 @@ def _check_errors(answers: list[dict[str, Any]], fault: str, since: float, outco
     for rank, found in enumerate(answers):
         others = [f"rank={r}," for r in range(len(answers)) if r != rank]
         if found["kind"] not in kinds:
-            outcome.break_promise(f"rank {rank}: {found['kind']!r} {found.get('text')}")
+            outcome.break_guarantee(f"rank {rank}: {found['kind']!r} {found.get('text')}")
         elif not any(name in found["text"] for name in others):
-            outcome.break_promise(f"rank {rank} names nobody: {found['text']}")
+            outcome.break_guarantee(f"rank {rank} names nobody: {found['text']}")
     outcome.detection_s = max(f.get("time", 0.0) for f in answers) - since
-    if outcome.detection_s > (KILL_PROMISE_S if fault == "cut" else STOP_PROMISE_S):
-        outcome.break_promise(f"noticed after {outcome.detection_s:.2f} s")
+    if outcome.detection_s > (KILL_LIMIT_S if fault == "cut" else STOP_LIMIT_S):
+        outcome.break_guarantee(f"noticed after {outcome.detection_s:.2f} s")
 
 
 _UNDISTURBED: dict[tuple[int, int], int] = {}
@@ -196,7 +196,7 @@ def _check_numbers(answers: list[dict[str, Any]], world_size: int, seed: int, ou
                 process.communicate(timeout=60)
     for rank, found in enumerate(answers):
         if found.get("sum") != _UNDISTURBED[key]:
-            outcome.break_promise(f"rank {rank} has other numbers: {found}")
+            outcome.break_guarantee(f"rank {rank} has other numbers: {found}")
 
 
 def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Soak:
         interrupted: lives that say nothing, since this program itself was stopped meanwhile.
         seconds: what it took.
         saved_steps: the step that each life went on from.
-        problems: promises that were not kept.
+        problems: guarantees that were not kept.
         same: whether the final weights are those of the undisturbed run.
     """
 
@@ -192,7 +192,7 @@ def main() -> int:
     print(f"{result.faults} kills, {result.lives} lives ({result.interrupted} interrupted), "
           f"{len(set(result.saved_steps))} different steps gone on from, "
           f"weights {'equal' if result.same else 'DIFFERENT'}, "
-          f"{len(result.problems)} broken promises, {result.seconds:.0f} s")
+          f"{len(result.problems)} broken guarantees, {result.seconds:.0f} s")
     for problem in result.problems:
         print(f"  {problem}")
     if args.json is not None:

@@ -167,7 +167,7 @@ def test_autocast() -> None:
 
 
 def test_a_gradient_scaler_is_undone_by_a_hook() -> None:
-    """The recipe of docs/optimizers.md: tables must not see the scaled loss."""
+    """The recipe of docs/reference/optimizers.md: tables must not see the scaled loss."""
     plain, scaled = pair()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for model, factor in ((plain, None), (scaled, scaler)):

@@ -1,6 +1,7 @@
 """What changes after sharding: the differences from the unsharded model that the oracle allows.
 
-The same list, with the reasons, is docs/what-changes.md; a test compares numbers and headings. An
+The same list, with the reasons, is docs/reference/what-changes.md; a test compares numbers and
+headings. An
 action that runs into one says so where it expects it.
 """
 

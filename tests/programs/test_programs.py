@@ -130,7 +130,7 @@ def test_totals_count_ways_to_fail_once() -> None:
 
 
 def test_the_differences_are_those_of_the_documentation() -> None:
-    text = (ROOT / "docs/what-changes.md").read_text()
+    text = (ROOT / "docs/reference/what-changes.md").read_text()
     found = {int(n): heading for n, heading in re.findall(r"^## (\d+)\. (.+)$", text, re.MULTILINE)}
     assert found == DIFFERENCES
     assert {a.difference for a in ACTIONS.values()} - {None} <= set(DIFFERENCES)

@@ -81,7 +81,7 @@ def test_the_worst_plan_is_told_how_to_help_itself():
     first = bottlenecks(plan, stated)[0]
     assert first.saves_us > 0.05 * evaluate(plan, stated).step_us
     text = summary(plan, stated)
-    assert "what binds" in text and f"{first.saves_us:.1f} as {first.move}" in text
+    assert "bottleneck" in text and f"{first.saves_us:.1f} us as {first.move}" in text
     assert as_json(plan, stated)["bottlenecks"][0]["table"] == first.table
 
 

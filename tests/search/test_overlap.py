@@ -138,7 +138,7 @@ def test_the_verbs_declare_and_remember_it(tmp_path, capsys):
     plan = Plan.load(out)
     assert plan.notes["overlap_us"] == {"update": 5.0, "backward": 2.0}
     assert plan.step_us < alone
-    assert "beside dense us" in capsys.readouterr().out
+    assert "overlapped us" in capsys.readouterr().out
     run_explain(arguments(configure_explain, out, "--stats", tmp_path / "stats.npz", "--json"))
     value = json.loads(capsys.readouterr().out)
     assert value["step_us"] == pytest.approx(plan.step_us)

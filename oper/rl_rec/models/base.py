@@ -42,8 +42,8 @@ class Sequences(Histories):
     """Stretches of trajectories to train on.
 
     Attributes:
-        skip: int64 [B]: the first interactions of a stretch are only seen by the state windows of
-            the later ones, which are the steps.
+        skip: int64 [B]: the first interactions of a subsequence are only seen by the state windows
+            of the later ones, which are the steps.
         returns: float32 [L], return-to-go ``g_t = r_t + gamma g_{t+1}`` to the end of the user's
             training interactions.
     """

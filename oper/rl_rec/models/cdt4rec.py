@@ -76,7 +76,7 @@ class CDT4RecConfig:
         dim: width D of streams and item rows.
         user_dim: columns of the user table; 0 = no user table.
         layers, heads: of the backbone.
-        steps: T, steps of a stretch.
+        steps: T, steps of a subsequence.
         window: l, items of the state window.
         dropout: on streams and on the outputs of attention and feed-forward layers.
         backbone: ``"causal"`` (multi-stream) or ``"interleaved"``.
@@ -391,7 +391,7 @@ class CDT4Rec(Recommender):
                    ) -> torch.Tensor:
         """Scaled returns-to-go with the steps' rewards as estimated.
 
-        ``g^_t = g_t + sum_{k >= t} gamma^(k - t) (r^_k - r_k)`` over the steps of the stretch.
+        ``g^_t = g_t + sum_{k >= t} gamma^(k - t) (r^_k - r_k)`` over the steps of the subsequence.
         """
         estimated = torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates
         change = torch.where(steps.valid, estimated.detach() - steps.rewards, 0.0) / self.scale

@@ -38,7 +38,7 @@ class SASRecConfig:
     Attributes:
         dim: width D.
         layers, heads: of the transformer.
-        steps: items of a stretch that are predicted.
+        steps: items of a subsequence that are predicted.
         window: items before these that are seen.
         dropout: on the input and on the outputs of attention and feed-forward layers.
         negatives: items drawn per batch to estimate the softmax; 0 = all items, exactly.
@@ -83,8 +83,8 @@ class SASRec(Recommender):
         super().__init__()
         self.config = config
         self.candidates = Candidates(num_items, config.negatives)
-        # The last item of a stretch is only predicted: the longest history that training asks
-        # about is one item shorter than the stretch.
+        # The last item of a subsequence is only predicted: the longest history that training asks
+        # about is one item shorter than the subsequence.
         dim, self.context = config.dim, config.steps + config.window - 1
         self.start = nn.Parameter(0.02 * torch.randn(dim))
         self.position = nn.Parameter(0.02 * torch.randn(self.context, dim))

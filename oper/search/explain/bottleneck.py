@@ -25,7 +25,7 @@ class Bottleneck:
         table: the table.
         columns, rows: what the tier covers.
         tier: how it is placed now, see `describe`.
-        load_us: what it adds there to the resource that binds, microseconds.
+        load_us: what it adds there to the limiting resource, microseconds.
         is_cut: whether the table is split by columns.
         move: the placement of the tier that would save most, or "" where none saves anything.
         saves_us: what that saves of the whole step, microseconds.

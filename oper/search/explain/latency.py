@@ -60,13 +60,17 @@ class LatencyGoal:
         for name, value in numbers.items():
             if not 0 < value < math.inf:
                 raise InvalidInputError(fail("invalid latency goal", name, value,
-                                             "> 0 and finite", "correct it"))
+                                             "> 0 and finite",
+                                             "state the request rate in samples per second and "
+                                             "the bound in milliseconds"))
         if len(self.dense_us) != 2 or not all(0 <= x < math.inf for x in self.dense_us):
             raise InvalidInputError(fail("invalid latency goal", "dense_us", self.dense_us,
-                                         "two numbers >= 0: fixed, per sample", "correct it"))
+                                         "two numbers >= 0: fixed, per sample",
+                                         "state the dense compute of a batch in microseconds, "
+                                         "as FIXED,PER_SAMPLE"))
         if not 1 <= self.max_batch <= 1 << 16:
             raise InvalidInputError(fail("invalid latency goal", "max_batch", self.max_batch,
-                                         "1..65536", "correct it"))
+                                         "1..65536", "choose a batch size in that range"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation) -> str:
         lines.append(f"not certified: {why}")
     else:
         gap = found.step_us / plan.lower_bound_us - 1.0
-        lines += [f"lower bound {plan.lower_bound_us:12.1f} us   no plan of this space is faster",
+        lines += [f"lower bound {plan.lower_bound_us:12.1f} us   "
+                  "no plan of the searched space is faster",
                   f"gap         {100 * gap:12.3f} %"]
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
@@ -104,8 +105,8 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation) -> str:
 
 def _phases(found: Evaluation) -> str:
     hides = any(p.hidden.any() for p in found.phases)
-    head = ["phase", "us", "slowest", "busy with", *(f"{g} us" for g in GROUPS), "fixed us",
-            *(["beside dense us"] if hides else [])]
+    head = ["phase", "us", "slowest", "limited by", *(f"{g} us" for g in GROUPS), "fixed us",
+            *(["overlapped us"] if hides else [])]
     rows = []
     for p in found.phases:
         rank = p.slowest_rank
@@ -178,17 +179,17 @@ def _heaviest(plan: Plan, problem: Problem, found: Evaluation) -> str:
     rows = []
     for x in bottlenecks(plan, problem):
         columns = f"[{x.columns[0]}:{x.columns[1]}] " if x.is_cut else ""
-        saves = f"{x.saves_us:.1f} as {x.move}" if x.move else "0.0 anywhere else"
+        saves = f"{x.saves_us:.1f} us as {x.move}" if x.move else "nothing: no better place"
         rows.append([x.table, f"{columns}{x.rows[0]}:{x.rows[1]}", x.tier, f"{x.load_us:.1f}",
                      saves])
-    head = ["table", "rows", "placed", f"{phase.binding} us", "moving it alone saves us"]
-    title = (f"what binds: {phase.binding} of rank {phase.slowest_rank}, which ends {phase.name}, "
+    head = ["table", "rows", "placed", f"{phase.binding} us", "time saved by moving it alone"]
+    title = (f"bottleneck: the {phase.binding} time of rank {phase.slowest_rank} in {phase.name}, "
              "the longest phase\n")
     return title + _aligned(head, rows, left=(0, 1, 2, 4))
 
 
 def _constraints(plan: Plan, problem: Problem) -> str:
-    """Which constraints the plan is held to, and those that it breaks."""
+    """The constraints of the plan, and those that it breaks."""
     held = problem.constraints
     if held == Constraints():
         return ""

@@ -52,7 +52,7 @@ def parse_change(text: str) -> Change:
     if name not in NAMES or (factor <= 0 and whole < 1):
         raise InvalidInputError(fail("cannot change the problem", "what-if", text,
                                      f"{_FORM} with a name of {list(NAMES)}, staying above 0",
-                                     "correct it"))
+                                     "write the change as memory=+10% or batch=8192"))
     return Change(text, name, factor, whole or None)
 
 

@@ -134,7 +134,7 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
         if wrong or (size is not None and min(size if isinstance(size, tuple) else (size,)) < 0):
             raise InvalidInputError(fail("invalid constraints", label, size,
                                          f">= 0, one number or one for each of {world_size} ranks",
-                                         "correct it"))
+                                         "give one number for all ranks, or one for each"))
     return value
 
 
@@ -142,11 +142,14 @@ def _from_mapping(value: Any) -> Constraints:
     if not isinstance(value, Mapping) or set(value) - _KEYS:
         raise InvalidInputError(fail(
             "invalid constraints", "keys", sorted(map(str, value)) if isinstance(value, Mapping)
-            else value, f"an object with some of {sorted(_KEYS)}", "correct it"))
+            else value, f"an object with some of {sorted(_KEYS)}",
+            "remove the keys that are not known"))
     tables = value.get("tables", {})
     if not isinstance(tables, Mapping):
         raise InvalidInputError(fail("invalid constraints", "tables", tables,
-                                     "table names and what each is held to", "correct it"))
+                                     "table names and what each is held to",
+                                     "map table names to constraints, as in {\"item\": "
+                                     "{\"ranks\": [0]}}"))
     return Constraints(
         {k: v if isinstance(v, TableConstraint) else _table(k, v) for k, v in tables.items()},
         _groups("keep_together", value.get("keep_together", ())),
@@ -168,7 +171,8 @@ def _size(label: str, value: Any) -> int:
     except InvalidInputError:
         pass
     raise InvalidInputError(fail("invalid constraints", label, value,
-                                 "bytes >= 0 or text like '2GB'", "correct it"))
+                                 "bytes >= 0 or text like '2GB'",
+                                 "write a number of bytes, or text with a unit"))
 
 
 def _groups(label: str, value: Any) -> tuple[tuple[str, ...], ...]:
@@ -176,7 +180,8 @@ def _groups(label: str, value: Any) -> tuple[tuple[str, ...], ...]:
     if not listed or not all(isinstance(group, list | tuple)
                              and all(isinstance(name, str) for name in group) for group in value):
         raise InvalidInputError(fail("invalid constraints", label, value,
-                                     "a list of lists of table names", "correct it"))
+                                     "a list of lists of table names",
+                                     "write groups as [[\"user\", \"item\"]]"))
     return tuple(tuple(group) for group in value)
 
 
@@ -184,7 +189,8 @@ def _table(name: str, value: Any) -> TableConstraint:
     what = f"invalid constraint of table {name!r}"
     if not isinstance(value, Mapping) or set(value) - _FIELDS or None in value.values():
         raise InvalidInputError(fail(what, "fields", value, f"some of {sorted(_FIELDS)}",
-                                     "correct it"))
+                                     "remove the fields that are not known, and those that are "
+                                     "null"))
     try:
         placements, modes, memories, ranks = (
             list(value[k]) if k in value else None
@@ -228,7 +234,8 @@ def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_s
                                    ("ranks", held.ranks, set(range(world_size)))):
         if chosen is not None and (not chosen or not set(chosen) <= allowed):
             raise InvalidInputError(fail(what, label, sorted(chosen),
-                                         f"some of {sorted(allowed)[:16]}", "correct it"))
+                                         f"some of {sorted(allowed)[:16]}",
+                                         "choose from these, and at least one"))
 
 
 def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int) -> None:
@@ -244,7 +251,7 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
                 ends and not 0 <= ends[0] <= ends[-1] <= num_rows):
             raise InvalidInputError(fail(what, label, ranges,
                                          f"row ranges within 0..{num_rows} that do not overlap",
-                                         "correct it"))
+                                         "order the ranges, and keep them inside the table"))
     for x in held.pinned:
         # A tier is checked as a plan's would be: padded to a whole table, it must make one.
         rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
@@ -268,7 +275,8 @@ def _check_groups(value: Constraints, known: Sequence[str]) -> None:
         for group in groups:
             if len(set(group)) != len(group) or len(group) < 2 or not set(group) <= set(known):
                 raise InvalidInputError(fail("invalid constraints", label, group,
-                                             f"two or more of {sorted(known)[:8]}", "correct it"))
+                                             f"two or more of {sorted(known)[:8]}",
+                                             "name two or more different tables of the problem"))
     root = units(value)
     for pair in (p for group in value.keep_apart for p in combinations(group, 2)):
         if root[pair[0]] == root[pair[1]]:

@@ -43,18 +43,20 @@ def parse_overlap(value: Mapping[str, Any] | None, phases: Sequence[str],
     known = [RESOLVE, *phases] if len(phases) > 1 else list(phases)
     what = "invalid overlap with dense compute"
     if value is not None and not isinstance(value, Mapping):
-        raise InvalidInputError(fail(what, "overlap", value, "microseconds by phase", "correct it"))
+        raise InvalidInputError(fail(what, "overlap", value, "microseconds by phase",
+                                     "pass a mapping such as {'update': 400}"))
     out: Overlap = {}
     for name, given in (value or {}).items():
         if name not in known:
-            raise InvalidInputError(fail(what, "phase", name, f"one of {known}", "correct it"))
+            raise InvalidInputError(fail(what, "phase", name, f"one of {known}",
+                                         "name a phase of the objective"))
         each = list(given) if isinstance(given, list | tuple) else [given] * world_size
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool)
                       and math.isfinite(x) and x >= 0 for x in each)
         if not numbers or len(each) != world_size:
             raise InvalidInputError(fail(what, name, given,
                                          f"microseconds >= 0, one number or {world_size}",
-                                         "correct it"))
+                                         "give one number for all ranks, or one for each"))
         if any(each):
             out[name] = tuple(float(x) for x in each)
     return out
@@ -77,6 +79,6 @@ def parse_argument(words: Sequence[str]) -> dict[str, Any] | None:
         if not each or name in out:
             raise InvalidInputError(fail("invalid overlap with dense compute", "overlap", word,
                                          "PHASE=US or PHASE=US,US,... once per phase",
-                                         "correct it"))
+                                         "write --overlap once for each phase, as update=400"))
         out[name] = each if len(each) > 1 else each[0]
     return out or None

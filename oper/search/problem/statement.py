@@ -341,7 +341,7 @@ def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
                                      "oper.search.topology_preset"))
     if objective not in OBJECTIVES:
         raise InvalidInputError(fail(what, "objective", objective, EXPECTED_OBJECTIVE,
-                                     "correct it"))
+                                     "say whether the model trains or only infers"))
     if not isinstance(batch_size, numbers.Integral) or not 1 <= int(batch_size) < 2**31:
         raise InvalidInputError(fail(what, "batch_size", batch_size, "an integer >= 1 and < 2^31",
                                      "pass the samples per rank and step"))

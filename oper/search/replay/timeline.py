@@ -75,7 +75,7 @@ class Schedule:
             value = getattr(self, name)
             if not (value >= least and value < float("inf")):
                 raise InvalidInputError(fail("cannot replay steps", name, value, f">= {least}",
-                                             "correct it"))
+                                             "choose a finite number in that range"))
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Every promise of `docs/reliability.md` names tests, and they are there."""
+"""Every guarantee of `docs/explanation/reliability.md` names tests, and they are there."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from tests.support import ROOT
 _NAMED = re.compile(r"`([^`]+)`")
 
 
-def _promises() -> list[tuple[str, list[str]]]:
-    """What is promised, and what is named as its tests."""
-    page = (ROOT / "docs" / "reliability.md").read_text()
-    table = page.split("## Promises", 1)[1].split("\n## ", 1)[0]
+def _guarantees() -> list[tuple[str, list[str]]]:
+    """What is guaranteed, and what is named as its tests."""
+    page = (ROOT / "docs" / "explanation" / "reliability.md").read_text()
+    table = page.split("## Guarantees", 1)[1].split("\n## ", 1)[0]
     rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     return [(row[0].strip(), _NAMED.findall(row[-1])) for row in rows[1:]]
 
 
-def test_every_promise_names_tests_that_are_there() -> None:
-    promises = _promises()
-    assert len(promises) > 15
-    for promise, names in promises:
+def test_every_guarantee_names_tests_that_are_there() -> None:
+    guarantees = _guarantees()
+    assert len(guarantees) > 15
+    for guarantee, names in guarantees:
         file = "tests/faults/test_faults.py"  # of names without a file before them
-        assert names, promise
+        assert names, guarantee
         for name in names:
             if name.startswith("["):  # another case of the test before it
                 continue
@@ -30,4 +30,4 @@ def test_every_promise_names_tests_that_are_there() -> None:
                 file, _, name = name.partition("::")
             test, text = name.partition("[")[0], (ROOT / file).read_text()
             assert f"def {test}(" in text if test else "def test_" in text, (
-                f"{promise}: no test {name!r} in {file}")
+                f"{guarantee}: no test {name!r} in {file}")
