@@ -24,6 +24,7 @@ from oper.errors import OperError, PlanInfeasibleError, UsageError, fail
 
 VERBS: dict[str, tuple[str, str]] = {  # verb: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
+    "vocabulary": ("oper.data.verbs", "extend a finished vocabulary by the new values of a day"),
     "analyze": ("oper.data.verbs", "count what the data looks up: access statistics"),
     "generate": ("oper.data.verbs", "synthetic lookups and their statistics, for a workload"),
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -73,12 +74,23 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
                     "time": recipe.time},
         "dense_transforms": {c.name: c.transform for c in recipe.columns if c.kind == "dense"},
         "min_count": job.min_count, "max_rows": options.max_rows, "hash_rows": options.hash_rows,
-        "ids_in_hotness_order": options.hash_rows is None,
+        "ids_in_hotness_order": options.hash_rows is None and job.finished is None,
         "tables": tables,
+        **_applied(job),
         "problems": found_problems,
         "versions": {"oper": oper.__version__, "python": platform.python_version(),
                      "numpy": np.__version__, "pyarrow": pa.__version__},
     }
+
+
+def _applied(job: Job) -> dict[str, Any]:
+    """The finished vocabulary that was applied, and what of the training part it lacks."""
+    if job.finished is None:
+        return {}
+    unseen = {name: json.loads((job.work / "stage" / f"unseen-{k:03d}.json").read_text())
+              for k, name in enumerate(job.recipe.names("sparse"))}
+    return {"vocabulary": {"path": os.path.abspath(job.finished.path),
+                           "digest": job.finished.digest}, "unseen": unseen}
 
 
 def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],

@@ -26,6 +26,12 @@ from tqdm import tqdm
 
 from oper.data import estimate, workers
 from oper.data.detect import find_inputs, plan_units
+from oper.data.finished import (
+    FinishedVocabulary,
+    check_columns,
+    unseen_values,
+    write_unseen,
+)
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, SPLITS
 from oper.data.lines import natural_key
 from oper.data.merging import RunMerger
@@ -34,7 +40,7 @@ from oper.data.probing import check_first_rows
 from oper.data.readers import Unit
 from oper.data.recipe import Recipe, parse_share
 from oper.data.sharing import is_done, share
-from oper.data.staging import Stage, too_many_bad
+from oper.data.staging import Distinct, Stage, too_many_bad
 from oper.data.vocabulary import Vocabulary, build, build_hashed
 from oper.data.workfolder import WorkFolder, work_folder
 from oper.data.writing import (
@@ -64,6 +70,9 @@ class PreprocessOptions:
         max_bad: malformed rows that are left out (and reported) before it is an error.
         max_rows: at most so many rows per table, row 0 included; None = no limit.
         hash_rows: hash every value into tables of so many rows instead of building vocabularies.
+        vocabulary: a folder whose finished vocabulary is applied instead of building one: an
+            earlier output or what ``oper vocabulary extend`` wrote. Values that it lacks share row
+            0; ``unseen/COLUMN.parquet`` lists those of the training part.
         layout: name of the files' layout; None = find out.
         force: replace an earlier output, drop work that was begun with other settings.
         num_workers: processes on this machine.
@@ -83,6 +92,7 @@ class PreprocessOptions:
     max_bad: int = 0
     max_rows: int | None = None
     hash_rows: int | None = None
+    vocabulary: str | os.PathLike[str] | None = None
     layout: str | None = None
     force: bool = False
     num_workers: int = 1
@@ -109,6 +119,11 @@ class PreprocessOptions:
             raise InvalidInputError(
                 fail(what, "hash_rows", self.hash_rows, "below 2^31 and without max_rows",
                      "choose one of them"))
+        own = {n: v for n in ("min_count", "max_rows", "hash_rows") if (v := getattr(self, n))}
+        if self.vocabulary is not None and own:
+            raise InvalidInputError(
+                fail(what, "options beside a vocabulary", own, "none of them",
+                     "the finished vocabulary has settled them: leave them out"))
 
 
 def preprocess(
@@ -144,19 +159,22 @@ def preprocess(
     paths = find_inputs(recipe, inputs)
     _warn_about_order(paths)
     units = plan_units(recipe, paths, options.layout, options.unit_bytes)
-    job = Job(recipe, paths, units, Path(output), options)
+    finished = None if options.vocabulary is None else FinishedVocabulary.open(options.vocabulary)
+    job = Job(recipe, paths, units, Path(output), options, finished)
     if job.is_there():
         # A process of the same job that comes late, or the same command again.
         _log.info("%s is there already, of the same inputs and settings", job.target)
         return _told(job.read_manifest())
     _check_target(job)
+    if job.finished is not None:
+        check_columns(job.finished, recipe.names("sparse"))
     check_first_rows(recipe, units, options.max_bad)
     try:
         with (job.opened(), workers.local(job, options.num_workers - 1),
               workers.on_ray(job, options.num_ray_workers)):
             job.run()
     except OperError:
-        if not job.finished():
+        if not job.outcome():
             raise
     except OSError as error:
         full = no_room(error)
@@ -170,7 +188,7 @@ def preprocess(
         _log.warning("interrupted; the same command goes on where it stopped (work so far: %s)",
                      job.work)
         raise
-    return _told(job.finished())
+    return _told(job.outcome())
 
 
 def _told(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +230,7 @@ class Job:
     units: list[Unit]
     target: Path
     options: PreprocessOptions
+    finished: FinishedVocabulary | None = None
     _began: bool = False
     _is_large: bool = False
     _vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
@@ -248,6 +267,8 @@ class Job:
     @property
     def min_count(self) -> int:
         """Values seen less often share row 0."""
+        if self.finished is not None:
+            return self.finished.min_count
         return self.options.min_count or self.recipe.min_count
 
     def identity(self) -> str:
@@ -260,6 +281,8 @@ class Job:
                  self.options.part_rows]
         if self.options.compression != "none":
             about.append(self.options.compression)
+        if self.finished is not None:
+            about.append(self.finished.digest)
         return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:32]
 
     def read_manifest(self) -> dict[str, Any]:
@@ -274,7 +297,7 @@ class Job:
         """Whether this very job was done before, and need not be done anew."""
         return not self.options.force and self.read_manifest().get("job") == self.identity()
 
-    def finished(self) -> dict[str, Any]:
+    def outcome(self) -> dict[str, Any]:
         """The manifest once this very job, begun by this call, is done; empty before."""
         found = self.read_manifest() if self._began else {}
         return found if found.get("job") == self.identity() else {}
@@ -292,7 +315,8 @@ class Job:
 
     def _begin(self, work: Path) -> None:
         self._estimate()
-        for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary"):
+        for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary",
+                     *(["out/unseen"] if self.finished else [])):
             (work / name).mkdir(parents=True)
 
     def _estimate(self) -> None:
@@ -309,7 +333,7 @@ class Job:
         try:
             self._take_part()
         except FileNotFoundError:  # another process has moved the output and cleared the work
-            if not self.finished():
+            if not self.outcome():
                 raise
 
     def _take_part(self) -> None:
@@ -394,34 +418,52 @@ class Job:
         return lambda: self._count(column, split)
 
     def _count(self, column: int, split: Split) -> None:
-        """Merge the counts of one column's values in the training part into its vocabulary."""
+        """Merge the counts of one column's values in the training part into its vocabulary.
+
+        With a finished vocabulary these are the counts of the values that it lacks.
+        """
         name = self.recipe.names("sparse")[column]
         folder = self.work / "vocabulary" / f"{column:03d}"
         folder.mkdir(parents=True, exist_ok=True)
+        known = self.finished.unpack(name, folder) if self.finished else None
         merger, num_missing, num_train = RunMerger(folder), 0, 0
+        for found, num_accesses in self._train_counts(column, split):
+            values, counts = found.values, found.counts
+            if known is not None:
+                values, counts = unseen_values(known, values, counts)
+            merger.add(values, counts)
+            num_missing += found.num_missing
+            num_train += num_accesses
+        if not num_train:
+            raise self._no_training_row()
+        target = self.work / "out" / "vocabulary" / f"{name}.parquet"
+        if self.finished is not None and known is not None:
+            shutil.copyfile(self.finished.file(name), target)
+            unseen = self.work / "out" / "unseen" / f"{name}.parquet"
+            has_missing = known.facts.missing_id or known.facts.hashed
+            num_values, num = write_unseen(unseen, merger, 0 if has_missing else num_missing)
+            self.stage.note(f"unseen-{column:03d}.json", {
+                "values": num_values, "accesses": num, "share": num / num_train})
+        elif self.options.hash_rows is not None:
+            build_hashed(folder, merger, num_missing, self.options.hash_rows)
+        else:
+            build(folder, merger, num_missing, self.min_count, self.options.max_rows)
+        merger.close()
+        if known is None:
+            Vocabulary(folder).write_parquet(target)
+
+    def _train_counts(self, column: int, split: Split) -> Iterator[tuple[Distinct, int]]:
+        """The values of a column in the training part of every chunk, and how many there are."""
         stage = self.stage
         for k, first_row in enumerate(self._first_rows[:-1]):
             for chunk, about in enumerate(stage.record(k)["chunks"]):
                 recount = train_codes(stage, split, (k, chunk, first_row), about, column)
                 found = stage.distinct(k, chunk, about, column)
-                values, counts = found.values, found.counts
-                if recount is None:
-                    num_missing += found.num_missing
-                    num_train += about["rows"]
-                else:
-                    num_missing += int(recount[0])
-                    num_train += int(recount.sum())
-                    counts = recount[1:]
-                    values, counts = values[:counts.size][counts > 0], counts[counts > 0]
-                merger.add(values, counts)
-        if not num_train:
-            raise self._no_training_row()
-        if self.options.hash_rows is not None:
-            build_hashed(folder, merger, num_missing, self.options.hash_rows)
-        else:
-            build(folder, merger, num_missing, self.min_count, self.options.max_rows)
-        merger.close()
-        Vocabulary(folder).write_parquet(self.work / "out" / "vocabulary" / f"{name}.parquet")
+                if recount is not None:
+                    values, counts = found.values, recount[1:]
+                    found = Distinct(values[:counts.size][counts > 0], counts[counts > 0],
+                                     int(recount[0]))
+                yield found, int(found.counts.sum()) + found.num_missing
 
     def vocabulary(self, name: str) -> Vocabulary:
         """The vocabulary of a column, once counted."""

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from oper import native
-from oper.data.arrays import save
+from oper.data.arrays import as_numpy, save
 from oper.data.columns import Ids
 from oper.data.pagecache import Passing
 from oper.data.readers import Unit, read_unit, where
@@ -62,7 +62,7 @@ def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
             return Coded(found[0], ids.lengths), Distinct(
                 found[1], found[2][1:], int(found[2][0]))
     encoded = ids.values.dictionary_encode(null_encoding="mask")
-    values = _numpy(encoded.dictionary)
+    values = as_numpy(encoded.dictionary)
     order = np.argsort(values, kind="stable")
     dtype = np.min_scalar_type(max(1, values.size))
     place = np.empty(values.size + 1, dtype)
@@ -81,22 +81,6 @@ def _integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None, int]:
     dtype = array.type.to_pandas_dtype()
     numbers = np.frombuffer(values, dtype)[array.offset:array.offset + len(array)]
     return numbers, np.frombuffer(valid, np.uint8) if array.null_count else None, array.offset
-
-
-def _numpy(array: pa.Array) -> np.ndarray:
-    """Integers, or bytes of a fixed width (zero bytes never occur inside values)."""
-    if not pa.types.is_binary(array.type):
-        return array.to_numpy(zero_copy_only=False)
-    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset:][:len(array) + 1]
-    lengths = np.diff(offsets)
-    width = max(1, int(lengths.max(initial=0)))
-    table = np.zeros((len(array), width), np.uint8)
-    if len(array):
-        text = np.frombuffer(array.buffers()[2] or b"", np.uint8)[offsets[0]:offsets[-1]]
-        rows = np.repeat(np.arange(len(array)), lengths)
-        columns = np.arange(text.size) - np.repeat(offsets[:-1] - offsets[0], lengths)
-        table[rows, columns] = text
-    return table.reshape(-1).view(f"S{width}")
 
 
 class Stage:

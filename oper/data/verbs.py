@@ -33,6 +33,10 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                         help="at most N rows per table; the hottest values keep their own")
     parser.add_argument("--hash", type=whole(1), metavar="N", dest="hash_rows",
                         help="hash values into tables of N rows instead; collisions are counted")
+    parser.add_argument("--vocabulary", metavar="DIR",
+                        help="apply the finished vocabulary of an earlier output, or one that 'oper "
+                             "vocabulary extend' wrote: equal values get equal ids, values that it "
+                             "lacks share row 0 and are counted")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
@@ -75,7 +79,8 @@ def run_preprocess(args: argparse.Namespace) -> int:
     check_local(args.output)
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
-        max_rows=args.max_rows, hash_rows=args.hash_rows, layout=args.layout, force=args.force,
+        max_rows=args.max_rows, hash_rows=args.hash_rows,
+        vocabulary=args.vocabulary, layout=args.layout, force=args.force,
         num_workers=args.workers, num_ray_workers=args.ray or 0,
         compression=args.compression, check_disk=not args.no_disk_check,
         show_progress=sys.stderr.isatty())
@@ -128,15 +133,55 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
     print(f"rows: {rows['train']:,} train, {rows['valid']:,} valid, {test}"
           f"{manifest['bad_rows']['count']:,} malformed")
     how = f"values seen fewer than {manifest['min_count']} times share row 0"
-    if manifest["hash_rows"] is not None:
+    if "vocabulary" in manifest:
+        how = f"vocabulary of {manifest['vocabulary']['path']}"
+    elif manifest["hash_rows"] is not None:
         collisions = sum(t["num_collisions"] for t in tables.values())
         how = f"hashed, {collisions:,} values share a row with another one"
     num_rows = sum(t["num_rows"] for t in tables.values())
     print(f"tables: {len(tables)} with {num_rows:,} rows ({how})")
+    for name, unseen in manifest.get("unseen", {}).items():
+        if unseen["values"]:
+            print(f"unseen in {name}: {unseen['accesses']:,} ids of the training part "
+                  f"({unseen['share']:.2%}), {unseen['values']:,} different ones")
     if manifest["problems"]:
         print(f"problems: {len(manifest['problems'])}, see the warnings above and in "
               f"{output}/manifest.json")
     print(f"written: {output}")
+
+
+def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper vocabulary``."""
+    parser.add_argument("action", choices=("extend",),
+                        help="extend: add the unseen values of further days behind the old ones, "
+                             "which keep their row numbers")
+    parser.add_argument("vocabulary", metavar="DIR",
+                        help="folder that 'oper preprocess' or 'oper vocabulary extend' wrote")
+    parser.add_argument("folders", nargs="+", metavar="DAY",
+                        help="folders that 'oper preprocess --vocabulary DIR' wrote")
+    parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
+                        help="folder to write, for 'oper preprocess --vocabulary NEW'")
+    parser.add_argument("--min-count", type=whole(1), metavar="N",
+                        help="values seen fewer than N times over all days stay unseen (default: "
+                             "that of DIR)")
+    parser.add_argument("--max-rows", type=whole(2), metavar="N", help="at most N rows per table")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+
+
+def run_vocabulary(args: argparse.Namespace) -> int:
+    """Run ``oper vocabulary``; raises OperError."""
+    from oper.data.finished import extend
+
+    manifest = extend(args.vocabulary, args.folders, args.output, args.min_count, args.max_rows)
+    if args.json:
+        print(json.dumps(manifest))
+        return 0
+    for name, more in manifest["new_rows"].items():
+        if more:
+            print(f"{name}: {more:,} new rows, {manifest['tables'][name]['num_rows']:,} in all")
+    print(f"tables: {len(manifest['tables'])}, {sum(manifest['new_rows'].values()):,} new rows")
+    print(f"written: {args.output}")
+    return 0
 
 
 def configure_analyze(parser: argparse.ArgumentParser) -> None:

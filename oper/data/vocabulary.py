@@ -20,12 +20,15 @@ from oper import native
 from oper.data.arrays import save
 from oper.data.ids import mix64
 from oper.data.merging import RunMerger
+from oper.errors import InvalidInputError, fail
 from oper.files import write_text
 
 _WRITE_ROWS = 1 << 20
 _SMALL_BYTES = 1 << 24  # of a vocabulary that stays in memory
 _FEW = 1 << 16  # counts below are counted in an array
 Slices = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
+# Ascending distinct values [K], ids int32 [K], counts int64 [K], piece by piece.
+Parts = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,39 @@ class Vocabulary:
         ids[0] = self.facts.missing_id
         if self.facts.hashed:
             ids[1:] = hash_values(values, self.facts.num_rows)
-            return ids
-        ids[1:] = native.lookup(*self._known(), values)
+        else:
+            ids[1:] = self._find(values)
         return ids
+
+    def has(self, values: np.ndarray) -> np.ndarray:
+        """Which of distinct ascending raw values [K] are in the vocabulary, bool [K]."""
+        return self._find(values) > 0
+
+    def _find(self, values: np.ndarray) -> np.ndarray:
+        """Listed ids of distinct ascending raw values, 0 = none."""
+        known, ids = self._known()
+        kind = common_kind(known, values)
+        if kind.kind != "S":  # texts are compared whatever their widths
+            known, values = known.astype(kind, copy=False), values.astype(kind, copy=False)
+        return native.lookup(known, ids, values)
+
+    @property
+    def num_missing(self) -> int:
+        """Missing fields that were counted."""
+        return int((self._folder / "missing.json").read_text())
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Values, ids and counts of every value with an id, by ascending value, mapped."""
+        values, ids, counts = (np.load(self._folder / f"{n}.npy", mmap_mode="r")
+                               for n in ("values", "ids", "counts"))
+        return values, ids, counts
+
+    def parts(self) -> Parts:
+        """`arrays`, piece by piece in memory; at least one piece, which tells the type."""
+        every = self.arrays()
+        for start in range(0, max(1, every[0].size), _WRITE_ROWS):
+            values, ids, counts = (np.array(a[start:start + _WRITE_ROWS]) for a in every)
+            yield values, ids, counts
 
     def _known(self) -> tuple[np.ndarray, np.ndarray]:
         """Values and ids: small ones in memory, large ones mapped anew.
@@ -109,34 +142,56 @@ class Vocabulary:
         return self._small
 
     def write_parquet(self, path: Path) -> None:
-        """Write value, id and count of every value with an id, by ascending value.
-
-        A missing field has a null value and comes first.
-        """
-        arrays = [np.load(self._folder / f"{n}.npy", mmap_mode="r")
-                  for n in ("values", "ids", "counts")]
+        """Write value, id and count of every value with an id, see `write_parquet`."""
         facts = self.facts
-        kind = pa.string() if arrays[0].dtype.kind == "S" else pa.from_numpy_dtype(
-            arrays[0].dtype)
-        schema = pa.schema([("value", kind), ("id", pa.int32()), ("count", pa.int64())])
-        with pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False,
-                              write_statistics=False) as writer:
-            if facts.missing_id or facts.hashed:
-                missing = json.loads((self._folder / "missing.json").read_text())
-                writer.write_table(pa.table([pa.array([None], kind), pa.array(
-                    [facts.missing_id], pa.int32()), pa.array([missing], pa.int64())],
-                    schema=schema))
-            for start in range(0, arrays[0].size, _WRITE_ROWS):
-                values, ids, counts = (np.array(a[start:start + _WRITE_ROWS]) for a in arrays)
-                writer.write_table(pa.table([
-                    _as_arrow(values, kind), pa.array(ids, pa.int32()),
-                    pa.array(counts, pa.int64())], schema=schema))
+        write_parquet(path, self.parts, (facts.missing_id, self.num_missing)
+                      if facts.missing_id or facts.hashed else None)
 
 
-def _as_arrow(values: np.ndarray, kind: pa.DataType) -> pa.Array:
-    if values.dtype.kind != "S":
-        return pa.array(values, kind)
-    return pa.array([v.decode("utf-8", "backslashreplace") for v in values.tolist()], kind)
+def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
+    """A type for the raw values of both arrays; raises InvalidInputError where there is none."""
+    if not one.size or not other.size or one.dtype == other.dtype:
+        return one.dtype if one.size else other.dtype
+    kind = np.promote_types(one.dtype, other.dtype)
+    if (one.dtype.kind == "S") != (other.dtype.kind == "S") or kind.kind not in "iuS":
+        raise InvalidInputError(
+            fail("cannot look values up in a vocabulary", "types",
+                 (other.dtype.name, one.dtype.name), "signed, unsigned or text alike",
+                 "read the column as the vocabulary's run did"))
+    return kind
+
+
+def write_parquet(path: Path, parts: Callable[[], Parts], missing: tuple[int, int] | None) -> None:
+    """Write value, id and count of values, by ascending value.
+
+    Texts are strings, or binary where one of them is not UTF-8.
+
+    Args:
+        path: the file.
+        parts: gives the values, twice.
+        missing: id and count of a missing field, which has a null value and comes first.
+    """
+    kind = pa.int64()
+    for values, _, _ in parts():
+        if values.dtype.kind != "S":
+            kind = pa.from_numpy_dtype(values.dtype)
+            break
+        try:
+            kind = pa.array(values.tolist(), pa.binary()).cast(pa.string()).type
+        except pa.ArrowInvalid:
+            kind = pa.binary()
+            break
+    schema = pa.schema([("value", kind), ("id", pa.int32()), ("count", pa.int64())])
+    with pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False,
+                          write_statistics=False) as writer:
+        if missing is not None:
+            writer.write_table(pa.table([pa.array([None], kind), [missing[0]], [missing[1]]],
+                                        schema=schema))
+        for values, ids, counts in parts():
+            if values.size:
+                raw = (pa.array(values.tolist(), pa.binary()) if values.dtype.kind == "S"
+                       else pa.array(values))
+                writer.write_table(pa.table([raw.cast(kind), ids, counts], schema=schema))
 
 
 def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
@@ -184,13 +239,13 @@ def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: in
     levels, num = _histogram(merger.slices)
     distinct = int(num.sum())
 
-    def every() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def every() -> Parts:
         for values, counts in merger.slices():
             ids = hash_values(values, num_rows)
             taken[ids] = True
             yield values, ids, counts
 
-    _write_arrays(folder, every(), distinct)
+    write_parts(folder, every(), distinct)
     facts = VocabularyFacts(
         num_rows, distinct + (num_missing > 0), int(num[levels == 1].sum()), 0, 0, True,
         distinct - int(np.count_nonzero(taken)))
@@ -224,7 +279,7 @@ def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept:
     levels, room, first, given = state
     accesses = 0
 
-    def dealt() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def dealt() -> Parts:
         nonlocal accesses
         for values, counts in slices():
             ids = native.deal(counts, (levels, room, first), given)
@@ -234,12 +289,11 @@ def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept:
             accesses += int(counts.sum())
             yield values, ids, counts
 
-    _write_arrays(folder, dealt(), num_kept)
+    write_parts(folder, dealt(), num_kept)
     return accesses
 
 
-def _write_arrays(folder: Path, parts: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]],
-                  count: int) -> None:
+def write_parts(folder: Path, parts: Parts, count: int) -> None:
     """Write values, ids and counts, `count` of each, as three .npy files."""
     files: list[BinaryIO] = []
     dtypes: list[np.dtype[Any]] = []
