@@ -196,6 +196,9 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--counts", action="store_true", help="read published value counts")
     kind.add_argument("--merge", action="store_true",
                       help="add up statistics of parts (files, days, workers), in order of time")
+    parser.add_argument("--grown", action="store_true",
+                        help="with --merge: tables may have grown behind their old rows, as after "
+                             "'oper vocabulary extend'")
     parser.add_argument("--samples", type=whole(1), metavar="N",
                         help="with --counts: rows of the log they come from (default: the largest "
                              "sum of any field)")
@@ -244,8 +247,10 @@ def _stats(args: argparse.Namespace) -> AccessStats:
     if args.more and not args.merge:
         raise UsageError(fail("cannot analyze", "arguments", args.more, "one folder or file",
                               "pass --merge to add up statistics files"))
+    if args.grown and not args.merge:
+        raise UsageError(fail("cannot analyze", "--grown", True, "with --merge", "leave it out"))
     if args.merge:
-        return merge_stats(AccessStats.load(p) for p in [args.folder, *args.more])
+        return merge_stats((AccessStats.load(p) for p in [args.folder, *args.more]), args.grown)
     if args.counts:
         return stats_from_value_counts(args.folder, ValueCountOptions(
             args.samples, args.cut, _row_numbers(args.rows)))
