@@ -140,11 +140,16 @@ class Checkpoints:
     def start_from(self, out: str | os.PathLike[str]) -> None:
         """Load the last checkpoint of another run, whose tables may have had fewer rows. Collective.
 
-        Weights and optimizer states are taken, no place in the data.
+        Weights and optimizer states are taken; learning rates and the like are this run's own.
         """
         folder = Path(out) / CHECKPOINT
         extra = load_checkpoint(folder, self._engine.module, self._tables, grown=True)
+        own = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
+               for o in self._engine.optimizers]
         step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")
+        for optimizer, groups in zip(self._engine.optimizers, own, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
         _log.info("starting from step %d of %s", step, folder)
 
     def _take_dense(self, extra: dict[str, Any], what: str) -> tuple[int, dict[str, Any]]:
