@@ -27,6 +27,7 @@ from oper.data.vocabulary import (
     VocabularyFacts,
     build,
     common_kind,
+    note_facts,
     write_parquet,
     write_parts,
 )
@@ -120,8 +121,7 @@ class FinishedVocabulary:
         except (pa.ArrowException, OSError, KeyError) as error:
             raise FileFormatError(fail(what, "content", str(error)[:200], "columns value, id, "
                                        "count", "preprocess again")) from None
-        write_text(folder / "missing.json", str(num_missing))
-        write_text(folder / "facts.json", json.dumps(asdict(facts)))
+        note_facts(folder, facts, num_missing)
         return Vocabulary(folder)
 
 
@@ -141,19 +141,22 @@ def _parts(file: pq.ParquetFile, width: int) -> Parts:
 def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
     """Parts of which the values ascend and the ids are rows, each of one value."""
     last: Any = None
-    taken = np.zeros(facts.num_rows, bool)
+    taken, count = np.zeros(facts.num_rows, bool), 0
     for values, ids, counts in parts:
         if values.size:
             ascend = bool((values[1:] > values[:-1]).all()) and (last is None or values[0] > last)
-            inside = int(ids.min()) >= 1 and int(ids.max()) < facts.num_rows
-            if not (ascend and inside) or (not facts.hashed and (
-                    taken[ids].any() or np.unique(ids).size < ids.size)):
+            low, high = int(ids.min()), int(ids.max())
+            if not (ascend and 1 <= low <= high < facts.num_rows):
                 raise FileFormatError(
-                    fail(what, "values, ids", (str(values[0]), int(ids.min()), int(ids.max())),
-                         f"ascending values with ids of their own in 1..{facts.num_rows - 1}",
+                    fail(what, "first value, ids", (str(values[0]), low, high),
+                         f"ascending values with ids in 1..{facts.num_rows - 1}",
                          "preprocess again"))
             taken[ids], last = True, values[-1]
+            count += values.size
         yield values, ids, counts
+    if not facts.hashed and int(np.count_nonzero(taken)) != count:
+        raise FileFormatError(fail(what, "different ids", int(np.count_nonzero(taken)),
+                                   f"{count}, one for each value", "preprocess again"))
 
 
 def check_columns(finished: FinishedVocabulary, columns: Sequence[str]) -> None:

@@ -21,7 +21,6 @@ from oper.data.arrays import save
 from oper.data.ids import mix64
 from oper.data.merging import RunMerger
 from oper.errors import InvalidInputError, fail
-from oper.files import write_text
 
 _WRITE_ROWS = 1 << 20
 _SMALL_BYTES = 1 << 24  # of a vocabulary that stays in memory
@@ -228,7 +227,7 @@ def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
                  int(room.sum()) - (missing_id > 0))
     facts = VocabularyFacts(int(room.sum()) + 1, distinct, once,
                             total - kept - (num_missing if missing_id else 0), missing_id)
-    _finish(folder, facts, num_missing)
+    note_facts(folder, facts, num_missing)
     return facts
 
 
@@ -249,13 +248,14 @@ def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: in
     facts = VocabularyFacts(
         num_rows, distinct + (num_missing > 0), int(num[levels == 1].sum()), 0, 0, True,
         distinct - int(np.count_nonzero(taken)))
-    _finish(folder, facts, num_missing)
+    note_facts(folder, facts, num_missing)
     return facts
 
 
-def _finish(folder: Path, facts: VocabularyFacts, num_missing: int) -> None:
-    write_text(folder / "missing.json", str(num_missing))
-    write_text(folder / "facts.json", json.dumps(asdict(facts)))
+def note_facts(folder: Path, facts: VocabularyFacts, num_missing: int) -> None:
+    """Write what is known of a vocabulary beside its arrays, which need not outlive the machine."""
+    (folder / "missing.json").write_text(str(num_missing))
+    (folder / "facts.json").write_text(json.dumps(asdict(facts)))
 
 
 def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path) -> None:
     path = tmp_path / "d0" / "vocabulary" / "user.parquet"
     table = pq.read_table(path)
     pq.write_table(table.set_column(1, "id", pa.array([1] * len(table), pa.int32())), path)
-    with pytest.raises(FileFormatError, match="ids of their own"):
+    with pytest.raises(FileFormatError, match="one for each value"):
         make(tmp_path, "day2", "d2", vocabulary=tmp_path / "d0")
     path.unlink()
     with pytest.raises(FileFormatError, match="missing files"):
