@@ -285,7 +285,7 @@ class TableStats:
         more = num_rows - self.num_rows
         if more < 0:
             raise InvalidInputError(fail("cannot grow table statistics", "num_rows", num_rows,
-                                         f">= {self.num_rows}", "name the rows of the larger table"))
+                                         f">= {self.num_rows}", "name the larger table's rows"))
         if not more:
             return self
         values, rows = self.tail_values, self.tail_num_rows

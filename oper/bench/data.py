@@ -18,8 +18,8 @@ class Case:
 
     Attributes:
         name: of the case.
-        kind: which function of `oper.bench.data_cases` measures it; `loader` and `increment` have
-            modules of their own.
+        kind: which function of `oper.bench.data_cases` measures it; `loader`, `increment` and
+            `store` have modules of their own.
         size: rows of the log, ids, day files or steps.
     """
 
@@ -41,24 +41,26 @@ def cases(quick: bool) -> list[Case]:
         return [Case("preprocess", "preprocess", 200_000), Case("resume", "resume", 60_000),
                 Case("count", "count", 8_000_000), Case("count-1e9-rows", "sketch", 8_000_000),
                 Case("merge", "merge", 24), Case("collector", "collector", 40),
-                Case("loader", "loader", 60_000), Case("increment", "increment", 200_000)]
+                Case("loader", "loader", 60_000), Case("increment", "increment", 200_000),
+                Case("store", "store", 60_000)]
     return [Case("preprocess", "preprocess", 21_000_000), Case("resume", "resume", 1_000_000),
             Case("count", "count", 60_000_000), Case("count-1e9-rows", "sketch", 200_000_000),
             Case("merge", "merge", 24), Case("collector", "collector", 200),
-            Case("loader", "loader", 2_600_000), Case("increment", "increment", 4_000_000)]
+            Case("loader", "loader", 2_600_000), Case("increment", "increment", 4_000_000),
+            Case("store", "store", 1_000_000)]
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Measure the chosen cases."""
-    from oper.bench import data_cases, increment_case, loader_case
+    from oper.bench import data_cases, increment_case, loader_case, store_case
 
     with tempfile.TemporaryDirectory(prefix="oper-bench-data-") as temporary:
         folder = Path(args.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for case in chosen:
             clock = record.BusyClock()
-            module = {"loader": loader_case, "increment": increment_case}.get(
-                case.kind, data_cases)
+            module = {"loader": loader_case, "increment": increment_case,
+                      "store": store_case}.get(case.kind, data_cases)
             entry = {"name": case.name, **getattr(module, case.kind)(case.size, folder)}
             # Worker processes count as others: only cases within this process can tell.
             if case.kind in ("count", "merge", "collector"):

@@ -23,7 +23,7 @@ def save(file: BinaryIO | Path, array: np.ndarray) -> None:
 def as_numpy(array: pa.Array) -> np.ndarray:
     """Integers, or bytes of a fixed width (zero bytes never occur inside values)."""
     if not pa.types.is_binary(array.type):
-        return array.toas_numpy(zero_copy_only=False)
+        return array.to_numpy(zero_copy_only=False)
     offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset:][:len(array) + 1]
     lengths = np.diff(offsets)
     width = max(1, int(lengths.max(initial=0)))

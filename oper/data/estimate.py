@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from oper.data import store
 from oper.data.lines import open_text
 from oper.data.readers import Unit, num_arrays_rows, open_parquet
 from oper.data.recipe import Column, Layout, Recipe
@@ -75,7 +75,7 @@ class _Sampled:
 
 
 def _sampled(path: str, layout: Layout, recipe: Recipe) -> _Sampled:
-    size, sparse = os.path.getsize(path), layout.of("sparse")
+    size, sparse = store.size(path), layout.of("sparse")
     if layout.format == "parquet":
         meta = open_parquet(path).metadata
         rows = max(1, meta.num_rows)

@@ -173,8 +173,8 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
            max_rows: int | None = None) -> dict[str, Any]:
     """Write a vocabulary with further values behind the old ones; returns its manifest.
 
-    Every old value keeps its row. New values, by count over all `folders` together, descending, ties
-    by value, get the rows behind. Rows are therefore in frequency order within each extension only:
+    Every old value keeps its row. New values, by count over all `folders` together, descending,
+    ties by value, get the rows behind. Rows are therefore in frequency order within each extension only:
     a plan finds the hot ones by their ids, as in any table without that order.
 
     Args:
@@ -196,7 +196,7 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
                                      "choose another one"))
     hashed = [n for n, f in old.facts.items() if f.hashed]
     if hashed:
-        raise InvalidInputError(fail(what, "hashed columns", hashed[:8], "columns with a vocabulary",
+        raise InvalidInputError(fail(what, "hashed columns", hashed[:8], "none",
                                      "a hash has a row for every value already"))
     sources = [_source(what, old, Path(f)) for f in folders]
     if not sources:

@@ -1,4 +1,4 @@
-"""Whole lines of several log files, plain or gzip, in blocks of bounded size."""
+"""Whole lines of several log files, plain or compressed, in blocks of bounded size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+import pyarrow as pa
+
+from oper.data import store
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.files import check_local
 
 MAX_LINE_BYTES = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # byte order mark
 _FEED = 0x0A
 _MAGIC = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd",
           b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PAR1": "Parquet"}
+_COMPRESSED = {"gzip": "gzip", "zstd": "zstd", "bzip2": "bz2"}  # how Arrow calls what is unpacked
 Progress = Callable[[int], object]
 
 
@@ -69,35 +72,30 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 def expand_inputs(inputs: Sequence[str]) -> list[str]:
     """The files that `inputs` name, in order.
 
-    A pattern stands for its matches and a folder for its files (but those whose names begin with
-    ``.`` or ``_``), in natural order.
+    A pattern stands for its matches and a folder for its files, also those of folders in it (but
+    those whose names begin with ``.`` or ``_``), in natural order. Names may be URLs of a store.
 
     Raises:
         InvalidInputError: no input, a pattern without a match, a missing file, an empty folder, a
-            URL, a pipe or device, or a file named twice.
+            device, a store that does not answer, or a file named twice.
     """
     what = "cannot read the log"
     paths: list[str] = []
     for name in inputs:
-        check_local(name)
-        path = Path(name)
-        found = [name] if path.exists() else []
-        if not found and any(c in path.name for c in "*?["):
-            found = sorted((str(p) for p in path.parent.glob(path.name)), key=natural_key)
-        if path.is_dir():
-            found = _files_of(path)
+        found = (sorted(store.files_below(name), key=natural_key) if store.is_url(name)
+                 else _local_files(name))
         if not found:
             raise InvalidInputError(
                 fail(what, "input", name, "an existing file, a folder of files, or a pattern",
-                     "write what comes through the pipe into a file first" if name == "-"
-                     else "correct the name"))
+                     "correct the name"))
         for file in found:
-            if not os.path.isfile(file):  # it is read more than once, and its size is asked for
+            # It is read more than once, and its size is asked for.
+            if not store.is_url(file) and not os.path.isfile(file):
                 raise InvalidInputError(
-                    fail(what, "input", file, "an ordinary file, not a pipe or device",
+                    fail(what, "input", file, "an ordinary file, or a pipe as the only input",
                          "write what comes through it into a file first"))
         paths += found
-    real = [os.path.realpath(p) for p in paths]
+    real = [p if store.is_url(p) else os.path.realpath(p) for p in paths]
     twice = sorted({p for p, r in zip(paths, real, strict=True) if real.count(r) > 1})
     if not paths or twice:
         raise InvalidInputError(
@@ -105,38 +103,59 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
     return paths
 
 
-def _files_of(folder: Path) -> list[str]:
-    """The data files of a folder such as Spark writes: no markers, no hidden files."""
-    names = (p for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")
-    return sorted(map(str, names), key=natural_key)
+def _local_files(name: str) -> list[str]:
+    """What a name on this machine stands for."""
+    path = Path(name)
+    if path.is_dir():
+        found = [str(p) for p in path.rglob("*") if p.is_file()
+                 and store.is_data(str(p.relative_to(path)))]
+    elif path.exists():
+        return [name]
+    elif any(c in path.name for c in "*?["):
+        found = [str(p) for p in path.parent.glob(path.name)]
+    else:
+        return []
+    return sorted(found, key=natural_key)
 
 
 @contextlib.contextmanager
 def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The file's text and the raw file below it (whose position is the progress)."""
-    with open(path, "rb") as raw:
-        start = raw.read(8)
-        raw.seek(0)
-        kind = next((k for magic, k in _MAGIC.items() if start.startswith(magic)), "plain")
-        if kind not in ("plain", "gzip"):
+    with store.open_input(path) as raw:
+        kind = _kind(raw)
+        if kind not in ("plain", *_COMPRESSED):
             raise FileFormatError(
-                fail(f"cannot read {path!r}", "format", kind, "plain text or gzip", "unpack it"))
+                fail(f"cannot read {path!r}", "format", kind,
+                     f"plain text, {', '.join(_COMPRESSED)}", "unpack it"))
         try:
-            if kind == "gzip":
+            if kind == "plain":
+                yield raw, raw
+            elif kind == "gzip":
                 with gzip.GzipFile(fileobj=raw) as text:
                     yield cast(BinaryIO, text), raw
             else:
-                yield raw, raw
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), _COMPRESSED[kind])
+                with io.BufferedReader(stream, 1 << 20) as text:
+                    yield cast(BinaryIO, text), raw
+        except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
+            if kind == "plain" or (isinstance(error, OSError) and error.errno is not None):
+                raise
             raise FileFormatError(
-                fail(f"cannot read {path!r}", "gzip", str(error), "a complete file",
+                fail(f"cannot read {path!r}", kind, str(error), "a complete file",
                      "fetch it again")) from None
 
 
+def _kind(raw: BinaryIO) -> str:
+    """How a file is packed, by its first bytes; it stands at its beginning afterwards."""
+    start = raw.read(8)
+    raw.seek(0)
+    return next((k for magic, k in _MAGIC.items() if start.startswith(magic)), "plain")
+
+
 def is_packed(path: str) -> bool:
-    """Whether a file is gzip-compressed."""
-    with open(path, "rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+    """Whether a file is compressed, so that only a whole one can be read."""
+    with store.open_input(path) as file:
+        return _kind(file) != "plain"
 
 
 def first_line(path: str, encoding: str = "utf-8") -> str:
@@ -154,7 +173,7 @@ def is_empty(path: str) -> bool:
 
 def spans_of(path: str, span_bytes: int | None) -> list[Span]:
     """A file cut into spans of about `span_bytes`; packed files and None are not cut."""
-    size = os.path.getsize(path)
+    size = store.size(path)
     if span_bytes is None or size <= span_bytes or is_packed(path):
         return [Span(path)]
     count = -(-size // span_bytes)
@@ -250,7 +269,7 @@ def line_of(span: Span, row: int, header: bool) -> int:
     """Number in its file (1-based) of the line that is row `row` of a span."""
     lines = row + 1 + (header and span.start == 0)
     if span.start:
-        with open(span.path, "rb") as file:
+        with store.open_input(span.path) as file:
             left = span.start
             while left and (piece := file.read(min(left, 1 << 22))):
                 lines += piece.count(b"\n")

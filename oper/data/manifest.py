@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import oper
+from oper.data import store
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, SPLITS
 from oper.data.recipe import Recipe
 from oper.data.rows import MAX_EXAMPLES
@@ -45,7 +46,7 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
     found = dict.fromkeys(job.paths, 0)
     for unit, record in zip(job.units, records, strict=True):
         found[unit.path] += record["rows"] + record["bad"]
-    inputs = [{"path": os.path.abspath(p), "bytes": os.path.getsize(p), "rows": found[p],
+    inputs = [{"path": store.full_name(p), "bytes": store.size(p), "rows": found[p],
                **_about(p)} for p in job.paths]
     sparse = recipe.names("sparse")
     chunk = next((c for r in records for c in r["chunks"]), None)
@@ -125,7 +126,7 @@ def _parts(folder: Path) -> dict[str, tuple[int, int]]:
 def _about(path: str) -> dict[str, Any]:
     """What the file beside a log says of it; nothing for logs without one."""
     with contextlib.suppress(FileNotFoundError, FileFormatError):
-        about = read_json(path + ABOUT_SUFFIX, "nothing about a log")
+        about = {} if store.is_url(path) else read_json(path + ABOUT_SUFFIX, "nothing about a log")
         if isinstance(about, dict):
             return {"synthetic": bool(about.get("synthetic", False)), "about": about}
     return {}

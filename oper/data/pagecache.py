@@ -11,6 +11,8 @@ import contextlib
 import os
 from collections.abc import Sequence
 
+from oper.data import store
+
 _STEP = 1 << 23         # bytes between two calls
 _SHARE_OF_MEMORY = 8    # smaller logs may stay in the cache, for who reads them next
 
@@ -18,7 +20,7 @@ _SHARE_OF_MEMORY = 8    # smaller logs may stay in the cache, for who reads them
 def is_large(paths: Sequence[str]) -> bool:
     """Whether these files together take more than an eighth of this machine's memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return sum(os.path.getsize(p) for p in paths) * _SHARE_OF_MEMORY > memory
+    return sum(store.size(p) for p in paths) * _SHARE_OF_MEMORY > memory
 
 
 class Passing:
@@ -30,7 +32,7 @@ class Passing:
 
     def __init__(self, path: str | os.PathLike[str], start: int = 0, use: bool = True) -> None:
         """Follow the file `path`, which exists; with `use` false do nothing."""
-        can = use and hasattr(os, "posix_fadvise")
+        can = use and hasattr(os, "posix_fadvise") and not store.is_url(path)
         self._file = os.open(path, os.O_RDONLY) if can else -1
         self._start = self._at = self._told = start
 

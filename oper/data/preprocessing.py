@@ -24,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from oper.data import estimate, workers
+from oper.data import estimate, store, workers
 from oper.data.detect import find_inputs, plan_units
 from oper.data.finished import (
     FinishedVocabulary,
@@ -53,7 +53,7 @@ from oper.data.writing import (
     train_codes,
 )
 from oper.errors import FileFormatError, InvalidInputError, OperError, fail
-from oper.files import check_local, no_room, read_json, write_text
+from oper.files import no_room, read_json, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -145,8 +145,10 @@ def preprocess(
 
     Args:
         recipe: how the log is read.
-        inputs: files (plain or gzip), folders or patterns; all together are one log, in this order.
-        output: the folder to write.
+        inputs: files (plain, or packed by gzip, zstd or bzip2), folders or patterns, here or in a
+            store (``s3://...``), or a pipe (``-``); all together are one log, in this order.
+        output: the folder to write, here or in a store. What goes into a store is made in the
+            folder for temporary files and put there when it is whole, the manifest last.
         options: see `PreprocessOptions`.
 
     Raises:
@@ -155,12 +157,63 @@ def preprocess(
         FileFormatError: more than `max_bad` malformed rows, a damaged file, or another format.
     """
     options = options or PreprocessOptions()
-    check_local(output)
+    with store.spooled(inputs, _local_target(output)) as names:
+        if store.is_url(output):
+            return _into_store(recipe, names, os.fspath(output), options)
+        return _preprocess(recipe, names, Path(output), options)
+
+
+def _local_target(output: str | os.PathLike[str]) -> Path:
+    """Where an output is made: itself, or for one in a store a temporary folder of its own."""
+    if not store.is_url(output):
+        return Path(output)
+    name = hashlib.sha256(store.full_name(os.fspath(output)).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name / "out"
+
+
+def _into_store(recipe: Recipe, inputs: Sequence[str], url: str, options: PreprocessOptions
+                ) -> dict[str, Any]:
+    """Preprocess into a local folder and put that into a store, the manifest at the end."""
+    local = _local_target(url)
+    plain, mark, query = url.partition("?")
+    there, old = f"{plain.rstrip('/')}/{MANIFEST}{mark}{query}", {}
+    held = store.files_below(url)
+    if there in held:
+        with store.open_input(there) as file, contextlib.suppress(ValueError):
+            old = dict(json.load(file))
+    is_ours = old.get("kind") == FOLDER_KIND
+    if held and not is_ours:
+        raise _occupied(store.full_name(url), is_ours)
+    _log.info("the output is made in %s (TMPDIR chooses the disk) and then put into the store",
+              local.parent)
+    manifest = _preprocess(recipe, inputs, local, options)
+    if old.get("job") != manifest["job"]:
+        if is_ours and not options.force:
+            raise _occupied(store.full_name(url), is_ours)
+        store.remove_below(url)
+        store.upload(local, url, [MANIFEST])
+    shutil.rmtree(local.parent, ignore_errors=True)
+    return manifest
+
+
+def _occupied(target: str, is_ours: bool) -> InvalidInputError:
+    what = "cannot write the preprocessed folder"
+    if is_ours:
+        return InvalidInputError(fail(what, "output", target, "a new or empty folder",
+                                      "it holds an earlier output: pass --force to replace it"))
+    return InvalidInputError(
+        fail(what, "output", target, "a new or empty folder, or an earlier output",
+             "it holds something else: choose another folder"))
+
+
+def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: PreprocessOptions
+                ) -> dict[str, Any]:
+    """`preprocess` into a local folder, from files that can be read more than once."""
     paths = find_inputs(recipe, inputs)
     _warn_about_order(paths)
     units = plan_units(recipe, paths, options.layout, options.unit_bytes)
     finished = None if options.vocabulary is None else FinishedVocabulary.open(options.vocabulary)
-    job = Job(recipe, paths, units, Path(output), options, finished)
+    job = Job(recipe, paths, units, output, options, finished)
     if job.is_there():
         # A process of the same job that comes late, or the same command again.
         _log.info("%s is there already, of the same inputs and settings", job.target)
@@ -210,15 +263,9 @@ def _check_target(job: Job) -> None:
     target = job.target
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    what = "cannot write the preprocessed folder"
-    if job.read_manifest().get("kind") != FOLDER_KIND:
-        raise InvalidInputError(
-            fail(what, "output", str(target), "a new or empty folder, or an earlier output",
-                 "it holds something else: choose another folder"))
-    if not job.options.force:
-        raise InvalidInputError(
-            fail(what, "output", str(target), "a new or empty folder",
-                 "it holds an earlier output: pass --force to replace it"))
+    is_ours = job.read_manifest().get("kind") == FOLDER_KIND
+    if not is_ours or not job.options.force:
+        raise _occupied(str(target), is_ours)
 
 
 @dataclass(slots=True)
@@ -274,8 +321,7 @@ class Job:
     def identity(self) -> str:
         """A digest of everything that the output depends on."""
         about = [FOLDER_VERSION, asdict(self.recipe), [u.to_json() for u in self.units],
-                 [(os.path.abspath(p), os.path.getsize(p), os.stat(p).st_mtime_ns)
-                  for p in self.paths],
+                 [(store.full_name(p), *store.stamp(p)) for p in self.paths],
                  [str(x) for x in self.shares], self.min_count, self.options.max_bad,
                  self.options.max_rows, self.options.hash_rows, self.options.row_group_rows,
                  self.options.part_rows]
@@ -374,9 +420,10 @@ class Job:
 
     def _bytes(self) -> list[int]:
         """Bytes of every unit in its file, about."""
-        return [max(1, (u.stop or os.path.getsize(u.path)) - u.start)
+        sizes = {p: store.size(p) for p in self.paths}
+        return [max(1, (u.stop or sizes[u.path]) - u.start)
                 if self.recipe.layout(u.layout).format in ("text", "jsonl", "bags")
-                else max(1, os.path.getsize(u.path)) for u in self.units]
+                else max(1, sizes[u.path]) for u in self.units]
 
     def _reader(self, k: int) -> Any:
         return lambda: self.stage.write(k, self.units[k], self.options.max_bad)

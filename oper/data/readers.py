@@ -7,15 +7,16 @@ import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import json as pajson
 
-from oper.data import columns as convert
+from oper.data import columns as convert, store
 from oper.data.columns import Ids, MalformedError
 from oper.data.lines import (
     Block,
@@ -28,7 +29,7 @@ from oper.data.lines import (
     read_blocks,
 )
 from oper.data.plain import is_plain, read_plain
-from oper.data.recipe import Column, Layout, Recipe
+from oper.data.recipe import Column, Layout, Recipe, condition
 from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
 from oper.data.text import no_rows, parse_block, rows_of, text_layout
 from oper.errors import FileFormatError, InvalidInputError, fail
@@ -98,12 +99,10 @@ def read_first(unit: Unit, recipe: Recipe) -> Rows | None:
                              Quoting(layout.quote, layout.escape), _FIRST_BYTES)
         return next((parse_block(b, text) for b in blocks), None)
     if layout.format == "parquet":
-        file = open_parquet(unit.path)
-        names = [n for c in layout.columns for n in c.sources if n in file.schema_arrow.names]
-        for batch in file.iter_batches(_FIRST_ROWS, columns=names):
-            columns = _arrow_columns(recipe, layout, pa.table(batch), unit.path)
+        for table, rows in _tables(open_parquet(unit.path), unit.path, layout, None, _FIRST_ROWS):
+            columns = _arrow_columns(recipe, layout, table, unit.path)
             _check_types(columns, unit.path)
-            return _arrow_rows(columns, recipe, np.arange(batch.num_rows))
+            return _arrow_rows(columns, recipe, rows)
     return None
 
 
@@ -252,16 +251,14 @@ def _read_bags(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -
 def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress
                   ) -> Iterator[Rows]:
     file = open_parquet(unit.path)
-    names = [n for c in layout.columns for n in c.sources if n in file.schema_arrow.names]
     stop = file.num_row_groups if unit.stop is None else unit.stop
-    row = 0
+    first = 0
     for group in range(unit.start, stop):
         try:
-            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=names):
-                table = pa.table(batch)
+            for table, rows in _tables(file, unit.path, layout, group, _BATCH_ROWS):
                 columns = _arrow_columns(recipe, layout, table, unit.path)
-                yield _arrow_rows(columns, recipe, np.arange(row, row + batch.num_rows))
-                row += batch.num_rows
+                yield _arrow_rows(columns, recipe, rows + first)
+            first += file.metadata.row_group(group).num_rows
         except (pa.ArrowInvalid, OSError) as error:
             raise FileFormatError(
                 fail(f"cannot read {unit.path!r}", "row group", group, "a complete Parquet file",
@@ -269,10 +266,63 @@ def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress
         progress(file.metadata.row_group(group).total_byte_size)
 
 
+def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, size: int
+            ) -> Iterator[tuple[pa.Table, np.ndarray]]:
+    """Tables of the layout's columns with the numbers of their rows, filtered ones left out.
+
+    Columns that the file lacks may be folders of its path, ``NAME=VALUE`` (as Hive and Spark lay
+    partitions out); they are texts.
+
+    Args:
+        file: the file.
+        path: its path.
+        layout: which columns, and the filter.
+        group: a row group; None = all.
+        size: rows that are read at once.
+    """
+    conditions = [found for text in layout.filter if (found := condition(text))]
+    wanted = dict.fromkeys([n for c in layout.columns for n in c.sources if c.kind != "skip"]
+                           + [name for name, _, _ in conditions])
+    held = file.schema_arrow.names
+    folders = {k: None if v == "__HIVE_DEFAULT_PARTITION__" else unquote(v) for k, v in (
+        part.split("=", 1) for part in path.split("/")[:-1] if "=" in part)}
+    added = [n for n in wanted if n in folders and n not in held]
+    unknown = [n for n, _, _ in conditions if n not in held and n not in folders]
+    if unknown:
+        raise InvalidInputError(fail(f"cannot filter {path!r}", "columns", unknown,
+                                     f"columns of the file, of {held[:20]}", "correct the filter"))
+    first = 0
+    for batch in file.iter_batches(size, row_groups=None if group is None else [group],
+                                   columns=[n for n in wanted if n in held]):
+        table, rows = pa.table(batch), np.arange(first, first + batch.num_rows)
+        first += batch.num_rows
+        for name in added:
+            table = table.append_column(name, pa.array([folders[name]] * len(rows), pa.string()))
+        for name, operator, value in conditions:
+            keep = _holds(table.column(name), operator, value, path)
+            table, rows = table.filter(keep), rows[keep.to_numpy()]
+        if rows.size:
+            yield table, rows
+
+
+_COMPARES = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal,
+             ">": pc.greater, ">=": pc.greater_equal}
+
+
+def _holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.ChunkedArray:
+    """Which fields fulfil a condition; raises InvalidInputError for a value of another type."""
+    try:
+        return pc.fill_null(_COMPARES[operator](column, pa.scalar(value).cast(column.type)), False)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise InvalidInputError(
+            fail(f"cannot filter {path!r}", "value", value, f"one of type {column.type}",
+                 str(error)[:120])) from None
+
+
 def open_parquet(path: str) -> pq.ParquetFile:
     """Open a Parquet file; raises FileFormatError."""
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(store.open_input(path) if store.is_url(path) else path)
     except (pa.ArrowInvalid, OSError) as error:
         raise FileFormatError(
             fail(f"cannot read {path!r}", "content", str(error)[:200], "a complete Parquet file",
@@ -345,6 +395,9 @@ def num_arrays_rows(path: str) -> int:
 
 
 def _load(path: str) -> np.ndarray:
+    if store.is_url(path):
+        raise InvalidInputError(fail("cannot read arrays", "path", path, "a file of this machine, "
+                                     "which is mapped", "copy the day's files to a local folder"))
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -408,5 +461,5 @@ def is_arrays(path: str) -> bool:
 
 def is_parquet(path: str) -> bool:
     """Whether a file begins as Parquet does."""
-    with Path(path).open("rb") as file:
+    with store.open_input(path) as file:
         return file.read(4) == b"PAR1"

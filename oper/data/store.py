@@ -7,9 +7,12 @@ other scheme to the fsspec library that is installed for it. Everything else is 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -31,7 +34,7 @@ def filesystem(url: str) -> tuple[Any, str, str]:
     Raises:
         InvalidInputError: nobody knows the scheme, or the store cannot be opened.
     """
-    import fsspec
+    import fsspec  # type: ignore[import-untyped]
     import pyarrow as pa
     from pyarrow import fs
 
@@ -122,6 +125,54 @@ def files_below(url: str) -> list[str]:
 def is_data(path: str) -> bool:
     """Whether a file below a folder holds data: no marker and nothing hidden (``_SUCCESS``)."""
     return not any(part[0] in "._" for part in path.split("/") if part)
+
+
+@contextlib.contextmanager
+def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
+    """`names` with the text of a pipe (``-``, ``/dev/stdin``, a named pipe) in a file instead.
+
+    A log is read more than once. The file lies beside `beside`, is called by its content, so that a
+    run that was interrupted goes on when the same comes through the pipe again, and is removed
+    once the block has ended, but for an interrupt.
+    """
+    found, files = [], []
+    for name in names:
+        if not is_pipe(name):
+            found.append(name)
+            continue
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        with contextlib.ExitStack() as stack:
+            pipe = stack.enter_context(open(0 if name == "-" else name, "rb", closefd=name != "-"))
+            draft = Path(tempfile.mkstemp(dir=beside.parent, prefix=f".{beside.name}.pipe.")[1])
+            stack.callback(draft.unlink, missing_ok=True)
+            with draft.open("wb") as out:
+                while piece := pipe.read(1 << 22):
+                    digest.update(piece)
+                    out.write(piece)
+            files.append(draft.with_name(f".{beside.name}.pipe-{digest.hexdigest()[:24]}"))
+            os.utime(draft, ns=(0, 0))  # what it holds is in its name
+            os.replace(draft, files[-1])
+        found.append(str(files[-1]))
+    try:
+        yield found
+    except (KeyboardInterrupt, OSError):
+        files = []
+        raise
+    finally:
+        for path in files:
+            path.unlink(missing_ok=True)
+
+
+def is_pipe(name: str) -> bool:
+    """Whether a name is that of something which can be read once only."""
+    if name == "-" or is_url(name):
+        return name == "-"
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
 
 
 def upload(folder: Path, url: str, last: Sequence[str]) -> None:

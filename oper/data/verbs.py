@@ -21,11 +21,12 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a data set that comes with OPER, a recipe file (.toml), or "
                                        "csv or parquet for files of your own")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
-                        help="log files, plain or gzip, or folders of them, in order of time; a "
-                             "quoted pattern is expanded in the order of its numbers")
+                        help="log files, plain or packed by gzip, zstd or bzip2, or folders of them, in "
+                             "order of time; a quoted pattern is expanded in the order of its "
+                             "numbers; s3://, gs:// and other stores too; - reads a pipe")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="DIR",
-                        help="folder to write; an interrupted run goes on from DIR's sibling "
-                             ".DIR.work when the command is given again")
+                        help="folder to write, here or in a store; an interrupted run goes on from DIR's "
+                             "sibling .DIR.work when the command is given again")
     parser.add_argument("--min-count", type=whole(1), metavar="N",
                         help="values seen fewer than N times in the training part share row 0 "
                              "(default: the recipe's)")
@@ -34,8 +35,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hash", type=whole(1), metavar="N", dest="hash_rows",
                         help="hash values into tables of N rows instead; collisions are counted")
     parser.add_argument("--vocabulary", metavar="DIR",
-                        help="apply the finished vocabulary of an earlier output, or one that 'oper "
-                             "vocabulary extend' wrote: equal values get equal ids, values that it "
+                        help="apply the finished vocabulary of an earlier output, or one that "
+                             "'oper vocabulary extend' wrote: equal values get equal ids, values that it "
                              "lacks share row 0 and are counted")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
@@ -68,6 +69,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--time-format", default="unix", metavar="F",
                      choices=("unix", "unix_ms", "iso", "iso_zone"),
                      help="unix (seconds, the default), unix_ms, iso or iso_zone")
+    own.add_argument("--filter", action="append", metavar="C", default=[],
+                     help="of Parquet files: only rows with, e.g., 'country == de'; all of several")
     own.add_argument("--separator", default=",", metavar="C",
                      help=r"of CSV files (default ,); TAB is '\t'")
 
@@ -76,7 +79,6 @@ def run_preprocess(args: argparse.Namespace) -> int:
     """Run ``oper preprocess``; raises OperError."""
     from oper.data.preprocessing import PreprocessOptions, preprocess
 
-    check_local(args.output)
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
         max_rows=args.max_rows, hash_rows=args.hash_rows,
@@ -100,7 +102,8 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 
     own = {n: getattr(args, n) for n in ("sparse", "label", "dense", "time")}
     if args.recipe not in GENERIC:
-        given = [f"--{n}" for n, value in own.items() if value is not None]
+        given = [f"--{n}" for n, value in {**own, "filter": args.filter or None}.items()
+                 if value is not None]
         if given:
             raise InvalidInputError(
                 fail("cannot preprocess", "options", given, f"only with {' or '.join(GENERIC)}",
@@ -109,7 +112,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     check_generic_inputs(args.recipe, args.inputs)
     return generic_recipe(args.recipe, Choice(
         _names(own["sparse"]), own["label"], _names(own["dense"]), own["time"], args.time_format,
-        _separator(args.separator)))
+        _separator(args.separator), args.filter))
 
 
 def _separator(text: str) -> str:

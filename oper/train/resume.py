@@ -138,7 +138,7 @@ class Checkpoints:
         return step
 
     def start_from(self, out: str | os.PathLike[str]) -> None:
-        """Load the last checkpoint of another run, whose tables may have had fewer rows. Collective.
+        """Load another run's last checkpoint, whose tables may have had fewer rows. Collective.
 
         Weights and optimizer states are taken; learning rates and the like are this run's own.
         """

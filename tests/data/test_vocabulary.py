@@ -31,7 +31,8 @@ def write_day(path: Path, day: int, num_rows: int = 900) -> list[tuple[str, str,
     for _ in range(num_rows):
         user = f"ü{min(int(rng.pareto(1.0)), 60) + 25 * day}"
         item = "" if rng.random() < 0.1 else f"i{min(int(rng.pareto(0.8)), 300) + 40 * day}"
-        tags = "|".join(f"t{int(rng.pareto(1.0)) % 40 + 3 * day}" for _ in range(rng.integers(0, 4)))
+        tags = "|".join(f"t{int(rng.pareto(1.0)) % 40 + 3 * day}"
+                        for _ in range(rng.integers(0, 4)))
         rows.append((user, item, tags))
     with path.open("w") as file:
         file.write("clicked,user,item,tags,ts\n")

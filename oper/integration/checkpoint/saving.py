@@ -107,8 +107,8 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         folder: the checkpoint. When a crash has left it incomplete, the previous one is loaded.
         model, optimizer: as for `save_checkpoint`; filled in place.
         grown: the model's tables may have more rows than the checkpoint's, as after ``oper
-            vocabulary extend``. Rows behind the saved ones, and their optimizer states, stay as they
-            are. Needs ranks that share memory.
+            vocabulary extend``. Rows behind the saved ones, and their optimizer states, stay as
+            they are. Needs ranks that share memory.
 
     Returns:
         ``extra`` as it was saved, {} without.
