@@ -30,8 +30,8 @@ def increment(num_rows: int, folder: Path) -> dict[str, Any]:
 
     The days are the halves of one log whose hot values change. ``ratio_time`` is the median of
     some rounds in which both ways take turns, each in a process with one thread. ``verified``:
-    every value of day 1 has its row in the extended vocabulary; rows looked up for day 2 are those; and a
-    model that learns day 1, is saved, and goes on with day 2 in extended tables ends with the
+    every value of day 1 has its row in the extended vocabulary; rows looked up for day 2 are
+    those; and a model that learns day 1, is saved, and goes on with day 2 in extended tables ends with the
     numbers of one that had all rows from the start.
     """
     work = folder / "increment"

@@ -174,8 +174,8 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     """Write a vocabulary with further values behind the old ones; returns its manifest.
 
     Every old value keeps its row. New values, by count over all `folders` together, descending,
-    ties by value, get the rows behind. Rows are therefore in frequency order within each extension only:
-    a plan finds the hot ones by their ids, as in any table without that order.
+    ties by value, get the rows behind. Rows are therefore in frequency order within each
+    extension only: a plan finds the hot ones by their ids, as in any table without that order.
 
     Args:
         path: the vocabulary.

@@ -233,8 +233,9 @@ def _layout(what: str, entry: Any) -> Layout:
     _check_keys(what, entry, {"name", "column"}, _LAYOUT_KEYS)
     entries = entry["column"] if isinstance(entry["column"], list) else [entry["column"]]
     columns = tuple(c for e in entries for c in _columns(what, e))
-    options: dict[str, Any] = {k: _texts(what, k, v) if k == "filter" else v for k, v in entry.items()
-               if k in _LAYOUT_KEYS}
+    options: dict[str, Any] = {k: v for k, v in entry.items() if k in _LAYOUT_KEYS}
+    if "filter" in options:
+        options["filter"] = _texts(what, "filter", options["filter"])
     return Layout(str(entry["name"]), columns, **options)
 
 

@@ -21,12 +21,12 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a data set that comes with OPER, a recipe file (.toml), or "
                                        "csv or parquet for files of your own")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
-                        help="log files, plain or packed by gzip, zstd or bzip2, or folders of them, in "
-                             "order of time; a quoted pattern is expanded in the order of its "
+                        help="log files, plain or packed (gzip, zstd, bzip2), or folders of them, "
+                             "in order of time; a quoted pattern is expanded in the order of its "
                              "numbers; s3://, gs:// and other stores too; - reads a pipe")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="DIR",
-                        help="folder to write, here or in a store; an interrupted run goes on from DIR's "
-                             "sibling .DIR.work when the command is given again")
+                        help="folder to write, here or in a store; an interrupted run goes on "
+                             "from DIR's sibling .DIR.work when the command is given again")
     parser.add_argument("--min-count", type=whole(1), metavar="N",
                         help="values seen fewer than N times in the training part share row 0 "
                              "(default: the recipe's)")
@@ -36,8 +36,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                         help="hash values into tables of N rows instead; collisions are counted")
     parser.add_argument("--vocabulary", metavar="DIR",
                         help="apply the finished vocabulary of an earlier output, or one that "
-                             "'oper vocabulary extend' wrote: equal values get equal ids, values that it "
-                             "lacks share row 0 and are counted")
+                             "'oper vocabulary extend' wrote: equal values get equal ids, values "
+                             "that it lacks share row 0 and are counted")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "

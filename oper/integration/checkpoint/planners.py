@@ -108,7 +108,8 @@ class LoadPlanner(DefaultLoadPlanner):
     the tables hold a mixture: load again.
 
     With `grown` a table may have more rows than the checkpoint, as after ``oper vocabulary
-    extend``: the first ones are loaded, with their optimizer states, and those behind stay as they are.
+    extend``: the first ones are loaded, with their optimizer states, those behind stay as they
+    are.
 
     Every other value is loaded as torch's default planner does, but that only tensors and plain
     values are unpickled, and that optimizer states of one number per row fit models of TorchRec
