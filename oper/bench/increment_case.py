@@ -14,7 +14,7 @@ import torch
 
 from oper.bench.data_cases import log_file, run_worker
 from oper.data import Folder, Loader, LoaderOptions
-from oper.data.finished import FinishedVocabulary, extend
+from oper.data.vocabulary.finished import FinishedVocabulary, extend
 
 _DIM, _BATCHES, _BATCH_SIZE, _ROUNDS = 8, 16, 512, 3
 _PREPROCESS = """
@@ -31,7 +31,8 @@ def increment(num_rows: int, folder: Path) -> dict[str, Any]:
     The days are the halves of one log whose hot values change. ``ratio_time`` is the median of
     some rounds in which both ways take turns, each in a process with one thread. ``verified``:
     every value of day 1 has its row in the extended vocabulary; rows looked up for day 2 are
-    those; and a model that learns day 1, is saved, and goes on with day 2 in extended tables ends with the
+    those; and a model that learns day 1, is saved, and goes on with day 2 in extended tables ends
+    with the
     numbers of one that had all rows from the start.
     """
     work = folder / "increment"

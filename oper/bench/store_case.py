@@ -16,7 +16,7 @@ from pyarrow import fs
 
 from oper.bench.data_cases import log_file
 from oper.data import PreprocessOptions, load_recipe, preprocess
-from oper.data.store import filesystem, upload
+from oper.data.reading.store import filesystem, upload
 from oper.errors import MissingDependencyError, OperError, fail
 
 BUCKET = "oper-bench"

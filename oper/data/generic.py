@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oper.data import store
-from oper.data.lines import expand_inputs
+from oper.data.reading import store
+from oper.data.reading.lines import expand_inputs
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import InvalidInputError, fail
 

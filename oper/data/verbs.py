@@ -77,7 +77,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
 
 def run_preprocess(args: argparse.Namespace) -> int:
     """Run ``oper preprocess``; raises OperError."""
-    from oper.data.preprocessing import PreprocessOptions, preprocess
+    from oper.data import PreprocessOptions, preprocess
 
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
@@ -173,7 +173,7 @@ def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
 
 def run_vocabulary(args: argparse.Namespace) -> int:
     """Run ``oper vocabulary``; raises OperError."""
-    from oper.data.finished import extend
+    from oper.data.vocabulary.finished import extend
 
     manifest = extend(args.vocabulary, args.folders, args.output, args.min_count, args.max_rows)
     if args.json:
@@ -309,8 +309,8 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
 def run_generate(args: argparse.Namespace) -> int:
     """Run ``oper generate``; raises OperError."""
     from oper.analysis import describe
-    from oper.data.generator import load_workload
-    from oper.data.lookups import count_workload
+    from oper.data.generate.generator import load_workload
+    from oper.data.generate.lookups import count_workload
 
     check_local(args.output)
     workload = load_workload(args.workload, args.seed)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from oper.data import ArrayBatch
-from oper.data.kjt import torchrec_batch
+from oper.data.loading.kjt import torchrec_batch
 
 
 def to_batch(arrays: ArrayBatch, keys: Sequence[str]) -> Any:

@@ -187,7 +187,7 @@ def test_a_rank_without_rows_gives_an_empty_batch(folder: Path) -> None:
 
 
 def test_ranks_read_their_own_row_groups(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from oper.data.groups import GroupReader
+    from oper.data.loading.groups import GroupReader
 
     read: list[int] = []
     genuine = GroupReader.read

@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from oper.bench.store_case import s3_server
-from oper.data import Folder, PreprocessOptions, load_recipe, preprocess, store
+from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
-from oper.data.lines import expand_inputs
+from oper.data.reading import store
+from oper.data.reading.lines import expand_inputs
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
 from tests.support import ROOT
 

@@ -14,8 +14,8 @@ import pytest
 
 from oper.analysis import merge_stats
 from oper.data import Folder, PreprocessOptions, analyze_folder, preprocess
-from oper.data.finished import FinishedVocabulary, extend
 from oper.data.generic import Choice, generic_recipe
+from oper.data.vocabulary.finished import FinishedVocabulary, extend
 from oper.errors import FileFormatError, InvalidInputError
 from tests.data.test_verbs import run
 

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from oper.analysis.value_counts import stats_from_value_counts
 from oper.data import Batches, BatchOptions, PreprocessOptions, preprocess
 from oper.data.folder import Folder
-from oper.data.generator import load_workload
+from oper.data.generate.generator import load_workload
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import load_recipe
 from oper.errors import OperError

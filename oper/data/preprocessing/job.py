@@ -1,11 +1,4 @@
-"""From a raw log to Parquet with ids in hotness order.
-
-Three phases, each made of tasks that any number of processes share: read every unit (a part of a
-file) once into codes on disk, merge the value counts of the training part column by column into
-vocabularies, write every unit with ids. Memory is bounded whatever the size of the log. The work
-lies in a folder beside the output, so that a run that was interrupted goes on where it stopped, and
-what comes out does not depend on how many processes there were or how often they were stopped.
-"""
+"""A preprocessing job: its tasks, in the order in which any number of processes share them."""
 
 from __future__ import annotations
 
@@ -16,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -24,26 +17,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from oper.data import estimate, store, workers
-from oper.data.detect import find_inputs, plan_units
-from oper.data.finished import (
-    FinishedVocabulary,
-    check_columns,
-    unseen_values,
-    write_unseen,
-)
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, SPLITS
-from oper.data.lines import natural_key
-from oper.data.merging import RunMerger
-from oper.data.pagecache import is_large
-from oper.data.probing import check_first_rows
-from oper.data.readers import Unit
-from oper.data.recipe import Recipe, parse_share
-from oper.data.sharing import is_done, share
-from oper.data.staging import Distinct, Stage, too_many_bad
-from oper.data.vocabulary import Vocabulary, build, build_hashed
-from oper.data.workfolder import WorkFolder, work_folder
-from oper.data.writing import (
+from oper.data.preprocessing.manifest import Outcome, describe
+from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.preprocessing.sharing import is_done, share
+from oper.data.preprocessing.staging import Distinct, Stage, too_many_bad
+from oper.data.preprocessing.workfolder import WorkFolder, work_folder
+from oper.data.preprocessing.writing import (
     Split,
     WriteOptions,
     Writer,
@@ -52,151 +32,26 @@ from oper.data.writing import (
     split_by_time,
     train_codes,
 )
-from oper.errors import FileFormatError, InvalidInputError, OperError, fail
-from oper.files import no_room, read_json, write_text
+from oper.data.reading import estimate, store
+from oper.data.reading.pagecache import is_large
+from oper.data.reading.readers import Unit
+from oper.data.recipe import Recipe, parse_share
+from oper.data.vocabulary.building import Vocabulary, build, build_hashed
+from oper.data.vocabulary.finished import (
+    FinishedVocabulary,
+    unseen_values,
+    write_unseen,
+)
+from oper.data.vocabulary.merging import RunMerger
+from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
 
 
 
-@dataclass(frozen=True, slots=True)
-class PreprocessOptions:
-    """How a log is preprocessed.
-
-    Attributes:
-        min_count: values seen less often in the training part share row 0; None = the recipe's.
-        valid, test: shares of the rows, at the end, that are the validation and the test part;
-            None = the recipe's.
-        max_bad: malformed rows that are left out (and reported) before it is an error.
-        max_rows: at most so many rows per table, row 0 included; None = no limit.
-        hash_rows: hash every value into tables of so many rows instead of building vocabularies.
-        vocabulary: a folder whose finished vocabulary is applied instead of building one: an
-            earlier output or what ``oper vocabulary extend`` wrote. Values that it lacks share row
-            0; ``unseen/COLUMN.parquet`` lists those of the training part.
-        layout: name of the files' layout; None = find out.
-        force: replace an earlier output, drop work that was begun with other settings.
-        num_workers: processes on this machine.
-        num_ray_workers: more of them on a Ray cluster that shares the file system.
-        row_group_rows: rows of a Parquet row group.
-        part_rows: rows of a Parquet file.
-        compression: of the Parquet files, ``"none"`` (quickest to read) or ``"zstd"`` (about half
-            as large).
-        unit_bytes: about the size of the units that large plain files are cut into.
-        check_disk: refuse to begin when the disk is estimated to be too small.
-        show_progress: a progress bar on stderr.
-    """
-
-    min_count: int | None = None
-    valid: str | Fraction | None = None
-    test: str | Fraction | None = None
-    max_bad: int = 0
-    max_rows: int | None = None
-    hash_rows: int | None = None
-    vocabulary: str | os.PathLike[str] | None = None
-    layout: str | None = None
-    force: bool = False
-    num_workers: int = 1
-    num_ray_workers: int = 0
-    row_group_rows: int = 1 << 16
-    part_rows: int = 1 << 21
-    compression: str = "none"
-    unit_bytes: int = 1 << 28
-    check_disk: bool = True
-    show_progress: bool = False
-
-    def __post_init__(self) -> None:
-        what = "cannot preprocess"
-        for name, least in (("min_count", 1), ("max_bad", 0), ("max_rows", 2), ("hash_rows", 2),
-                            ("num_workers", 1), ("num_ray_workers", 0), ("row_group_rows", 1),
-                            ("part_rows", 1), ("unit_bytes", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InvalidInputError(fail(what, name, value, f">= {least}", "correct it"))
-        if self.compression not in ("none", "zstd"):
-            raise InvalidInputError(
-                fail(what, "compression", self.compression, "none or zstd", "correct it"))
-        if self.hash_rows is not None and (self.max_rows is not None or self.hash_rows > 2**31 - 1):
-            raise InvalidInputError(
-                fail(what, "hash_rows", self.hash_rows, "below 2^31 and without max_rows",
-                     "choose one of them"))
-        own = {n: v for n in ("min_count", "max_rows", "hash_rows") if (v := getattr(self, n))}
-        if self.vocabulary is not None and own:
-            raise InvalidInputError(
-                fail(what, "options beside a vocabulary", own, "none of them",
-                     "the finished vocabulary has settled them: leave them out"))
-
-
-def preprocess(
-    recipe: Recipe,
-    inputs: Sequence[str],
-    output: str | os.PathLike[str],
-    options: PreprocessOptions | None = None,
-) -> dict[str, Any]:
-    """Preprocess a log into the folder `output`; returns its manifest.
-
-    The manifest's `problems` tell what makes the result useless though nothing failed (an empty
-    part, a table of row 0 only, no label or one among the features); they are logged as warnings.
-
-    The first part of the log trains, the last shares validate and test. Vocabularies and their
-    order come from the training part only. `output` appears complete or not at all; work in
-    progress lies in ``.NAME.work`` beside it, which is locked while anybody works in it. Processes
-    that run the same call at the same time (under torchrun, as an array job, ...) share the work;
-    each returns when all of it is done.
-
-    Args:
-        recipe: how the log is read.
-        inputs: files (plain, or packed by gzip, zstd or bzip2), folders or patterns, here or in a
-            store (``s3://...``), or a pipe (``-``); all together are one log, in this order.
-        output: the folder to write, here or in a store. What goes into a store is made in the
-            folder for temporary files and put there when it is whole, the manifest last.
-        options: see `PreprocessOptions`.
-
-    Raises:
-        InvalidInputError: an input is missing, `output` holds something else or another run is
-            writing it, the disk is too small, or no training row is left.
-        FileFormatError: more than `max_bad` malformed rows, a damaged file, or another format.
-    """
-    options = options or PreprocessOptions()
-    with store.spooled(inputs, _local_target(output)) as names:
-        if store.is_url(output):
-            return _into_store(recipe, names, os.fspath(output), options)
-        return _preprocess(recipe, names, Path(output), options)
-
-
-def _local_target(output: str | os.PathLike[str]) -> Path:
-    """Where an output is made: itself, or for one in a store a temporary folder of its own."""
-    if not store.is_url(output):
-        return Path(output)
-    name = hashlib.sha256(store.full_name(os.fspath(output)).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name / "out"
-
-
-def _into_store(recipe: Recipe, inputs: Sequence[str], url: str, options: PreprocessOptions
-                ) -> dict[str, Any]:
-    """Preprocess into a local folder and put that into a store, the manifest at the end."""
-    local = _local_target(url)
-    plain, mark, query = url.partition("?")
-    there, old = f"{plain.rstrip('/')}/{MANIFEST}{mark}{query}", {}
-    held = store.files_below(url)
-    if there in held:
-        with store.open_input(there) as file, contextlib.suppress(ValueError):
-            old = dict(json.load(file))
-    is_ours = old.get("kind") == FOLDER_KIND
-    if held and not is_ours:
-        raise _occupied(store.full_name(url), is_ours)
-    _log.info("the output is made in %s (TMPDIR chooses the disk) and then put into the store",
-              local.parent)
-    manifest = _preprocess(recipe, inputs, local, options)
-    if old.get("job") != manifest["job"]:
-        if is_ours and not options.force:
-            raise _occupied(store.full_name(url), is_ours)
-        store.remove_below(url)
-        store.upload(local, url, [MANIFEST])
-    shutil.rmtree(local.parent, ignore_errors=True)
-    return manifest
-
-
-def _occupied(target: str, is_ours: bool) -> InvalidInputError:
+def occupied(target: str, is_ours: bool) -> InvalidInputError:
+    """An output that holds something else, or an earlier one (`is_ours`), as an error."""
     what = "cannot write the preprocessed folder"
     if is_ours:
         return InvalidInputError(fail(what, "output", target, "a new or empty folder",
@@ -204,68 +59,6 @@ def _occupied(target: str, is_ours: bool) -> InvalidInputError:
     return InvalidInputError(
         fail(what, "output", target, "a new or empty folder, or an earlier output",
              "it holds something else: choose another folder"))
-
-
-def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: PreprocessOptions
-                ) -> dict[str, Any]:
-    """`preprocess` into a local folder, from files that can be read more than once."""
-    paths = find_inputs(recipe, inputs)
-    _warn_about_order(paths)
-    units = plan_units(recipe, paths, options.layout, options.unit_bytes)
-    finished = None if options.vocabulary is None else FinishedVocabulary.open(options.vocabulary)
-    job = Job(recipe, paths, units, output, options, finished)
-    if job.is_there():
-        # A process of the same job that comes late, or the same command again.
-        _log.info("%s is there already, of the same inputs and settings", job.target)
-        return _told(job.read_manifest())
-    _check_target(job)
-    if job.finished is not None:
-        check_columns(job.finished, recipe.names("sparse"))
-    check_first_rows(recipe, units, options.max_bad)
-    try:
-        with (job.opened(), workers.local(job, options.num_workers - 1),
-              workers.on_ray(job, options.num_ray_workers)):
-            job.run()
-    except OperError:
-        if not job.outcome():
-            raise
-    except OSError as error:
-        full = no_room(error)
-        if full is None:
-            raise
-        raise InvalidInputError(
-            fail("cannot preprocess", "file", os.fspath(full.filename or job.work),
-                 "room to write it", f"{full.strerror}: free some, then the same command goes on "
-                 f"where it stopped (work so far: {job.work})")) from error
-    except KeyboardInterrupt:
-        _log.warning("interrupted; the same command goes on where it stopped (work so far: %s)",
-                     job.work)
-        raise
-    return _told(job.outcome())
-
-
-def _told(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Warn of what makes a result useless; returns the manifest."""
-    for problem in manifest.get("problems", []):
-        _log.warning("warning: %s", problem)
-    return manifest
-
-
-def _warn_about_order(paths: Sequence[str]) -> None:
-    natural = sorted(paths, key=natural_key)
-    if paths == sorted(paths) and paths != natural:
-        _log.warning("the files are read in the order given, %s ..., which is not the order of "
-                     "their numbers; quote the pattern to have it expanded in that order",
-                     ", ".join(os.path.basename(p) for p in paths[:3]))
-
-
-def _check_target(job: Job) -> None:
-    target = job.target
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    is_ours = job.read_manifest().get("kind") == FOLDER_KIND
-    if not is_ours or not job.options.force:
-        raise _occupied(str(target), is_ours)
 
 
 @dataclass(slots=True)
@@ -342,6 +135,15 @@ class Job:
     def is_there(self) -> bool:
         """Whether this very job was done before, and need not be done anew."""
         return not self.options.force and self.read_manifest().get("job") == self.identity()
+
+    def check_target(self) -> None:
+        """Raise InvalidInputError where the output folder holds something that is to stay."""
+        target = self.target
+        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+            return
+        is_ours = self.read_manifest().get("kind") == FOLDER_KIND
+        if not is_ours or not self.options.force:
+            raise occupied(str(target), is_ours)
 
     def outcome(self) -> dict[str, Any]:
         """The manifest once this very job, begun by this call, is done; empty before."""
@@ -538,7 +340,7 @@ class Job:
     def _finish(self, split: Split) -> None:
         manifest = self.manifest(split)
         write_text(self.work / "out" / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        _check_target(self)
+        self.check_target()
         old = self.work / "replaced"
         if self.target.exists():
             os.rename(self.target, old)
@@ -547,13 +349,17 @@ class Job:
 
     def manifest(self, split: Split) -> dict[str, Any]:
         """Everything that a reader of the folder needs to know."""
-        from oper.data.manifest import describe_job
-
         records = [self.stage.record(k) for k in range(len(self.units))]
         rows = dict.fromkeys(SPLITS, 0)
         for k in range(len(self.units if split.by == "rows" else self._spans)):
             found = json.loads((self.work / "stage" / f"{k:06d}.rows.json").read_text())
             rows = {s: rows[s] + found[s] for s in SPLITS}
-        return describe_job(self, split, records, rows)
-
-
+        columns = self.recipe.names("sparse")
+        unseen = {} if self.finished is None else {
+            name: json.loads((self.work / "stage" / f"unseen-{k:03d}.json").read_text())
+            for k, name in enumerate(columns)}
+        return describe(Outcome(
+            self.recipe, self.paths, self.units, self.options, self.identity(), self.shares,
+            self.min_count, self.work / "out",
+            {name: self.vocabulary(name).facts for name in columns}, self.finished, unseen),
+            split, records, rows)

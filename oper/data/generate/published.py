@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.data.popularity import Popularity, fit_cardinality, fit_locality, power_law
+from oper.data.generate.popularity import Popularity, fit_cardinality, fit_locality, power_law
 
 CRITEO_1TB_ROWS = 4_373_472_329
 CRITEO_1TB_DISTINCT = (
@@ -42,7 +42,7 @@ class PublishedTable:
         name: its name.
         popularity: of its rows.
         length: ids per bag.
-        fixed_bags: see `oper.data.generator.TableModel`.
+        fixed_bags: see `oper.data.generate.generator.TableModel`.
     """
 
     name: str

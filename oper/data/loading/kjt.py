@@ -10,8 +10,8 @@ import torch
 
 from oper import native
 from oper.data.folder import Folder
-from oper.data.groups import Column
-from oper.data.windows import Window
+from oper.data.loading.groups import Column
+from oper.data.loading.windows import Window
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError, fail
 
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from oper.data import store
+from oper.data.reading import store
 
 _STEP = 1 << 23         # bytes between two calls
 _SHARE_OF_MEMORY = 8    # smaller logs may stay in the cache, for who reads them next

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from oper.analysis import CountOptions, TableCounter
 from oper.analysis.presence import Lookups
 from oper.data.folder import LOOKUPS
-from oper.data.generator import Workload
+from oper.data.generate.generator import Workload
 from oper.errors import InvalidInputError, fail
 from oper.files import atomic_write, check_local
 from oper.stats import AccessStats

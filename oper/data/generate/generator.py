@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from oper.analysis.presence import Lookups
-from oper.data import published
-from oper.data.ids import holders, mix64, scatter_ids, uniform64
-from oper.data.popularity import Popularity, from_stats, power_law
+from oper.data.generate import published
+from oper.data.generate.ids import holders, mix64, scatter_ids, uniform64
+from oper.data.generate.popularity import Popularity, from_stats, power_law
 from oper.errors import InvalidInputError, fail
 from oper.files import read_toml
 from oper.stats import AccessStats, TableStats

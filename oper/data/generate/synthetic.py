@@ -20,8 +20,8 @@ from typing import IO
 import numpy as np
 from tqdm import tqdm
 
-from oper.data.ids import holders, mix64, power_law_ids, uniform64
-from oper.data.manifest import ABOUT_SUFFIX
+from oper.data.generate.ids import holders, mix64, power_law_ids, uniform64
+from oper.data.preprocessing.manifest import ABOUT_SUFFIX
 from oper.errors import InvalidInputError, fail
 from oper.files import atomic_write, write_text
 
@@ -97,7 +97,7 @@ def write_synthetic_log(
             stop = min(start + _LINES, log.num_rows)
             out.write(format_rows(*model.draw(start, stop)))
             bar.update(stop - start)
-    about = {"synthetic": True, "made_by": "oper.data.synthetic", **asdict(log)}
+    about = {"synthetic": True, "made_by": "oper.data.generate.synthetic", **asdict(log)}
     write_text(f"{os.fspath(path)}{ABOUT_SUFFIX}", json.dumps(about, indent=1) + "\n")
     return target
 

@@ -3,37 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 import oper
-from oper.data import store
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, SPLITS
+from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.preprocessing.writing import Split
+from oper.data.reading import store
+from oper.data.reading.readers import Unit
+from oper.data.reading.rows import MAX_EXAMPLES
 from oper.data.recipe import Recipe
-from oper.data.rows import MAX_EXAMPLES
-from oper.data.writing import Split
+from oper.data.vocabulary.building import VocabularyFacts
+from oper.data.vocabulary.finished import FinishedVocabulary
 from oper.errors import FileFormatError
 from oper.files import read_json
-
-if TYPE_CHECKING:
-    from oper.data.preprocessing import Job
 
 _YEAR_S = 365 * 86400
 ABOUT_SUFFIX = ".about.json"  # a file beside a log that says what the log is
 
 
-def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows: dict[str, int]
-                 ) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A job that is done.
+
+    Attributes:
+        recipe, paths, units, options: what it was of.
+        digest: of all that the output depends on.
+        shares: of the validation and the test part.
+        min_count: values seen less often share row 0.
+        folder: the output.
+        facts: of each sparse column's vocabulary.
+        finished: the vocabulary that was applied.
+        unseen: by sparse column what that lacks.
+    """
+
+    recipe: Recipe
+    paths: Sequence[str]
+    units: Sequence[Unit]
+    options: PreprocessOptions
+    digest: str
+    shares: tuple[Fraction, Fraction]
+    min_count: int
+    folder: Path
+    facts: dict[str, VocabularyFacts]
+    finished: FinishedVocabulary | None
+    unseen: dict[str, Any]
+
+
+def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows: dict[str, int]
+             ) -> dict[str, Any]:
     """The manifest of a job that is done.
 
     Args:
@@ -51,17 +79,17 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
     sparse = recipe.names("sparse")
     chunk = next((c for r in records for c in r["chunks"]), None)
     multi = [n for n, bag in zip(sparse, chunk["bags"] if chunk else [], strict=False) if bag]
-    tables = {name: asdict(job.vocabulary(name).facts) for name in sparse}
+    tables = {name: asdict(facts) for name, facts in job.facts.items()}
     valid, test = job.shares
     found_problems = _problems(recipe, rows, {"valid": valid, "test": test}, tables, split)
     return {
-        "kind": FOLDER_KIND, "version": FOLDER_VERSION, "job": job.identity(),
+        "kind": FOLDER_KIND, "version": FOLDER_VERSION, "job": job.digest,
         "recipe": {"name": recipe.name, "title": recipe.title,
                    "layouts": sorted({u.layout for u in job.units})},
         "synthetic": any(i.get("synthetic") for i in inputs),
         "inputs": inputs,
         "rows": rows, "row_group_rows": options.row_group_rows,
-        "parts": _parts(job.work / "out"),
+        "parts": _parts(job.folder),
         "bad_rows": {"count": sum(r["bad"] for r in records), "max_bad": options.max_bad,
                      "first": [b for r in records for b in r["first"]][:MAX_EXAMPLES]},
         "split": {"by": "rows in order of time" if split.by == "rows" else "time",
@@ -77,21 +105,13 @@ def describe_job(job: Job, split: Split, records: Sequence[dict[str, Any]], rows
         "min_count": job.min_count, "max_rows": options.max_rows, "hash_rows": options.hash_rows,
         "ids_in_hotness_order": options.hash_rows is None and job.finished is None,
         "tables": tables,
-        **_applied(job),
+        **({} if job.finished is None else {
+            "vocabulary": {"path": os.path.abspath(job.finished.path),
+                           "digest": job.finished.digest}, "unseen": job.unseen}),
         "problems": found_problems,
         "versions": {"oper": oper.__version__, "python": platform.python_version(),
                      "numpy": np.__version__, "pyarrow": pa.__version__},
     }
-
-
-def _applied(job: Job) -> dict[str, Any]:
-    """The finished vocabulary that was applied, and what of the training part it lacks."""
-    if job.finished is None:
-        return {}
-    unseen = {name: json.loads((job.work / "stage" / f"unseen-{k:03d}.json").read_text())
-              for k, name in enumerate(job.recipe.names("sparse"))}
-    return {"vocabulary": {"path": os.path.abspath(job.finished.path),
-                           "digest": job.finished.digest}, "unseen": unseen}
 
 
 def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],

@@ -16,7 +16,7 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
-from oper.data import store
+from oper.data.reading import store
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 MAX_LINE_BYTES = 1 << 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.data.groups import Column, GroupReader, RowGroups, joined
+from oper.data.loading.groups import Column, GroupReader, RowGroups, joined
 
 
 class EpochOrder:

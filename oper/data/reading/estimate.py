@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oper.data import store
-from oper.data.lines import open_text
-from oper.data.readers import Unit, num_arrays_rows, open_parquet
+from oper.data.reading import store
+from oper.data.reading.lines import open_text
+from oper.data.reading.readers import Unit, num_arrays_rows, open_parquet
+from oper.data.reading.text import split_line, text_layout
 from oper.data.recipe import Column, Layout, Recipe
-from oper.data.text import split_line, text_layout
 from oper.tables import format_bytes
 
 _SAMPLE_BYTES = 1 << 22

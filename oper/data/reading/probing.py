@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from oper.data.columns import TOP_SECONDS
 from oper.data.generic import GENERIC
-from oper.data.lines import first_line
-from oper.data.readers import Unit, read_first, where
+from oper.data.preprocessing.staging import too_many_bad
+from oper.data.reading.columns import TOP_SECONDS
+from oper.data.reading.lines import first_line
+from oper.data.reading.readers import Unit, read_first, where
+from oper.data.reading.rows import BadRow
+from oper.data.reading.text import SEPARATORS, separator_advice, split_line
 from oper.data.recipe import Column, Layout, Recipe
-from oper.data.rows import BadRow
-from oper.data.staging import too_many_bad
-from oper.data.text import SEPARATORS, separator_advice, split_line
 
 _FILES = 4  # that are looked into
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from oper.data.columns import Ids
+from oper.data.reading.columns import Ids
 
 MAX_EXAMPLES = 20
 PIECE_ROWS = 1 << 19   # of the log, that are in memory at once, at most

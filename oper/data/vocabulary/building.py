@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from oper import native
 from oper.data.arrays import save
-from oper.data.ids import mix64
-from oper.data.merging import RunMerger
+from oper.data.generate.ids import mix64
+from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError, fail
 
 _WRITE_ROWS = 1 << 20

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 
 from oper import native
 from oper.data.folder import SPLITS
-from oper.data.pagecache import Passing
+from oper.data.preprocessing.staging import Coded, Stage
+from oper.data.reading.pagecache import Passing
+from oper.data.reading.rows import piece_rows
 from oper.data.recipe import Recipe
-from oper.data.rows import piece_rows
-from oper.data.staging import Coded, Stage
-from oper.data.vocabulary import Slices, Vocabulary
+from oper.data.vocabulary.building import Slices, Vocabulary
 
 _DAY = 86400
 _DICTIONARY_ROWS = 1 << 17  # of a table whose ids a dictionary packs better than splitting them

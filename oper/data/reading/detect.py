@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oper.data.columns import is_valid
-from oper.data.lines import expand_inputs, first_line, is_empty, spans_of
-from oper.data.readers import Unit, is_arrays, is_companion, is_parquet, open_parquet
+from oper.data.reading.columns import is_valid
+from oper.data.reading.lines import expand_inputs, first_line, is_empty, spans_of
+from oper.data.reading.readers import Unit, is_arrays, is_companion, is_parquet, open_parquet
+from oper.data.reading.text import split_line
 from oper.data.recipe import Layout, Recipe
-from oper.data.text import split_line
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 _UNIT_ROWS = 1 << 20  # of a Parquet file, about

@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import json as pajson
 
-from oper.data import columns as convert, store
-from oper.data.columns import Ids, MalformedError
-from oper.data.lines import (
+from oper.data.reading import columns as convert, store
+from oper.data.reading.columns import Ids, MalformedError
+from oper.data.reading.lines import (
     Block,
     Progress,
     Quoting,
@@ -28,10 +28,10 @@ from oper.data.lines import (
     line_of,
     read_blocks,
 )
-from oper.data.plain import is_plain, read_plain
+from oper.data.reading.plain import is_plain, read_plain
+from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
+from oper.data.reading.text import no_rows, parse_block, rows_of, text_layout
 from oper.data.recipe import Column, Layout, Recipe, condition
-from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
-from oper.data.text import no_rows, parse_block, rows_of, text_layout
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 _BATCH_ROWS = 1 << 16

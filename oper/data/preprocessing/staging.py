@@ -23,11 +23,11 @@ import pyarrow.compute as pc
 
 from oper import native
 from oper.data.arrays import as_numpy, save
-from oper.data.columns import Ids
-from oper.data.pagecache import Passing
-from oper.data.readers import Unit, read_unit, where
+from oper.data.reading.columns import Ids
+from oper.data.reading.pagecache import Passing
+from oper.data.reading.readers import Unit, read_unit, where
+from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
 from oper.data.recipe import Recipe
-from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
 from oper.errors import FileFormatError, fail
 
 

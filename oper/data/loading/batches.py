@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.data.folder import Folder
-from oper.data.groups import Column, GroupReader, RowGroups, joined
+from oper.data.loading.groups import Column, GroupReader, RowGroups, joined
 from oper.errors import InvalidInputError, fail
 
 

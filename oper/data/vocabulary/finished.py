@@ -20,8 +20,7 @@ import pyarrow.parquet as pq
 
 from oper.data.arrays import as_numpy
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST
-from oper.data.merging import RunMerger
-from oper.data.vocabulary import (
+from oper.data.vocabulary.building import (
     Parts,
     Vocabulary,
     VocabularyFacts,
@@ -31,6 +30,7 @@ from oper.data.vocabulary import (
     write_parquet,
     write_parts,
 )
+from oper.data.vocabulary.merging import RunMerger
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.files import check_local, read_json, write_text
 

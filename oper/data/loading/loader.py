@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from oper.data.folder import Folder
-from oper.data.groups import RowGroups
-from oper.data.kjt import Assembly
-from oper.data.windows import EpochOrder, WindowReader
+from oper.data.loading.groups import RowGroups
+from oper.data.loading.kjt import Assembly
+from oper.data.loading.windows import EpochOrder, WindowReader
 from oper.errors import InvalidInputError, fail
 
 _STATE_KIND, _STATE_VERSION = "oper-loader", 1

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv as pacsv
 
-from oper.data import columns as convert
-from oper.data.columns import EXPECTED, MalformedError
-from oper.data.lines import Block
+from oper.data.reading import columns as convert
+from oper.data.reading.columns import EXPECTED, MalformedError
+from oper.data.reading.lines import Block
+from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
 from oper.data.recipe import Column, Layout, Recipe
-from oper.data.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 SEPARATORS = (",", "\t", ";", "|", "::", " ")

@@ -7,12 +7,10 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from oper.data.preprocessing.job import Job
 from oper.errors import MissingDependencyError, fail
 
-if TYPE_CHECKING:
-    from oper.data.preprocessing import Job
 
 @contextlib.contextmanager
 def local(job: Job, count: int) -> Iterator[None]:
