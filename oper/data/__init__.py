@@ -13,9 +13,6 @@ _PUBLIC = {
     "preprocess": "oper.data.preprocessing.run",
     "Folder": "oper.data.folder",
     "analyze_folder": "oper.data.analyze",
-    "ArrayBatch": "oper.data.loading.batches",
-    "BatchOptions": "oper.data.loading.batches",
-    "Batches": "oper.data.loading.batches",
     "Loader": "oper.data.loading.loader",
     "LoaderOptions": "oper.data.loading.loader",
     "SyntheticLog": "oper.data.generate.synthetic",
@@ -32,11 +29,6 @@ if TYPE_CHECKING:
     from oper.data.generate.synthetic import (
         SyntheticLog as SyntheticLog,
         write_synthetic_log as write_synthetic_log,
-    )
-    from oper.data.loading.batches import (
-        ArrayBatch as ArrayBatch,
-        Batches as Batches,
-        BatchOptions as BatchOptions,
     )
     from oper.data.loading.loader import Loader as Loader, LoaderOptions as LoaderOptions
     from oper.data.preprocessing.options import PreprocessOptions as PreprocessOptions

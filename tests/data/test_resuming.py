@@ -21,7 +21,7 @@ import pytest
 
 from oper.data import PreprocessOptions, SyntheticLog, load_recipe, preprocess, write_synthetic_log
 from oper.data.generic import Choice, generic_recipe
-from oper.data.preprocessing import run as preprocessing
+from oper.data.preprocessing import job, run as preprocessing
 from oper.data.reading.detect import plan_units
 from oper.data.reading.estimate import disk_need
 from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_values
@@ -223,7 +223,7 @@ def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
     def advise(file: int, start: int, count: int, _: int) -> None:
         passed.setdefault(os.readlink(f"/proc/self/fd/{file}"), []).append((start, count))
 
-    monkeypatch.setattr(preprocessing, "is_large", lambda _: True)
+    monkeypatch.setattr(job, "is_large", lambda _: True)
     monkeypatch.setattr(pagecache, "_STEP", 1000)
     monkeypatch.setattr(os, "posix_fadvise", advise)
     with monkeypatch.context() as patch:

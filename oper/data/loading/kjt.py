@@ -93,7 +93,8 @@ class Assembly:
                pin: bool) -> list[torch.Tensor]:
         names = self.folder.dense
         # Row by row first: a row is then one access of the shuffle, not one for each column.
-        rows = np.empty((window.order.size, len(names)), np.float32)
+        held = window.columns[self.folder.label].values.size  # of which another rank may have some
+        rows = np.empty((held, len(names)), np.float32)
         for k, name in enumerate(names):
             rows[:, k] = window.columns[name].values
         found = [_empty((n, len(names)), torch.float32, pin) for n in counts]

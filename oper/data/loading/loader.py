@@ -32,6 +32,9 @@ class LoaderOptions:
             groups come in random order too. 0 = no shuffle: the folder's order.
         seed: of the shuffle, together with the epoch.
         drop_last: leave out incomplete last batches (see `Loader`).
+        share: what a rank's share is of: ``"rows"``: each rank reads row groups of its own;
+            ``"batches"``: every rank reads all rows and takes its part of each global batch, which
+            is then the same whatever the number of ranks.
         rank, world_size: which share to read; None = those of `torch.distributed` where it is
             initialized when the loader is made, else 0 of 1.
         prefetch: windows that a thread reads ahead; 0 = none.
@@ -49,6 +52,7 @@ class LoaderOptions:
     window: int = 1 << 17
     seed: int = 0
     drop_last: bool = False
+    share: str = "rows"
     rank: int | None = None
     world_size: int | None = None
     prefetch: int = 1
@@ -71,6 +75,9 @@ class LoaderOptions:
             if type(value) is not int or not least <= value <= most:
                 raise InvalidInputError(
                     fail(what, name, value, f"an integer in {least}..{most}", "correct it"))
+        if self.share not in ("rows", "batches"):
+            raise InvalidInputError(fail(what, "share", self.share, "rows or batches",
+                                         "correct it"))
         if self.group_by and not self.window:
             raise InvalidInputError(fail(what, "group_by", self.group_by, "a window > 0",
                                          "rows are grouped within a window: give one"))
@@ -89,7 +96,9 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
     **Shares.** The row groups of an epoch, in random order if there is a window, form one sequence
     of rows, and each rank takes a contiguous stretch of it; stretches differ by at most one row.
     So every row comes once per epoch, and a rank reads its own row groups only, of which the first
-    and the last may be shared with a neighbour.
+    and the last may be shared with a neighbour. With ``share="batches"`` the sequence is cut into
+    global batches of ``batch_size * world_size`` rows instead, of which each rank takes its part:
+    runs on different numbers of ranks see the same samples in the same steps.
 
     **Number of batches.** All ranks give ``len(loader)`` batches. The last one is incomplete, and
     empty on a rank that has no rows left for it. With `drop_last` it is left out, on all ranks:
@@ -196,14 +205,20 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
     def _batches(self, wanted: range, epoch: int, turn: int) -> Iterator[Any]:
         """Some batches of an epoch."""
         options = self.options
-        order = EpochOrder(self._groups.rows, options.batch_size, options.window,
-                           (options.seed, epoch), (self.rank, self.world_size))
+        by_rows = options.share == "rows"
+        order = EpochOrder(
+            self._groups.rows, options.batch_size * (1 if by_rows else self.world_size),
+            options.window, (options.seed, epoch),
+            (self.rank, self.world_size) if by_rows else (0, 1))
         reader = WindowReader(self._groups, order, options.group_by)
         pin, each = self._pins(), order.batches_per_window
 
         def make(window: int) -> list[Any]:
             here = range(window * each, (window + 1) * each)
-            return self._assembly.batches(reader.read(window), options.batch_size,
+            found = reader.read(window)
+            if not by_rows:
+                found = found.of_rank(options.batch_size, self.rank, self.world_size)
+            return self._assembly.batches(found, options.batch_size,
                                           [k - here.start for k in here if k in wanted], pin)
 
         number = iter(wanted)
@@ -272,10 +287,13 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
 
     def _identity(self) -> dict[str, Any]:
         """What the batches depend on, but for rank, epoch and place."""
-        options = self.options
+        options, world_size = self.options, self.world_size
+        whole = options.share == "batches"  # the number of ranks is then free
         return {"kind": _STATE_KIND, "version": _STATE_VERSION, "split": self.split,
-                "folder": self._groups.digest, "world_size": self.world_size,
-                "batch_size": options.batch_size, "window": options.window, "seed": options.seed,
+                "folder": self._groups.digest, "share": options.share,
+                "world_size": None if whole else world_size,
+                "batch_size": options.batch_size * (world_size if whole else 1),
+                "window": options.window, "seed": options.seed,
                 "drop_last": options.drop_last, "group_by": options.group_by,
                 "weights": dict(options.weights), "deduplicate": list(options.deduplicate),
                 # The shuffle is NumPy's, whose future releases may draw other numbers.

@@ -75,6 +75,18 @@ class Window:
     columns: dict[str, Column]
     order: np.ndarray
 
+    def of_rank(self, batch_size: int, rank: int, world_size: int) -> Window:
+        """A rank's parts of global batches of `batch_size * world_size` rows, one after the other.
+
+        Parts of an incomplete last batch are as equal as possible, the first ranks taking one row
+        more where it does not divide.
+        """
+        full = self.order.size // (batch_size * world_size)
+        whole, rest = np.split(self.order, [full * batch_size * world_size])
+        mine = whole.reshape(full, world_size, batch_size)[:, rank].reshape(-1)
+        return Window(self.columns, np.concatenate(
+            [mine, np.array_split(rest, world_size)[rank]]))
+
 
 class WindowReader:
     """Reads the windows of one rank and epoch; for one thread.
