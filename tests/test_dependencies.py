@@ -34,7 +34,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "examples": ("torchrec",),
 }
 # Programs, not modules: nothing imports them.
-TOOLS = {"clang-format", "codespell", "mypy", "pytest-xdist", "ruff"}
+# Programs, of which `moto_server` needs two packages that its own extra has among fifty.
+TOOLS = {"clang-format", "codespell", "flask", "flask-cors", "moto", "mypy", "pytest-xdist", "ruff"}
 # Distributions whose names are not those of their modules.
 DISTRIBUTIONS = {"mlperf_loadgen": "mlcommons-loadgen"}
 

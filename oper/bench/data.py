@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oper.bench import record
+from oper.errors import MissingDependencyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,13 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
             clock = record.BusyClock()
             module = {"loader": loader_case, "increment": increment_case,
                       "store": store_case}.get(case.kind, data_cases)
-            entry = {"name": case.name, **getattr(module, case.kind)(case.size, folder)}
+            try:
+                entry = {"name": case.name, **getattr(module, case.kind)(case.size, folder)}
+            except MissingDependencyError as error:  # one case need not keep others from the record
+                if len(chosen) == 1:
+                    raise
+                print(f"left out: {case.name}: {error}", file=sys.stderr)
+                continue
             # Worker processes count as others: only cases within this process can tell.
             if case.kind in ("count", "merge", "collector"):
                 entry["other_busy_cores"] = round(clock.others(lambda x: x), 3)

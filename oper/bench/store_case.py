@@ -34,7 +34,7 @@ def s3_server() -> Iterator[str]:
     program = shutil.which("moto_server")
     if program is None:
         raise MissingDependencyError(fail("cannot start a store", "program", "moto_server",
-                                          "installed", "pip install 'moto[server]'"))
+                                          "installed", "pip install 'oper[bench]'"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
