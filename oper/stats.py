@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -276,6 +276,24 @@ class TableStats:
             np.array([untouched] if untouched else [], np.int64),
             lengths[0], lengths[1], samples, rows, windows, buckets)
 
+    def grown(self, num_rows: int) -> TableStats:
+        """The same accesses in a table that has grown to `num_rows`; nobody has asked for new rows.
+
+        Raises:
+            InvalidInputError: fewer rows than it has.
+        """
+        more = num_rows - self.num_rows
+        if more < 0:
+            raise InvalidInputError(fail("cannot grow table statistics", "num_rows", num_rows,
+                                         f">= {self.num_rows}", "name the larger table's rows"))
+        if not more:
+            return self
+        values, rows = self.tail_values, self.tail_num_rows
+        if not values.size or values[0] > 0:
+            values, rows = np.insert(values, 0, 0), np.insert(rows, 0, 0)
+        rows = np.concatenate([[rows[0] + more], rows[1:]])
+        return replace(self, num_rows=num_rows, tail_values=values, tail_num_rows=rows)
+
     def merge(self, other: TableStats) -> TableStats:
         """Statistics of both parts together (exact parts only).
 
@@ -287,7 +305,8 @@ class TableStats:
         what = "cannot merge table statistics"
         if self.num_rows != other.num_rows:
             raise InvalidInputError(
-                fail(what, "num_rows", (self.num_rows, other.num_rows), "equal", "count again"))
+                fail(what, "num_rows", (self.num_rows, other.num_rows), "equal",
+                     "count again; where a vocabulary was extended between them pass --grown"))
         if not (self.is_exact and other.is_exact):
             raise InvalidInputError(
                 fail(what, "is_exact", False, "exact parts",

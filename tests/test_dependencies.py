@@ -24,8 +24,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "oper.serve": ("serve",),
     "oper.serve.model": ("torchrec",),
     "oper.report": ("report",),
-    "oper.data.kjt": ("torchrec",),
-    "oper.data.workers": ("data",),
+    "oper.data.loading.kjt": ("torchrec",),
+    "oper.data.preprocessing.workers": ("data",),
     "oper.search.heuristic.oracle": ("plan",),
     "oper.search.peers": ("bench", "report"),
     "oper.bench": ("bench",),
@@ -34,8 +34,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "examples": ("torchrec",),
 }
 # Programs, not modules: nothing imports them.
-TOOLS = {"clang-format", "codespell", "mkdocs", "mkdocs-material", "mkdocstrings", "mypy",
-         "pytest-xdist", "ruff"}
+# Programs, of which `moto_server` needs two packages that its own extra has among fifty.
+TOOLS = {"clang-format", "codespell", "flask", "flask-cors", "mkdocs", "mkdocs-material",
+         "mkdocstrings", "moto", "mypy", "pytest-xdist", "ruff"}
 # Distributions whose names are not those of their modules.
 DISTRIBUTIONS = {"mlperf_loadgen": "mlcommons-loadgen"}
 

@@ -208,12 +208,17 @@ def whole_rows(values: np.ndarray, rows: np.ndarray, num_accesses: int, num_rows
     return unique[total > 0], total[total > 0]
 
 
-def merge_stats(parts: Iterable[AccessStats]) -> AccessStats:
+def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStats:
     """Statistics of all parts together, exact or sketched.
 
     A table all of whose parts are exact stays exact. Otherwise the parts' sketches are merged, an
     exact part as the sketch that it would have become: errors add up and stay within (ids counted)
     / `HEAVY_ENTRIES`. Only the order of time buckets depends on the order of the parts.
+
+    Args:
+        parts: statistics of days, files or workers.
+        grown: tables may have more rows in some parts than in others, behind the rows of all, as
+            after ``oper vocabulary extend``: equal row numbers mean equal values.
 
     Raises:
         InvalidInputError: no parts, parts of different tables, or a table whose tail is modelled
@@ -223,18 +228,24 @@ def merge_stats(parts: Iterable[AccessStats]) -> AccessStats:
     for part in parts:
         size, whole = 1, part
         while ready and ready[-1][0] == size:
-            size, whole = 2 * size, _merge_two(ready.pop()[1], whole)
+            size, whole = 2 * size, _merge_two(ready.pop()[1], whole, grown)
         ready.append((size, whole))
     if not ready:
         raise InvalidInputError(fail("cannot merge statistics", "parts", 0, "at least one",
                                      "pass some"))
     while len(ready) > 1:
         (_, one), (_, other) = ready[-2:]
-        ready[-2:] = [(0, _merge_two(one, other))]
+        ready[-2:] = [(0, _merge_two(one, other, grown))]
     return ready[0][1]
 
 
-def _merge_two(one: AccessStats, other: AccessStats) -> AccessStats:
+def _merge_two(one: AccessStats, other: AccessStats, grown: bool) -> AccessStats:
+    if grown and set(one.tables) == set(other.tables):
+        rows = {n: max(t.num_rows, other.tables[n].num_rows) for n, t in one.tables.items()}
+        one, other = (replace(
+            s, tables={n: t.grown(rows[n]) for n, t in s.tables.items()},
+            ids_in_hotness_order=s.ids_in_hotness_order and all(
+                t.num_rows == rows[n] for n, t in s.tables.items())) for s in (one, other))
     mixed = {name for name, t in one.tables.items()
              if name in other.tables and not (t.is_exact and other.tables[name].is_exact)}
     if not mixed:

@@ -78,7 +78,7 @@ value = link.execute(f"select count(*), {counts} from read_csv('{sys.argv[1]}', 
 }
 _READ = """
 from oper.data import load_recipe
-from oper.data.readers import Unit, read_unit
+from oper.data.reading.readers import Unit, read_unit
 value = sum(rows.labels.size for rows in read_unit(
     Unit(sys.argv[1], "tsv"), load_recipe("criteo-kaggle"), lambda _: None))
 """

@@ -14,8 +14,8 @@ from torch import nn
 
 from oper.bench import record
 from oper.bench.torchrec_peer import PLAN_KINDS, PeerOptions, build_peer
-from oper.data import ArrayBatch, Batches, BatchOptions, Folder
-from oper.train.batches import to_batch
+from oper.data import Folder, Loader, LoaderOptions
+from oper.data.loading.kjt import torchrec_batch
 from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
 from oper.train.engines import Engine, dense_optimizer, unsharded, with_oper
 from oper.train.metrics import gather_rows
@@ -122,11 +122,28 @@ def _torchrec(case: dict[str, Any], kind: str) -> tuple[Engine, Any]:
     return Engine(peer.model, peer.model, [*tables, dense], collective=True), peer.collection()
 
 
-def _batches(case: dict[str, Any], split: str, rank: int, world_size: int) -> Batches:
-    return Batches(case["data"], split, BatchOptions(
-        global_batch_size=case["batch_size"] * case["world_size"], rank=rank,
-        world_size=world_size, shuffle=split == "train", seed=case["seed"],
-        last="drop" if split == "train" else "keep"))
+def _batches(case: dict[str, Any], split: str, rank: int, world_size: int) -> Loader:
+    training = split == "train"
+    return Loader(case["data"], split, LoaderOptions(
+        case["batch_size"] * case["world_size"] // world_size, window=1 << 18 if training else 0,
+        seed=case["seed"], drop_last=training, share="batches", rank=rank, world_size=world_size))
+
+
+def _first(batch: Any, size: int) -> Any:
+    """The first samples of a batch of columns of one id each."""
+    kjt = batch.sparse_features
+    keys = kjt.keys()
+    ids = kjt.values().view(len(keys), -1)[:, :size].reshape(-1)
+    return torchrec_batch(batch.dense_features[:size], {
+        "keys": keys, "values": ids, "lengths": torch.ones(ids.numel(), dtype=torch.int32),
+        "stride": size}, batch.labels[:size])
+
+
+def _epochs(loader: Loader) -> Iterator[Any]:
+    """The batches of all epochs, without an end."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
 
 
 def _training_batches(case: dict[str, Any], rank: int) -> Iterator[Any]:
@@ -137,13 +154,9 @@ def _training_batches(case: dict[str, Any], rank: int) -> Iterator[Any]:
     row-wise Adagrad, which takes a cold row's first step at full length, makes differences large.
     """
     data = _batches(case, "train", rank, case["world_size"])
-    epochs = itertools.chain.from_iterable(data.epoch(k) for k in itertools.count())
-    for step, arrays in enumerate(itertools.islice(epochs, case["num_steps"])):
-        if step < case["checked_steps"]:
-            size = case["checked_batch_size"]
-            arrays = ArrayBatch(arrays.labels[:size], arrays.dense[:size],
-                                np.ascontiguousarray(arrays.ids[:, :size]))
-        yield to_batch(arrays, data.folder.sparse)
+    for step, batch in enumerate(itertools.islice(_epochs(data), case["num_steps"])):
+        checked = step < case["checked_steps"]
+        yield _first(batch, case["checked_batch_size"]) if checked else batch
 
 
 def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
@@ -194,9 +207,8 @@ def _time_collections(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any]
     output gradient is given.
     """
     data = _batches(case, "valid", *ranks())
-    full = (a for a in data if a.num_samples == case["batch_size"])
-    kjts = [to_batch(a, data.folder.sparse).sparse_features
-            for a in itertools.islice(full, _NUM_KJTS)]
+    full = (b.sparse_features for b in data if b.labels.numel() == case["batch_size"])
+    kjts = list(itertools.islice(full, _NUM_KJTS))
     torch.manual_seed(case["seed"] + ranks()[0])
     gradient = torch.randn(case["batch_size"], MODEL.dim * len(data.folder.sparse)) * 1e-3
 

@@ -1,4 +1,4 @@
-"""Arrays of a job's own files, written so that a full disk is told for what it is."""
+"""Arrays of a job's own files, written so that a full disk is told for what it is, and of Arrow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import pyarrow as pa
 
 
 def save(file: BinaryIO | Path, array: np.ndarray) -> None:
@@ -17,3 +18,19 @@ def save(file: BinaryIO | Path, array: np.ndarray) -> None:
     array = np.ascontiguousarray(array)
     np.lib.format.write_array_header_2_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def as_numpy(array: pa.Array) -> np.ndarray:
+    """Integers, or bytes of a fixed width (zero bytes never occur inside values)."""
+    if not pa.types.is_binary(array.type):
+        return array.to_numpy(zero_copy_only=False)
+    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset:][:len(array) + 1]
+    lengths = np.diff(offsets)
+    width = max(1, int(lengths.max(initial=0)))
+    table = np.zeros((len(array), width), np.uint8)
+    if len(array):
+        text = np.frombuffer(array.buffers()[2] or b"", np.uint8)[offsets[0]:offsets[-1]]
+        rows = np.repeat(np.arange(len(array)), lengths)
+        columns = np.arange(text.size) - np.repeat(offsets[:-1] - offsets[0], lengths)
+        table[rows, columns] = text
+    return table.reshape(-1).view(f"S{width}")

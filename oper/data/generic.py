@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from oper.data.lines import expand_inputs
+from oper.data.reading import store
+from oper.data.reading.lines import expand_inputs
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import InvalidInputError, fail
 
@@ -27,6 +27,7 @@ class Choice:
         time: a time column to split by; None = the order of the rows.
         time_format: ``"unix"``, ``"unix_ms"``, ``"iso"`` or ``"iso_zone"``.
         separator: of CSV files.
+        filter: of Parquet files, see `oper.data.recipe.Layout`.
     """
 
     sparse: Sequence[str]
@@ -35,6 +36,7 @@ class Choice:
     time: str | None = None
     time_format: str = "unix"
     separator: str = ","
+    filter: Sequence[str] = ()
 
 
 def generic_recipe(kind: str, choice: Choice) -> Recipe:
@@ -59,16 +61,21 @@ def generic_recipe(kind: str, choice: Choice) -> Recipe:
                                 "buckets": 10, "bucket_column": "bucket"}
     value: dict[str, Any] = {"name": kind, "column": columns, "split": split}
     if kind == "csv":
+        if choice.filter:
+            raise InvalidInputError(fail("cannot read csv files", "filter", list(choice.filter),
+                                         "none: only Parquet files are filtered",
+                                         "filter them before"))
         value |= {"separator": choice.separator, "header": True, "quote": '"'}
     else:
-        value |= {"format": "parquet"}
+        value |= {"format": "parquet", "filter": list(choice.filter)}
     return recipe_from_dict(value, f"cannot read {kind} files")
 
 
 def check_generic_inputs(kind: str, inputs: Sequence[str]) -> None:
     """Say what to do about files that are not of `kind`; raises InvalidInputError."""
-    for path in expand_inputs(inputs):
-        with Path(path).open("rb") as file:
+    files = [name for name in inputs if not store.is_pipe(name)]
+    for path in expand_inputs(files) if files else []:
+        with store.open_input(path) as file:
             is_parquet = file.read(4) == b"PAR1"
         if is_parquet != (kind == "parquet"):
             raise InvalidInputError(

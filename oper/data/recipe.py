@@ -78,6 +78,8 @@ class Layout:
         encoding: of the text.
         first: what the first number of a line of bags is: ``"count"``, ``"user"`` or ``"item"``.
         ask: never chosen by looking at a file, because another layout looks alike.
+        filter: of Parquet files: only rows for which all conditions ``COLUMN OP VALUE`` hold are of
+            the log, OP being ==, !=, <, <=, > or >=; null fulfils none.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Layout:
     encoding: str = "utf-8"
     first: str = "item"
     ask: bool = False
+    filter: tuple[str, ...] = ()
 
     def of(self, kind: str) -> tuple[Column, ...]:
         """Columns of one kind, in order."""
@@ -191,7 +194,8 @@ def load_recipe(name_or_path: str) -> Recipe:
     return recipe_from_dict(value, f"invalid recipe {str(path)!r}")
 
 
-_LAYOUT_KEYS = {"format", "separator", "header", "quote", "escape", "encoding", "first", "ask"}
+_LAYOUT_KEYS = {"format", "separator", "header", "quote", "escape", "encoding", "first", "ask",
+                "filter"}
 
 
 def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Recipe:
@@ -229,8 +233,19 @@ def _layout(what: str, entry: Any) -> Layout:
     _check_keys(what, entry, {"name", "column"}, _LAYOUT_KEYS)
     entries = entry["column"] if isinstance(entry["column"], list) else [entry["column"]]
     columns = tuple(c for e in entries for c in _columns(what, e))
-    return Layout(str(entry["name"]), columns, **{k: v for k, v in entry.items()
-                                                  if k in _LAYOUT_KEYS})
+    options: dict[str, Any] = {k: v for k, v in entry.items() if k in _LAYOUT_KEYS}
+    if "filter" in options:
+        options["filter"] = _texts(what, "filter", options["filter"])
+    return Layout(str(entry["name"]), columns, **options)
+
+
+_CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>)\s*(.*?)\s*")
+
+
+def condition(text: str) -> tuple[str, str, str] | None:
+    """Column, operator and value of a filter's condition; None where it is none."""
+    found = _CONDITION.fullmatch(text)
+    return (found[1], found[2], found[3]) if found else None
 
 
 _MAX_COLUMNS = 10_000  # of one entry with numbered names
@@ -340,6 +355,8 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
          bool(layout.of("sparse")), "at least one"),
         ("time", [c.name for c in times], len(times) == 1 or recipe.by == "rows",
          "one time column to split by time"),
+        ("filter", layout.filter, not layout.filter or (layout.format == "parquet" and all(
+            map(condition, layout.filter))), "conditions COLUMN OP VALUE, of Parquet files"),
         ("first", layout.first, layout.first in ("count", "user", "item"), "count, user or item"),
     ]
 

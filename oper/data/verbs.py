@@ -21,11 +21,12 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a data set that comes with OPER, a recipe file (.toml), or "
                                        "csv or parquet for files of your own")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
-                        help="log files, plain or gzip, or folders of them, in order of time; a "
-                             "quoted pattern is expanded in the order of its numbers")
+                        help="log files, plain or packed (gzip, zstd, bzip2), or folders of them, "
+                             "in order of time; a quoted pattern is expanded in the order of its "
+                             "numbers; s3://, gs:// and other stores too; - reads a pipe")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="DIR",
-                        help="folder to write; an interrupted run goes on from DIR's sibling "
-                             ".DIR.work when the command is given again")
+                        help="folder to write, here or in a store; an interrupted run goes on "
+                             "from DIR's sibling .DIR.work when the command is given again")
     parser.add_argument("--min-count", type=whole(1), metavar="N",
                         help="values seen fewer than N times in the training part share row 0 "
                              "(default: the recipe's)")
@@ -33,6 +34,10 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                         help="at most N rows per table; the hottest values keep their own")
     parser.add_argument("--hash", type=whole(1), metavar="N", dest="hash_rows",
                         help="hash values into tables of N rows instead; collisions are counted")
+    parser.add_argument("--vocabulary", metavar="DIR",
+                        help="apply the finished vocabulary of an earlier output, or one that "
+                             "'oper vocabulary extend' wrote: equal values get equal ids, values "
+                             "that it lacks share row 0 and are counted")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
@@ -64,19 +69,20 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--time-format", default="unix", metavar="F",
                      choices=("unix", "unix_ms", "iso", "iso_zone"),
                      help="unix (seconds, the default), unix_ms, iso or iso_zone")
+    own.add_argument("--filter", action="append", metavar="C", default=[],
+                     help="of Parquet files: only rows with, e.g., 'country == de'; all of several")
     own.add_argument("--separator", default=",", metavar="C",
                      help=r"of CSV files (default ,); TAB is '\t'")
 
 
 def run_preprocess(args: argparse.Namespace) -> int:
     """Run ``oper preprocess``; raises OperError."""
-    from oper.data.options import PreprocessOptions
-    from oper.data.preprocessing import preprocess
+    from oper.data import PreprocessOptions, preprocess
 
-    check_local(args.output)
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
-        max_rows=args.max_rows, hash_rows=args.hash_rows, layout=args.layout, force=args.force,
+        max_rows=args.max_rows, hash_rows=args.hash_rows,
+        vocabulary=args.vocabulary, layout=args.layout, force=args.force,
         num_workers=args.workers, num_ray_workers=args.ray or 0,
         compression=args.compression, check_disk=not args.no_disk_check,
         show_progress=sys.stderr.isatty())
@@ -96,7 +102,8 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 
     own = {n: getattr(args, n) for n in ("sparse", "label", "dense", "time")}
     if args.recipe not in GENERIC:
-        given = [f"--{n}" for n, value in own.items() if value is not None]
+        given = [f"--{n}" for n, value in {**own, "filter": args.filter or None}.items()
+                 if value is not None]
         if given:
             raise InvalidInputError(
                 fail("cannot preprocess", "options", given, f"only with {' or '.join(GENERIC)}",
@@ -105,7 +112,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     check_generic_inputs(args.recipe, args.inputs)
     return generic_recipe(args.recipe, Choice(
         _names(own["sparse"]), own["label"], _names(own["dense"]), own["time"], args.time_format,
-        _separator(args.separator)))
+        _separator(args.separator), args.filter))
 
 
 def _separator(text: str) -> str:
@@ -129,15 +136,55 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
     print(f"rows: {rows['train']:,} train, {rows['valid']:,} valid, {test}"
           f"{manifest['bad_rows']['count']:,} malformed")
     how = f"values seen fewer than {manifest['min_count']} times share row 0"
-    if manifest["hash_rows"] is not None:
+    if "vocabulary" in manifest:
+        how = f"vocabulary of {manifest['vocabulary']['path']}"
+    elif manifest["hash_rows"] is not None:
         collisions = sum(t["num_collisions"] for t in tables.values())
         how = f"hashed, {collisions:,} values share a row with another one"
     num_rows = sum(t["num_rows"] for t in tables.values())
     print(f"tables: {len(tables)} with {num_rows:,} rows ({how})")
+    for name, unseen in manifest.get("unseen", {}).items():
+        if unseen["values"]:
+            print(f"unseen in {name}: {unseen['accesses']:,} ids of the training part "
+                  f"({unseen['share']:.2%}), {unseen['values']:,} different ones")
     if manifest["problems"]:
         print(f"problems: {len(manifest['problems'])}, see the warnings above and in "
               f"{output}/manifest.json")
     print(f"written: {output}")
+
+
+def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper vocabulary``."""
+    parser.add_argument("action", choices=("extend",),
+                        help="extend: add the unseen values of further days behind the old ones, "
+                             "which keep their row numbers")
+    parser.add_argument("vocabulary", metavar="DIR",
+                        help="folder that 'oper preprocess' or 'oper vocabulary extend' wrote")
+    parser.add_argument("folders", nargs="+", metavar="DAY",
+                        help="folders that 'oper preprocess --vocabulary DIR' wrote")
+    parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
+                        help="folder to write, for 'oper preprocess --vocabulary NEW'")
+    parser.add_argument("--min-count", type=whole(1), metavar="N",
+                        help="values seen fewer than N times over all days stay unseen (default: "
+                             "that of DIR)")
+    parser.add_argument("--max-rows", type=whole(2), metavar="N", help="at most N rows per table")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+
+
+def run_vocabulary(args: argparse.Namespace) -> int:
+    """Run ``oper vocabulary``; raises OperError."""
+    from oper.data.vocabulary.finished import extend
+
+    manifest = extend(args.vocabulary, args.folders, args.output, args.min_count, args.max_rows)
+    if args.json:
+        print(json.dumps(manifest))
+        return 0
+    for name, more in manifest["new_rows"].items():
+        if more:
+            print(f"{name}: {more:,} new rows, {manifest['tables'][name]['num_rows']:,} in all")
+    print(f"tables: {len(manifest['tables'])}, {sum(manifest['new_rows'].values()):,} new rows")
+    print(f"written: {args.output}")
+    return 0
 
 
 def configure_analyze(parser: argparse.ArgumentParser) -> None:
@@ -152,6 +199,9 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--counts", action="store_true", help="read published value counts")
     kind.add_argument("--merge", action="store_true",
                       help="add up statistics of parts (files, days, workers), in order of time")
+    parser.add_argument("--grown", action="store_true",
+                        help="with --merge: tables may have grown behind their old rows, as after "
+                             "'oper vocabulary extend'")
     parser.add_argument("--samples", type=whole(1), metavar="N",
                         help="with --counts: rows of the log they come from (default: the largest "
                              "sum of any field)")
@@ -200,8 +250,10 @@ def _stats(args: argparse.Namespace) -> AccessStats:
     if args.more and not args.merge:
         raise UsageError(fail("cannot analyze", "arguments", args.more, "one folder or file",
                               "pass --merge to add up statistics files"))
+    if args.grown and not args.merge:
+        raise UsageError(fail("cannot analyze", "--grown", True, "with --merge", "leave it out"))
     if args.merge:
-        return merge_stats(AccessStats.load(p) for p in [args.folder, *args.more])
+        return merge_stats((AccessStats.load(p) for p in [args.folder, *args.more]), args.grown)
     if args.counts:
         return stats_from_value_counts(args.folder, ValueCountOptions(
             args.samples, args.cut, _row_numbers(args.rows)))
@@ -257,8 +309,8 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
 def run_generate(args: argparse.Namespace) -> int:
     """Run ``oper generate``; raises OperError."""
     from oper.analysis import describe
-    from oper.data.generator import load_workload
-    from oper.data.lookups import count_workload
+    from oper.data.generate.generator import load_workload
+    from oper.data.generate.lookups import count_workload
 
     check_local(args.output)
     workload = load_workload(args.workload, args.seed)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from oper.data.loading.groups import Column
 from oper.errors import InvalidInputError, UsageError, fail
 from oper.flags import number, whole
 from oper.plan import Plan
@@ -175,24 +176,36 @@ def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: i
     Raises:
         InvalidInputError: the folder lacks a feature of the tables.
     """
-    from oper.data import Batches, BatchOptions
+    from oper.data import Folder
+    from oper.data.loading.groups import GroupReader, RowGroups, joined
 
-    source = Batches(path, split, BatchOptions(batch_size * world_size, last="drop"))
-    column = {name: k for k, name in enumerate(source.folder.sparse)}
+    folder = Folder.open(path)
+    column = dict.fromkeys(folder.sparse)
     features = [f for t in tables for f in _features(t)]
     missing = [f for f in features if f not in column]
     if missing:
         raise InvalidInputError(fail(f"cannot replay {path!r}", "features that it lacks",
                                      missing[:8], f"some of {list(column)[:8]}",
                                      "pass the folder that the plan was made for"))
-    shape = len(column), world_size, batch_size
-    for batch in source:
-        lengths = (np.ones(shape, np.int64) if batch.lengths is None
-                   else batch.lengths.astype(np.int64).reshape(shape))
-        ids, ends = batch.ids.reshape(-1), lengths.cumsum().reshape(shape)
-        begins = ends - lengths
-        yield [{f: Bags(ids[begins[k, rank, 0]:ends[k, rank, -1]], lengths[k, rank])
-                for f, k in ((f, column[f]) for f in features)} for rank in range(world_size)]
+    groups = RowGroups(folder, split, folder.sparse, frozenset(folder.multi_hot))
+    reader = GroupReader(groups)
+    held: dict[str, list[Column]] = {f: [] for f in features}
+    num_held, size = 0, batch_size * world_size
+    for group, rows in enumerate(groups.rows.tolist()):
+        found = reader.read(group)
+        held = {f: [joined([*parts, found[f]])] for f, parts in held.items()}
+        num_held += rows
+        for start in range(0, num_held - size + 1, size):
+            yield [{f: _bags(held[f][0].part(at, at + batch_size)) for f in features}
+                   for at in range(start, start + size, batch_size)]
+        done = num_held // size * size
+        held = {f: [parts[0].part(done, num_held)] for f, parts in held.items()}
+        num_held -= done
+
+
+def _bags(column: Column) -> Bags:
+    lengths = (np.ones(column.values.size, np.int64) if column.ends is None else column.lengths)
+    return Bags(column.values.astype(np.int64), lengths)
 
 
 def drawn_batches(stats: AccessStats, tables: list[TableSpec], batch_size: int, world_size: int,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.data.popularity import power_law
+from oper.data.generate.popularity import power_law
 from oper.errors import InvalidInputError, fail
 from oper.rl_rec.interactions import HeldOut, Interactions
 

@@ -33,7 +33,7 @@ _TABLE_OPTIONS = ("momentum", "weight_decay", "initial_accumulator_value")
 DENSE_OPTIMIZERS = ("adagrad", "sgd", "adam")
 TABLE_DEVICES = ("cpu", "meta")
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-PATHS = ("data", "out", "stats", "plan", "topology")
+PATHS = ("data", "out", "stats", "plan", "topology", "start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,9 @@ class TrainConfig:
         eval_users: validate a recommender on so many users, evenly chosen (0 = all).
         checkpoint_every: steps between checkpoints in `out` (0 = none); from the last one a run
             goes on when torchrun restarts it, or with ``--resume``. Needs ``sharding="oper"``.
+        start: folder of an earlier run (its `out`) whose last checkpoint the model starts from,
+            optimizer states included: the next day, say. Tables may have grown (``oper vocabulary
+            extend``). Needs ``sharding="oper"``.
         delta_every: steps between deltas (0 = none): the rows that have changed since, written
             while training goes on; needs `checkpoint_every`.
         tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
@@ -152,6 +155,7 @@ class TrainConfig:
     eval_users: int = 0
     checkpoint_every: int = 0
     delta_every: int = 0
+    start: str = ""
     tables_on: str = "cpu"
     model_name: str = "dlrm"
     model: Any = field(default_factory=DLRMConfig)
@@ -174,9 +178,12 @@ class TrainConfig:
             _at_least(name, getattr(self, name), least)
         if self.seed >= 2**63:
             raise _bad("seed", self.seed, "< 2^63, which torch takes")
-        for name in ("stats", "plan", "topology"):
+        for name in ("stats", "plan", "topology", "start"):
             if getattr(self, name) and self.sharding != "oper":
                 raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")
+        if self.start and os.path.realpath(self.start) == os.path.realpath(self.out):
+            raise _bad("start", self.start, "another folder than out (to go on with a run pass "
+                       "--resume)")
         if self.sharding != "oper":
             plain = ("rowwise_adagrad", "sgd")
             if self.optimizer.tables not in plain:

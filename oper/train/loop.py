@@ -56,14 +56,18 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
     out = Path(config.out)
     done = 0
     goes_on = resume and has_checkpoint(out)
-    checkpoints = Checkpoints(engine, config) if goes_on or config.checkpoint_every else None
+    checkpoints = Checkpoints(engine, config) if (
+        goes_on or config.checkpoint_every or config.start) else None
     with _peer_errors(engine):
         if goes_on and checkpoints:
             done = checkpoints.load()
             if rank == 0:
                 cut_metrics(out / METRICS, done)
-        elif rank == 0:
-            forget_checkpoint(out)
+        else:
+            if config.start and checkpoints:
+                checkpoints.start_from(config.start)
+            if rank == 0:
+                forget_checkpoint(out)
     metrics = _MetricsFile(out if rank == 0 else None, {
         "config": config.to_json(), "versions": versions(), "world_size": world_size,
         "model": task.about()}, done > 0)

@@ -29,7 +29,7 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
         seed: of the weights; sets torch's generator.
         tables_on: ``"cpu"`` or ``"meta"``.
 
-    ``forward(batch) -> (loss, (loss, logits, labels))`` with `batch` as of ``oper.data.batches``.
+    ``forward(batch) -> (loss, (loss, logits, labels))`` with `batch` as of `x.
     """
     try:
         from torchrec.models.dlrm import DLRM, DLRMTrain

@@ -127,13 +127,7 @@ class Checkpoints:
         extra = (self._deltas.load().extra if self._deltas is not None else
                  load_checkpoint(self._folder, self._engine.module, self._tables))
         what = f"cannot go on from {str(self._folder)!r}"
-        try:
-            step, dense = int(extra["step"]), extra["dense"]
-            states = torch.load(io.BytesIO(dense.numpy().tobytes()), weights_only=True)
-            saved = {k: extra[k] for k in ("global_batch_size", "seed", "shuffle")}
-        except (KeyError, AttributeError, RuntimeError) as error:
-            raise FileFormatError(fail(what, "content", str(error), "a checkpoint of oper train",
-                                       "start the run anew with --force")) from None
+        step, saved = self._take_dense(extra, what)
         mine = {"global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle}
         if mine != saved:
@@ -141,9 +135,35 @@ class Checkpoints:
                 what, "global batch size, seed, shuffle", tuple(mine.values()),
                 f"{tuple(saved.values())}, those of the saved run: the same samples in every step",
                 "with other ranks set batch_size so that batch_size * ranks stays"))
+        return step
+
+    def start_from(self, out: str | os.PathLike[str]) -> None:
+        """Load another run's last checkpoint, whose tables may have had fewer rows. Collective.
+
+        Weights and optimizer states are taken; learning rates and the like are this run's own.
+        """
+        folder = Path(out) / CHECKPOINT
+        extra = load_checkpoint(folder, self._engine.module, self._tables, grown=True)
+        own = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
+               for o in self._engine.optimizers]
+        step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")
+        for optimizer, groups in zip(self._engine.optimizers, own, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+        _log.info("starting from step %d of %s", step, folder)
+
+    def _take_dense(self, extra: dict[str, Any], what: str) -> tuple[int, dict[str, Any]]:
+        """Load the dense optimizers' states; returns the step and what the samples depend on."""
+        try:
+            step, dense = int(extra["step"]), extra["dense"]
+            states = torch.load(io.BytesIO(dense.numpy().tobytes()), weights_only=True)
+            saved = {k: extra[k] for k in ("global_batch_size", "seed", "shuffle")}
+        except (KeyError, AttributeError, RuntimeError) as error:
+            raise FileFormatError(fail(what, "content", str(error), "a checkpoint of oper train",
+                                       "start the run anew with --force")) from None
         for optimizer, state in zip(self._engine.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-        return step
+        return step, saved
 
 
 def cut_metrics(path: Path, step: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 import oper
-from oper.data import Batches, BatchOptions, Folder
+from oper.data import Folder, Loader, LoaderOptions
 from oper.errors import InvalidInputError, fail
 from oper.rl_rec.catalogue import invent
 from oper.rl_rec.evaluation import evaluate_ranking
@@ -22,12 +22,12 @@ from oper.rl_rec.registry import WORKLOADS
 from oper.rl_rec.sequences import HistoryBatches, SequenceBatches, Share, num_batches
 from oper.stats import AccessStats
 from oper.tables import TableSpec
-from oper.train.batches import to_batch
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine, make_engine
 from oper.train.metrics import BinaryMetrics, gather_rows
 from oper.train.model import build_dlrm, describe, ranks
 
+_WINDOW = 1 << 18  # rows that are shuffled together
 _STATS_BATCHES = 64  # training batches that a recommender's access statistics are counted from
 
 
@@ -87,8 +87,11 @@ class ClickTask:
                                       config.tables_on), config)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Any, int]]:
-        for arrays in self.splits["train"].epoch(number, start):
-            yield to_batch(arrays, self.folder.sparse), arrays.num_samples
+        loader = self.splits["train"]
+        loader.set_epoch(number)
+        loader.load_state_dict(loader.state_dict(start))
+        for batch in loader:
+            yield batch, batch.labels.numel()
 
     def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
         """Nothing to do."""
@@ -97,25 +100,23 @@ class ClickTask:
         return evaluate_clicks(engine, self.splits["valid"], show_progress)
 
 
-def click_batches(config: TrainConfig, split: str) -> Batches:
-    """This rank's batches of a split of a click log."""
+def click_batches(config: TrainConfig, split: str) -> Loader:
+    """This rank's batches of a split of a click log, of global batches that do not depend on the
+    number of ranks."""
     rank, world_size = ranks()
     training = split == "train"
-    return Batches(config.data, split, BatchOptions(
-        global_batch_size=config.batch_size * world_size, rank=rank, world_size=world_size,
-        shuffle=training and config.shuffle, seed=config.seed,
-        last="drop" if training else "keep"))
+    return Loader(config.data, split, LoaderOptions(
+        config.batch_size, window=_WINDOW if training and config.shuffle else 0, seed=config.seed,
+        drop_last=training, share="batches", rank=rank, world_size=world_size))
 
 
-def evaluate_clicks(engine: Engine, data: Batches, show_progress: bool = False) -> dict[str, Any]:
+def evaluate_clicks(engine: Engine, data: Loader, show_progress: bool = False) -> dict[str, Any]:
     """``{"auc", "log_loss", "samples"}`` over a split, on all ranks. Collective."""
     metrics = BinaryMetrics()
-    keys = data.folder.sparse
     with progress_bar(len(data), "validation", show_progress) as bar:
-        for arrays in data:
+        for batch in data:
             bar.update()
-            if arrays.num_samples or engine.collective:
-                batch = to_batch(arrays, keys)
+            if batch.labels.numel() or engine.collective:
                 metrics.update(engine.logits(batch), batch.labels)
     return metrics.compute()
 

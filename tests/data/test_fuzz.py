@@ -15,7 +15,7 @@ import pytest
 
 from oper.data import load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
-from oper.data.readers import Unit, read_unit
+from oper.data.reading.readers import Unit, read_unit
 from oper.data.recipe import Recipe
 from oper.errors import OperError
 from oper.stats import AccessStats, TableStats
@@ -150,7 +150,7 @@ def test_work_that_was_begun_with_a_damaged_note_is_an_error(
         tmp_path: Path, invent: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     log = str(write(tmp_path / "train.txt", invent(60)))
     with monkeypatch.context() as patch:
-        patch.setattr("oper.data.preprocessing.Job.manifest", lambda *_: 1 / 0)
+        patch.setattr("oper.data.preprocessing.run.Job.manifest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             preprocess(load_recipe("criteo-kaggle"), [log], tmp_path / "out")
     (tmp_path / ".out.work" / "stage" / "000000.json").write_text("{")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from oper.analysis import CountOptions, collect, skew
-from oper.data.generator import (
+from oper.data.generate.generator import (
     Workload,
     load_workload,
     workload_from_dict,
     workload_from_stats,
 )
-from oper.data.popularity import Popularity, fit_cardinality, locality, power_law
-from oper.data.published import META_2021, MLPERF_MULTI_HOT, PRESETS, criteo_1tb, meta_2021
+from oper.data.generate.popularity import Popularity, fit_cardinality, locality, power_law
+from oper.data.generate.published import META_2021, MLPERF_MULTI_HOT, PRESETS, criteo_1tb, meta_2021
 from oper.errors import InvalidInputError
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -84,7 +84,11 @@ def test_metas_locality_histogram_is_reproduced_within_a_hundredth() -> None:
 
 
 def test_criteo_columns_have_the_published_numbers_of_values() -> None:
-    from oper.data.published import CRITEO_1TB_DISTINCT, CRITEO_1TB_FREQUENT, CRITEO_1TB_ROWS
+    from oper.data.generate.published import (
+        CRITEO_1TB_DISTINCT,
+        CRITEO_1TB_FREQUENT,
+        CRITEO_1TB_ROWS,
+    )
 
     for table, distinct, frequent in zip(criteo_1tb(), CRITEO_1TB_DISTINCT, CRITEO_1TB_FREQUENT,
                                          strict=True):

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from oper import native
-from oper.data import plain, readers, staging
-from oper.data.readers import Unit, read_unit, where
+from oper.data.preprocessing import staging
+from oper.data.reading import plain, readers
+from oper.data.reading.readers import Unit, read_unit, where
+from oper.data.reading.rows import Rows, concat
+from oper.data.reading.text import TextLayout, text_layout
 from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
-from oper.data.rows import Rows, concat
-from oper.data.text import TextLayout, text_layout
 
 KINDS = [("label", "binary"), ("label", "threshold"), ("dense", "int"), ("dense", "float"),
          ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"), ("sparse", "int"),
@@ -149,7 +150,7 @@ def test_an_odd_field_within_a_block_of_lines(tmp_path: Path, ending: str) -> No
 @pytest.mark.parametrize("share", [0.001, 0.3])
 def test_pieces_blocks_and_malformed_rows_far_into_a_file(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, invent: Any) -> None:
-    monkeypatch.setattr("oper.data.rows.PIECE_ROWS", 700)
+    monkeypatch.setattr("oper.data.reading.rows.PIECE_ROWS", 700)
     rng = np.random.default_rng(4)
     rows = invent(300)
     lines = ["\t".join(rows[k]) for k in rng.integers(0, 300, 12_000)]

@@ -79,7 +79,7 @@ def test_output_equals_a_direct_computation(
 
 def test_compressed_output_holds_the_same(tmp_path: Path, invent: Any, write: Any,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    from oper.data import writing
+    from oper.data.preprocessing import writing
 
     monkeypatch.setattr(writing, "_DICTIONARY_ROWS", 16)  # so that there are tables of both kinds
     path = write(tmp_path / "train.txt", invent(2000))
@@ -183,12 +183,12 @@ def test_output_is_whole_or_absent_and_never_somebody_elses(
     with pytest.raises(InvalidInputError, match="--force"):
         preprocess(KAGGLE, [path], out, PreprocessOptions(min_count=3))
     with monkeypatch.context() as patch:  # the very same job is not done again
-        patch.setattr("oper.data.preprocessing.Job.opened", None)
+        patch.setattr("oper.data.preprocessing.run.Job.opened", None)
         assert preprocess(KAGGLE, [path], out) == json.loads((out / "manifest.json").read_text())
     os.utime(path, (1, 1))
     with pytest.raises(InvalidInputError, match="--force"):
         preprocess(KAGGLE, [path], out)
-    from oper.data import preprocessing
+    from oper.data.preprocessing import run as preprocessing
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oper.data import PreprocessOptions, preprocess, preprocessing
+from oper.data import PreprocessOptions, preprocess
 from oper.data.generic import Choice, generic_recipe
+from oper.data.preprocessing import run as preprocessing
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import InvalidInputError, OperError
 from tests.support import run_oper

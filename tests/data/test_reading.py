@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from oper.data.columns import is_valid
-from oper.data.lines import (
+from oper.data.reading.columns import is_valid
+from oper.data.reading.lines import (
     Block,
     Quoting,
     Span,
@@ -24,9 +24,9 @@ from oper.data.lines import (
     read_blocks,
     spans_of,
 )
+from oper.data.reading.rows import Rows
+from oper.data.reading.text import parse_block, text_layout
 from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
-from oper.data.rows import Rows
-from oper.data.text import parse_block, text_layout
 from oper.errors import FileFormatError, InvalidInputError
 
 KAGGLE = load_recipe("criteo-kaggle")

@@ -19,19 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oper.data import (
-    PreprocessOptions,
-    SyntheticLog,
-    load_recipe,
-    preprocess,
-    preprocessing,
-    write_synthetic_log,
-)
-from oper.data.detect import plan_units
-from oper.data.estimate import disk_need
+from oper.data import PreprocessOptions, SyntheticLog, load_recipe, preprocess, write_synthetic_log
 from oper.data.generic import Choice, generic_recipe
-from oper.data.merging import RunMerger
-from oper.data.vocabulary import Vocabulary, build, build_hashed, hash_values
+from oper.data.preprocessing import job, run as preprocessing
+from oper.data.reading.detect import plan_units
+from oper.data.reading.estimate import disk_need
+from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_values
+from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
 from tests.support import wait_for
 
@@ -112,7 +106,7 @@ def test_killed_runs_go_on_where_they_stopped(tmp_path: Path, log: str) -> None:
 HELD = """
 import pathlib, sys, time
 from oper.data import *
-from oper.data import preprocessing
+from oper.data.preprocessing import run as preprocessing
 folder, reader = pathlib.Path(sys.argv[2]).parent, preprocessing.Job._reader
 def held(job, k):
     def run():
@@ -212,7 +206,7 @@ def test_a_resumed_run_reads_no_unit_twice(
 def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
     tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oper.data import pagecache
+    from oper.data.reading import pagecache
 
     options = replace(SMALL, unit_bytes=80_000)
     preprocess(KAGGLE, [log], tmp_path / "whole", options)
@@ -229,7 +223,7 @@ def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
     def advise(file: int, start: int, count: int, _: int) -> None:
         passed.setdefault(os.readlink(f"/proc/self/fd/{file}"), []).append((start, count))
 
-    monkeypatch.setattr(preprocessing, "is_large", lambda _: True)
+    monkeypatch.setattr(job, "is_large", lambda _: True)
     monkeypatch.setattr(pagecache, "_STEP", 1000)
     monkeypatch.setattr(os, "posix_fadvise", advise)
     with monkeypatch.context() as patch:
@@ -255,7 +249,7 @@ def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
 def test_only_logs_beyond_a_share_of_the_memory_are_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oper.data import pagecache
+    from oper.data.reading import pagecache
 
     path = tmp_path / "log"
     path.write_bytes(b"x" * 5000)
@@ -395,7 +389,7 @@ def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:
 def test_vocabularies_in_little_memory(
     tmp_path: Path, text: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oper.data import merging
+    from oper.data.vocabulary import merging
 
     monkeypatch.setattr(merging, "_SLICE", 500)
     rng = np.random.default_rng(0)

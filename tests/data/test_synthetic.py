@@ -11,8 +11,8 @@ import pytest
 
 from oper.analysis import skew
 from oper.data import SyntheticLog, analyze_folder, load_recipe, power_law_ids, preprocess
-from oper.data.ids import scatter_ids
-from oper.data.synthetic import write_synthetic_log
+from oper.data.generate.ids import scatter_ids
+from oper.data.generate.synthetic import write_synthetic_log
 from oper.errors import InvalidInputError
 
 

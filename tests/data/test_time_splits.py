@@ -12,18 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oper.data import (
-    Folder,
-    PreprocessOptions,
-    load_recipe,
-    merging,
-    preprocess,
-    preprocessing,
-    staging,
-    writing,
-)
+from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
 from oper.data.folder import SPLITS
+from oper.data.preprocessing import run as preprocessing, staging, writing
 from oper.data.recipe import recipe_from_dict
+from oper.data.vocabulary import merging
 from tests.data.test_resuming import digest
 
 TWEETS = load_recipe("movietweetings")

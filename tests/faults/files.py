@@ -23,8 +23,8 @@ import torch
 
 import oper
 from oper.data import (
-    Batches,
-    BatchOptions,
+    Loader,
+    LoaderOptions,
     SyntheticLog,
     load_recipe,
     preprocess,
@@ -110,8 +110,9 @@ def _read_stats(path: Path) -> Any:
 def _read_parquet(path: Path) -> Any:
     found = []
     for split in ("train", "valid"):
-        for batch in Batches(path, split, BatchOptions(128)):
-            found.append((batch.labels.tobytes(), batch.dense.tobytes(), batch.ids.tobytes()))
+        for batch in Loader(path, split, LoaderOptions(128, window=0)):
+            found.append(tuple(x.numpy().tobytes() for x in (
+                batch.labels, batch.dense_features, batch.sparse_features.values())))
     return found
 
 

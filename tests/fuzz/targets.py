@@ -23,9 +23,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from oper.analysis.value_counts import stats_from_value_counts
-from oper.data import Batches, BatchOptions, PreprocessOptions, preprocess
+from oper.data import Loader, LoaderOptions, PreprocessOptions, preprocess
 from oper.data.folder import Folder
-from oper.data.generator import load_workload
+from oper.data.generate.generator import load_workload
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import load_recipe
 from oper.errors import OperError
@@ -210,7 +210,7 @@ def parquet(data: bytes) -> None:
         seeds("parquet")
     with open(folder / "train" / "part-00000.parquet", "wb", buffering=0) as file:
         file.write(data)
-    for _ in Batches(folder, "train", BatchOptions(8)):
+    for _ in Loader(folder, "train", LoaderOptions(8, window=0)):
         pass
 
 

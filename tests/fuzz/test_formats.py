@@ -25,7 +25,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 
-from oper.data import Batches, BatchOptions
+from oper.data import Loader, LoaderOptions
 from oper.errors import FileFormatError
 from tests.faults.pauses import Pauses
 from tests.fuzz import changed, crash
@@ -222,7 +222,7 @@ def test_a_manifest_that_calls_bags_single_ids() -> None:
                                                     | {"multi_hot": []}}).encode())
     try:
         with pytest.raises(FileFormatError, match="one number per row"):
-            list(Batches(path.parent, "train", BatchOptions(8)))
+            list(Loader(path.parent, "train", LoaderOptions(8, window=0)))
     finally:
         path.write_bytes(good)
 

@@ -13,8 +13,8 @@ import pytest
 
 from oper.analysis import Collector, distance
 from oper.cli import main
-from oper.data.generator import workload_from_dict
-from oper.data.lookups import count_workload
+from oper.data.generate.generator import workload_from_dict
+from oper.data.generate.lookups import count_workload
 from oper.errors import FileFormatError, InvalidInputError
 from oper.report.bench_page import bench_page, load_record
 from oper.report.drift_page import drift_page, drifts

@@ -208,3 +208,17 @@ def test_a_folder_made_for_a_run_that_cannot_begin_is_removed(tmp_path: Path) ->
     done = run_oper("train", "--data", tmp_path, "--out", tmp_path / "runs" / "new")  # type: ignore[arg-type]
     assert done.returncode == 1
     assert not (tmp_path / "runs" / "new").exists()
+
+
+def test_a_run_starts_from_another_one(prepared: Prepared, tmp_path: Path) -> None:
+    first = config(prepared, tmp_path / "first", **FLAGS | {"max_steps": 8})
+    train(first, show_progress=False)
+    # Without learning rates a step changes nothing: what is left is what was loaded.
+    still = FLAGS | {"max_steps": 1, "start": str(tmp_path / "first"), "seed": 9,
+                     "optimizer.tables_lr": 0.0, "optimizer.dense_lr": 0.0}
+    train(config(prepared, tmp_path / "second", **still), show_progress=False)
+    states = [load_state(tmp_path / name / "state.pt") for name in ("first", "second")]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][n], states[1][n]) for n in states[0])
+    with pytest.raises(InvalidInputError, match="another folder than out"):
+        config(prepared, tmp_path / "first", **still)

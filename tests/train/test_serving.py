@@ -18,7 +18,6 @@ from test_train import config, finish, start_ranks, words  # type: ignore[import
 from oper.data import Folder
 from oper.serve import Client, Request
 from oper.serve.model import STATE, find_weights
-from oper.train.batches import to_batch
 from oper.train.model import build_dlrm, load_state
 from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
@@ -31,7 +30,7 @@ def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray
     folder = Folder.open(trained.data)
     model = build_dlrm(folder.tables(trained.model.dim), len(folder.dense), trained.model, seed=9)
     model.load_state_dict(load_state(run / STATE), strict=True)
-    batch = to_batch(next(iter(click_batches(trained, "valid"))), folder.sparse)
+    batch = next(iter(click_batches(trained, "valid")))
     with torch.no_grad():
         _, (_, logits, _) = model.eval()(batch)
     sparse = batch.sparse_features

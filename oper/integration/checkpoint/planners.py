@@ -107,6 +107,10 @@ class LoadPlanner(DefaultLoadPlanner):
     ``load_state_dict`` must follow, which makes the rows visible to all ranks. When a load fails,
     the tables hold a mixture: load again.
 
+    With `grown` a table may have more rows than the checkpoint, as after ``oper vocabulary
+    extend``: the first ones are loaded, with their optimizer states, those behind stay as they
+    are.
+
     Every other value is loaded as torch's default planner does, but that only tensors and plain
     values are unpickled, and that optimizer states of one number per row fit models of TorchRec
     and of OPER alike where TorchRec shards by columns, see
@@ -114,6 +118,11 @@ class LoadPlanner(DefaultLoadPlanner):
     """
 
     _pieces: dict[str, StateOfPieces]
+
+    def __init__(self, *args: Any, grown: bool = False, **kwargs: Any) -> None:
+        """torch's arguments, and `grown`."""
+        super().__init__(*args, **kwargs)
+        self._grown = grown
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
                        is_coordinator: bool = False) -> None:
@@ -161,10 +170,13 @@ class LoadPlanner(DefaultLoadPlanner):
             found = "missing" if stored is None else type(stored).__name__
             raise InvalidInputError(fail(what, "in the checkpoint", found, "a tensor of that name",
                                          "load a checkpoint of this model"))
-        if tuple(stored.size) != tuple(value.shape):
+        saved, here = tuple(stored.size), tuple(value.shape)
+        if saved != here and not (self._grown and saved[1:] == here[1:] and saved[0] < here[0]):
             raise InvalidInputError(
-                fail(what, "saved shape", tuple(stored.size), f"{tuple(value.shape)}",
-                     "load a checkpoint of this model"))
+                fail(what, "saved shape", saved, f"{here}" + ", or fewer rows" * self._grown,
+                     "load a checkpoint of this model" + (
+                         "" if self._grown else ", or one whose tables have grown with grown=True")
+                     ))
         items = []
         for k, chunk in enumerate(stored.chunks):
             # Empty ones are of a rank that had no rows of a small table.

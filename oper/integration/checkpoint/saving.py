@@ -96,8 +96,8 @@ def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any]
     ranks.step(lambda: _put_in_place(path, aside, before) if ranks.first else None)
 
 
-def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None
-                    ) -> dict[str, Any]:
+def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
+                    grown: bool = False) -> dict[str, Any]:
     """Load what `save_checkpoint` wrote, under any plan and on any number of ranks. Collective.
 
     Every file is compared with its checksum before anything is loaded. Deltas of the checkpoint
@@ -106,6 +106,9 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     Args:
         folder: the checkpoint. When a crash has left it incomplete, the previous one is loaded.
         model, optimizer: as for `save_checkpoint`; filled in place.
+        grown: the model's tables may have more rows than the checkpoint's, as after ``oper
+            vocabulary extend``. Rows behind the saved ones, and their optimizer states, stay as
+            they are. Needs ranks that share memory.
 
     Returns:
         ``extra`` as it was saved, {} without.
@@ -116,7 +119,7 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         OperError: a rank could not read; the tables then hold a mixture.
         PeerLostError, DeadlineError: a rank has ended or did not come in time; likewise.
     """
-    return restore(folder, model, optimizer).extra
+    return restore(folder, model, optimizer, grown=grown).extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ class Restored:
 
 
 def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None,
-            newest_rows: bool = False) -> Restored:
+            newest_rows: bool = False, grown: bool = False) -> Restored:
     """As `load_checkpoint`; see `DeltaCheckpoints.load`. Collective."""
     place = Path(folder).absolute()
     path = complete(place)
@@ -158,7 +161,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
     ranks.step(lambda: check([*deltas, *rest], ranks.rank, ranks.world_size))
     with rows_on_demand():
         state = state_of(model, optimizer)
-        _read(state, path, ranks)
+        _read(state, path, ranks, grown)
         extra = _put_states([*deltas, *rest], state)
         take_over(state, model, optimizer)
     if deltas or rest:
@@ -335,9 +338,9 @@ def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     ranks.step(lambda: finish() if ranks.first else None)
 
 
-def _read(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
+def _read(state: dict[str, Any], folder: Path, ranks: Ranks, grown: bool) -> None:
     """As ``torch.distributed.checkpoint.load``; adds what was saved as ``extra``."""
-    reader, planner = CheckpointReader(str(folder)), LoadPlanner()
+    reader, planner = CheckpointReader(str(folder)), LoadPlanner(grown=grown)
 
     def local_plan() -> Any:
         metadata = reader.read_metadata()

@@ -1,0 +1,1 @@
+"""Synthetic logs and lookups."""

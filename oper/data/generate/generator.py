@@ -1,0 +1,236 @@
+"""Synthetic lookups from a specification or from measured statistics, always labelled synthetic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper.analysis.presence import Lookups
+from oper.data.generate import published
+from oper.data.generate.ids import holders, mix64, scatter_ids, uniform64
+from oper.data.generate.popularity import Popularity, from_stats, power_law
+from oper.errors import InvalidInputError, fail
+from oper.files import read_toml
+from oper.stats import AccessStats, TableStats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableModel:
+    """One table's synthetic lookups.
+
+    Attributes:
+        name: of the table and its feature.
+        popularity: of its rows by rank.
+        lengths: bag lengths int64 [P] and their weights float64 [P].
+        drift: probability that a hot rank passes to another row from one day to the next.
+        head: ids of the hottest ranks, int64 [H]; other ranks go to other rows in order.
+            None = ranks are scattered by a fixed permutation.
+        fixed_bags: each first id always comes with the same other ids, drawn evenly, as in MLPerf's
+            multi-hot data; otherwise the ids of a bag are independent.
+    """
+
+    name: str
+    popularity: Popularity
+    lengths: tuple[np.ndarray, np.ndarray] = field(
+        default_factory=lambda: (np.array([1]), np.array([1.0])))
+    drift: float = 0.0
+    head: np.ndarray | None = None
+    fixed_bags: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return self.popularity.num_rows
+
+    @property
+    def pooling_factor(self) -> float:
+        """Mean ids per bag."""
+        values, weights = self.lengths
+        return float(values @ weights / weights.sum())
+
+    def draw(self, num_samples: int, day: int, key: int, rng: np.random.Generator) -> Lookups:
+        """The bags of `num_samples` samples of one day; `key` tells the tables apart."""
+        values, weights = self.lengths
+        lengths = (np.full(num_samples, values[0]) if values.size == 1 else
+                   rng.choice(values, num_samples, p=weights / weights.sum()))
+        one_each = values.size == 1 and values[0] == 1
+        size = num_samples if self.fixed_bags else int(lengths.sum())
+        ids = self._rows(self.popularity.draw(size, rng), day, key)
+        if self.fixed_bags and not one_each:
+            ids = self._with_companions(ids, lengths, key)
+        return Lookups(ids, None if one_each else lengths)
+
+    def _rows(self, ranks: np.ndarray, day: int, key: int) -> np.ndarray:
+        if self.drift and day:
+            table = holders(self.num_rows, key, self.drift, day + 1)[day]
+            hot = np.minimum(ranks, table.size - 1)
+            ranks = np.where(ranks < table.size, table[hot], ranks)
+        if self.head is None:
+            return scatter_ids(ranks, self.num_rows)
+        ids = np.empty_like(ranks)
+        in_head = ranks < self.head.size
+        ids[in_head] = self.head[ranks[in_head]]
+        taken = np.sort(self.head)
+        free = ranks[~in_head] - self.head.size  # the free-th row that is not in the head
+        ids[~in_head] = free + np.searchsorted(taken - np.arange(taken.size), free, side="right")
+        return ids
+
+    def _with_companions(self, first: np.ndarray, lengths: np.ndarray, key: int) -> np.ndarray:
+        starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        place = np.arange(starts.size) - starts
+        owner = np.repeat(first[lengths > 0], lengths[lengths > 0]).astype(np.uint64)
+        mixed = mix64(owner * np.uint64(1009) + place.astype(np.uint64)) ^ np.uint64(key)
+        drawn = (uniform64(mixed) * self.num_rows).astype(np.int64)
+        return np.where(place == 0, owner.astype(np.int64), drawn)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Synthetic lookups of several tables.
+
+    Attributes:
+        name: what it is; it always says that it is synthetic.
+        tables: their models.
+        num_days: days that the samples are spread over, evenly and in order.
+        seed: everything random follows from it.
+    """
+
+    name: str
+    tables: tuple[TableModel, ...]
+    num_days: int = 1
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise InvalidInputError(fail("invalid workload", "seed", self.seed, "0 <= seed < 2^32",
+                                         "correct it"))
+
+    def batches(self, num_samples: int, batch_size: int
+                ) -> Iterator[tuple[int, dict[str, Lookups]]]:
+        """Day and lookups of batch after batch; the same arguments give the same ids.
+
+        A batch lies within one day. The lookups can be counted by `oper.collect` as
+        ``{name: (x.ids, x.lengths)}``.
+        """
+        for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
+            if value < 1:
+                raise InvalidInputError(fail("cannot draw lookups", name, value, ">= 1",
+                                             "correct it"))
+        for day in range(self.num_days):
+            begin = num_samples * day // self.num_days
+            end = num_samples * (day + 1) // self.num_days
+            for start in range(begin, end, batch_size):
+                count = min(batch_size, end - start)
+                yield day, {
+                    t.name: t.draw(count, day, self._key(k),
+                                   np.random.default_rng((self.seed, k, start)))
+                    for k, t in enumerate(self.tables)}
+
+    def _key(self, table: int) -> int:
+        return int(mix64(np.array([1_000_003 * self.seed + table], np.uint64))[0])
+
+
+def workload_from_stats(stats: AccessStats, drift: float = 0.0, num_days: int = 1, seed: int = 1
+                        ) -> Workload:
+    """Lookups like measured ones: popularity of every row, bag lengths."""
+    def model(name: str, t: TableStats) -> TableModel:
+        lengths = ((t.length_values, t.length_counts.astype(np.float64)) if t.num_bags
+                   else (np.array([1]), np.array([1.0])))
+        return TableModel(name, from_stats(t), lengths, drift, t.head_ids)
+
+    return Workload(f"synthetic, after {stats.source}",
+                    tuple(model(n, t) for n, t in stats.tables.items()), num_days, seed)
+
+
+def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Workload:
+    """A workload by name (`PRESETS`), from a specification (TOML) or from a statistics file.
+
+    Raises:
+        InvalidInputError: no such name, or a specification that is not one.
+        FileFormatError: a damaged file.
+    """
+    text = os.fspath(name_or_path)
+    if text in published.PRESETS:
+        return _preset(text, seed)
+    path = Path(text)
+    if not path.is_file():
+        raise InvalidInputError(
+            fail("no such workload", "workload", text,
+                 f"one of {sorted(published.PRESETS)}, a .toml file or a statistics file",
+                 "correct the name"))
+    if path.suffix != ".toml":
+        return workload_from_stats(AccessStats.load(path), seed=seed)
+    return workload_from_dict(read_toml(path, f"cannot read {text!r} as a workload"), seed)
+
+
+_TABLE_KEYS = {"rows", "exponent", "shift", "heavy", "length", "lengths", "weights", "drift",
+               "fixed_bags", "count"}
+_MAX_TABLES = 1 << 16  # of one entry
+
+
+def workload_from_dict(value: Mapping[str, Any], seed: int = 1) -> Workload:
+    """The workload of a parsed specification.
+
+    ``name``, ``days`` and ``table`` entries with ``name``, ``rows``, ``exponent`` and ``shift`` of
+    the power law, ``heavy`` (shares of the hottest rows), ``length`` (ids per bag) or ``lengths``
+    with ``weights``, ``drift``, ``fixed_bags``, and ``count`` (so many tables alike).
+    """
+    what = "invalid workload"
+    entries = value.get("table", [])
+    unknown = sorted(set(value) - {"name", "days", "table"})
+    if unknown or not isinstance(entries, list) or not entries:
+        raise InvalidInputError(fail(what, "keys", unknown or sorted(value),
+                                     "name, days and table entries", "correct the file"))
+    days = value.get("days", 1)
+    if type(days) is not int or not 1 <= days <= 127:
+        raise InvalidInputError(fail(what, "days", days, "1..127", "correct the file"))
+    tables = tuple(t for entry in entries for t in _tables(what, entry))
+    names = [t.name for t in tables]
+    if len(set(names)) < len(names):
+        raise InvalidInputError(fail(what, "table names", names[:12], "unique names",
+                                     "correct the file"))
+    return Workload(f"synthetic, {value.get('name', 'specification')}", tables, days, seed)
+
+
+def _tables(what: str, entry: Any) -> list[TableModel]:
+    if not isinstance(entry, Mapping):
+        raise InvalidInputError(fail(what, "table", entry, "[[table]] sections",
+                                     "correct the file"))
+    unknown = sorted(set(entry) - _TABLE_KEYS - {"name"})
+    if unknown or not {"name", "rows"} <= set(entry):
+        raise InvalidInputError(
+            fail(what, "keys of a table", unknown or sorted(entry),
+                 f"name, rows and of {sorted(_TABLE_KEYS)}", "correct the file"))
+    try:
+        values = np.array(entry.get("lengths", [entry.get("length", 1)]), np.int64)
+        weights = np.array(entry.get("weights", [1.0] * values.size), np.float64)
+        count, drift = int(entry.get("count", 1)), float(entry.get("drift", 0.0))
+        popularity = power_law(int(entry["rows"]), float(entry.get("exponent", 1.05)),
+                               float(entry.get("shift", 0.0)), tuple(entry.get("heavy", ())))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInputError(fail(what, "table", entry["name"], "numbers", str(error))
+                                ) from None
+    if (values.shape != weights.shape or values.min(initial=0) < 0 or weights.min(initial=0) < 0
+            or values.ndim != 1 or not weights.any() or not np.isfinite(weights).all()
+            or not 0 <= drift <= 1 or not 1 <= count <= _MAX_TABLES):
+        raise InvalidInputError(
+            fail(what, "lengths, weights, drift, count",
+                 (values.tolist(), weights.tolist(), drift, count),
+                 "none negative, as many weights as lengths, drift 0..1, "
+                 f"count 1..{_MAX_TABLES}", "correct the file"))
+    names = [str(entry["name"])] if count == 1 else [f"{entry['name']}{k}" for k in range(count)]
+    return [TableModel(n, popularity, (values, weights), drift,
+                       fixed_bags=bool(entry.get("fixed_bags", False))) for n in names]
+
+
+def _preset(name: str, seed: int) -> Workload:
+    tables: Sequence[published.PublishedTable] = published.PRESETS[name]()
+    return Workload(
+        f"synthetic, calibrated on published statistics ({name})",
+        tuple(TableModel(t.name, t.popularity, (np.array([t.length]), np.array([1.0])),
+                         fixed_bags=t.fixed_bags) for t in tables), 1, seed)

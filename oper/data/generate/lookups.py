@@ -1,0 +1,79 @@
+"""Synthetic lookups, counted and written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from oper.analysis import CountOptions, TableCounter
+from oper.analysis.presence import Lookups
+from oper.data.folder import LOOKUPS
+from oper.data.generate.generator import Workload
+from oper.errors import InvalidInputError, fail
+from oper.files import atomic_write, check_local
+from oper.stats import AccessStats
+
+_BATCH = 1 << 14
+
+
+def count_workload(workload: Workload, num_samples: int,
+                   folder: str | os.PathLike[str] | None = None, show_progress: bool = False
+                   ) -> AccessStats:
+    """Statistics of `num_samples` samples of a workload, with its days as time buckets.
+
+    Args:
+        workload: what to draw.
+        num_samples: how much of it.
+        folder: write the lookups there as well, ``lookups.parquet`` with a column ``day`` and one
+            list column per table; its schema's metadata says that they are synthetic.
+        show_progress: a progress bar on stderr.
+
+    Raises:
+        InvalidInputError: no samples, or `folder` holds lookups already.
+    """
+    if folder is not None:
+        check_local(folder)
+    path = None if folder is None else Path(folder) / LOOKUPS
+    if path is not None and path.exists():
+        raise InvalidInputError(fail("cannot write lookups", "path", str(path), "no such file yet",
+                                     "choose another folder"))
+    options = CountOptions()
+    dense = options.dense_tables([t.num_rows for t in workload.tables])
+    counters = [TableCounter(t.name, t.num_rows, d, options.presence_samples,
+                             options.sparse_budget_bytes)
+                for t, d in zip(workload.tables, dense, strict=True)]
+    schema = pa.schema([("day", pa.int8()), *((t.name, pa.list_(pa.int64()))
+                                              for t in workload.tables)],
+                       {"synthetic": "true", "source": workload.name})
+    with (contextlib.ExitStack() as stack,
+          tqdm(total=num_samples, desc="drawing", unit=" samples", unit_scale=True,
+               disable=not show_progress) as bar):
+        writer = None
+        if path is not None:
+            file = stack.enter_context(atomic_write(path))
+            writer = stack.enter_context(pq.ParquetWriter(file, schema, compression="lz4",
+                                                          use_dictionary=False))
+        for day, batch in workload.batches(num_samples, _BATCH):
+            for counter, found in zip(counters, batch.values(), strict=True):
+                counter.add([found], f"day {day}")
+            size = next(iter(batch.values())).num_samples
+            if writer is not None:
+                columns = [pa.array(np.full(size, day, np.int8)), *map(_lists, batch.values())]
+                writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+            bar.update(size)
+    return AccessStats(num_samples, {t.name: c.finish() for t, c in zip(
+        workload.tables, counters, strict=True)}, workload.name)
+
+
+def _lists(lookups: Lookups) -> pa.Array:
+    lengths = (np.ones(lookups.ids.size, np.int64) if lookups.lengths is None
+               else lookups.lengths)
+    offsets = np.zeros(lengths.size + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(lookups.ids.astype(np.int64)))

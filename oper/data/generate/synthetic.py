@@ -1,0 +1,263 @@
+"""A synthetic click log in the genuine Criteo-Kaggle format.
+
+Nothing in it comes from a real row. Shaped after published facts: the number of distinct values of
+each column, skewed popularity (a bounded power law), missing fields, seven days in order. Each day
+some of the hot ranks pass to other values. Labels come from a logistic model with an effect per
+value, so that a model which learns embeddings can predict them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from tqdm import tqdm
+
+from oper.data.generate.ids import holders, mix64, power_law_ids, uniform64
+from oper.data.preprocessing.manifest import ABOUT_SUFFIX
+from oper.errors import InvalidInputError, fail
+from oper.files import atomic_write, write_text
+
+NUM_DENSE, NUM_DAYS = 13, 7
+# Distinct values of C1..C26 in the full Criteo-Kaggle log, as published.
+CARDINALITIES = (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+                 27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
+# Share of missing fields; columns of one group are missing together.
+_MISSING = {"I1": (0, 0.45), "I10": (0, 0.45), "I12": (1, 0.77), "I3": (2, 0.21), "I4": (2, 0.21),
+            "I13": (2, 0.21), "I6": (3, 0.22), "C19": (4, 0.45), "C20": (4, 0.45),
+            "C25": (4, 0.45), "C26": (4, 0.45), "C22": (5, 0.76), "C3": (6, 0.03),
+            "C4": (6, 0.03), "C12": (6, 0.03), "C16": (6, 0.03), "C21": (6, 0.03),
+            "C24": (6, 0.03), "C6": (7, 0.12)}
+_MIN_DRIFT_ROWS = 100  # columns of fewer values do not drift
+_LINES = 1 << 15       # rows that are drawn and formatted at once
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticLog:
+    """Parameters of a synthetic log.
+
+    Attributes:
+        num_rows: rows, spread evenly over seven days.
+        seed: everything random follows from it.
+        cardinalities: values that each of C1..C26 can take.
+        click_rate: share of clicks.
+        effect: standard deviation of the log-odds over rows (the larger, the higher the best AUC).
+        drift: probability that a hot rank passes to another value from one day to the next.
+    """
+
+    num_rows: int = 200_000
+    seed: int = 1
+    cardinalities: tuple[int, ...] = CARDINALITIES
+    click_rate: float = 0.25
+    effect: float = 1.6
+    drift: float = 0.1
+
+    def __post_init__(self) -> None:
+        what = "cannot make a synthetic log"
+        checks: tuple[tuple[str, bool, str], ...] = (
+            ("num_rows", self.num_rows >= 1, ">= 1"),
+            ("seed", self.seed >= 0, ">= 0"),
+            ("cardinalities", len(self.cardinalities) == 26 and min(self.cardinalities) >= 1
+             and max(self.cardinalities) <= 2**31, "26 numbers in 1..2^31"),
+            ("click_rate", 0 < self.click_rate < 1, "between 0 and 1"),
+            ("effect", self.effect >= 0, ">= 0"),
+            ("drift", 0 <= self.drift <= 1, "0..1"),
+        )
+        for name, ok, expected in checks:
+            if not ok:
+                raise InvalidInputError(
+                    fail(what, name, getattr(self, name), expected, "correct it"))
+
+
+def write_synthetic_log(
+    path: str | os.PathLike[str], log: SyntheticLog | None = None, show_progress: bool = False
+) -> Path:
+    """Write a synthetic log (gzip when `path` ends in ``.gz``), and beside it what it is.
+
+    The file ``<path>.about.json`` says that the log is synthetic and how it was made; preprocessing
+    copies that into its manifest. The same parameters always give the same bytes.
+
+    Raises:
+        InvalidInputError: parameters out of range.
+    """
+    log = log or SyntheticLog()
+    target = Path(path)
+    model = _Model(log)
+    with (atomic_write(target) as file, _compressed(file, target) as out,
+          tqdm(total=log.num_rows, desc="synthetic log", unit=" rows", unit_scale=True,
+               disable=not show_progress) as bar):
+        for start in range(0, log.num_rows, _LINES):
+            stop = min(start + _LINES, log.num_rows)
+            out.write(format_rows(*model.draw(start, stop)))
+            bar.update(stop - start)
+    about = {"synthetic": True, "made_by": "oper.data.generate.synthetic", **asdict(log)}
+    write_text(f"{os.fspath(path)}{ABOUT_SUFFIX}", json.dumps(about, indent=1) + "\n")
+    return target
+
+
+@contextlib.contextmanager
+def _compressed(file: IO[bytes], target: Path) -> Iterator[IO[bytes]]:
+    if target.suffix != ".gz":
+        yield file
+        return
+    with gzip.GzipFile(filename="", mode="wb", compresslevel=3, fileobj=file, mtime=0) as packed:
+        yield packed  # type: ignore[misc]
+
+
+class _Model:
+    """Draws rows: ranks from power laws, values from ranks and day, labels from values."""
+
+    def __init__(self, log: SyntheticLog) -> None:
+        self._log = log
+        self._keys = [int(k) for k in mix64(np.arange(1, 40, dtype=np.uint64)
+                                            + np.uint64(1_000_003 * log.seed))]
+        sizes = np.log10(np.maximum(log.cardinalities, 2))
+        # Columns of few values are dominated by one of them; columns of millions have a hot head
+        # over a heavy tail. Each column's own offset keeps them from being alike.
+        wobble = uniform64(np.array(self._keys[:26], np.uint64)) * 0.3 - 0.15
+        self._exponents = np.select([sizes < 3.2, sizes < 5.0], [1.35, 0.95], 1.05) + wobble
+        # Columns of 10 to 100,000 values carry most of the label: there effects can be learnt.
+        weight = np.exp(-((sizes - 2.8) ** 2) / 3.0)
+        self._weights = weight / np.sqrt((weight**2).sum()) * log.effect
+        self._bias = self._calibrate()
+
+    def _calibrate(self) -> float:
+        """The intercept that gives the wanted click rate, by bisection on a sample of rows."""
+        rows = np.unique(np.linspace(0, self._log.num_rows - 1, 20_000).astype(np.int64))
+        log_odds = self._log_odds(*self._values(rows, np.random.default_rng((self._log.seed, 2))))
+        low, high = -20.0, 20.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            rate = float(np.mean(1 / (1 + np.exp(-log_odds - middle))))
+            low, high = (middle, high) if rate < self._log.click_rate else (low, middle)
+        return (low + high) / 2
+
+    def draw(
+        self, start: int, stop: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Rows `start..stop-1`.
+
+        Returns:
+            labels int64 [n], dense int64 [13, n], raw categorical values uint32 [26, n], and
+            whether a field is missing, bool [39, n].
+        """
+        rng = np.random.default_rng((self._log.seed, 0, start))
+        ids, dense = self._values(np.arange(start, stop), rng)
+        chance = 1 / (1 + np.exp(-self._log_odds(ids, dense) - self._bias))
+        labels = (rng.random(stop - start) < chance).astype(np.int64)
+        raw = np.empty(ids.shape, np.uint32)
+        for c, key in enumerate(self._keys[:26]):
+            raw[c] = _to_raw(ids[c], key)
+        missing = np.zeros((NUM_DENSE + 26, stop - start), bool)
+        groups = rng.random((8, stop - start))
+        for name, (group, share) in _MISSING.items():
+            at = int(name[1:]) - 1 + (NUM_DENSE if name[0] == "C" else 0)
+            missing[at] = groups[group] < share
+        return labels, dense, raw, missing
+
+    def _values(
+        self, rows: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int64 [26, n] in 0..cardinality-1 and dense int64 [13, n] of `rows`, int64 [n]."""
+        days = rows * NUM_DAYS // self._log.num_rows
+        ids = np.empty((26, rows.size), np.int64)
+        for c, num_rows in enumerate(self._log.cardinalities):
+            exponent = float(self._exponents[c])
+            ranks = power_law_ids(num_rows, rows.size, exponent, rng, scatter=False)
+            ids[c] = self._drifted(c, num_rows, ranks, days)
+        scale = np.linspace(0.6, 3.5, NUM_DENSE)[:, None]
+        dense = np.floor(np.exp(rng.normal(size=(NUM_DENSE, rows.size)) * 1.2 + scale))
+        dense = np.minimum(dense, 9_999_999) - (dense < 2)  # many zeros, as in counters
+        dense[1] -= 2 * (rng.random(rows.size) < 0.1)    # I2 goes below zero
+        return ids, np.maximum(dense, -3).astype(np.int64)
+
+    def _drifted(self, column: int, num_rows: int, ranks: np.ndarray,
+                 days: np.ndarray) -> np.ndarray:
+        """The value that holds each rank on its day.
+
+        Every night a hot rank passes, with probability `drift`, to a value picked at random.
+        """
+        if num_rows < _MIN_DRIFT_ROWS:
+            return ranks
+        table = holders(num_rows, self._keys[column], self._log.drift, NUM_DAYS)
+        hot = table.shape[1]
+        return np.where(ranks < hot, table[days, np.minimum(ranks, hot - 1)], ranks)
+
+    def _log_odds(self, ids: np.ndarray, dense: np.ndarray) -> np.ndarray:
+        """Log-odds of a click without the intercept, float64 [n]."""
+        total = np.zeros(ids.shape[1])
+        for c in range(26):
+            key = np.uint64(self._keys[c])
+            # The sum of three uniform numbers is close enough to a normal one; variance 1/4.
+            normal = sum(uniform64(ids[c].astype(np.uint64) * np.uint64(4) + np.uint64(k) ^ key)
+                         for k in range(3)) - 1.5
+            total += 2.0 * self._weights[c] * normal
+        return total + 0.15 * self._log.effect * (np.log1p(np.maximum(dense[4], 0)) - 2.0)
+
+
+def _to_raw(ids: np.ndarray, key: int) -> np.ndarray:
+    """A different uint32 for every id below 2^32, without any order: a 32-bit bijection."""
+    x = ids.astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
+    for factor in (0x7FEB352D, 0x846CA68B):
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(15))
+
+
+def format_rows(labels: np.ndarray, dense: np.ndarray, raw: np.ndarray,
+                missing: np.ndarray) -> bytes:
+    """Rows as TAB-separated text: the characters of all fields side by side in one byte matrix of
+    fixed column widths, of which only the used bytes are kept.
+
+    Args:
+        labels: int64 [n], 0 or 1.
+        dense: int64 [D, n].
+        raw: uint32 [C, n].
+        missing: bool [D + C, n].
+    """
+    count = labels.size
+    texts = [_decimal(labels)]
+    texts += [_decimal(column) for column in dense]
+    texts += [_hexadecimal(column) for column in raw]
+    width = sum(t.shape[1] + 1 for t in texts)
+    matrix = np.empty((count, width), np.uint8)
+    at = 0
+    for k, text in enumerate(texts):
+        end = at + text.shape[1]
+        matrix[:, at:end] = text
+        if k:
+            matrix[missing[k - 1], at:end] = 0
+        matrix[:, end] = ord("\t")
+        at = end + 1
+    matrix[:, -1] = ord("\n")
+    return matrix[matrix != 0].tobytes()
+
+
+def _decimal(values: np.ndarray) -> np.ndarray:
+    """ASCII of integers, uint8 [n, width], unused leading bytes zero."""
+    size = np.abs(values)
+    width = len(str(int(size.max(initial=0)))) + 1
+    text = np.zeros((values.size, width), np.uint8)
+    for k in range(width - 1):
+        power = 10**k
+        used = (size >= power) | (k == 0)
+        text[:, width - 1 - k] = np.where(used, size // power % 10 + ord("0"), 0)
+    num_digits = (text != 0).sum(axis=1)
+    negative = np.flatnonzero(values < 0)
+    text[negative, width - 1 - num_digits[negative]] = ord("-")
+    return text
+
+
+_HEX = np.frombuffer(b"0123456789abcdef", np.uint8)
+
+
+def _hexadecimal(values: np.ndarray) -> np.ndarray:
+    """Eight lower-case digits of uint32 values, uint8 [n, 8]."""
+    shifts = np.arange(28, -4, -4, dtype=np.uint32)
+    return _HEX[(values[:, None] >> shifts) & np.uint32(15)]

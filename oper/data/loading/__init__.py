@@ -1,0 +1,1 @@
+"""From a preprocessed folder to batches for training."""

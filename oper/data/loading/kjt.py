@@ -1,0 +1,201 @@
+"""From columns of rows to batches with a KeyedJaggedTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from oper import native
+from oper.data.folder import Folder
+from oper.data.loading.groups import Column
+from oper.data.loading.windows import Window
+from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError, fail
+
+
+def torchrec_batch(dense: torch.Tensor, features: dict[str, Any], labels: torch.Tensor) -> Any:
+    """A TorchRec ``Batch``.
+
+    Args:
+        dense: float32 [B, D].
+        features: arguments of the KeyedJaggedTensor. Offsets are worked out where they are not
+            given, so that no engine pays for that.
+        labels: float32 [B].
+
+    Raises:
+        MissingDependencyError: TorchRec is not installed.
+    """
+    try:
+        from torchrec.datasets.utils import Batch
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+    except ImportError as error:
+        raise MissingDependencyError(fail(
+            "cannot make a KeyedJaggedTensor", "import", str(error), "torchrec",
+            "install it: pip install 'oper[torchrec]'")) from None
+    kjt = KeyedJaggedTensor(**features)
+    kjt.offsets()
+    return Batch(dense, kjt, labels)
+
+
+class Assembly:
+    """Makes batches of windows of rows.
+
+    Attributes:
+        columns: Parquet columns that it needs.
+        bags: those of them that hold lists.
+        weights: by sparse column the Parquet column of its per-sample weights.
+        deduplicate: sparse columns whose equal bags of a batch are kept once.
+    """
+
+    def __init__(self, folder: Folder, weights: Mapping[str, str], deduplicate: Sequence[str]
+                 ) -> None:
+        what = "cannot make a loader"
+        unknown = [n for n in [*weights, *deduplicate] if n not in folder.sparse]
+        if unknown:
+            raise InvalidInputError(fail(what, "columns of weights, deduplicate", unknown,
+                                         f"sparse columns, of {list(folder.sparse)}", "correct it"))
+        if weights and deduplicate:
+            raise InvalidInputError(
+                fail(what, "weights, deduplicate", (dict(weights), tuple(deduplicate)),
+                     "one of them", "equal bags may differ in their weights: leave one out"))
+        if set(weights.values()) & set(folder.sparse):
+            raise InvalidInputError(fail(what, "weights", dict(weights), "columns of numbers, no "
+                                         "sparse ones", "name columns of weights"))
+        self.folder, self.weights, self.deduplicate = folder, dict(weights), tuple(deduplicate)
+        self.columns = tuple(dict.fromkeys(
+            (folder.label, *folder.dense, *folder.sparse, *weights.values())))
+        self.bags = frozenset([*folder.multi_hot, *(w for n, w in weights.items()
+                                                    if n in folder.multi_hot)])
+
+    def batches(self, window: Window, size: int, wanted: Sequence[int], pin: bool) -> list[Any]:
+        """Some batches of a window.
+
+        Args:
+            window: the rows; batch k has those in places k * size on, as many as there are.
+            size: samples of a full batch.
+            wanted: numbers of batches, ascending. Those behind the last row are empty.
+            pin: in page-locked memory.
+        """
+        order = window.order
+        counts = [min(size, max(0, order.size - k * size)) for k in wanted]
+        if sum(counts) < order.size:
+            order = np.concatenate([order[k * size:(k + 1) * size] for k in wanted])
+        dense = self._dense(window, order, size, counts, pin)
+        labels = [_empty((n,), torch.float32, pin) for n in counts]
+        found = window.columns[self.folder.label].values.astype(np.float32, copy=False)
+        native.take(found, None, order, size, [x.numpy() for x in labels])
+        return [torchrec_batch(d, f, x) for d, f, x in zip(
+            dense, self._features(window, order, size, counts, pin), labels, strict=True)]
+
+    def _dense(self, window: Window, order: np.ndarray, size: int, counts: Sequence[int],
+               pin: bool) -> list[torch.Tensor]:
+        names = self.folder.dense
+        # Row by row first: a row is then one access of the shuffle, not one for each column.
+        held = window.columns[self.folder.label].values.size  # of which another rank may have some
+        rows = np.empty((held, len(names)), np.float32)
+        for k, name in enumerate(names):
+            rows[:, k] = window.columns[name].values
+        found = [_empty((n, len(names)), torch.float32, pin) for n in counts]
+        for k, batch in enumerate(found):
+            np.take(rows, order[k * size:(k + 1) * size], axis=0, out=batch.numpy(), mode="clip")
+        return found
+
+    def _features(self, window: Window, order: np.ndarray, size: int, counts: Sequence[int],
+                  pin: bool) -> list[dict[str, Any]]:
+        """Arguments of each batch's KeyedJaggedTensor."""
+        keys, columns = self.folder.sparse, window.columns
+        lengths = [_empty((len(keys), n), torch.int32, pin).fill_(1) for n in counts]
+        for c, name in enumerate(keys):
+            if name in self.bags:
+                found_lengths = torch.from_numpy(
+                    columns[name].lengths.astype(np.int32)[order])
+                for batch, own in zip(lengths, found_lengths.split(size), strict=False):
+                    batch[c] = own
+        per_key = [x.sum(1).tolist() if self.bags else [n] * len(keys)
+                   for x, n in zip(lengths, counts, strict=True)]
+        ends = [np.cumsum([0, *x]) for x in per_key]
+        values = [_empty((int(e[-1]),), torch.int64, pin) for e in ends]
+        weights = [_empty(v.shape, torch.float32, pin).fill_(1) for v in values
+                   ] if self.weights else None
+        for c, name in enumerate(keys):
+            column = columns[name]
+            native.take(column.values, column.ends, order, size, _slices(values, ends, c))
+            if weights is not None and name in self.weights:
+                own = self._weights_of(name, columns)
+                native.take(own.values, own.ends, order, size, _slices(weights, ends, c))
+        found: list[dict[str, Any]] = []
+        upto = torch.arange(0 if self.bags else len(keys) * max(counts, default=0) + 1,
+                            dtype=torch.int32)
+        for k, n in enumerate(counts):
+            if self.deduplicate:
+                found.append(_deduplicated(keys, self.deduplicate, values[k], lengths[k],
+                                           per_key[k]))
+                continue
+            offsets = None if self.bags else _empty((len(keys) * n + 1,), torch.int32, pin).copy_(
+                upto[:len(keys) * n + 1])
+            found.append({
+                "keys": list(keys), "values": values[k], "lengths": lengths[k].view(-1),
+                "offsets": offsets, "stride": n, "length_per_key": per_key[k],
+                "weights": None if weights is None else weights[k]})
+        return found
+
+    def _weights_of(self, name: str, columns: Mapping[str, Column]) -> Column:
+        own, ids = columns[self.weights[name]], columns[name]
+        if own.ends is not None and ids.ends is not None and not np.array_equal(
+                own.ends, ids.ends):
+            raise FileFormatError(
+                fail(f"cannot read {str(self.folder.path)!r}", f"lengths of {self.weights[name]}",
+                     "other ones", f"one weight per id of {name}", "make the column anew"))
+        return Column(own.values.astype(np.float32, copy=False), own.ends)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=pin)
+
+
+def _slices(batches: Sequence[torch.Tensor], ends: Sequence[np.ndarray], column: int
+            ) -> list[np.ndarray]:
+    """A column's part of each batch."""
+    return [b.numpy()[e[column]:e[column + 1]] for b, e in zip(batches, ends, strict=True)]
+
+
+def _deduplicated(keys: Sequence[str], chosen: Sequence[str], values: torch.Tensor,
+                  lengths: torch.Tensor, per_key: Sequence[int]) -> dict[str, Any]:
+    """Arguments of a KeyedJaggedTensor that has equal bags of some keys once.
+
+    Args:
+        keys: the features, C of them.
+        chosen: those whose bags are compared; distinct ones keep the order in which they come.
+        values: int64 [L], key by key.
+        lengths: int32 [C, B].
+        per_key: values of each key.
+
+    Returns:
+        Values and lengths of the distinct bags, how many each key has, and ``inverse_indices``:
+        the keys, and for each sample the place of its bag, int64 [C, B].
+    """
+    size = lengths.shape[1]
+    inverse = torch.arange(size).repeat(len(keys), 1)
+    parts, found, strides, counts = list(values.split(list(per_key))), list(lengths), [], []
+    for c, name in enumerate(keys):
+        if name in chosen:
+            ids, ends = parts[c].numpy(), np.concatenate([[0], np.cumsum(found[c].numpy())])
+            # As texts of 8 bytes per id, which Arrow numbers in the order in which they come.
+            bags = pa.Array.from_buffers(pa.large_binary(), size, [
+                None, pa.py_buffer(8 * ends.astype(np.int64)), pa.py_buffer(ids)])
+            places = bags.dictionary_encode().indices.to_numpy()
+            inverse[c] = torch.from_numpy(places.astype(np.int64))
+            first = np.unique(places, return_index=True)[1]
+            kept = Column(ids, ends).take(first)
+            parts[c], found[c] = torch.from_numpy(kept.values), found[c][first]
+        strides.append([found[c].numel()])
+        counts.append(parts[c].numel())
+    pin = values.is_pinned() if values.numel() and torch.cuda.is_available() else False
+    joined = [torch.cat(parts), torch.cat(found), inverse]
+    joined = [x.pin_memory() for x in joined] if pin else joined
+    return {"keys": list(keys), "values": joined[0], "lengths": joined[1],
+            "stride_per_key_per_rank": strides, "length_per_key": counts,
+            "inverse_indices": (list(keys), joined[2])}

@@ -1,0 +1,337 @@
+"""Batches for PyTorch and TorchRec, made of row groups that each rank reads itself."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from oper.data.folder import Folder
+from oper.data.loading.groups import RowGroups
+from oper.data.loading.kjt import Assembly
+from oper.data.loading.windows import EpochOrder, WindowReader
+from oper.errors import InvalidInputError, fail
+
+_STATE_KIND, _STATE_VERSION = "oper-loader", 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderOptions:
+    """How a rank's batches are made.
+
+    Attributes:
+        batch_size: samples per rank.
+        window: rows that are shuffled together, rounded down to whole batches (at least one). Row
+            groups come in random order too. 0 = no shuffle: the folder's order.
+        seed: of the shuffle, together with the epoch.
+        drop_last: leave out incomplete last batches (see `Loader`).
+        share: what a rank's share is of: ``"rows"``: each rank reads row groups of its own;
+            ``"batches"``: every rank reads all rows and takes its part of each global batch, which
+            is then the same whatever the number of ranks.
+        rank, world_size: which share to read; None = those of `torch.distributed` where it is
+            initialized when the loader is made, else 0 of 1.
+        prefetch: windows that a thread reads ahead; 0 = none.
+        pin_memory: make batches in page-locked memory; None = where there is a CUDA device.
+            Worker processes of a DataLoader never do: give it ``pin_memory=True`` instead.
+        weights: by sparse column the name of the Parquet column that holds its per-sample weights:
+            numbers, one per id. Other columns then have weights of 1.
+        group_by: a sparse column of one id each, a session or a user: within a window its rows
+            stay together, in the folder's order. "" = none.
+        deduplicate: sparse columns whose equal bags of a batch are kept once, as a variable batch
+            per feature with ``inverse_indices`` in the KJT.
+    """
+
+    batch_size: int
+    window: int = 1 << 17
+    seed: int = 0
+    drop_last: bool = False
+    share: str = "rows"
+    rank: int | None = None
+    world_size: int | None = None
+    prefetch: int = 1
+    pin_memory: bool | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    group_by: str = ""
+    deduplicate: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        what = "cannot make a loader"
+        if (self.rank is None) != (self.world_size is None):
+            raise InvalidInputError(fail(what, "rank, world_size", (self.rank, self.world_size),
+                                         "both or none", "give both"))
+        top = (1 << 31) - 1
+        world_size = 1 if self.world_size is None else self.world_size
+        for name, value, least, most in (
+                ("batch_size", self.batch_size, 1, top), ("window", self.window, 0, top),
+                ("seed", self.seed, 0, (1 << 64) - 1), ("world_size", world_size, 1, top),
+                ("rank", self.rank or 0, 0, world_size - 1), ("prefetch", self.prefetch, 0, 64)):
+            if type(value) is not int or not least <= value <= most:
+                raise InvalidInputError(
+                    fail(what, name, value, f"an integer in {least}..{most}", "correct it"))
+        if self.share not in ("rows", "batches"):
+            raise InvalidInputError(fail(what, "share", self.share, "rows or batches",
+                                         "correct it"))
+        if self.group_by and not self.window:
+            raise InvalidInputError(fail(what, "group_by", self.group_by, "a window > 0",
+                                         "rows are grouped within a window: give one"))
+
+
+class Loader(IterableDataset):  # type: ignore[type-arg]
+    """The batches of one rank, from a split of a preprocessed folder.
+
+    Iterating gives the batches of one epoch, TorchRec ``Batch`` objects of B samples:
+
+    - ``dense_features`` float32 [B, D];
+    - ``sparse_features``, a KeyedJaggedTensor with one key per sparse column, values int64 and
+      lengths int32. All features share one values tensor, which the shuffle writes directly;
+    - ``labels`` float32 [B].
+
+    **Shares.** The row groups of an epoch, in random order if there is a window, form one sequence
+    of rows, and each rank takes a contiguous stretch of it; stretches differ by at most one row.
+    So every row comes once per epoch, and a rank reads its own row groups only, of which the first
+    and the last may be shared with a neighbour. With ``share="batches"`` the sequence is cut into
+    global batches of ``batch_size * world_size`` rows instead, of which each rank takes its part:
+    runs on different numbers of ranks see the same samples in the same steps.
+
+    **Number of batches.** All ranks give ``len(loader)`` batches. The last one is incomplete, and
+    empty on a rank that has no rows left for it. With `drop_last` it is left out, on all ranks:
+    ``num_dropped`` rows of each epoch, which with a window are others in each.
+
+    **Order.** Which rows a batch has, and in what order, follows from the folder, seed, epoch,
+    rank, world size, batch size, window and `group_by` alone.
+
+    **Workers.** ``DataLoader(loader, batch_size=None, num_workers=N)`` gives the same batches in
+    the same order for every N: worker w makes those of its number. Each worker has to decompress
+    every window of the rank, so the thread of `prefetch` is the cheaper way to read ahead.
+
+    **Epochs.** `set_epoch` chooses the epoch of the next iteration, as that of
+    ``DistributedSampler`` does; it reaches persistent workers as well.
+
+    **Resuming.** `state_dict` is a small JSON-able object, the same on all ranks.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], split: str, options: LoaderOptions) -> None:
+        """Open a split.
+
+        Args:
+            path: a folder that ``oper preprocess`` wrote.
+            split: ``"train"``, ``"valid"`` or ``"test"``.
+            options: how batches are made.
+
+        Raises:
+            FileFormatError: the folder or its files are damaged or incomplete.
+            InvalidInputError: no such split, or an option names a column that does not fit.
+        """
+        self.folder, self.split, self.options = Folder.open(path), split, options
+        self.rank, self.world_size = _share(options)
+        self._assembly = Assembly(self.folder, options.weights, options.deduplicate)
+        self._check_group()
+        self._groups = RowGroups(self.folder, split, self._assembly.columns,
+                                 self._assembly.bags)
+        # In shared memory, for workers that outlive an epoch.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._resume: tuple[int, int, list[int] | None] = (0, 0, None)  # epoch, batch, worker
+        self._next = 0  # the batch after the one that was given last
+        self._turn = 0  # only the iterator that was begun last moves `_next`
+
+    def _check_group(self) -> None:
+        name, folder = self.options.group_by, self.folder
+        if name and (name not in folder.sparse or name in folder.multi_hot):
+            raise InvalidInputError(
+                fail("cannot make a loader", "group_by", name, "a sparse column of one id each, of "
+                     f"{[n for n in folder.sparse if n not in folder.multi_hot]}", "name one"))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the split, of all ranks together."""
+        return self._groups.num_rows
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that an epoch leaves out, of all ranks together; 0 without `drop_last`."""
+        kept = len(self) * self.options.batch_size * self.world_size
+        return self.num_rows - kept if self.options.drop_last else 0
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on all ranks."""
+        size = self.options.batch_size
+        if self.options.drop_last:
+            return self.num_rows // self.world_size // size
+        return -(-self.num_rows // (self.world_size * size))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is iterated, or that will be next."""
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, which has an order of its own.
+
+        Choosing the epoch of a state that was loaded keeps the place in it.
+        """
+        if type(epoch) is not int or not 0 <= epoch < 1 << 62:
+            raise InvalidInputError(
+                fail("cannot set the epoch", "epoch", epoch, "an integer >= 0", "correct it"))
+        if epoch != self.epoch:
+            self._turn += 1
+            self._next, self._resume = 0, (epoch, 0, None)
+        self._epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the epoch from its beginning, or once from the place of a loaded state."""
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        epoch, first, of = self._resume
+        if epoch != self.epoch:
+            first, of = 0, None
+        self._resume = (self.epoch, 0, None)
+        if of is None:
+            first += worker
+        elif of != [worker, workers]:
+            raise InvalidInputError(
+                fail("cannot resume", "worker, workers", [worker, workers], f"{of} as when the "
+                     "state was saved", "use the same num_workers, or a state of the main process"))
+        self._turn += 1
+        self._next = min(first, len(self))
+        return self._batches(range(first, len(self), workers), self.epoch, self._turn)
+
+    def _batches(self, wanted: range, epoch: int, turn: int) -> Iterator[Any]:
+        """Some batches of an epoch."""
+        options = self.options
+        by_rows = options.share == "rows"
+        order = EpochOrder(
+            self._groups.rows, options.batch_size * (1 if by_rows else self.world_size),
+            options.window, (options.seed, epoch),
+            (self.rank, self.world_size) if by_rows else (0, 1))
+        reader = WindowReader(self._groups, order, options.group_by)
+        pin, each = self._pins(), order.batches_per_window
+
+        def make(window: int) -> list[Any]:
+            here = range(window * each, (window + 1) * each)
+            found = reader.read(window)
+            if not by_rows:
+                found = found.of_rank(options.batch_size, self.rank, self.world_size)
+            return self._assembly.batches(found, options.batch_size,
+                                          [k - here.start for k in here if k in wanted], pin)
+
+        number = iter(wanted)
+        windows = sorted({k // each for k in wanted})
+        for batches in _ahead(make, windows, options.prefetch):
+            while batches:  # what has been given is not kept
+                if turn == self._turn:
+                    self._next = min(next(number) + wanted.step, len(self))
+                yield batches.pop(0)
+
+    def _pins(self) -> bool:
+        if get_worker_info() is not None:  # a forked process must not touch the device
+            return False
+        wish = self.options.pin_memory
+        return torch.cuda.is_available() if wish is None else wish
+
+    def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
+        """Where this loader is: JSON-able, and good for every rank.
+
+        Args:
+            num_batches: batches of the epoch that were used up to now. None = those that this
+                object has given, which is right where it is iterated in this process: what was
+                read ahead does not count. In front of a DataLoader with workers this object gives
+                none itself: count there. StatefulDataLoader asks its workers and needs no count.
+        """
+        info = get_worker_info()
+        if num_batches is None:
+            num_batches = self._next
+        elif type(num_batches) is not int or not 0 <= num_batches <= len(self):
+            raise InvalidInputError(fail("cannot save the loader's state", "num_batches",
+                                         num_batches, f"0..{len(self)}", "count within the epoch"))
+        return {**self._identity(), "epoch": self.epoch, "batch": num_batches,
+                "worker": [info.id, info.num_workers] if info else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the batch at which a state was taken: the next iteration begins there.
+
+        Raises:
+            InvalidInputError: it is no such state, or one of another folder, split, world size,
+                seed or option that the batches depend on; nothing changes then.
+        """
+        what = "cannot load the loader's state"
+        expected = self._identity()
+        keys = {*expected, "epoch", "batch", "worker"}
+        if not isinstance(state, Mapping) or set(state) != keys:
+            shown = sorted(map(str, state)) if isinstance(state, Mapping) else state
+            raise InvalidInputError(fail(what, "keys", shown, f"{sorted(keys)}",
+                                         "pass what state_dict() returned"))
+        for name, value in expected.items():
+            if state[name] != value or type(state[name]) is not type(value):
+                raise InvalidInputError(fail(
+                    what, name, state[name], f"{value!r} of this loader", _REMEDIES.get(
+                        name, "make the loader as it was, or begin an epoch with set_epoch()")))
+        epoch, batch, worker = state["epoch"], state["batch"], state["worker"]
+        for name, value, most in (("epoch", epoch, (1 << 62) - 1), ("batch", batch, len(self))):
+            if type(value) is not int or not 0 <= value <= most:
+                raise InvalidInputError(fail(what, name, value, f"an integer in 0..{most}",
+                                             "pass what state_dict() returned"))
+        pair = list(worker) if isinstance(worker, list | tuple) else []
+        if worker is not None and (len(pair) != 2 or any(type(x) is not int for x in pair)):
+            raise InvalidInputError(fail(what, "worker", worker, "null, or number and count",
+                                         "pass what state_dict() returned"))
+        self._turn += 1
+        self._epoch.fill_(epoch)
+        self._next, self._resume = batch, (epoch, batch, None if worker is None else pair)
+
+    def _identity(self) -> dict[str, Any]:
+        """What the batches depend on, but for rank, epoch and place."""
+        options, world_size = self.options, self.world_size
+        whole = options.share == "batches"  # the number of ranks is then free
+        return {"kind": _STATE_KIND, "version": _STATE_VERSION, "split": self.split,
+                "folder": self._groups.digest, "share": options.share,
+                "world_size": None if whole else world_size,
+                "batch_size": options.batch_size * (world_size if whole else 1),
+                "window": options.window, "seed": options.seed,
+                "drop_last": options.drop_last, "group_by": options.group_by,
+                "weights": dict(options.weights), "deduplicate": list(options.deduplicate),
+                # The shuffle is NumPy's, whose future releases may draw other numbers.
+                "shuffle": np.random.default_rng(options.seed).permutation(8).tolist()}
+
+
+_REMEDIES = {
+    "folder": "the folder is another one or was made again: begin an epoch with set_epoch()",
+    "world_size": "start as many ranks as before, or begin an epoch with set_epoch()",
+    "shuffle": "this release of NumPy shuffles in another way: go back to the earlier one, or "
+               "begin an epoch with set_epoch()",
+}
+
+
+def _share(options: LoaderOptions) -> tuple[int, int]:
+    """Rank and world size."""
+    if options.rank is not None and options.world_size is not None:
+        return options.rank, options.world_size
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _ahead(make: Callable[[int], list[Any]], windows: list[int], prefetch: int
+           ) -> Iterator[list[Any]]:
+    """``make(window)`` of each window, with `prefetch` of them made ahead by a thread."""
+    if not prefetch:
+        yield from map(make, windows)
+        return
+    pool = ThreadPoolExecutor(1, "oper-loader")
+    try:
+        pending: deque[Future[list[Any]]] = deque()
+        for window in windows:
+            pending.append(pool.submit(make, window))
+            if len(pending) > prefetch:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,1 @@
+"""From a raw log to a preprocessed folder: a job, its tasks, what it leaves."""

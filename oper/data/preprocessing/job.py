@@ -1,0 +1,365 @@
+"""A preprocessing job: its tasks, in the order in which any number of processes share them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, SPLITS
+from oper.data.preprocessing.manifest import Outcome, describe
+from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.preprocessing.sharing import is_done, share
+from oper.data.preprocessing.staging import Distinct, Stage, too_many_bad
+from oper.data.preprocessing.workfolder import WorkFolder, work_folder
+from oper.data.preprocessing.writing import (
+    Split,
+    WriteOptions,
+    Writer,
+    spans_of_time,
+    split_by_rows,
+    split_by_time,
+    train_codes,
+)
+from oper.data.reading import estimate, store
+from oper.data.reading.pagecache import is_large
+from oper.data.reading.readers import Unit
+from oper.data.recipe import Recipe, parse_share
+from oper.data.vocabulary.building import Vocabulary, build, build_hashed
+from oper.data.vocabulary.finished import (
+    FinishedVocabulary,
+    unseen_values,
+    write_unseen,
+)
+from oper.data.vocabulary.merging import RunMerger
+from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.files import read_json, write_text
+
+_log = logging.getLogger(__name__)
+
+
+
+def occupied(target: str, is_ours: bool) -> InvalidInputError:
+    """An output that holds something else, or an earlier one (`is_ours`), as an error."""
+    what = "cannot write the preprocessed folder"
+    if is_ours:
+        return InvalidInputError(fail(what, "output", target, "a new or empty folder",
+                                      "it holds an earlier output: pass --force to replace it"))
+    return InvalidInputError(
+        fail(what, "output", target, "a new or empty folder, or an earlier output",
+             "it holds something else: choose another folder"))
+
+
+@dataclass(slots=True)
+class Job:
+    """One preprocessing job: the log, and the folder with what has been done of it."""
+
+    recipe: Recipe
+    paths: list[str]
+    units: list[Unit]
+    target: Path
+    options: PreprocessOptions
+    finished: FinishedVocabulary | None = None
+    _began: bool = False
+    _is_large: bool = False
+    _vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
+    _first_rows: list[int] = field(default_factory=list)
+    _spans: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def work(self) -> Path:
+        """The folder of work in progress."""
+        return work_folder(self.target)
+
+    def _folder(self) -> WorkFolder:
+        return WorkFolder(self.target, self.identity())
+
+    @property
+    def stage(self) -> Stage:
+        """The units that have been read."""
+        return Stage(self.work / "stage", self.recipe, self._is_large)
+
+    @property
+    def shares(self) -> tuple[Fraction, Fraction]:
+        """Shares of the validation and the test part."""
+        found = []
+        for name in ("valid", "test"):
+            value = getattr(self.options, name)
+            found.append(getattr(self.recipe, name) if value is None else parse_share(
+                value, "cannot split the log", name))
+        if sum(found) >= 1:
+            raise InvalidInputError(
+                fail("cannot split the log", "valid + test", str(sum(found)), "below 1",
+                     "lower the shares"))
+        return found[0], found[1]
+
+    @property
+    def min_count(self) -> int:
+        """Values seen less often share row 0."""
+        if self.finished is not None:
+            return self.finished.min_count
+        return self.options.min_count or self.recipe.min_count
+
+    def identity(self) -> str:
+        """A digest of everything that the output depends on."""
+        about = [FOLDER_VERSION, asdict(self.recipe), [u.to_json() for u in self.units],
+                 [(store.full_name(p), *store.stamp(p)) for p in self.paths],
+                 [str(x) for x in self.shares], self.min_count, self.options.max_bad,
+                 self.options.max_rows, self.options.hash_rows, self.options.row_group_rows,
+                 self.options.part_rows]
+        if self.options.compression != "none":
+            about.append(self.options.compression)
+        if self.finished is not None:
+            about.append(self.finished.digest)
+        return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:32]
+
+    def read_manifest(self) -> dict[str, Any]:
+        """The manifest in the output folder, or an empty one."""
+        with contextlib.suppress(OSError, FileFormatError):
+            found = read_json(self.target / MANIFEST, "no manifest")
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def is_there(self) -> bool:
+        """Whether this very job was done before, and need not be done anew."""
+        return not self.options.force and self.read_manifest().get("job") == self.identity()
+
+    def check_target(self) -> None:
+        """Raise InvalidInputError where the output folder holds something that is to stay."""
+        target = self.target
+        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+            return
+        is_ours = self.read_manifest().get("kind") == FOLDER_KIND
+        if not is_ours or not self.options.force:
+            raise occupied(str(target), is_ours)
+
+    def outcome(self) -> dict[str, Any]:
+        """The manifest once this very job, begun by this call, is done; empty before."""
+        found = self.read_manifest() if self._began else {}
+        return found if found.get("job") == self.identity() else {}
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the work folder, a new one or that of an interrupted run, inside the block."""
+        with self._folder().opened(self.options.force, self._begin):
+            self._began, self._is_large = True, is_large(self.paths)
+            yield
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the work folder that another process has opened, inside the block."""
+        return self._folder().joined()
+
+    def _begin(self, work: Path) -> None:
+        self._estimate()
+        for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary",
+                     *(["out/unseen"] if self.finished else [])):
+            (work / name).mkdir(parents=True)
+
+    def _estimate(self) -> None:
+        need = estimate.disk_need(self.recipe, self.units)
+        free = shutil.disk_usage(self.target.parent).free
+        _log.info("%s", need.text(free))
+        if need.total > free and self.options.check_disk:
+            raise InvalidInputError(
+                fail("cannot preprocess", "free bytes of the disk", free,
+                     f"about {need.total} at the peak", "free some, or pass --no-disk-check"))
+
+    def run(self) -> None:
+        """Take part in the job until it is done."""
+        try:
+            self._take_part()
+        except FileNotFoundError:  # another process has moved the output and cleared the work
+            if not self.outcome():
+                raise
+
+    def _take_part(self) -> None:
+        tasks = self.work / "tasks"
+        if not is_done(tasks, "staged"):
+            self._share("reading", {f"read-{k:06d}": self._reader(k)
+                                    for k in range(len(self.units))}, self._bytes())
+            share({"staged": self._check_staged}, tasks)
+        split = self._split()
+        if not is_done(tasks, "counted"):
+            self._share("counting", {f"count-{k:03d}": self._counter(k, split) for k in range(
+                len(self.recipe.names("sparse")))}, [])
+            share({"counted": lambda: None}, tasks)
+        if split.by == "rows":
+            # What has been written is removed at once, but after it is marked as done.
+            self._share("writing", {f"write-{k:06d}": self._unit_writer(k, split)
+                                    for k in range(len(self.units))}, self._bytes(),
+                        lambda name: self.stage.drop(int(name.removeprefix("write-"))))
+        else:
+            self._share("writing", {f"write-{k:06d}": self._span_writer(k, split)
+                                    for k in range(len(self._spans))},
+                        [rows for _, _, rows in self._spans])
+        share({"finished": lambda: self._finish(split)}, tasks)
+
+    def _share(self, title: str, tasks: dict[str, Any], sizes: list[int],
+               done: Callable[[str], object] = lambda name: None) -> None:
+        """Have tasks done; `sizes` of them, in bytes or rows, for the progress bar."""
+        unit = "" if sizes else " columns"
+        sizes = sizes or [1] * len(tasks)
+        weight = dict(zip(tasks, sizes, strict=True))
+        with tqdm(total=sum(sizes), desc=title, unit=unit, unit_scale=True,
+                  disable=not self.options.show_progress) as bar:
+            def tell(name: str) -> None:
+                bar.update(weight[name])
+                done(name)
+
+            share(tasks, self.work / "tasks", tell)
+
+    def _bytes(self) -> list[int]:
+        """Bytes of every unit in its file, about."""
+        sizes = {p: store.size(p) for p in self.paths}
+        return [max(1, (u.stop or sizes[u.path]) - u.start)
+                if self.recipe.layout(u.layout).format in ("text", "jsonl", "bags")
+                else max(1, sizes[u.path]) for u in self.units]
+
+    def _reader(self, k: int) -> Any:
+        return lambda: self.stage.write(k, self.units[k], self.options.max_bad)
+
+    def _check_staged(self) -> None:
+        records = [self.stage.record(k) for k in range(len(self.units))]
+        num_bad = sum(r["bad"] for r in records)
+        if num_bad > self.options.max_bad:
+            too_many_bad(num_bad, self.options.max_bad,
+                         [b for r in records for b in r["first"]][:3])
+        if not sum(r["rows"] + r["bad"] for r in records):
+            raise InvalidInputError(
+                fail("cannot preprocess", "inputs", self.paths, "at least one row",
+                     "the files are empty, pass others"))
+        if not sum(r["rows"] for r in records):
+            raise self._no_training_row()
+
+    @staticmethod
+    def _no_training_row() -> InvalidInputError:
+        return InvalidInputError(
+            fail("cannot preprocess", "training rows", 0, "at least one well-formed row",
+                 "lower the other shares or pass a longer log"))
+
+    def _split(self) -> Split:
+        records = [self.stage.record(k) for k in range(len(self.units))]
+        self._first_rows = [0]
+        for r in records:
+            self._first_rows.append(self._first_rows[-1] + r["rows"])
+        if self.recipe.by == "rows":
+            return split_by_rows(self.recipe, self._first_rows[-1], *self.shares)
+        with tempfile.TemporaryDirectory(dir=self.work, prefix="minutes.") as folder:
+            merger = RunMerger(Path(folder))
+            for k in range(len(self.units)):
+                merger.add(*self.stage.minutes(k))
+            self._spans = spans_of_time(merger.slices, self.options.part_rows)
+            return split_by_time(self.recipe, merger.slices, *self.shares)
+
+    def _counter(self, column: int, split: Split) -> Any:
+        return lambda: self._count(column, split)
+
+    def _count(self, column: int, split: Split) -> None:
+        """Merge the counts of one column's values in the training part into its vocabulary.
+
+        With a finished vocabulary these are the counts of the values that it lacks.
+        """
+        name = self.recipe.names("sparse")[column]
+        folder = self.work / "vocabulary" / f"{column:03d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        known = self.finished.unpack(name, folder) if self.finished else None
+        merger, num_missing, num_train = RunMerger(folder), 0, 0
+        for found, num_accesses in self._train_counts(column, split):
+            values, counts = found.values, found.counts
+            if known is not None:
+                values, counts = unseen_values(known, values, counts)
+            merger.add(values, counts)
+            num_missing += found.num_missing
+            num_train += num_accesses
+        if not num_train:
+            raise self._no_training_row()
+        target = self.work / "out" / "vocabulary" / f"{name}.parquet"
+        if self.finished is not None and known is not None:
+            shutil.copyfile(self.finished.file(name), target)
+            unseen = self.work / "out" / "unseen" / f"{name}.parquet"
+            has_missing = known.facts.missing_id or known.facts.hashed
+            num_values, num = write_unseen(unseen, merger, 0 if has_missing else num_missing)
+            self.stage.note(f"unseen-{column:03d}.json", {
+                "values": num_values, "accesses": num, "share": num / num_train})
+        elif self.options.hash_rows is not None:
+            build_hashed(folder, merger, num_missing, self.options.hash_rows)
+        else:
+            build(folder, merger, num_missing, self.min_count, self.options.max_rows)
+        merger.close()
+        if known is None:
+            Vocabulary(folder).write_parquet(target)
+
+    def _train_counts(self, column: int, split: Split) -> Iterator[tuple[Distinct, int]]:
+        """The values of a column in the training part of every chunk, and how many there are."""
+        stage = self.stage
+        for k, first_row in enumerate(self._first_rows[:-1]):
+            for chunk, about in enumerate(stage.record(k)["chunks"]):
+                recount = train_codes(stage, split, (k, chunk, first_row), about, column)
+                found = stage.distinct(k, chunk, about, column)
+                if recount is not None:
+                    values, counts = found.values, recount[1:]
+                    found = Distinct(values[:counts.size][counts > 0], counts[counts > 0],
+                                     int(recount[0]))
+                yield found, int(found.counts.sum()) + found.num_missing
+
+    def vocabulary(self, name: str) -> Vocabulary:
+        """The vocabulary of a column, once counted."""
+        if name not in self._vocabularies:
+            number = self.recipe.names("sparse").index(name)
+            self._vocabularies[name] = Vocabulary(self.work / "vocabulary" / f"{number:03d}")
+        return self._vocabularies[name]
+
+    def _unit_writer(self, k: int, split: Split) -> Any:
+        return lambda: self._write(k, lambda: self._writing(split).write_unit(
+            k, self._first_rows[k]))
+
+    def _span_writer(self, k: int, split: Split) -> Any:
+        return lambda: self._write(k, lambda: self._writing(split).write_span(
+            k, len(self.units), *self._spans[k][:2]))
+
+    def _writing(self, split: Split) -> Writer:
+        return Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out",
+                      WriteOptions(self.options.row_group_rows, self.options.part_rows,
+                                   self._is_large, self.options.compression))
+
+    def _write(self, k: int, write: Callable[[], dict[str, int]]) -> None:
+        self.stage.note(f"{k:06d}.rows.json", write())
+
+    def _finish(self, split: Split) -> None:
+        manifest = self.manifest(split)
+        write_text(self.work / "out" / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        self.check_target()
+        old = self.work / "replaced"
+        if self.target.exists():
+            os.rename(self.target, old)
+        os.rename(self.work / "out", self.target)
+        self._folder().remove()
+
+    def manifest(self, split: Split) -> dict[str, Any]:
+        """Everything that a reader of the folder needs to know."""
+        records = [self.stage.record(k) for k in range(len(self.units))]
+        rows = dict.fromkeys(SPLITS, 0)
+        for k in range(len(self.units if split.by == "rows" else self._spans)):
+            found = json.loads((self.work / "stage" / f"{k:06d}.rows.json").read_text())
+            rows = {s: rows[s] + found[s] for s in SPLITS}
+        columns = self.recipe.names("sparse")
+        unseen = {} if self.finished is None else {
+            name: json.loads((self.work / "stage" / f"unseen-{k:03d}.json").read_text())
+            for k, name in enumerate(columns)}
+        return describe(Outcome(
+            self.recipe, self.paths, self.units, self.options, self.identity(), self.shares,
+            self.min_count, self.work / "out",
+            {name: self.vocabulary(name).facts for name in columns}, self.finished, unseen),
+            split, records, rows)

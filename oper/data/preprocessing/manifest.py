@@ -1,0 +1,152 @@
+"""The manifest of a preprocessed folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import oper
+from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, SPLITS
+from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.preprocessing.writing import Split
+from oper.data.reading import store
+from oper.data.reading.readers import Unit
+from oper.data.reading.rows import MAX_EXAMPLES
+from oper.data.recipe import Recipe
+from oper.data.vocabulary.building import VocabularyFacts
+from oper.data.vocabulary.finished import FinishedVocabulary
+from oper.errors import FileFormatError
+from oper.files import read_json
+
+_YEAR_S = 365 * 86400
+ABOUT_SUFFIX = ".about.json"  # a file beside a log that says what the log is
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A job that is done.
+
+    Attributes:
+        recipe, paths, units, options: what it was of.
+        digest: of all that the output depends on.
+        shares: of the validation and the test part.
+        min_count: values seen less often share row 0.
+        folder: the output.
+        facts: of each sparse column's vocabulary.
+        finished: the vocabulary that was applied.
+        unseen: by sparse column what that lacks.
+    """
+
+    recipe: Recipe
+    paths: Sequence[str]
+    units: Sequence[Unit]
+    options: PreprocessOptions
+    digest: str
+    shares: tuple[Fraction, Fraction]
+    min_count: int
+    folder: Path
+    facts: dict[str, VocabularyFacts]
+    finished: FinishedVocabulary | None
+    unseen: dict[str, Any]
+
+
+def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows: dict[str, int]
+             ) -> dict[str, Any]:
+    """The manifest of a job that is done.
+
+    Args:
+        job: the job.
+        split: where the parts of the log begin.
+        records: what was found out about each unit.
+        rows: rows by split.
+    """
+    recipe, options = job.recipe, job.options
+    found = dict.fromkeys(job.paths, 0)
+    for unit, record in zip(job.units, records, strict=True):
+        found[unit.path] += record["rows"] + record["bad"]
+    inputs = [{"path": store.full_name(p), "bytes": store.size(p), "rows": found[p],
+               **_about(p)} for p in job.paths]
+    sparse = recipe.names("sparse")
+    chunk = next((c for r in records for c in r["chunks"]), None)
+    multi = [n for n, bag in zip(sparse, chunk["bags"] if chunk else [], strict=False) if bag]
+    tables = {name: asdict(facts) for name, facts in job.facts.items()}
+    valid, test = job.shares
+    found_problems = _problems(recipe, rows, {"valid": valid, "test": test}, tables, split)
+    return {
+        "kind": FOLDER_KIND, "version": FOLDER_VERSION, "job": job.digest,
+        "recipe": {"name": recipe.name, "title": recipe.title,
+                   "layouts": sorted({u.layout for u in job.units})},
+        "synthetic": any(i.get("synthetic") for i in inputs),
+        "inputs": inputs,
+        "rows": rows, "row_group_rows": options.row_group_rows,
+        "parts": _parts(job.folder),
+        "bad_rows": {"count": sum(r["bad"] for r in records), "max_bad": options.max_bad,
+                     "first": [b for r in records for b in r["first"]][:MAX_EXAMPLES]},
+        "split": {"by": "rows in order of time" if split.by == "rows" else "time",
+                  "order": "of the log" if split.by == "rows"
+                  else "of time; rows of one second in the order of the log",
+                  "valid": str(valid), "test": str(test),
+                  "first_valid_row" if split.by == "rows" else "first_valid_second":
+                      split.first_valid, "buckets": split.buckets},
+        "columns": {"label": recipe.label, "dense": list(recipe.names("dense")),
+                    "sparse": list(sparse), "multi_hot": multi, "bucket": recipe.bucket_column,
+                    "time": recipe.time},
+        "dense_transforms": {c.name: c.transform for c in recipe.columns if c.kind == "dense"},
+        "min_count": job.min_count, "max_rows": options.max_rows, "hash_rows": options.hash_rows,
+        "ids_in_hotness_order": options.hash_rows is None and job.finished is None,
+        "tables": tables,
+        **({} if job.finished is None else {
+            "vocabulary": {"path": os.path.abspath(job.finished.path),
+                           "digest": job.finished.digest}, "unseen": job.unseen}),
+        "problems": found_problems,
+        "versions": {"oper": oper.__version__, "python": platform.python_version(),
+                     "numpy": np.__version__, "pyarrow": pa.__version__},
+    }
+
+
+def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
+              tables: dict[str, dict[str, Any]], split: Split) -> list[str]:
+    """What makes a result useless, or nearly so, though nothing has failed; a sentence each."""
+    found = [f"the {part} part is empty although {share} of the rows was asked for: the log is too "
+             "short" + (", or its last minute alone holds more" if split.by == "time" else "")
+             for part, share in shares.items() if share and not rows[part]]
+    found += [f"column {name!r} has no value of its own, all share row 0 of its table: lower "
+              "--min-count" for name, table in tables.items() if table["num_rows"] == 1]
+    if not recipe.names("label"):
+        found.append(f"there is no label, {recipe.label!r} is 1 in every row: a click model learns "
+                     "nothing from that (its AUC is undefined), a recommender may")
+    leaks = {c.name for layout in recipe.layouts for label in layout.of("label")
+             for c in layout.columns if c.kind in ("dense", "sparse")
+             and set(c.sources) & set(label.sources)}
+    found += [f"column {name!r} is made of the label's column: a model reads the answer from it"
+              for name in sorted(leaks)]
+    if "unix_ms" in {c.parse for layout in recipe.layouts for c in layout.of("time")} and (
+            split.by == "time" and split.start >= 0 and split.start + split.span < 2 * _YEAR_S):
+        found.append("all times lie in 1970 or 1971: they look like seconds read as milliseconds")
+    return found
+
+
+def _parts(folder: Path) -> dict[str, tuple[int, int]]:
+    """Bytes and rows of every Parquet file, so that who reads a few rows need not open them all."""
+    found = sorted(p for split in SPLITS for p in (folder / split).glob("part-*.parquet"))
+    return {str(p.relative_to(folder)): (p.stat().st_size, pq.read_metadata(p).num_rows)
+            for p in found}
+
+
+def _about(path: str) -> dict[str, Any]:
+    """What the file beside a log says of it; nothing for logs without one."""
+    with contextlib.suppress(FileNotFoundError, FileFormatError):
+        about = {} if store.is_url(path) else read_json(path + ABOUT_SUFFIX, "nothing about a log")
+        if isinstance(about, dict):
+            return {"synthetic": bool(about.get("synthetic", False)), "about": about}
+    return {}

@@ -1,0 +1,76 @@
+"""How a log is preprocessed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from fractions import Fraction
+
+from oper.errors import InvalidInputError, fail
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessOptions:
+    """How a log is preprocessed.
+
+    Attributes:
+        min_count: values seen less often in the training part share row 0; None = the recipe's.
+        valid, test: shares of the rows, at the end, that are the validation and the test part;
+            None = the recipe's.
+        max_bad: malformed rows that are left out (and reported) before it is an error.
+        max_rows: at most so many rows per table, row 0 included; None = no limit.
+        hash_rows: hash every value into tables of so many rows instead of building vocabularies.
+        vocabulary: a folder whose finished vocabulary is applied instead of building one: an
+            earlier output or what ``oper vocabulary extend`` wrote. Values that it lacks share row
+            0; ``unseen/COLUMN.parquet`` lists those of the training part.
+        layout: name of the files' layout; None = find out.
+        force: replace an earlier output, drop work that was begun with other settings.
+        num_workers: processes on this machine.
+        num_ray_workers: more of them on a Ray cluster that shares the file system.
+        row_group_rows: rows of a Parquet row group.
+        part_rows: rows of a Parquet file.
+        compression: of the Parquet files, ``"none"`` (quickest to read) or ``"zstd"`` (about half
+            as large).
+        unit_bytes: about the size of the units that large plain files are cut into.
+        check_disk: refuse to begin when the disk is estimated to be too small.
+        show_progress: a progress bar on stderr.
+    """
+
+    min_count: int | None = None
+    valid: str | Fraction | None = None
+    test: str | Fraction | None = None
+    max_bad: int = 0
+    max_rows: int | None = None
+    hash_rows: int | None = None
+    vocabulary: str | os.PathLike[str] | None = None
+    layout: str | None = None
+    force: bool = False
+    num_workers: int = 1
+    num_ray_workers: int = 0
+    row_group_rows: int = 1 << 16
+    part_rows: int = 1 << 21
+    compression: str = "none"
+    unit_bytes: int = 1 << 28
+    check_disk: bool = True
+    show_progress: bool = False
+
+    def __post_init__(self) -> None:
+        what = "cannot preprocess"
+        for name, least in (("min_count", 1), ("max_bad", 0), ("max_rows", 2), ("hash_rows", 2),
+                            ("num_workers", 1), ("num_ray_workers", 0), ("row_group_rows", 1),
+                            ("part_rows", 1), ("unit_bytes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidInputError(fail(what, name, value, f">= {least}", "correct it"))
+        if self.compression not in ("none", "zstd"):
+            raise InvalidInputError(
+                fail(what, "compression", self.compression, "none or zstd", "correct it"))
+        if self.hash_rows is not None and (self.max_rows is not None or self.hash_rows > 2**31 - 1):
+            raise InvalidInputError(
+                fail(what, "hash_rows", self.hash_rows, "below 2^31 and without max_rows",
+                     "choose one of them"))
+        own = {n: v for n in ("min_count", "max_rows", "hash_rows") if (v := getattr(self, n))}
+        if self.vocabulary is not None and own:
+            raise InvalidInputError(
+                fail(what, "options beside a vocabulary", own, "none of them",
+                     "the finished vocabulary has settled them: leave them out"))

@@ -1,0 +1,163 @@
+"""From a raw log to Parquet with ids in hotness order.
+
+Three phases, each made of tasks that any number of processes share: read every unit (a part of a
+file) once into codes on disk, merge the value counts of the training part column by column into
+vocabularies, write every unit with ids. Memory is bounded whatever the size of the log. The work
+lies in a folder beside the output, so that a run that was interrupted goes on where it stopped, and
+what comes out does not depend on how many processes there were or how often they were stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from oper.data.folder import FOLDER_KIND, MANIFEST
+from oper.data.preprocessing import workers
+from oper.data.preprocessing.job import Job, occupied
+from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.reading import store
+from oper.data.reading.detect import find_inputs, plan_units
+from oper.data.reading.lines import natural_key
+from oper.data.reading.probing import check_first_rows
+from oper.data.recipe import Recipe
+from oper.data.vocabulary.finished import (
+    FinishedVocabulary,
+    check_columns,
+)
+from oper.errors import InvalidInputError, OperError, fail
+from oper.files import no_room
+
+_log = logging.getLogger(__name__)
+
+
+
+def preprocess(
+    recipe: Recipe,
+    inputs: Sequence[str],
+    output: str | os.PathLike[str],
+    options: PreprocessOptions | None = None,
+) -> dict[str, Any]:
+    """Preprocess a log into the folder `output`; returns its manifest.
+
+    The manifest's `problems` tell what makes the result useless though nothing failed (an empty
+    part, a table of row 0 only, no label or one among the features); they are logged as warnings.
+
+    The first part of the log trains, the last shares validate and test. Vocabularies and their
+    order come from the training part only. `output` appears complete or not at all; work in
+    progress lies in ``.NAME.work`` beside it, which is locked while anybody works in it. Processes
+    that run the same call at the same time (under torchrun, as an array job, ...) share the work;
+    each returns when all of it is done.
+
+    Args:
+        recipe: how the log is read.
+        inputs: files (plain, or packed by gzip, zstd or bzip2), folders or patterns, here or in a
+            store (``s3://...``), or a pipe (``-``); all together are one log, in this order.
+        output: the folder to write, here or in a store. What goes into a store is made in the
+            folder for temporary files and put there when it is whole, the manifest last.
+        options: see `PreprocessOptions`.
+
+    Raises:
+        InvalidInputError: an input is missing, `output` holds something else or another run is
+            writing it, the disk is too small, or no training row is left.
+        FileFormatError: more than `max_bad` malformed rows, a damaged file, or another format.
+    """
+    options = options or PreprocessOptions()
+    with store.spooled(inputs, _local_target(output)) as names:
+        if store.is_url(output):
+            return _into_store(recipe, names, os.fspath(output), options)
+        return _preprocess(recipe, names, Path(output), options)
+
+
+def _local_target(output: str | os.PathLike[str]) -> Path:
+    """Where an output is made: itself, or for one in a store a temporary folder of its own."""
+    if not store.is_url(output):
+        return Path(output)
+    name = hashlib.sha256(store.full_name(os.fspath(output)).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name / "out"
+
+
+def _into_store(recipe: Recipe, inputs: Sequence[str], url: str, options: PreprocessOptions
+                ) -> dict[str, Any]:
+    """Preprocess into a local folder and put that into a store, the manifest at the end."""
+    local = _local_target(url)
+    plain, mark, query = url.partition("?")
+    there, old = f"{plain.rstrip('/')}/{MANIFEST}{mark}{query}", {}
+    held = store.files_below(url)
+    if there in held:
+        with store.open_input(there) as file, contextlib.suppress(ValueError):
+            old = dict(json.load(file))
+    is_ours = old.get("kind") == FOLDER_KIND
+    if held and not is_ours:
+        raise occupied(store.full_name(url), is_ours)
+    _log.info("the output is made in %s (TMPDIR chooses the disk) and then put into the store",
+              local.parent)
+    manifest = _preprocess(recipe, inputs, local, options)
+    if old.get("job") != manifest["job"]:
+        if is_ours and not options.force:
+            raise occupied(store.full_name(url), is_ours)
+        store.remove_below(url)
+        store.upload(local, url, [MANIFEST])
+    shutil.rmtree(local.parent, ignore_errors=True)
+    return manifest
+
+
+def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: PreprocessOptions
+                ) -> dict[str, Any]:
+    """`preprocess` into a local folder, from files that can be read more than once."""
+    paths = find_inputs(recipe, inputs)
+    _warn_about_order(paths)
+    units = plan_units(recipe, paths, options.layout, options.unit_bytes)
+    finished = None if options.vocabulary is None else FinishedVocabulary.open(options.vocabulary)
+    job = Job(recipe, paths, units, output, options, finished)
+    if job.is_there():
+        # A process of the same job that comes late, or the same command again.
+        _log.info("%s is there already, of the same inputs and settings", job.target)
+        return _told(job.read_manifest())
+    job.check_target()
+    if job.finished is not None:
+        check_columns(job.finished, recipe.names("sparse"))
+    check_first_rows(recipe, units, options.max_bad)
+    try:
+        with (job.opened(), workers.local(job, options.num_workers - 1),
+              workers.on_ray(job, options.num_ray_workers)):
+            job.run()
+    except OperError:
+        if not job.outcome():
+            raise
+    except OSError as error:
+        full = no_room(error)
+        if full is None:
+            raise
+        raise InvalidInputError(
+            fail("cannot preprocess", "file", os.fspath(full.filename or job.work),
+                 "room to write it", f"{full.strerror}: free some, then the same command goes on "
+                 f"where it stopped (work so far: {job.work})")) from error
+    except KeyboardInterrupt:
+        _log.warning("interrupted; the same command goes on where it stopped (work so far: %s)",
+                     job.work)
+        raise
+    return _told(job.outcome())
+
+
+def _told(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Warn of what makes a result useless; returns the manifest."""
+    for problem in manifest.get("problems", []):
+        _log.warning("warning: %s", problem)
+    return manifest
+
+
+def _warn_about_order(paths: Sequence[str]) -> None:
+    natural = sorted(paths, key=natural_key)
+    if paths == sorted(paths) and paths != natural:
+        _log.warning("the files are read in the order given, %s ..., which is not the order of "
+                     "their numbers; quote the pattern to have it expanded in that order",
+                     ", ".join(os.path.basename(p) for p in paths[:3]))

@@ -1,0 +1,263 @@
+"""First pass: a unit's rows as codes of the distinct values of each chunk, on disk.
+
+Text is parsed once. Of every chunk two files are kept: the distinct raw values of each column with
+their counts, and the rows with codes (0 = missing, k + 1 = the k-th distinct value) in the
+narrowest integers. Later passes look distinct values up, not rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from oper import native
+from oper.data.arrays import as_numpy, save
+from oper.data.reading.columns import Ids
+from oper.data.reading.pagecache import Passing
+from oper.data.reading.readers import Unit, read_unit, where
+from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
+from oper.data.recipe import Recipe
+from oper.errors import FileFormatError, fail
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distinct:
+    """The distinct values of one column in one chunk.
+
+    Attributes:
+        values: integers or bytes (NumPy kind ``S``) [K], ascending.
+        counts: int64 [K].
+        num_missing: missing fields.
+    """
+
+    values: np.ndarray
+    counts: np.ndarray
+    num_missing: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coded:
+    """One column of one chunk: codes (integers [L]) and, for bags, their lengths int32 [n]."""
+
+    codes: np.ndarray
+    lengths: np.ndarray | None
+
+
+def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
+    """Codes and distinct values of a column, of which there are about `expected` (0 = unknown)."""
+    if pa.types.is_integer(ids.values.type):
+        found = native.encode(*_integers(ids.values), expected)
+        if found is not None:
+            return Coded(found[0], ids.lengths), Distinct(
+                found[1], found[2][1:], int(found[2][0]))
+    encoded = ids.values.dictionary_encode(null_encoding="mask")
+    values = as_numpy(encoded.dictionary)
+    order = np.argsort(values, kind="stable")
+    dtype = np.min_scalar_type(max(1, values.size))
+    place = np.empty(values.size + 1, dtype)
+    place[0] = 0
+    place[order + 1] = np.arange(1, values.size + 1, dtype=dtype)
+    codes = encoded.indices
+    raw = (pc.fill_null(codes, -1) if codes.null_count else codes).to_numpy(zero_copy_only=False)
+    codes = place[raw + 1] if raw.size else place[:0]
+    counts = np.bincount(codes, minlength=values.size + 1)
+    return Coded(codes, ids.lengths), Distinct(values[order], counts[1:], int(counts[0]))
+
+
+def _integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """The integers [L] of an array, its validity bitmap, and where in it the array begins."""
+    valid, values = array.buffers()
+    dtype = array.type.to_pandas_dtype()
+    numbers = np.frombuffer(values, dtype)[array.offset:array.offset + len(array)]
+    return numbers, np.frombuffer(valid, np.uint8) if array.null_count else None, array.offset
+
+
+class Stage:
+    """The files of the first pass in a work folder."""
+
+    def __init__(self, folder: Path, recipe: Recipe, is_large: bool = False) -> None:
+        """Files are written to and read from `folder`; a large log passes the page cache by."""
+        self._folder, self._is_large = folder, is_large
+        self._recipe = recipe
+        self._expected: dict[int, int] = {}  # distinct values of the columns of the last chunk
+
+    def record(self, number: int) -> dict[str, Any]:
+        """What is known of a unit that has been read."""
+        path = self._folder / f"{number:06d}.json"
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise FileFormatError(
+                fail("cannot go on with an interrupted run", "file", str(path),
+                     f"a whole one ({error})", "give the command again, which begins anew")
+            ) from None
+        return found
+
+    def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Minutes since 1970 that a unit has rows in, ascending, and how many rows each."""
+        with (self._folder / f"{number:06d}.minutes").open("rb") as file:
+            return np.load(file), np.load(file)
+
+    def write(self, number: int, unit: Unit, max_bad: int) -> None:
+        """Read a unit and write its files; raises FileFormatError above `max_bad` bad rows."""
+        num_rows = num_bad = 0
+        bad: list[BadRow] = []
+        chunks: list[dict[str, Any]] = []
+        minutes: list[np.ndarray] = []
+        size = piece_rows(self._recipe.names("dense"), self._recipe.names("sparse"))
+        with contextlib.closing(self._passing(unit)) as passing:
+            for rows in _chunks(read_unit(unit, self._recipe, passing.advance, reuse=True), size):
+                num_bad += rows.num_bad
+                bad += rows.bad[:MAX_EXAMPLES - len(bad)]
+                if num_bad > max_bad:
+                    too_many_bad(num_bad, max_bad, [where(unit, self._recipe, b) for b in bad[:3]])
+                chunks.append(self._write_chunk(number, len(chunks), rows, num_rows))
+                if rows.time is not None:
+                    minutes.append(rows.time // 60)
+                num_rows += rows.labels.size
+        with (self._folder / f"{number:06d}.minutes").open("wb") as file:
+            every = np.concatenate(minutes) if minutes else np.zeros(0, np.int64)
+            for array in np.unique(every, return_counts=True):
+                save(file, array)
+        self.note(f"{number:06d}.json", {
+            "rows": num_rows, "bad": num_bad, "chunks": chunks,
+            "first": [where(unit, self._recipe, b) for b in bad]})
+
+    def _passing(self, unit: Unit) -> Passing:
+        is_text = self._recipe.layout(unit.layout).format in ("text", "jsonl", "bags")
+        return Passing(unit.path, unit.start if is_text else 0, self._is_large and is_text)
+
+    def note(self, name: str, value: Any) -> None:
+        """Write a file of JSON, whole or not at all.
+
+        It need not outlive the machine, as the rows need not: waiting for the disk would cost more
+        than all else that a unit costs.
+        """
+        path = self._folder / name
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(value), encoding="utf-8")
+        os.replace(draft, path)
+
+    def _write_chunk(self, number: int, chunk: int, rows: Rows, first: int) -> dict[str, Any]:
+        if self._recipe.by == "time" and rows.time is not None:
+            rows = in_order(rows, np.argsort(rows.time, kind="stable"))
+        offsets, places, missing, bags = [], [], [], []
+        with (self._path(number, chunk, "rows").open("wb") as file,
+              self._path(number, chunk, "distinct").open("wb") as values):
+            save(file, rows.labels)
+            save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
+            save(file, rows.dense)
+            for column, ids in enumerate(rows.sparse):
+                coded, found = encode(ids, self._expected.get(column, 0))
+                self._expected[column] = found.values.size
+                offsets.append(file.tell())
+                save(file, coded.codes)
+                if coded.lengths is not None:
+                    save(file, coded.lengths)
+                places.append(values.tell())
+                save(values, found.values)
+                save(values, found.counts.astype(np.uint32))
+                missing.append(found.num_missing)
+                bags.append(coded.lengths is not None)
+        times = [] if rows.time is None or not rows.time.size else [
+            int(rows.time.min()), int(rows.time.max())]
+        return {"first": first, "rows": int(rows.labels.size), "missing": missing,
+                "time": times, "codes": offsets, "distinct": places, "bags": bags}
+
+    def _path(self, number: int, chunk: int, kind: str) -> Path:
+        return self._folder / f"{number:06d}-{chunk:06d}.{kind}"
+
+    def distinct(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Distinct:
+        """The distinct values of one column in a chunk; `about` is its entry in the record."""
+        file = _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column])
+        return Distinct(file.next(), file.next().astype(np.int64), about["missing"][column])
+
+    def values(self, number: int, chunk: int, about: dict[str, Any], column: int) -> np.ndarray:
+        """The distinct values of one column in a chunk, without their counts."""
+        return _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column]).next()
+
+    def place(self, number: int, chunk: int, about: dict[str, Any]
+              ) -> tuple[np.ndarray, np.ndarray]:
+        """Row numbers in the unit, malformed ones not counted, and times (empty without): int64 [n]
+        each."""
+        file = _Arrays(self._path(number, chunk, "rows"))
+        file.next()
+        return np.arange(about["first"], about["first"] + about["rows"]), file.next()
+
+    def codes(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Coded:
+        """The codes of one column."""
+        file = _Arrays(self._path(number, chunk, "rows"), about["codes"][column])
+        return Coded(file.next(), file.next() if about["bags"][column] else None)
+
+    def numbers(self, number: int, chunk: int, about: dict[str, Any]
+                ) -> tuple[np.ndarray, np.ndarray]:
+        """Labels int8 [n] and dense columns float32 [D, n]."""
+        file = _Arrays(self._path(number, chunk, "rows"))
+        labels = file.next()
+        file.next()
+        return labels, file.next()
+
+    def drop(self, number: int) -> None:
+        """Remove the rows and values of a unit that have been written elsewhere."""
+        for chunk in range(len(self.record(number)["chunks"])):
+            for kind in ("rows", "distinct"):
+                self._path(number, chunk, kind).unlink(missing_ok=True)
+
+
+class _Arrays:
+    """The arrays of a file, one ``.npy`` after the other, from place `at` on.
+
+    They are mapped: those that are not looked at cost nothing, and none is copied.
+    """
+
+    def __init__(self, path: Path, at: int = 0) -> None:
+        with path.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._memory.seek(at)
+
+    def next(self) -> np.ndarray:
+        version = np.lib.format.read_magic(self._memory)
+        read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
+                else np.lib.format.read_array_header_2_0)
+        shape, _, dtype = read(self._memory)
+        at, count = self._memory.tell(), math.prod(shape)
+        self._memory.seek(at + count * dtype.itemsize)
+        found = np.frombuffer(self._memory, dtype, count, at).reshape(shape)
+        return np.require(found, requirements="A")  # of a file of odd lengths it is a copy
+
+
+def too_many_bad(count: int, max_bad: int, listed: list[str],
+                 advice: str = "correct the log or raise --max-bad") -> None:
+    """Raise FileFormatError about malformed rows."""
+    raise FileFormatError(
+        f"cannot preprocess: malformed rows={count}, expected <= max_bad={max_bad}; {advice}; "
+        f"the first: {'; '.join(listed)}")
+
+
+def _chunks(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
+    """Pieces put together to chunks of about `size` rows.
+
+    A piece of that many rows is passed on before the next one is read.
+    """
+    pending: list[Rows] = []
+    lines = 0
+    for rows in pieces:
+        pending.append(rows)
+        lines += rows.num_lines
+        if lines >= size:
+            yield concat(pending)
+            pending, lines = [], 0
+    if pending:
+        yield concat(pending)
+

@@ -1,0 +1,97 @@
+"""More processes for a preprocessing job, on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from oper.data.preprocessing.job import Job
+from oper.errors import MissingDependencyError, fail
+
+
+@contextlib.contextmanager
+def local(job: Job, count: int) -> Iterator[None]:
+    """`count` more processes that take part in `job` while the block runs.
+
+    They end with it; one that fails or dies leaves its task to the others.
+    """
+    context = multiprocessing.get_context("spawn")
+    quiet = replace(job, options=replace(job.options, show_progress=False))
+    processes = [context.Process(target=_take_part, args=(quiet, os.getpid()), daemon=True)
+                 for _ in range(count)]
+    try:
+        for process in processes:
+            process.start()
+        yield
+    except BaseException:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+        raise
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.join()
+
+
+@contextlib.contextmanager
+def on_ray(job: Job, count: int) -> Iterator[None]:
+    """`count` Ray tasks that take part in `job` while the block runs.
+
+    A running cluster is used when there is one (RAY_ADDRESS), else one on this machine. Inputs and
+    output must lie at the same paths everywhere.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+    """
+    if not count:
+        yield
+        return
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependencyError(fail("cannot use a Ray cluster", "ray", None, "installed",
+                                          "pip install 'oper[data]'")) from None
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(log_to_driver=False, configure_logging=False)
+    remote = ray.remote(num_cpus=1, max_retries=0)(run_quietly)
+    absolute = replace(job, target=job.target.absolute(), options=replace(
+        job.options, show_progress=False))
+    tasks = [remote.remote(absolute) for _ in range(count)]
+    try:
+        yield
+    except BaseException:
+        for task in tasks:
+            ray.cancel(task, force=True)
+        raise
+    finally:
+        with contextlib.suppress(Exception):
+            ray.wait(tasks, num_returns=len(tasks), timeout=60)
+        if mine:
+            ray.shutdown()
+
+
+def run_quietly(job: Job) -> None:
+    """Run the job in a worker; what goes wrong here goes wrong again, and is told, elsewhere."""
+    with contextlib.suppress(Exception, KeyboardInterrupt), job.joined():
+        job.run()
+
+
+def _take_part(job: Job, parent: int) -> None:
+    _end_with(parent)
+    run_quietly(job)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process when its parent has died (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+        import signal
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)

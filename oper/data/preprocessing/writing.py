@@ -1,0 +1,375 @@
+"""Last pass: staged units to Parquet parts with ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from oper import native
+from oper.data.folder import SPLITS
+from oper.data.preprocessing.staging import Coded, Stage
+from oper.data.reading.pagecache import Passing
+from oper.data.reading.rows import piece_rows
+from oper.data.recipe import Recipe
+from oper.data.vocabulary.building import Slices, Vocabulary
+
+_DAY = 86400
+_DICTIONARY_ROWS = 1 << 17  # of a table whose ids a dictionary packs better than splitting them
+_PART = "\0part"  # no column of a log is called that: the split of each row, as of `Split.parts`
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where the parts of a log begin and its time buckets lie.
+
+    Attributes:
+        by: ``"rows"`` or ``"time"``.
+        first_valid, first_test: first row number (by rows) or second (by time) of the parts.
+        start: where the buckets begin: 0, or a second.
+        span: rows or seconds that the buckets cover.
+        buckets: their number.
+    """
+
+    by: str
+    first_valid: int
+    first_test: int
+    start: int
+    span: int
+    buckets: int
+
+    def parts(self, place: np.ndarray) -> np.ndarray:
+        """0 (train), 1 (valid) or 2 (test) of rows by their number or second: int8 [n]."""
+        return ((place >= self.first_valid).astype(np.int8) + (place >= self.first_test))
+
+    def bucket(self, place: np.ndarray) -> np.ndarray:
+        """Time bucket, int8 [n], or int16 where there are more than 127."""
+        found = (place - self.start) * self.buckets // self.span
+        return found.astype(np.int8 if self.buckets <= 127 else np.int16)
+
+
+def split_by_rows(recipe: Recipe, num_rows: int, valid: Fraction, test: Fraction) -> Split:
+    """The split of a log in order of time."""
+    last = int(num_rows * test)
+    first_test = num_rows - last
+    return Split("rows", first_test - int(num_rows * valid), first_test, 0, max(1, num_rows),
+                 recipe.buckets)
+
+
+def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fraction) -> Split:
+    """The split of a log with times: whole minutes, of which no share exceeds what is asked for.
+
+    Args:
+        recipe: number or length of the buckets.
+        slices: minutes since 1970 in which there are rows, int64 [K], ascending, and rows of each,
+            int64 [K]; slice by slice, at least one minute in all.
+        valid, test: shares of the rows.
+    """
+    total, begin, end = 0, 0, 0
+    for minutes, counts in slices():
+        begin = begin if total else int(minutes[0])
+        end, total = int(minutes[-1]) + 1, total + int(counts.sum())
+    wanted = [int(total * test), int(total * test) + int(total * valid)]
+    cuts = [end, end]  # the first minute from which on there are at most so many rows
+    before = 0
+    for minutes, counts in slices():
+        after = total - before - np.concatenate([[0], np.cumsum(counts)[:-1]])
+        for k, rows in enumerate(wanted):
+            at = int(np.searchsorted(-after, -rows))
+            if cuts[k] == end and at < minutes.size:
+                cuts[k] = int(minutes[at])
+        before += int(counts.sum())
+    first_test, first_valid = (cut * 60 for cut in cuts)
+    start, stop = begin * 60, end * 60
+    buckets = recipe.buckets
+    if recipe.bucket_seconds:
+        start -= start % _DAY
+        buckets = -(-(stop - start) // recipe.bucket_seconds)
+        stop = start + buckets * recipe.bucket_seconds
+    return Split("time", first_valid, first_test, start, stop - start, buckets)
+
+
+def spans_of_time(slices: Slices, num_rows: int) -> list[tuple[int, int, int]]:
+    """A log's time cut into spans of whole minutes and about `num_rows` rows each.
+
+    Args:
+        slices: as for `split_by_time`.
+        num_rows: of a span, as long as no minute has as many.
+
+    Returns:
+        First second, the second after the last, and rows of each span, ascending.
+    """
+    spans: list[tuple[int, int, int]] = []
+    before, previous = 0, -1
+    for minutes, counts in slices():
+        number = (before + np.cumsum(counts) - counts) // num_rows
+        starts = np.flatnonzero(np.diff(number, prepend=-1))
+        for first, last in zip(starts, [*starts[1:], minutes.size], strict=True):
+            rows = int(counts[first:last].sum())
+            begin, end = int(minutes[first]) * 60, (int(minutes[last - 1]) + 1) * 60
+            if int(number[first]) == previous:
+                begin, _, more = spans.pop()
+                rows += more
+            previous = int(number[first])
+            spans.append((begin, end, rows))
+        before += int(counts.sum())
+    return spans
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows `start` to before `stop` of a chunk of a unit, of which `about` is known."""
+
+    unit: int
+    chunk: int
+    about: dict[str, Any]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """Of Parquet files: rows of a row group, rows of a part; whether the log is large;
+    compression, ``"none"`` or ``"zstd"``."""
+
+    row_group_rows: int = 1 << 16
+    part_rows: int = 1 << 21
+    is_large: bool = False
+    compression: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes units, or spans of time, one after the other or in different processes.
+
+    Attributes:
+        stage: the rows; a chunk of a log that is split by time is in order of time.
+        recipe: names of the columns.
+        split: where the parts begin.
+        vocabulary: opens a column's vocabulary.
+        output: the folder; parts go to ``train``, ``valid`` and ``test`` inside.
+        options: sizes.
+    """
+
+    stage: Stage
+    recipe: Recipe
+    split: Split
+    vocabulary: Callable[[str], Vocabulary]
+    output: Path
+    options: WriteOptions
+
+    def write_unit(self, number: int, first_row: int) -> dict[str, int]:
+        """Write a unit whose first row is row `first_row` of the log; returns rows by split."""
+        return self._write(number, (
+            self._table(Stretch(number, chunk, about, 0, about["rows"]), first_row)
+            for chunk, about in enumerate(self.stage.record(number)["chunks"])))
+
+    def write_span(self, number: int, num_units: int, first: int, last: int) -> dict[str, int]:
+        """Write the rows of seconds `first` to before `last` of all units in order of time.
+
+        Rows of one second keep the order of the log. Chunks lie in order of time each, so that a
+        span is a stretch of every one. Returns rows by split.
+        """
+        every = (Stretch(unit, chunk, about, 0, about["rows"]) for unit in range(num_units)
+                 for chunk, about in enumerate(self.stage.record(unit)["chunks"]))
+        near = [x for x in every if x.about["time"] and x.about["time"][0] < last
+                and first <= x.about["time"][1]]
+        return self._write(number, self._in_order(self._between(near, first, last), first, last))
+
+    def _write(self, number: int, tables: Iterable[pa.Table]) -> dict[str, int]:
+        rows = {n: self.vocabulary(n).facts.num_rows for n in self.recipe.names("sparse")}
+        writers = [_PartWriter(self.output / s, number, self.options, rows) for s in SPLITS]
+        for table in tables:
+            parts = table.column(_PART).to_numpy()
+            table = table.drop_columns([_PART])
+            for k, writer in enumerate(writers):
+                if (parts == k).all():
+                    writer.write(table)
+                elif (parts == k).any():
+                    writer.write(_of_part(table, parts == k))
+        for writer in writers:
+            writer.close()
+        return {split: w.num_rows for split, w in zip(SPLITS, writers, strict=True)}
+
+    def _between(self, stretches: Sequence[Stretch], first: int, last: int) -> list[Stretch]:
+        found = []
+        for x in stretches:
+            times = self.stage.place(x.unit, x.chunk, x.about)[1][x.start:x.stop]
+            start, stop = (x.start + int(k) for k in np.searchsorted(times, [first, last]))
+            if start < stop:
+                found.append(replace(x, start=start, stop=stop))
+        return found
+
+    def _in_order(self, stretches: Sequence[Stretch], first: int, last: int
+                  ) -> Iterator[pa.Table]:
+        """Tables of stretches that lie between two seconds, in order of time, of bounded size."""
+        num_rows = sum(x.stop - x.start for x in stretches)
+        if last - first <= 1:
+            yield from (self._table(x, 0) for x in stretches)
+        elif num_rows > piece_rows(self.recipe.names("dense"), self.recipe.names("sparse")):
+            middle = (first + last) // 2
+            for start, stop in ((first, middle), (middle, last)):
+                yield from self._in_order(self._between(stretches, start, stop), start, stop)
+        elif stretches:
+            table = pa.concat_tables([self._table(x, 0) for x in stretches])
+            times = table.column(self.recipe.time).to_numpy()
+            if (np.diff(times) < 0).any():
+                table = table.combine_chunks().take(pa.array(np.argsort(times, kind="stable")))
+            yield table
+
+    def _table(self, x: Stretch, first_row: int) -> pa.Table:
+        """The rows of a stretch with ids, and the part that each goes to."""
+        rows = slice(x.start, x.stop)
+        numbers, times = self.stage.place(x.unit, x.chunk, x.about)
+        place = numbers[rows] + first_row if self.split.by == "rows" else times[rows]
+        labels, dense = self.stage.numbers(x.unit, x.chunk, x.about)
+        columns: dict[str, Any] = {
+            self.recipe.label: labels[rows], self.recipe.bucket_column: self.split.bucket(place)}
+        columns.update(zip(self.recipe.names("dense"), dense[:, rows], strict=True))
+        for k, name in enumerate(self.recipe.names("sparse")):
+            columns[name] = self._ids(x, k, name)
+        if self.recipe.time:
+            columns[self.recipe.time] = times[rows]
+        columns[_PART] = self.split.parts(place)
+        arrays = [pa.array(c) for c in columns.values()]
+        # Nothing is null: readers and writers then need not look.
+        return pa.Table.from_arrays(arrays, schema=pa.schema(
+            [pa.field(n, a.type, nullable=False) for n, a in zip(columns, arrays, strict=True)]))
+
+    def _ids(self, x: Stretch, k: int, name: str) -> Any:
+        """The ids of the k-th sparse column: int32, or lists of them."""
+        coded = self.stage.codes(x.unit, x.chunk, x.about, k)
+        values = self.stage.values(x.unit, x.chunk, x.about, k)
+        codes, lengths = coded.codes[x.start:x.stop], None
+        if coded.lengths is not None:
+            begin = int(coded.lengths[:x.start].sum())
+            lengths = coded.lengths[x.start:x.stop]
+            codes = coded.codes[begin:begin + int(lengths.sum())]
+        if codes.size * 4 < values.size:  # of a short stretch only the values that it has
+            there, codes = np.unique(codes, return_inverse=True)
+            ids = self.vocabulary(name).lookup(values[there[there > 0] - 1])
+            ids = ids if there.size and there[0] == 0 else ids[1:]
+        else:
+            ids = self.vocabulary(name).lookup(values)
+        return _as_column(Coded(codes, lengths), ids)
+
+
+def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:
+    """The rows that are to be kept; neighbours without a copy."""
+    at = np.flatnonzero(keep)
+    if at[-1] - at[0] + 1 == at.size:
+        return table.slice(int(at[0]), at.size)
+    return table.filter(pa.array(keep))
+
+
+def _as_column(coded: Coded, ids: np.ndarray) -> Any:
+    found = native.gather(ids, coded.codes)
+    if coded.lengths is None:
+        return found
+    offsets = np.zeros(coded.lengths.size + 1, np.int32)
+    np.cumsum(coded.lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(found))
+
+
+class _PartWriter:
+    """Writes tables as Parquet parts with row groups of equal size, whatever the tables' sizes."""
+
+    def __init__(self, folder: Path, unit: int, options: WriteOptions,
+                 num_rows: dict[str, int]) -> None:
+        self._folder, self._unit, self._options = folder, unit, options
+        self._num_rows = num_rows  # of the tables of sparse columns
+        self._writer: pq.ParquetWriter | None = None
+        self._pending: list[pa.Table] = []
+        self._num_pending = self._num_parts = self._part_rows = self.num_rows = 0
+
+    def close(self) -> None:
+        if self._num_pending:
+            self._flush(self._num_pending)
+        self._end_part()
+
+    def _end_part(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._passing.close()
+        self._writer, self._part_rows = None, 0
+
+    def write(self, table: pa.Table) -> None:
+        self._pending.append(table)
+        self._num_pending += table.num_rows
+        self.num_rows += table.num_rows
+        group = self._options.row_group_rows
+        if self._num_pending >= group:
+            self._flush(self._num_pending // group * group)
+
+    def _flush(self, count: int) -> None:
+        """Write the first `count` pending rows."""
+        table = pa.concat_tables(self._pending)
+        self._pending, self._num_pending = [table.slice(count)], table.num_rows - count
+        group = self._options.row_group_rows
+        for start in range(0, count, group):
+            if self._writer is None:
+                name = f"part-{self._unit:05d}-{self._num_parts:03d}.parquet"
+                self._writer = pq.ParquetWriter(
+                    self._folder / name, table.schema, write_statistics=False,
+                    write_page_checksum=True, **self._encodings(table.schema))
+                self._passing = Passing(self._folder / name, use=self._options.is_large)
+                self._num_parts += 1
+            piece = table.slice(start, min(group, count - start))
+            self._writer.write_table(piece, row_group_size=group)
+            self._passing.advance(piece.nbytes)
+            self._part_rows += piece.num_rows
+            if self._part_rows >= self._options.part_rows:
+                self._end_part()
+
+    def _encodings(self, schema: pa.Schema) -> dict[str, Any]:
+        """How columns are encoded: what is read many times should be quick to read."""
+        if self._options.compression == "none":
+            # Ids and numbers as they are: a dictionary would cost time and save little of the
+            # ids, and unpacking costs those who train more than reading the bytes.
+            return {"compression": "none", "use_dictionary": [
+                f.name for f in schema
+                if f.name not in self._num_rows and not pa.types.is_floating(f.type)]}
+        # zstd finds little in the ids of a large table but their empty upper bytes, which lie
+        # together once the bytes are split. A level below 1 unpacks half as fast again as level 1
+        # and leaves a tenth more bytes.
+        large = [n for n, rows in self._num_rows.items() if rows > _DICTIONARY_ROWS]
+        paths = {f.name: f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name
+                 for f in schema}
+        return {"compression": "zstd", "compression_level": -3,
+                "use_dictionary": [path for n, path in paths.items() if n not in large],
+                "column_encoding": {paths[n]: "BYTE_STREAM_SPLIT" for n in large}}
+
+
+def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: dict[str, Any],
+                column: int) -> np.ndarray | None:
+    """Counts int64 [K + 1] of codes in the training part of a chunk; None = all of it trains.
+
+    Args:
+        stage: the rows.
+        split: where the training part ends.
+        where: unit, chunk, number of the unit's first row.
+        about: the chunk's entry in the unit's record.
+        column: of the sparse ones.
+    """
+    number, chunk, first_row = where
+    if split.by == "rows":
+        low, high = first_row + about["first"], first_row + about["first"] + about["rows"] - 1
+    else:
+        low, high = about["time"] or (0, -1)
+    if high < split.first_valid:
+        return None
+    codes = stage.codes(number, chunk, about, column)
+    if low >= split.first_valid:
+        return np.zeros(1, np.int64)
+    rows, times = stage.place(number, chunk, about)
+    keep = (rows + first_row if split.by == "rows" else times) < split.first_valid
+    if codes.lengths is not None:
+        keep = np.repeat(keep, codes.lengths)
+    return np.bincount(codes.codes[keep])
+

@@ -1,0 +1,1 @@
+"""Raw logs in whatever form they come: files, formats, fields, rows."""

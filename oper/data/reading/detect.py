@@ -1,0 +1,117 @@
+"""Which layout of a recipe a file has, and how files are cut into units of work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oper.data.reading.columns import is_valid
+from oper.data.reading.lines import expand_inputs, first_line, is_empty, spans_of
+from oper.data.reading.readers import Unit, is_arrays, is_companion, is_parquet, open_parquet
+from oper.data.reading.text import split_line
+from oper.data.recipe import Layout, Recipe
+from oper.errors import FileFormatError, InvalidInputError, fail
+
+_UNIT_ROWS = 1 << 20  # of a Parquet file, about
+
+
+def find_inputs(recipe: Recipe, inputs: Sequence[str]) -> list[str]:
+    """The files to read, in order; raises InvalidInputError."""
+    paths = [p for p in expand_inputs(inputs) if not is_companion(p, recipe.layouts)]
+    if not paths:
+        raise InvalidInputError(
+            fail("cannot read the log", "inputs", list(inputs), "a file of sparse ids",
+                 "name the ..._sparse.npy files"))
+    return paths
+
+
+def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_bytes: int
+               ) -> list[Unit]:
+    """Files cut into units of work; the same files always give the same units.
+
+    Args:
+        recipe: the recipe.
+        paths: the files, in order.
+        asked: name of the layout; None = look at each file.
+        unit_bytes: about the size of a unit of plain text; packed and quoted files stay whole.
+
+    Raises:
+        FileFormatError: a file has none of the recipe's layouts.
+        InvalidInputError: it may have several.
+    """
+    units: list[Unit] = []
+    for path in paths:
+        layout = recipe.layout(asked) if asked else choose_layout(recipe, path)
+        if layout.format == "parquet":
+            units += _parquet_units(path, layout)
+        elif layout.format == "npy":
+            units.append(Unit(path, layout.name))
+        else:
+            spans = spans_of(path, None if layout.quote else unit_bytes)
+            units += [Unit(path, layout.name, s.start, s.stop) for s in spans]
+    return units
+
+
+def _parquet_units(path: str, layout: Layout) -> list[Unit]:
+    meta = open_parquet(path).metadata
+    units, start, rows = [], 0, 0
+    for group in range(meta.num_row_groups):
+        rows += meta.row_group(group).num_rows
+        if rows >= _UNIT_ROWS or group == meta.num_row_groups - 1:
+            units.append(Unit(path, layout.name, start, group + 1))
+            start, rows = group + 1, 0
+    return units or [Unit(path, layout.name)]
+
+
+def choose_layout(recipe: Recipe, path: str) -> Layout:
+    """The layout that a file has; raises FileFormatError or InvalidInputError."""
+    if is_parquet(path) or is_arrays(path):
+        kind = "parquet" if is_parquet(path) else "npy"
+        found = [x for x in recipe.layouts if x.format == kind]
+    else:
+        found = _text_layouts(recipe, path)
+    if found and ((found[0].format in ("text", "jsonl", "bags") and is_empty(path))
+                  or (len(found) == 1 and not (found[0].ask and len(recipe.layouts) > 1))):
+        return found[0]
+    if found:
+        raise InvalidInputError(
+            fail(f"cannot tell the layout of {path!r}", "layout", [x.name for x in found],
+                 "one of them", "the columns look alike: name it with --layout"))
+    line = first_line(path)
+    raise FileFormatError(
+        fail(f"cannot read {path!r} by recipe {recipe.name!r}", "first line", line[:120],
+             f"one of the layouts {', '.join(map(_describe, recipe.layouts))}",
+             "pass the right file or another recipe"))
+
+
+def _describe(layout: Layout) -> str:
+    if layout.format != "text":
+        return f"{layout.name} ({layout.format})"
+    names = ",".join(c.sources[0] for c in layout.columns if c.kind != "skip")[:80]
+    return f"{layout.name} ({f'header {names}' if layout.header else len(layout.columns)} columns)"
+
+
+def _text_layouts(recipe: Recipe, path: str) -> list[Layout]:
+    every = [x for x in recipe.layouts if x.format in ("text", "jsonl", "bags")]
+    if len(every) <= 1 and len(recipe.layouts) == 1:
+        return every
+    fits = {x.name: _fit(x, first_line(path, x.encoding)) for x in every}
+    best = max(fits.values(), default=0)
+    return [x for x in every if best and fits[x.name] == best]
+
+
+def _fit(layout: Layout, line: str) -> int:
+    """How well a file's first line fits a layout: 0 not at all, 1 by its columns, 2 in all."""
+    if not line:
+        return 1
+    if layout.format == "jsonl":
+        return 2 * line.startswith("{")
+    if layout.format == "bags":
+        return 2 * line.replace(" ", "").isdigit()
+    fields = split_line(line, layout)
+    if layout.header:
+        wanted = [c.sources for c in layout.columns if c.kind != "skip"]
+        return 2 * all(any(f.strip() in names for f in fields) for names in wanted)
+    if len(fields) != len(layout.columns):
+        return 0
+    valid = all(is_valid(c, f.encode()) for c, f in zip(layout.columns, fields, strict=True))
+    return 1 + valid

@@ -1,0 +1,58 @@
+"""What is read or written only once goes through the page cache without staying in it.
+
+A log as large as a good part of the memory pushes everything else out, and gigabytes of pages that
+wait for the disk make every writer wait in the end. Pages that are given back at once are used
+again, too, which costs a fraction of fresh ones, above all on virtual machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from oper.data.reading import store
+
+_STEP = 1 << 23         # bytes between two calls
+_SHARE_OF_MEMORY = 8    # smaller logs may stay in the cache, for who reads them next
+
+
+def is_large(paths: Sequence[str]) -> bool:
+    """Whether these files together take more than an eighth of this machine's memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sum(store.size(p) for p in paths) * _SHARE_OF_MEMORY > memory
+
+
+class Passing:
+    """A file that is read or written once, from `start` on: pages behind the place go.
+
+    The kernel drops clean pages and begins to write dirty ones, which a later call drops; nothing
+    waits. It is advice: where a system has no such call, nothing happens.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], start: int = 0, use: bool = True) -> None:
+        """Follow the file `path`, which exists; with `use` false do nothing."""
+        can = use and hasattr(os, "posix_fadvise") and not store.is_url(path)
+        self._file = os.open(path, os.O_RDONLY) if can else -1
+        self._start = self._at = self._told = start
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes were read or written."""
+        self._at += count
+        if self._at - self._told >= _STEP:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = self._at
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                # From the start each time: pages that were dirty, or only partly passed, go now.
+                os.posix_fadvise(self._file, self._start, self._at - self._start,
+                                 os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """The end is reached."""
+        self._tell()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

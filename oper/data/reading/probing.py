@@ -1,0 +1,105 @@
+"""A look at the first records before any work: what is wrong with all of them is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from oper.data.generic import GENERIC
+from oper.data.preprocessing.staging import too_many_bad
+from oper.data.reading.columns import TOP_SECONDS
+from oper.data.reading.lines import first_line
+from oper.data.reading.readers import Unit, read_first, where
+from oper.data.reading.rows import BadRow
+from oper.data.reading.text import SEPARATORS, separator_advice, split_line
+from oper.data.recipe import Column, Layout, Recipe
+
+_FILES = 4  # that are looked into
+
+
+def check_first_rows(recipe: Recipe, units: Sequence[Unit], max_bad: int) -> None:
+    """Refuse a log of which the first records hold more than `max_bad` malformed ones.
+
+    What a whole pass would refuse for its first rows is refused here, with what to do about it.
+
+    Raises:
+        FileFormatError: too many malformed rows, or a file of other columns.
+        InvalidInputError: a column of a type that it may not have.
+    """
+    first_units = {u.path: u for u in reversed(units)}  # the first of each file
+    for path in list(dict.fromkeys(u.path for u in units))[:_FILES]:
+        unit = first_units[path]
+        rows = read_first(unit, recipe)
+        if rows is not None and rows.num_bad > max_bad:
+            too_many_bad(rows.num_bad, max_bad, [where(unit, recipe, b) for b in rows.bad[:3]],
+                         _advice(unit, recipe, rows.bad[0]))
+
+
+def _advice(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
+    layout = recipe.layout(unit.layout)
+    column = next((c for c in layout.columns if c.name == bad.column), None)
+    found = ""
+    if column is None:
+        found = _about_fields(unit, layout)
+    elif column.kind == "time":
+        parse = _time_parse(column, bad.value)
+        found = parse and f"times look like {_TIMES[parse]}: " + (
+            f"pass --time-format {parse}" if recipe.name in GENERIC
+            else f'set parse = "{parse}" for column {column.name!r} in the recipe')
+    else:
+        parse = _other_parse(column, bad.value)
+        found = parse and (f"use a recipe file in which column {column.name!r} has {parse}"
+                           if recipe.name in GENERIC else
+                           f"set {parse} for column {column.name!r} in the recipe")
+    return f"{found or 'correct the log'}, or raise --max-bad"
+
+
+def _about_fields(unit: Unit, layout: Layout) -> str:
+    """What to do about lines of another number of fields."""
+    line = first_line(unit.path, layout.encoding)
+    if layout.format == "text" and len(split_line(line, layout)) != len(layout.columns):
+        for separator in SEPARATORS:
+            if separator != layout.separator and len(line.split(separator)) == len(layout.columns):
+                return separator_advice(separator)
+    return ""
+
+
+_TIMES = {"unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
+          "iso": "dates without a zone", "iso_zone": "dates with a zone"}
+
+
+def _time_parse(column: Column, value: str) -> str:
+    """How a time that is malformed for its column should be parsed; empty where nothing fits."""
+    number = _number(value)
+    if number is not None:
+        found = ("unix" if abs(number) < TOP_SECONDS else
+                 "unix_ms" if abs(number) / 1000 < TOP_SECONDS else "")
+    else:
+        try:
+            found = "iso" if datetime.fromisoformat(value).tzinfo is None else "iso_zone"
+        except ValueError:
+            found = ""
+    return found if found != column.parse else ""
+
+
+def _other_parse(column: Column, value: str) -> str:
+    """What a column should have for a value that is malformed in it; empty where nothing fits."""
+    number = _number(value)
+    if column.kind == "label":
+        if number is not None:
+            return 'parse = "threshold" and threshold = the least number that is a 1'
+        return f'parse = "among" and positive = the texts that are a 1, such as {value!r}'
+    if column.kind == "dense" and number is not None and column.parse == "int":
+        return 'parse = "float"'
+    if column.kind == "sparse" and column.parse not in ("integral", "string"):
+        return 'parse = "integral"' if number is not None and number == int(number) else (
+            'parse = "string"')
+    return ""
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if abs(number) < 1e300 else None

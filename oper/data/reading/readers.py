@@ -1,0 +1,465 @@
+"""Units of work: which part of which file, and its rows whatever the file's format."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import json as pajson
+
+from oper.data.reading import columns as convert, store
+from oper.data.reading.columns import Ids, MalformedError
+from oper.data.reading.lines import (
+    Block,
+    Progress,
+    Quoting,
+    Span,
+    first_line,
+    is_empty,
+    line_of,
+    read_blocks,
+)
+from oper.data.reading.plain import is_plain, read_plain
+from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
+from oper.data.reading.text import no_rows, parse_block, rows_of, text_layout
+from oper.data.recipe import Column, Layout, Recipe, condition
+from oper.errors import FileFormatError, InvalidInputError, fail
+
+_BATCH_ROWS = 1 << 16
+_FIRST_ROWS = 1000        # of a Parquet file, looked at before work begins
+_FIRST_BYTES = 1 << 17    # of a text file
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of one file that one worker reads.
+
+    Attributes:
+        path: the file.
+        layout: name of its layout in the recipe.
+        start: first byte of a text file, first row group of a Parquet file.
+        stop: the end of that range; None = the file's.
+    """
+
+    path: str
+    layout: str
+    start: int = 0
+    stop: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def read_unit(unit: Unit, recipe: Recipe, progress: Progress, reuse: bool = False
+              ) -> Iterator[Rows]:
+    """The rows of a unit, piece by piece.
+
+    Args:
+        unit: what to read.
+        recipe: how.
+        progress: is told of file bytes read.
+        reuse: memory may be filled again: rows are good until the next ones are asked for.
+
+    Raises:
+        FileFormatError: the file is damaged, or has other columns than the recipe.
+    """
+    layout = recipe.layout(unit.layout)
+    if layout.format == "text":
+        yield from _read_text(unit, recipe, progress, reuse)
+        return
+    reader = {"jsonl": _read_jsonl, "bags": _read_bags, "parquet": _read_parquet,
+              "npy": _read_npy}[layout.format]
+    yield from reader(unit, recipe, layout, progress)
+
+
+def read_first(unit: Unit, recipe: Recipe) -> Rows | None:
+    """Some of the first rows of a unit, read at once; None where it has none.
+
+    Raises:
+        FileFormatError: as of `read_unit`.
+        InvalidInputError: a Parquet column of a type that its parse does not take.
+    """
+    layout = recipe.layout(unit.layout)
+    if layout.format == "text":
+        line = first_line(unit.path, layout.encoding)
+        if not line and is_empty(unit.path):
+            return None
+        text = text_layout(recipe, layout, line, unit.path)
+        blocks = read_blocks(Span(unit.path, unit.start, unit.stop), layout.header, _nobody,
+                             Quoting(layout.quote, layout.escape), _FIRST_BYTES)
+        return next((parse_block(b, text) for b in blocks), None)
+    if layout.format == "parquet":
+        for table, rows in _tables(open_parquet(unit.path), unit.path, layout, None, _FIRST_ROWS):
+            columns = _arrow_columns(recipe, layout, table, unit.path)
+            _check_types(columns, unit.path)
+            return _arrow_rows(columns, recipe, rows)
+    return None
+
+
+def _nobody(_: int) -> None:
+    """Progress that nobody follows."""
+
+
+def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None:
+    for column, array in columns.values():
+        kind = array.type
+        kind = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+        is_fraction = pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+        if column.kind == "sparse" and is_fraction and column.parse in ("string", "hex32"):
+            raise InvalidInputError(
+                fail(f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
+                     "integers, texts or lists of these", 'for ids written as 17850.0 use a recipe '
+                     'file in which the column has parse = "integral", or convert them'))
+
+
+def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
+    """A malformed row for a message: file, line, column, what stands there and what should."""
+    layout = recipe.layout(unit.layout)
+    row = bad.row + 1
+    if layout.format in ("text", "jsonl", "bags"):
+        row = line_of(Span(unit.path, unit.start, unit.stop), bad.row, layout.header)
+    return (f"{unit.path}, row {row}, column {bad.column or '-'}: {bad.value!r}, "
+            f"expected {bad.expected}")
+
+
+def _blocks(unit: Unit, layout: Layout, progress: Progress) -> Iterator[Block]:
+    return read_blocks(Span(unit.path, unit.start, unit.stop), layout.header, progress,
+                       Quoting(layout.quote, layout.escape))
+
+
+def _read_text(unit: Unit, recipe: Recipe, progress: Progress, reuse: bool) -> Iterator[Rows]:
+    layout = recipe.layout(unit.layout)
+    line = first_line(unit.path, layout.encoding)
+    if not line and is_empty(unit.path):
+        return
+    text = text_layout(recipe, layout, line, unit.path)
+    if is_plain(text):
+        yield from read_plain(Span(unit.path, unit.start, unit.stop), text, progress, reuse)
+        return
+    for block in _blocks(unit, layout, progress):
+        yield parse_block(block, text)
+
+
+def _arrow_columns(recipe: Recipe, layout: Layout, table: pa.Table, path: str
+                   ) -> dict[str, tuple[Column, pa.Array]]:
+    columns = {}
+    for column in layout.columns:
+        if column.kind == "skip":
+            continue
+        found = [name for name in column.sources if name in table.schema.names]
+        if len(found) != 1:
+            raise FileFormatError(
+                fail(f"cannot read {path!r}", "columns", table.schema.names[:20],
+                     f"a column {' or '.join(column.sources)!r}", "name the right columns"))
+        array = table.column(found[0])
+        array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+        columns[column.name] = (column, array)
+    return columns
+
+
+_OBJECT_TYPES = {"string": pa.string(), "among": pa.string(), "iso": pa.string(),
+                 "iso_zone": pa.string(), "hex32": pa.string()}
+
+
+def _read_jsonl(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
+    wanted = [c for c in layout.columns if c.kind != "skip"]
+    schema = pa.schema([(c.sources[0], _OBJECT_TYPES.get(c.parse, pa.float64())) for c in wanted])
+    options = pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+
+    def parse(data: bytes, rows: np.ndarray) -> Rows:
+        table = pajson.read_json(
+            pa.BufferReader(data), pajson.ReadOptions(use_threads=False, block_size=len(data) + 1),
+            options)
+        if table.num_rows != rows.size:
+            raise MalformedError("")
+        arrays = {}
+        for name, (column, array) in _arrow_columns(recipe, layout, table, unit.path).items():
+            arrays[name] = (column, array.cast(pa.binary()) if pa.types.is_string(array.type)
+                            else array)
+        return rows_of(arrays, recipe.names("dense"), recipe.names("sparse"), rows)
+
+    for block in _blocks(unit, layout, progress):
+        yield _by_lines(block, recipe, layout, parse)
+
+
+def _by_lines(block: Block, recipe: Recipe, layout: Layout, parse: Any) -> Rows:
+    """Parse a block of lines whole, or in halves until every malformed line stands alone."""
+    lines = block.data.split(b"\n")[:-1]
+    bad: list[BadRow] = []
+
+    def halves(start: int, stop: int) -> list[Rows]:
+        data = b"\n".join(lines[start:stop]) + b"\n"
+        try:
+            if stop - start == 1:
+                _check_object(lines[start], layout)
+            return [parse(data, np.arange(start, stop) + block.first_row)]
+        except (MalformedError, pa.ArrowInvalid, ValueError) as error:
+            if stop - start == 1:
+                bad.append(BadRow(block.first_row + start, str(error)[:40] if isinstance(
+                    error, MalformedError) else "", show(lines[start]), "a row of the recipe"))
+                return []
+            middle = (start + stop) // 2
+            return halves(start, middle) + halves(middle, stop)
+
+    parts = halves(0, len(lines))
+    rows = concat(parts) if parts else no_rows(
+        layout.columns, recipe.names("dense"), recipe.names("sparse"))
+    return Rows(len(lines), rows.rows, rows.labels, rows.dense, rows.sparse, rows.time, len(bad),
+                tuple(bad[:MAX_EXAMPLES]))
+
+
+def _check_object(line: bytes, layout: Layout) -> None:
+    if layout.format == "jsonl" and not isinstance(json.loads(line), dict):
+        raise MalformedError("")
+
+
+def _read_bags(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
+    """Lines of one user's items; what the first number means is the layout's."""
+    first = layout.first
+
+    def parse(data: bytes, rows: np.ndarray) -> Rows:
+        fields = [line.split() for line in data.split(b"\n")[:-1]]
+        if any(not f for f in fields) or any(
+                not x.isdigit() or len(x) > 18 for f in fields for x in f):
+            raise MalformedError("items")
+        numbers = [np.array(f, np.int64) for f in fields]
+        if first == "count" and any(n[0] != n.size - 1 for n in numbers):
+            raise MalformedError("count")
+        items = numbers if first == "item" else [n[1:] for n in numbers]
+        users = np.array([n[0] for n in numbers], np.int64) if first == "user" else rows
+        lengths = np.array([x.size for x in items], np.int32)
+        bags = {"user": Ids(pa.array(users)),
+                "item": Ids(pa.array(np.concatenate(items)), lengths)}
+        names = recipe.names("sparse")
+        return Rows(rows.size, rows, np.ones(rows.size, np.int8),
+                    np.zeros((0, rows.size), np.float32), tuple(bags[n] for n in names))
+
+    for block in _blocks(unit, layout, progress):
+        yield _by_lines(block, recipe, layout, parse)
+
+
+def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress
+                  ) -> Iterator[Rows]:
+    file = open_parquet(unit.path)
+    stop = file.num_row_groups if unit.stop is None else unit.stop
+    first = 0
+    for group in range(unit.start, stop):
+        try:
+            for table, rows in _tables(file, unit.path, layout, group, _BATCH_ROWS):
+                columns = _arrow_columns(recipe, layout, table, unit.path)
+                yield _arrow_rows(columns, recipe, rows + first)
+            first += file.metadata.row_group(group).num_rows
+        except (pa.ArrowInvalid, OSError) as error:
+            raise FileFormatError(
+                fail(f"cannot read {unit.path!r}", "row group", group, "a complete Parquet file",
+                     str(error)[:200])) from None
+        progress(file.metadata.row_group(group).total_byte_size)
+
+
+def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, size: int
+            ) -> Iterator[tuple[pa.Table, np.ndarray]]:
+    """Tables of the layout's columns with the numbers of their rows, filtered ones left out.
+
+    Columns that the file lacks may be folders of its path, ``NAME=VALUE`` (as Hive and Spark lay
+    partitions out); they are texts.
+
+    Args:
+        file: the file.
+        path: its path.
+        layout: which columns, and the filter.
+        group: a row group; None = all.
+        size: rows that are read at once.
+    """
+    conditions = [found for text in layout.filter if (found := condition(text))]
+    wanted = dict.fromkeys([n for c in layout.columns for n in c.sources if c.kind != "skip"]
+                           + [name for name, _, _ in conditions])
+    held = file.schema_arrow.names
+    folders = {k: None if v == "__HIVE_DEFAULT_PARTITION__" else unquote(v) for k, v in (
+        part.split("=", 1) for part in path.split("/")[:-1] if "=" in part)}
+    added = [n for n in wanted if n in folders and n not in held]
+    unknown = [n for n, _, _ in conditions if n not in held and n not in folders]
+    if unknown:
+        raise InvalidInputError(fail(f"cannot filter {path!r}", "columns", unknown,
+                                     f"columns of the file, of {held[:20]}", "correct the filter"))
+    first = 0
+    for batch in file.iter_batches(size, row_groups=None if group is None else [group],
+                                   columns=[n for n in wanted if n in held]):
+        table, rows = pa.table(batch), np.arange(first, first + batch.num_rows)
+        first += batch.num_rows
+        for name in added:
+            table = table.append_column(name, pa.array([folders[name]] * len(rows), pa.string()))
+        for name, operator, value in conditions:
+            keep = _holds(table.column(name), operator, value, path)
+            table, rows = table.filter(keep), rows[keep.to_numpy()]
+        if rows.size:
+            yield table, rows
+
+
+_COMPARES = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal,
+             ">": pc.greater, ">=": pc.greater_equal}
+
+
+def _holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.ChunkedArray:
+    """Which fields fulfil a condition; raises InvalidInputError for a value of another type."""
+    try:
+        return pc.fill_null(_COMPARES[operator](column, pa.scalar(value).cast(column.type)), False)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise InvalidInputError(
+            fail(f"cannot filter {path!r}", "value", value, f"one of type {column.type}",
+                 str(error)[:120])) from None
+
+
+def open_parquet(path: str) -> pq.ParquetFile:
+    """Open a Parquet file; raises FileFormatError."""
+    try:
+        return pq.ParquetFile(store.open_input(path) if store.is_url(path) else path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise FileFormatError(
+            fail(f"cannot read {path!r}", "content", str(error)[:200], "a complete Parquet file",
+                 "pass the right file")) from None
+
+
+def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, rows: np.ndarray
+                ) -> Rows:
+    """Rows of Arrow columns; malformed ones are found by halving."""
+    bad: list[BadRow] = []
+
+    def halves(start: int, stop: int) -> list[Rows]:
+        part = {name: (c, a.slice(start, stop - start)) for name, (c, a) in columns.items()}
+        try:
+            return [rows_of(part, recipe.names("dense"), recipe.names("sparse"), rows[start:stop])]
+        except MalformedError as error:
+            if stop - start == 1:
+                column, array = columns.get(str(error), next(iter(columns.values())))
+                bad.append(BadRow(int(rows[start]), column.name,
+                                  show(str(array[start].as_py()).encode()),
+                                  convert.EXPECTED[column.parse]))
+                return []
+            middle = (start + stop) // 2
+            return halves(start, middle) + halves(middle, stop)
+
+    parts = halves(0, rows.size)
+    whole = concat(parts) if parts else no_rows(
+        [c for c, _ in columns.values()], recipe.names("dense"), recipe.names("sparse"))
+    return Rows(rows.size, whole.rows, whole.labels, whole.dense, whole.sparse, whole.time,
+                len(bad), tuple(bad[:MAX_EXAMPLES]))
+
+
+def _read_npy(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
+    """``X_sparse.npy`` (or ``X_sparse_multi_hot.npz``) with ``X_dense.npy``, ``X_labels.npy``."""
+    base = unit.path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
+    dense, labels = (_load(f"{base}_{name}.npy") for name in ("dense", "labels"))
+    names = recipe.names("sparse")
+    if unit.path.endswith(".npz"):
+        members: Any = _Members(unit.path, len(names))
+    else:
+        members = _load(unit.path)
+    shapes = (dense.shape[:2], labels.reshape(len(labels), -1).shape, members.shape)
+    count = len(labels)
+    if shapes != ((count, len(recipe.names("dense"))), (count, 1), (count, len(names))):
+        raise FileFormatError(
+            fail(f"cannot read {unit.path!r}", "shapes of dense, labels, sparse", shapes,
+                 f"rows x {len(recipe.names('dense'))}, 1, {len(names)}", "pass matching files"))
+    each = max(1, os.path.getsize(unit.path) // max(1, count))
+    for start in range(0, count, _BATCH_ROWS):
+        part = slice(start, min(start + _BATCH_ROWS, count))
+        rows = np.arange(part.start, part.stop)
+        numbers = np.asarray(dense[part], np.float32).T
+        truth = np.asarray(labels[part]).reshape(-1)
+        good = np.isfinite(numbers).all(axis=0) & ((truth == 0) | (truth == 1))
+        sparse = [Ids(pa.array(v[good].reshape(-1)), None if v.ndim == 1 else np.full(
+            int(good.sum()), v.shape[1], np.int32)) for v in members.columns(part)] if isinstance(
+            members, _Members) else [Ids(pa.array(np.asarray(members[part, k], np.int64)[good]))
+                                     for k in range(len(names))]
+        bad = tuple(BadRow(int(r), "", str(truth[r - part.start]), "label 0 or 1, finite numbers")
+                    for r in rows[~good][:MAX_EXAMPLES])
+        yield Rows(rows.size, rows[good], truth[good].astype(np.int8), numbers[:, good],
+                   tuple(sparse), None, int((~good).sum()), bad)
+        progress(rows.size * each)
+
+
+def num_arrays_rows(path: str) -> int:
+    """Rows of a ``.npy`` day by its labels; raises as reading does."""
+    base = path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
+    return len(_load(f"{base}_labels.npy"))
+
+
+def _load(path: str) -> np.ndarray:
+    if store.is_url(path):
+        raise InvalidInputError(fail("cannot read arrays", "path", path, "a file of this machine, "
+                                     "which is mapped", "copy the day's files to a local folder"))
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise InvalidInputError(
+            fail("cannot read arrays", "path", path, "an existing file beside the others",
+                 "put the day's dense, sparse and labels files into one folder")) from None
+    except (ValueError, EOFError, OSError) as error:
+        raise FileFormatError(
+            fail(f"cannot read {path!r}", "content", str(error)[:200], "a complete .npy file",
+                 "fetch it again")) from None
+
+
+class _Members:
+    """The members ``0.npy``, ``1.npy``, ... of a multi-hot ``.npz``, read row by row."""
+
+    def __init__(self, path: str, count: int) -> None:
+        self._path = path
+        try:
+            archive = zipfile.ZipFile(path)
+            self._files = [archive.open(f"{k}.npy") for k in range(count)]
+            heads = []
+            for file in self._files:
+                version = np.lib.format.read_magic(file)
+                read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
+                        else np.lib.format.read_array_header_2_0)
+                heads.append(read(file))
+        except (zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
+            raise FileFormatError(
+                fail(f"cannot read {path!r}", "content", str(error)[:200],
+                     f"a complete .npz with members 0..{count - 1}", "fetch it again")) from None
+        bad = [h for h in heads if len(h[0]) != 2 or h[1] or h[2].kind not in "iu"
+               or h[0][0] != heads[0][0][0]]
+        if bad:
+            raise FileFormatError(
+                fail(f"cannot read {path!r}", "member", bad[0], "integers [rows, ids per bag]",
+                     "make the file again"))
+        self._heads = heads
+        self.shape = (heads[0][0][0], count)
+
+    def columns(self, part: slice) -> Iterator[np.ndarray]:
+        """int64 [n, h] of every member; parts must follow one another."""
+        count = part.stop - part.start
+        for file, (shape, _, dtype) in zip(self._files, self._heads, strict=True):
+            raw = file.read(count * shape[1] * dtype.itemsize)
+            if len(raw) != count * shape[1] * dtype.itemsize:
+                raise FileFormatError(
+                    fail(f"cannot read {self._path!r}", "rows", "fewer than its header says",
+                         f"{shape[0]}", "fetch it again"))
+            yield np.frombuffer(raw, dtype).reshape(count, shape[1]).astype(np.int64)
+
+
+def is_companion(path: str, layouts: Sequence[Layout]) -> bool:
+    """Whether a file is read together with another one (labels and dense of ``.npy`` days)."""
+    return any(x.format == "npy" for x in layouts) and path.endswith(("_dense.npy", "_labels.npy"))
+
+
+def is_arrays(path: str) -> bool:
+    """Whether a file holds the sparse ids of a ``.npy`` day."""
+    return path.endswith(("_sparse.npy", "_sparse_multi_hot.npz"))
+
+
+def is_parquet(path: str) -> bool:
+    """Whether a file begins as Parquet does."""
+    with store.open_input(path) as file:
+        return file.read(4) == b"PAR1"

@@ -1,0 +1,105 @@
+"""Well-formed rows of a log, and what was wrong with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from oper.data.reading.columns import Ids
+
+MAX_EXAMPLES = 20
+PIECE_ROWS = 1 << 19   # of the log, that are in memory at once, at most
+PIECE_BYTES = 1 << 28  # about, of logs with many columns
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A malformed row.
+
+    Attributes:
+        row: its number in its unit of work (0-based).
+        column: name of the first malformed column; empty when the number of columns is wrong.
+        value: what stands there, shortened to 40 characters.
+        expected: what should.
+    """
+
+    row: int
+    column: str
+    value: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The well-formed rows of a piece of a log, n of them.
+
+    Attributes:
+        num_lines: rows of the piece, malformed ones included.
+        rows: int64 [n], ascending: their numbers in the unit of work.
+        labels: int8 [n].
+        dense: float32 [D, n], transformed.
+        sparse: raw values by column.
+        time: int64 [n], seconds since 1970; None = the log has no time.
+        num_bad: malformed rows.
+        bad: the first of them, at most `MAX_EXAMPLES`.
+    """
+
+    num_lines: int
+    rows: np.ndarray
+    labels: np.ndarray
+    dense: np.ndarray
+    sparse: tuple[Ids, ...]
+    time: np.ndarray | None = None
+    num_bad: int = 0
+    bad: tuple[BadRow, ...] = field(default=())
+
+
+def piece_rows(dense: Sequence[str], sparse: Sequence[str]) -> int:
+    """How many rows of a log of such columns are in memory at once."""
+    return max(1, min(PIECE_ROWS, PIECE_BYTES // (8 * (len(dense) + len(sparse) + 4))))
+
+
+def show(text: bytes) -> str:
+    """A field for a message."""
+    shown = text[:41].decode("utf-8", "backslashreplace")
+    return shown if len(text) <= 40 else shown[:37] + "..."
+
+
+def concat(parts: Sequence[Rows]) -> Rows:
+    """Several pieces as one; at least one piece."""
+    if len(parts) == 1:
+        return parts[0]
+    times = [p.time for p in parts if p.time is not None]
+    sparse = []
+    for same in zip(*(p.sparse for p in parts), strict=True):
+        types = {ids.values.type for ids in same}
+        arrays = [ids.values if len(types) == 1 else ids.values.cast(pa.int64()) for ids in same]
+        lengths = [ids.lengths for ids in same if ids.lengths is not None]
+        sparse.append(Ids(pa.concat_arrays(arrays), np.concatenate(lengths) if lengths else None))
+    return Rows(
+        sum(p.num_lines for p in parts), np.concatenate([p.rows for p in parts]),
+        np.concatenate([p.labels for p in parts]),
+        np.concatenate([p.dense for p in parts], axis=1), tuple(sparse),
+        np.concatenate(times) if times else None, sum(p.num_bad for p in parts),
+        tuple(b for p in parts for b in p.bad)[:MAX_EXAMPLES])
+
+
+def in_order(rows: Rows, order: np.ndarray) -> Rows:
+    """The same rows, row `order[k]` in place k (so that their numbers need not ascend)."""
+    at = pa.array(order)
+    sparse = []
+    for ids in rows.sparse:
+        if ids.lengths is None:
+            sparse.append(Ids(ids.values.take(at)))
+            continue
+        ends = np.concatenate([[0], np.cumsum(ids.lengths)])
+        lengths = ids.lengths[order]
+        starts = np.repeat(ends[order] - np.concatenate([[0], np.cumsum(lengths)])[:-1], lengths)
+        taken = starts + np.arange(int(lengths.sum()))
+        sparse.append(Ids(ids.values.take(pa.array(taken)), lengths))
+    return Rows(rows.num_lines, rows.rows[order], rows.labels[order], rows.dense[:, order],
+                tuple(sparse), None if rows.time is None else rows.time[order], rows.num_bad,
+                rows.bad)

@@ -1,0 +1,200 @@
+"""Files wherever they are: on this machine, or in a store that pyarrow or fsspec can open.
+
+A name such as ``s3://bucket/log.gz`` goes to ``pyarrow.fs`` (S3, GCS, HDFS: part of pyarrow), any
+other scheme to the fsspec library that is installed for it. Everything else is a local path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from oper.errors import InvalidInputError, fail
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_BUFFER_BYTES = 1 << 23  # of a remote file: a request costs more than a few megabytes
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a name is that of a file in a store."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+def filesystem(url: str) -> tuple[Any, str, str]:
+    """The store of a URL as a ``pyarrow.fs.FileSystem``, and the URL's path and query in it.
+
+    Raises:
+        InvalidInputError: nobody knows the scheme, or the store cannot be opened.
+    """
+    import fsspec  # type: ignore[import-untyped]
+    import pyarrow as pa
+    from pyarrow import fs
+
+    plain, mark, query = url.partition("?")
+    try:
+        try:
+            found, path = fs.FileSystem.from_uri(url.replace(" ", "%20"))
+        except pa.ArrowInvalid as error:
+            if "nrecognized filesystem" not in str(error):
+                raise
+            other, path = fsspec.core.url_to_fs(plain)
+            found = fs.PyFileSystem(fs.FSSpecHandler(other))
+    except (pa.ArrowException, ImportError, OSError, ValueError) as error:
+        raise InvalidInputError(
+            fail("cannot open a store", "URL", plain, "one that pyarrow or an installed fsspec "
+                 "library can open", f"{str(error)[:200]}: correct it, or install the library")
+        ) from None
+    return found, path, mark + query
+
+
+@contextlib.contextmanager
+def _asking(url: str) -> Iterator[None]:
+    """A store's errors, as one of ours that names the URL."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise InvalidInputError(fail("cannot read the log", "input", url, "an existing file",
+                                     "correct the name")) from None
+    except OSError as error:
+        raise InvalidInputError(
+            fail("cannot use a store", "URL", url, "one that answers and lets you in",
+                 str(error)[:300])) from None
+
+
+def open_input(path: str) -> BinaryIO:
+    """Open a file for reading, at any place."""
+    if not is_url(path):
+        return open(path, "rb")
+    found, name, _ = filesystem(path)
+    with _asking(path):
+        return cast(BinaryIO, io.BufferedReader(found.open_input_file(name), _BUFFER_BYTES))
+
+
+def stamp(path: str) -> tuple[int, int]:
+    """Bytes of a file, and when it was changed, in nanoseconds (0 = the store does not say)."""
+    if not is_url(path):
+        about = os.stat(path)
+        return about.st_size, about.st_mtime_ns
+    found, name, _ = filesystem(path)
+    with _asking(path):
+        info = found.get_file_info(name)
+        if not info.is_file:
+            raise FileNotFoundError(path)
+    return info.size, info.mtime_ns or 0
+
+
+def size(path: str) -> int:
+    """Bytes of a file."""
+    return stamp(path)[0]
+
+
+def full_name(path: str) -> str:
+    """An absolute path, or a URL without its query, which may hold keys."""
+    return path.partition("?")[0] if is_url(path) else os.path.abspath(path)
+
+
+def files_below(url: str) -> list[str]:
+    """URLs of the data files that a URL of a file, a folder or a pattern names, in any order."""
+    from pyarrow import fs
+
+    found, name, query = filesystem(url)
+    plain = url.partition("?")[0]
+    base = plain[:len(plain) - len(name)] if plain.endswith(name) else f"{plain.split('://')[0]}://"
+    with _asking(url):
+        fixed = name
+        if any(c in name for c in "*?["):
+            fixed = re.split(r"[*?\[]", name)[0].rpartition("/")[0]
+        elif found.get_file_info(name).is_file:
+            return [url]
+        infos = found.get_file_info(fs.FileSelector(fixed, allow_not_found=True, recursive=True))
+        paths = [i.path for i in infos if i.is_file]
+    if fixed != name:
+        return [base + p + query for p in paths if Path(p).match(name)
+                and p.count("/") == name.count("/")]
+    return [base + p + query for p in paths if is_data(p[len(fixed):])]
+
+
+def is_data(path: str) -> bool:
+    """Whether a file below a folder holds data: no marker and nothing hidden (``_SUCCESS``)."""
+    return not any(part[0] in "._" for part in path.split("/") if part)
+
+
+@contextlib.contextmanager
+def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
+    """`names` with the text of a pipe (``-``, ``/dev/stdin``, a named pipe) in a file instead.
+
+    A log is read more than once. The file lies beside `beside`, is called by its content, so that a
+    run that was interrupted goes on when the same comes through the pipe again, and is removed
+    once the block has ended, but for an interrupt.
+    """
+    found, files = [], []
+    for name in names:
+        if not is_pipe(name):
+            found.append(name)
+            continue
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        with contextlib.ExitStack() as stack:
+            pipe = stack.enter_context(open(0 if name == "-" else name, "rb", closefd=name != "-"))
+            draft = Path(tempfile.mkstemp(dir=beside.parent, prefix=f".{beside.name}.pipe.")[1])
+            stack.callback(draft.unlink, missing_ok=True)
+            with draft.open("wb") as out:
+                while piece := pipe.read(1 << 22):
+                    digest.update(piece)
+                    out.write(piece)
+            files.append(draft.with_name(f".{beside.name}.pipe-{digest.hexdigest()[:24]}"))
+            os.utime(draft, ns=(0, 0))  # what it holds is in its name
+            os.replace(draft, files[-1])
+        found.append(str(files[-1]))
+    try:
+        yield found
+    except (KeyboardInterrupt, OSError):
+        files = []
+        raise
+    finally:
+        for path in files:
+            path.unlink(missing_ok=True)
+
+
+def is_pipe(name: str) -> bool:
+    """Whether a name is that of something which can be read once only."""
+    if name == "-" or is_url(name):
+        return name == "-"
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
+
+
+def upload(folder: Path, url: str, last: Sequence[str]) -> None:
+    """Put the files of a local folder below a URL, those called `last` at the end, in this order.
+
+    Raises:
+        InvalidInputError: the store refuses.
+    """
+    from pyarrow import fs
+
+    found, name, _ = filesystem(url)
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    with _asking(url):
+        for path in [*(n for n in names if n not in last), *last]:
+            target = f"{name.rstrip('/')}/{path}"
+            found.create_dir(target.rpartition("/")[0], recursive=True)
+            fs.copy_files(str(folder / path), target, source_filesystem=fs.LocalFileSystem(),
+                          destination_filesystem=found)
+
+
+def remove_below(url: str) -> None:
+    """Remove what lies below a URL, if anything."""
+    found, name, _ = filesystem(url)
+    with _asking(url):
+        found.delete_dir_contents(name, missing_dir_ok=True)

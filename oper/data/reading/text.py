@@ -1,0 +1,282 @@
+"""Delimited text: blocks of lines to rows, malformed ones found one by one.
+
+pyarrow splits and converts a whole block. A block that holds anything irregular is gone through
+field by field, its malformed rows are left out and reported, and pyarrow converts the rest.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import csv as pacsv
+
+from oper.data.reading import columns as convert
+from oper.data.reading.columns import EXPECTED, MalformedError
+from oper.data.reading.lines import Block
+from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
+from oper.data.recipe import Column, Layout, Recipe
+from oper.errors import FileFormatError, InvalidInputError, fail
+
+SEPARATORS = (",", "\t", ";", "|", "::", " ")
+_UNIT_SEPARATOR = "\x1f"  # stands in for separators of several characters
+
+
+@dataclass(frozen=True, slots=True)
+class TextLayout:
+    """How the lines of one file are split: its columns in the order of the file.
+
+    Attributes:
+        layout: of the recipe.
+        columns: one per field of a line; those of a header that the recipe leaves out are skipped.
+        dense, sparse: names of the recipe's columns, in its order.
+        also: further columns that are read from a field, with its number.
+    """
+
+    layout: Layout
+    columns: tuple[Column, ...]
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    also: tuple[tuple[int, Column], ...] = ()
+
+    @property
+    def separator(self) -> str:
+        """One character."""
+        text = self.layout.separator
+        return text if len(text) == 1 else _UNIT_SEPARATOR
+
+
+def split_line(line: str, layout: Layout) -> list[str]:
+    """The fields of one line."""
+    if not layout.quote:
+        return line.split(layout.separator)
+    return next(csv.reader([line], **_dialect(layout.separator, layout)), [])
+
+
+def _dialect(separator: str, layout: Layout) -> dict[str, Any]:
+    return {"delimiter": separator, "quotechar": layout.quote, "escapechar": layout.escape or None,
+            "doublequote": not layout.escape, "strict": False}
+
+
+def text_layout(recipe: Recipe, layout: Layout, line: str, path: str) -> TextLayout:
+    """The columns of a file whose first line is `line`.
+
+    Raises:
+        FileFormatError: its header lacks columns of the layout, or names one twice.
+    """
+    columns = layout.columns
+    also: list[tuple[int, Column]] = []
+    if layout.header:
+        columns, also = _by_header(layout, split_line(line, layout), path)
+    return TextLayout(layout, columns, recipe.names("dense"), recipe.names("sparse"), tuple(also))
+
+
+def _by_header(layout: Layout, header: Sequence[str], path: str
+               ) -> tuple[tuple[Column, ...], list[tuple[int, Column]]]:
+    wanted: dict[int, Column] = {}
+    also: list[tuple[int, Column]] = []
+    missing = []
+    for column in layout.columns:
+        if column.kind == "skip":
+            continue
+        places = [k for k, name in enumerate(header) if name.strip() in column.sources]
+        if len(places) != 1:
+            missing.append(" or ".join(column.sources))
+        elif places[0] not in wanted:
+            wanted[places[0]] = column
+        elif convert.arrow_type(wanted[places[0]]) == convert.arrow_type(column):
+            also.append((places[0], column))
+        else:
+            raise InvalidInputError(
+                fail(f"recipe layout {layout.name!r}", "columns of one source",
+                     [wanted[places[0]].name, column.name], "the same type of number or text",
+                     "correct the recipe"))
+    if missing:
+        raise FileFormatError(
+            fail(f"cannot read {path!r}", "header", ",".join(header),
+                 f"each of the columns {missing[:8]} once", _other_separator(layout, header)))
+    return tuple(wanted.get(k, Column(f"skip {k}", "skip")) for k in range(len(header))), also
+
+
+def _other_separator(layout: Layout, header: Sequence[str]) -> str:
+    """What to do about a header that lacks columns."""
+    line = layout.separator.join(header)
+    for separator in SEPARATORS:
+        names = [name.strip() for name in line.split(separator)]
+        if separator != layout.separator and all(
+                any(s in names for s in c.sources) for c in layout.columns if c.kind != "skip"):
+            return separator_advice(separator)
+    return "name the columns of its header, or pass the right file"
+
+
+def separator_advice(separator: str) -> str:
+    """What to do about a file with this separator."""
+    shown = "\\t" if separator == "\t" else separator
+    return (f"its fields are separated by {separator!r}: pass --separator '{shown}' (recipe csv), "
+            "or correct the recipe's separator")
+
+
+def parse_block(block: Block, text: TextLayout) -> Rows:
+    """The rows of a block of lines; malformed rows are left out and reported."""
+    data = _unified(block.data, text)
+    try:
+        if _is_odd(data, text):
+            raise MalformedError("")
+        rows = _convert(data, text, block.first_row, None)
+        if rows.rows.size > block.num_lines:
+            raise MalformedError("")
+        return replace(rows, num_lines=block.num_lines)
+    except (MalformedError, pa.ArrowInvalid):
+        return _row_by_row(data, text, block)
+
+
+def _unified(data: bytes, text: TextLayout) -> bytes:
+    """UTF-8 with separators of one character."""
+    layout = text.layout
+    if layout.encoding == "latin-1" and not data.isascii():
+        data = data.decode("latin-1").encode()
+    if len(layout.separator) > 1:
+        if _UNIT_SEPARATOR.encode() in data:
+            data = data.replace(_UNIT_SEPARATOR.encode(), b"\xef\xbf\xbd")
+        data = data.replace(layout.separator.encode(), _UNIT_SEPARATOR.encode())
+    return data
+
+
+def _is_odd(data: bytes, text: TextLayout) -> bool:
+    """Whether a block holds what pyarrow would take and the recipe's types do not allow."""
+    # pyarrow ends a line at a carriage return of its own, too.
+    if b"\0" in data or (b"\r" in data and not text.layout.quote
+                         and data.count(b"\r") != data.count(b"\r\n")):
+        return True
+    # Hexadecimal integers; a text that happens to hold such letters only costs time.
+    return (b"0x" in data or b"0X" in data) and any(
+        c.parse in ("int", "uint32", "uint64") for c in text.columns)
+
+
+def _convert(data: bytes, text: TextLayout, first_row: int, rows: np.ndarray | None) -> Rows:
+    """Convert lines that should all be well-formed; raises MalformedError or ArrowInvalid."""
+    names = [str(k) for k in range(len(text.columns))]
+    layout = text.layout
+    used = {str(k): c for k, c in enumerate(text.columns) if c.kind != "skip"}
+    table = pacsv.read_csv(
+        pa.BufferReader(data),
+        pacsv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),
+        pacsv.ParseOptions(
+            delimiter=text.separator, quote_char=layout.quote or False,
+            double_quote=not layout.escape, escape_char=layout.escape or False,
+            newlines_in_values=bool(layout.quote), ignore_empty_lines=False),
+        pacsv.ConvertOptions(
+            check_utf8=False, column_types={k: convert.arrow_type(c) for k, c in used.items()},
+            include_columns=list(used), null_values=[""], strings_can_be_null=True))
+    columns = {c.name: (c, table.column(k).combine_chunks()) for k, c in used.items()}
+    columns.update({c.name: (c, columns[text.columns[k].name][1]) for k, c in text.also})
+    if rows is None:
+        rows = np.arange(first_row, first_row + table.num_rows)
+    return rows_of(columns, text.dense, text.sparse, rows)
+
+
+def rows_of(columns: dict[str, tuple[Column, pa.Array]], dense: Sequence[str],
+            sparse: Sequence[str], rows: np.ndarray) -> Rows:
+    """Rows from Arrow columns of equal length; raises MalformedError."""
+    label = [p for p in columns.values() if p[0].kind == "label"]
+    time = [p for p in columns.values() if p[0].kind == "time"]
+    count = rows.size
+    numbers = np.zeros((len(dense), count), np.float32)
+    for k, name in enumerate(dense):
+        numbers[k] = convert.dense(*columns[name])
+    return Rows(
+        count, rows, convert.labels(*label[0]) if label else np.ones(count, np.int8), numbers,
+        tuple(convert.ids(*columns[name]) for name in sparse),
+        convert.times(*time[0]) if time else None)
+
+
+def _row_by_row(data: bytes, text: TextLayout, block: Block) -> Rows:
+    """Rows of a block in which something is malformed."""
+    records = _records(data, text, block)
+    bad: dict[int, BadRow] = {}
+    good = []
+    for k, fields in enumerate(records):
+        found = _judge(fields, text, block.first_row + k)
+        if found is None:
+            good.append(k)
+        else:
+            bad[k] = found
+    parts = _halves(records, good, text, block.first_row, bad)
+    rows = _joined(parts, text)
+    reports = [bad[k] for k in sorted(bad)[:MAX_EXAMPLES]]
+    return replace(rows, num_lines=block.num_lines, num_bad=len(bad), bad=tuple(reports))
+
+
+def _records(data: bytes, text: TextLayout, block: Block) -> list[list[bytes]]:
+    separator = text.separator.encode()
+    if not text.layout.quote:
+        return [line.removesuffix(b"\r").split(separator) for line in data.split(b"\n")[:-1]]
+    lines = io.StringIO(data.decode("latin-1"), newline="")  # one character per byte
+    try:
+        records = [[f.encode("latin-1") for f in record] or [b""]
+                   for record in csv.reader(lines, **_dialect(text.separator, text.layout))]
+        why = "" if len(records) <= block.num_lines else "a carriage return outside of quotes"
+    except csv.Error as error:
+        records, why = [], str(error)
+    if why:
+        raise FileFormatError(
+            fail(f"cannot read {block.path!r}", f"text from row {block.first_row + 1} on", why,
+                 "quoted fields", "correct the file"))
+    return records
+
+
+def _judge(fields: list[bytes], text: TextLayout, row: int) -> BadRow | None:
+    columns = text.columns
+    if len(fields) != len(columns):
+        return BadRow(row, "", show(b" ".join(fields)),
+                      f"{len(columns)} columns instead of {len(fields)}")
+    for column, field in zip(columns, fields, strict=True):
+        if not convert.is_valid(column, field) or (b"\r" in field and not text.layout.quote):
+            return BadRow(row, column.name, show(field), EXPECTED[column.parse])
+    return None
+
+
+def _halves(records: list[list[bytes]], good: list[int], text: TextLayout, first_row: int,
+            bad: dict[int, BadRow]) -> list[Rows]:
+    """Convert records; where pyarrow objects to one that `_judge` let pass, find it by halving."""
+    if not good:
+        return []
+    try:
+        data = _written([records[k] for k in good], text)
+        return [_convert(data, text, 0, np.array(good, np.int64) + first_row)]
+    except (MalformedError, pa.ArrowInvalid) as error:
+        if len(good) == 1:
+            bad[good[0]] = BadRow(first_row + good[0], "", show(b" ".join(records[good[0]])),
+                                  str(error)[:120])
+            return []
+        middle = len(good) // 2
+        return (_halves(records, good[:middle], text, first_row, bad)
+                + _halves(records, good[middle:], text, first_row, bad))
+
+
+def _written(records: list[list[bytes]], text: TextLayout) -> bytes:
+    if not text.layout.quote:
+        separator = text.separator.encode()
+        return b"".join(separator.join(fields) + b"\n" for fields in records)
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_MINIMAL,
+                        **_dialect(text.separator, text.layout))
+    writer.writerows([f.decode("latin-1") for f in fields] for fields in records)
+    return out.getvalue().encode("latin-1")
+
+
+def _joined(parts: list[Rows], text: TextLayout) -> Rows:
+    if parts:
+        return concat(parts)
+    return no_rows((*text.columns, *(c for _, c in text.also)), text.dense, text.sparse)
+
+
+def no_rows(columns: Sequence[Column], dense: Sequence[str], sparse: Sequence[str]) -> Rows:
+    """No rows, in the types of the columns."""
+    empty = {c.name: (c, pa.array([], convert.arrow_type(c))) for c in columns if c.kind != "skip"}
+    return rows_of(empty, dense, sparse, np.zeros(0, np.int64))

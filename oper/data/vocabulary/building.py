@@ -1,0 +1,315 @@
+"""Vocabularies: from raw values to ids in hotness order, counted on the training part.
+
+Values and counts may exceed memory: a vocabulary is built from slices of ascending values and lies
+in files that are mapped, not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from oper import native
+from oper.data.arrays import save
+from oper.data.generate.ids import mix64
+from oper.data.vocabulary.merging import RunMerger
+from oper.errors import InvalidInputError, fail
+
+_WRITE_ROWS = 1 << 20
+_SMALL_BYTES = 1 << 24  # of a vocabulary that stays in memory
+_FEW = 1 << 16  # counts below are counted in an array
+Slices = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
+# Ascending distinct values [K], ids int32 [K], counts int64 [K], piece by piece.
+Parts = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyFacts:
+    """What is known of a column's values.
+
+    Id 0 stands for every value without an id of its own: seen fewer than `min_count` times in the
+    training part, cut by a limit on the rows, or never seen. Ids 1, 2, ... go to the other values
+    by count, descending, ties by value, ascending; a missing field is a value of its own, before
+    all others. A hashed column has no order: ids are 1 + hash mod (rows - 1), and 0 where missing.
+
+    Attributes:
+        num_rows: rows of the table, with row 0.
+        num_distinct: values (with a missing field as one) seen in the training part.
+        num_once: values seen once there; over all accesses the Good-Turing estimate of the
+            probability that the next one is new, which the statistics of ids cannot show.
+        num_rare_accesses: accesses in the training part of values that share row 0.
+        missing_id: id of a missing field; 0 where it shares row 0.
+        hashed: whether ids are hashes.
+        num_collisions: distinct values of a hashed column less the rows that they take.
+    """
+
+    num_rows: int
+    num_distinct: int
+    num_once: int
+    num_rare_accesses: int
+    missing_id: int
+    hashed: bool = False
+    num_collisions: int = 0
+
+
+def hash_values(values: np.ndarray, num_rows: int) -> np.ndarray:
+    """Ids of raw values by hashing: int32 [K], 1 + (64-bit hash mod (num_rows - 1)).
+
+    Integers go through the finalizer of splitmix64; texts fold their bytes through it, eight at a
+    time. The hash of a value never changes.
+    """
+    if values.dtype.kind == "S":
+        width = -(-values.dtype.itemsize // 8) * 8
+        words = np.ascontiguousarray(values.astype(f"S{width}")).view("<u8").reshape(
+            values.size, -1)
+        state = np.full(values.size, 0x9E3779B97F4A7C15, np.uint64)
+        for word in words.T:  # words of zeros, past the end of a text, change nothing
+            state = np.where(word != 0, mix64(state ^ word), state)
+    else:
+        state = mix64(values.astype(np.int64).view(np.uint64)
+                      if values.dtype.kind == "i" else values)
+    return (1 + mix64(state + np.uint64(1)) % np.uint64(num_rows - 1)).astype(np.int32)
+
+
+class Vocabulary:
+    """The ids of one column's raw values, in files."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open what `build` wrote into `folder`."""
+        self._folder = folder
+        self._small: tuple[np.ndarray, np.ndarray] | None = None
+        self.facts = VocabularyFacts(**json.loads((folder / "facts.json").read_text()))
+
+    def lookup(self, values: np.ndarray) -> np.ndarray:
+        """Ids int32 [K + 1] of a missing field and of distinct ascending raw values [K]."""
+        ids = np.zeros(values.size + 1, np.int32)
+        ids[0] = self.facts.missing_id
+        if self.facts.hashed:
+            ids[1:] = hash_values(values, self.facts.num_rows)
+        else:
+            ids[1:] = self._find(values)
+        return ids
+
+    def has(self, values: np.ndarray) -> np.ndarray:
+        """Which of distinct ascending raw values [K] are in the vocabulary, bool [K]."""
+        return self._find(values) > 0
+
+    def _find(self, values: np.ndarray) -> np.ndarray:
+        """Listed ids of distinct ascending raw values, 0 = none."""
+        known, ids = self._known()
+        kind = common_kind(known, values)
+        if kind.kind != "S":  # texts are compared whatever their widths
+            known, values = known.astype(kind, copy=False), values.astype(kind, copy=False)
+        return native.lookup(known, ids, values)
+
+    @property
+    def num_missing(self) -> int:
+        """Missing fields that were counted."""
+        return int((self._folder / "missing.json").read_text())
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Values, ids and counts of every value with an id, by ascending value, mapped."""
+        values, ids, counts = (np.load(self._folder / f"{n}.npy", mmap_mode="r")
+                               for n in ("values", "ids", "counts"))
+        return values, ids, counts
+
+    def parts(self) -> Parts:
+        """`arrays`, piece by piece in memory; at least one piece, which tells the type."""
+        every = self.arrays()
+        for start in range(0, max(1, every[0].size), _WRITE_ROWS):
+            values, ids, counts = (np.array(a[start:start + _WRITE_ROWS]) for a in every)
+            yield values, ids, counts
+
+    def _known(self) -> tuple[np.ndarray, np.ndarray]:
+        """Values and ids: small ones in memory, large ones mapped anew.
+
+        Pages of a map that stays count as memory of the process.
+        """
+        if self._small is not None:
+            return self._small
+        paths = [self._folder / f"{n}.npy" for n in ("values", "ids")]
+        if sum(p.stat().st_size for p in paths) > _SMALL_BYTES:
+            return np.load(paths[0], mmap_mode="r"), np.load(paths[1], mmap_mode="r")
+        self._small = np.load(paths[0]), np.load(paths[1])
+        return self._small
+
+    def write_parquet(self, path: Path) -> None:
+        """Write value, id and count of every value with an id, see `write_parquet`."""
+        facts = self.facts
+        write_parquet(path, self.parts, (facts.missing_id, self.num_missing)
+                      if facts.missing_id or facts.hashed else None)
+
+
+def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
+    """A type for the raw values of both arrays; raises InvalidInputError where there is none."""
+    if not one.size or not other.size or one.dtype == other.dtype:
+        return one.dtype if one.size else other.dtype
+    kind = np.promote_types(one.dtype, other.dtype)
+    if (one.dtype.kind == "S") != (other.dtype.kind == "S") or kind.kind not in "iuS":
+        raise InvalidInputError(
+            fail("cannot look values up in a vocabulary", "types",
+                 (other.dtype.name, one.dtype.name), "signed, unsigned or text alike",
+                 "read the column as the vocabulary's run did"))
+    return kind
+
+
+def write_parquet(path: Path, parts: Callable[[], Parts], missing: tuple[int, int] | None) -> None:
+    """Write value, id and count of values, by ascending value.
+
+    Texts are strings, or binary where one of them is not UTF-8.
+
+    Args:
+        path: the file.
+        parts: gives the values, twice.
+        missing: id and count of a missing field, which has a null value and comes first.
+    """
+    kind = pa.int64()
+    for values, _, _ in parts():
+        if values.dtype.kind != "S":
+            kind = pa.from_numpy_dtype(values.dtype)
+            break
+        try:
+            kind = pa.array(values.tolist(), pa.binary()).cast(pa.string()).type
+        except pa.ArrowInvalid:
+            kind = pa.binary()
+            break
+    schema = pa.schema([("value", kind), ("id", pa.int32()), ("count", pa.int64())])
+    with pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False,
+                          write_statistics=False) as writer:
+        if missing is not None:
+            writer.write_table(pa.table([pa.array([None], kind), [missing[0]], [missing[1]]],
+                                        schema=schema))
+        for values, ids, counts in parts():
+            if values.size:
+                raw = (pa.array(values.tolist(), pa.binary()) if values.dtype.kind == "S"
+                       else pa.array(values))
+                writer.write_table(pa.table([raw.cast(kind), ids, counts], schema=schema))
+
+
+def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
+          max_rows: int | None) -> VocabularyFacts:
+    """Write the vocabulary of merged counts into `folder`.
+
+    Args:
+        folder: gets the files.
+        merger: counts of all values of the training part.
+        num_missing: missing fields there.
+        min_count: values seen less often get id 0.
+        max_rows: at most so many rows, row 0 included: the hottest values keep their ids.
+    """
+    levels, num = _histogram(merger.slices)
+    total = int((levels * num).sum()) + num_missing
+    distinct, once = int(num.sum()) + (num_missing > 0), int(num[levels == 1].sum())
+    if num_missing:
+        at = int(np.searchsorted(levels, num_missing))
+        if at == levels.size or levels[at] != num_missing:
+            levels, num = np.insert(levels, at, num_missing), np.insert(num, at, 0)
+        num[at] += 1
+        once += num_missing == 1
+    room = np.where(levels >= min_count, num, 0)
+    if max_rows is not None:
+        hotter = np.concatenate([np.cumsum(room[::-1])[::-1][1:], [0]])
+        room = np.clip(max_rows - 1 - hotter, 0, room)
+    first = 1 + np.concatenate([np.cumsum(room[::-1])[::-1][1:], [0]]).astype(np.int64)
+    given = np.zeros(levels.size, np.int64)
+    missing_id = 0
+    if num_missing:
+        at = int(np.searchsorted(levels, num_missing))
+        missing_id, given[at] = (int(first[at]), 1) if room[at] else (0, 0)
+    kept = _deal(folder, merger.slices, (levels, room, first, given),
+                 int(room.sum()) - (missing_id > 0))
+    facts = VocabularyFacts(int(room.sum()) + 1, distinct, once,
+                            total - kept - (num_missing if missing_id else 0), missing_id)
+    note_facts(folder, facts, num_missing)
+    return facts
+
+
+def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: int
+                 ) -> VocabularyFacts:
+    """Write the facts of a hashed column into `folder`, with the collisions counted."""
+    taken = np.zeros(num_rows, bool)
+    levels, num = _histogram(merger.slices)
+    distinct = int(num.sum())
+
+    def every() -> Parts:
+        for values, counts in merger.slices():
+            ids = hash_values(values, num_rows)
+            taken[ids] = True
+            yield values, ids, counts
+
+    write_parts(folder, every(), distinct)
+    facts = VocabularyFacts(
+        num_rows, distinct + (num_missing > 0), int(num[levels == 1].sum()), 0, 0, True,
+        distinct - int(np.count_nonzero(taken)))
+    note_facts(folder, facts, num_missing)
+    return facts
+
+
+def note_facts(folder: Path, facts: VocabularyFacts, num_missing: int) -> None:
+    """Write what is known of a vocabulary beside its arrays, which need not outlive the machine."""
+    (folder / "missing.json").write_text(str(num_missing))
+    (folder / "facts.json").write_text(json.dumps(asdict(facts)))
+
+
+def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:
+    """Ascending counts int64 [K] and how many values have each."""
+    few = np.zeros(_FEW, np.int64)
+    levels = num = np.zeros(0, np.int64)
+    for _, counts in slices():
+        few += np.bincount(counts[counts < _FEW], minlength=_FEW)
+        found, times = np.unique(counts[counts >= _FEW], return_counts=True)
+        levels, num = native.merge_counts([(levels, num), (found, times)])
+    low = np.flatnonzero(few)
+    return np.concatenate([low, levels]), np.concatenate([few[low], num])
+
+
+def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept: int) -> int:
+    """Deal ids to ascending values, count by count; returns the accesses of values with an id.
+
+    Of each count the first ids go to the smallest values, so that walking once through ascending
+    values with a counter per count gives the order by count, then value.
+    """
+    levels, room, first, given = state
+    accesses = 0
+
+    def dealt() -> Parts:
+        nonlocal accesses
+        for values, counts in slices():
+            ids = native.deal(counts, (levels, room, first), given)
+            has_id = ids > 0
+            if not has_id.all():
+                values, ids, counts = values[has_id], ids[has_id], counts[has_id]
+            accesses += int(counts.sum())
+            yield values, ids, counts
+
+    write_parts(folder, dealt(), num_kept)
+    return accesses
+
+
+def write_parts(folder: Path, parts: Parts, count: int) -> None:
+    """Write values, ids and counts, `count` of each, as three .npy files."""
+    files: list[BinaryIO] = []
+    dtypes: list[np.dtype[Any]] = []
+    try:
+        for part in parts:
+            if not files:
+                dtypes = [part[0].dtype, np.dtype(np.int32), np.dtype(np.int64)]
+                for name, dtype in zip(("values", "ids", "counts"), dtypes, strict=True):
+                    files.append((folder / f"{name}.npy").open("wb"))
+                    np.lib.format.write_array_header_2_0(
+                        files[-1], {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
+            for file, array, dtype in zip(files, part, dtypes, strict=True):
+                file.write(array.astype(dtype, copy=False).tobytes())
+    finally:
+        for opened in files:
+            opened.close()
+    if not files:
+        for name, kind in (("values", np.int64), ("ids", np.int32), ("counts", np.int64)):
+            save(folder / f"{name}.npy", np.zeros(0, kind))

@@ -1,0 +1,310 @@
+"""A vocabulary that outlives the run that made it: applied to new files, extended by new values."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from oper.data.arrays import as_numpy
+from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST
+from oper.data.vocabulary.building import (
+    Parts,
+    Vocabulary,
+    VocabularyFacts,
+    build,
+    common_kind,
+    note_facts,
+    write_parquet,
+    write_parts,
+)
+from oper.data.vocabulary.merging import RunMerger
+from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.files import check_local, read_json, write_text
+
+VOCABULARY_KIND, VOCABULARY_VERSION = "oper-vocabulary", 1
+_BATCH_ROWS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedVocabulary:
+    """The vocabularies of all sparse columns, of a preprocessed folder or an extended one.
+
+    Attributes:
+        path: the folder.
+        columns: the sparse columns, in their order.
+        facts: of each.
+        min_count: values seen less often share row 0.
+        digest: of the manifest; tells vocabularies apart.
+        recipe: name of the recipe that they were made by.
+    """
+
+    path: Path
+    columns: tuple[str, ...]
+    facts: dict[str, VocabularyFacts]
+    min_count: int
+    digest: str
+    recipe: str
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> FinishedVocabulary:
+        """Open what ``oper preprocess`` or ``oper vocabulary extend`` wrote.
+
+        Raises:
+            FileFormatError: no such folder, another version, or a damaged one.
+        """
+        check_local(path)
+        folder, what = Path(path), f"cannot open {os.fspath(path)!r} as a vocabulary"
+        todo = "name a folder that 'oper preprocess' or 'oper vocabulary extend' wrote"
+        try:
+            value = read_json(folder / MANIFEST, what)
+            kind = (value["kind"], value["version"])
+            if kind not in ((FOLDER_KIND, FOLDER_VERSION), (VOCABULARY_KIND, VOCABULARY_VERSION)):
+                raise FileFormatError(fail(what, "kind, version", kind, "those of this release",
+                                           "preprocess again with this release"))
+            columns = tuple(map(str, value["columns"]["sparse"]))
+            facts = {n: VocabularyFacts(**value["tables"][n]) for n in columns}
+            found = FinishedVocabulary(
+                folder, columns, facts, int(value["min_count"]),
+                hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:32],
+                str(value["recipe"]["name"]))
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileFormatError(fail(what, "manifest", MANIFEST, "an existing file", todo)
+                                  ) from None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, FileFormatError):
+                raise
+            raise FileFormatError(
+                fail(what, "manifest", str(error), "columns and tables", todo)) from None
+        missing = [n for n in columns if not found.file(n).is_file()]
+        if missing:
+            raise FileFormatError(fail(what, "missing files", missing[:8],
+                                       "vocabulary/COLUMN.parquet of every sparse column", todo))
+        return found
+
+    def file(self, column: str) -> Path:
+        """The Parquet file of a column: value, id and count, by ascending value."""
+        return self.path / "vocabulary" / f"{column}.parquet"
+
+    def unpack(self, column: str, folder: Path) -> Vocabulary:
+        """Write a column's vocabulary into `folder`, as `Vocabulary` opens it.
+
+        Raises:
+            FileFormatError: the file is damaged or contradicts the manifest.
+        """
+        path, facts = self.file(column), self.facts[column]
+        what = f"cannot read the vocabulary {str(path)!r}"
+        num_missing = 0
+        try:
+            file = pq.ParquetFile(path)
+            count, width = file.metadata.num_rows, 1
+            if not pa.types.is_integer(file.schema_arrow.field("value").type):
+                lengths = [pc.max(pc.binary_length(b.column(0))).as_py() or 0
+                           for b in file.iter_batches(_BATCH_ROWS, columns=["value"])]
+                width = max([1, *lengths])
+            first = next(file.iter_batches(1), None)
+            if first is not None and first.column(0).null_count:
+                num_missing, count = first.column(2)[0].as_py(), count - 1
+            write_parts(folder, _checked(_parts(file, width), facts, what), count)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise FileFormatError(fail(what, "content", str(error)[:200], "columns value, id, "
+                                       "count", "preprocess again")) from None
+        note_facts(folder, facts, num_missing)
+        return Vocabulary(folder)
+
+
+def _parts(file: pq.ParquetFile, width: int) -> Parts:
+    """Values, ids and counts, texts as bytes of `width`, nulls left out."""
+    for batch in file.iter_batches(_BATCH_ROWS):
+        if batch.column(0).null_count:
+            batch = batch.filter(batch.column(0).is_valid())
+        values = batch.column(0)
+        if not pa.types.is_integer(values.type):
+            values = as_numpy(values.cast(pa.binary())).astype(f"S{width}")
+        else:
+            values = values.to_numpy()
+        yield values, batch.column(1).to_numpy(), batch.column(2).to_numpy()
+
+
+def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
+    """Parts of which the values ascend and the ids are rows, each of one value."""
+    last: Any = None
+    taken, count = np.zeros(facts.num_rows, bool), 0
+    for values, ids, counts in parts:
+        if values.size:
+            ascend = bool((values[1:] > values[:-1]).all()) and (last is None or values[0] > last)
+            low, high = int(ids.min()), int(ids.max())
+            if not (ascend and 1 <= low <= high < facts.num_rows):
+                raise FileFormatError(
+                    fail(what, "first value, ids", (str(values[0]), low, high),
+                         f"ascending values with ids in 1..{facts.num_rows - 1}",
+                         "preprocess again"))
+            taken[ids], last = True, values[-1]
+            count += values.size
+        yield values, ids, counts
+    if not facts.hashed and int(np.count_nonzero(taken)) != count:
+        raise FileFormatError(fail(what, "different ids", int(np.count_nonzero(taken)),
+                                   f"{count}, one for each value", "preprocess again"))
+
+
+def check_columns(finished: FinishedVocabulary, columns: Sequence[str]) -> None:
+    """Raise InvalidInputError unless a vocabulary is of these sparse columns."""
+    if finished.columns != tuple(columns):
+        raise InvalidInputError(
+            fail("cannot apply a vocabulary", "sparse columns", list(columns),
+                 f"{list(finished.columns)} as in {str(finished.path)!r}",
+                 "pass the recipe and columns that it was made with"))
+
+
+def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str]],
+           output: str | os.PathLike[str], min_count: int | None = None,
+           max_rows: int | None = None) -> dict[str, Any]:
+    """Write a vocabulary with further values behind the old ones; returns its manifest.
+
+    Every old value keeps its row. New values, by count over all `folders` together, descending,
+    ties by value, get the rows behind. Rows are therefore in frequency order within each
+    extension only: a plan finds the hot ones by their ids, as in any table without that order.
+
+    Args:
+        path: the vocabulary.
+        folders: preprocessed with it; the unseen values of their training parts are taken.
+        output: the folder to write.
+        min_count: values seen less often stay unseen; None = the vocabulary's.
+        max_rows: at most so many rows per table, old ones included; None = no limit.
+
+    Raises:
+        InvalidInputError: hashed columns, folders of another vocabulary, or `output` exists.
+        FileFormatError: a folder or vocabulary is damaged.
+    """
+    what = "cannot extend a vocabulary"
+    old, target = FinishedVocabulary.open(path), Path(output)
+    check_local(output)
+    if target.exists():
+        raise InvalidInputError(fail(what, "output", str(target), "a new folder",
+                                     "choose another one"))
+    hashed = [n for n, f in old.facts.items() if f.hashed]
+    if hashed:
+        raise InvalidInputError(fail(what, "hashed columns", hashed[:8], "none",
+                                     "a hash has a row for every value already"))
+    sources = [_source(what, old, Path(f)) for f in folders]
+    if not sources:
+        raise InvalidInputError(fail(what, "folders", [], "at least one", "name what was "
+                                     "preprocessed with --vocabulary"))
+    least = old.min_count if min_count is None else min_count
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
+        out = Path(work) / "out"
+        (out / "vocabulary").mkdir(parents=True)
+        facts = {n: _extend_column(old, n, [s / "unseen" / f"{n}.parquet" for s in sources],
+                                   Path(work), (least, max_rows)) for n in old.columns}
+        manifest = {
+            "kind": VOCABULARY_KIND, "version": VOCABULARY_VERSION, "recipe": {"name": old.recipe},
+            "columns": {"sparse": list(old.columns)}, "min_count": least, "max_rows": max_rows,
+            "extends": {"path": os.path.abspath(path), "digest": old.digest},
+            "folders": [os.path.abspath(f) for f in folders],
+            "tables": {n: asdict(f) for n, f in facts.items()},
+            "new_rows": {n: f.num_rows - old.facts[n].num_rows for n, f in facts.items()}}
+        write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        os.rename(out, target)
+    return manifest
+
+
+def _source(what: str, old: FinishedVocabulary, folder: Path) -> Path:
+    try:
+        applied = read_json(folder / MANIFEST, what).get("vocabulary") or {}
+    except (OSError, AttributeError):
+        applied = {}
+    if applied.get("digest") != old.digest:
+        raise InvalidInputError(
+            fail(what, "folder", str(folder), f"one preprocessed with --vocabulary {old.path}",
+                 "its unseen values are those of another vocabulary, or it has none"))
+    return folder
+
+
+def _extend_column(old: FinishedVocabulary, name: str, unseen: Sequence[Path], work: Path,
+                   limits: tuple[int, int | None]) -> VocabularyFacts:
+    """Write one column's extended file into ``work/out``."""
+    known, new = work / "known", work / "new"
+    for folder in (known, new):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    before = old.unpack(name, known)
+    merger, num_missing = RunMerger(new), 0
+    for path in unseen:
+        try:
+            for batch in pq.ParquetFile(path).iter_batches(_BATCH_ROWS):
+                values, counts = batch.column(0), batch.column(2).to_numpy()
+                if values.null_count:
+                    num_missing += int(counts[0])
+                    values, counts = values[1:], counts[1:]
+                merger.add(values.to_numpy() if pa.types.is_integer(values.type)
+                           else as_numpy(values.cast(pa.binary())), counts)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise FileFormatError(fail(f"cannot read {str(path)!r}", "content", str(error)[:200],
+                                       "columns value, id, count", "preprocess again")) from None
+    facts, (least, max_rows) = before.facts, limits
+    room = None if max_rows is None else max(1, max_rows - facts.num_rows + 1)
+    more = build(new, merger, num_missing, least, room)
+    merger.close()
+    shift = facts.num_rows - 1
+    missing_id = facts.missing_id or (more.missing_id + shift if more.missing_id else 0)
+    given = replace(facts, num_rows=facts.num_rows + more.num_rows - 1, missing_id=missing_id)
+    if given.num_rows > 1 << 31:
+        raise InvalidInputError(fail(f"cannot extend the vocabulary of {name!r}", "rows",
+                                     given.num_rows, "<= 2^31", "pass --max-rows"))
+    missing = before.num_missing if facts.missing_id else num_missing
+    write_parquet(work / "out" / "vocabulary" / f"{name}.parquet",
+                  lambda: _merged(before, Vocabulary(new), shift),
+                  (missing_id, missing) if missing_id else None)
+    return given
+
+
+def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
+    """Old values and new ones, with ids behind the old ones, in the order of values."""
+    values, ids, counts = new.arrays()
+    kind, at = common_kind(old.arrays()[0], values), 0
+    for part, after in itertools.pairwise(itertools.chain(old.parts(), [None])):
+        assert part is not None
+        end = values.size if after is None else int(np.searchsorted(values, after[0][0]))
+        places = np.searchsorted(part[0], values[at:end])
+        yield (np.insert(part[0].astype(kind, copy=False), places, values[at:end]),
+               np.insert(part[1], places, ids[at:end] + np.int32(shift)),
+               np.insert(part[2], places, counts[at:end]))
+        at = end
+    if at < values.size:  # there were no old values
+        yield values[at:].astype(kind, copy=False), ids[at:] + np.int32(shift), counts[at:]
+
+
+def unseen_values(vocabulary: Vocabulary, values: np.ndarray, counts: np.ndarray
+                  ) -> tuple[np.ndarray, np.ndarray]:
+    """Those of distinct ascending values [K] with counts [K] that a vocabulary does not have."""
+    new = ~vocabulary.has(values)
+    return values[new], counts[new]
+
+
+def write_unseen(path: Path, merger: RunMerger, num_missing: int) -> tuple[int, int]:
+    """Write the values that a vocabulary lacks, as `write_parquet` with ids of 0.
+
+    Returns:
+        How many there are, with a missing field as one, and how often they occur.
+    """
+    def parts() -> Parts:
+        for values, counts in merger.slices():
+            yield values, np.zeros(values.size, np.int32), counts
+
+    write_parquet(path, parts, (0, num_missing) if num_missing else None)
+    found = [(v.size, int(c.sum())) for v, c in merger.slices()]
+    return (sum(n for n, _ in found) + (num_missing > 0),
+            sum(n for _, n in found) + num_missing)

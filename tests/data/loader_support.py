@@ -1,0 +1,65 @@
+"""A folder of bags, sessions and row numbers, and what the loader makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oper.data import PreprocessOptions, preprocess
+from oper.data.generic import Choice, generic_recipe
+
+pytest.importorskip("torchrec")
+
+ROWS = 500
+KEYS = ["item", "tags", "history", "user"]
+
+
+def write_folder(where: Path) -> Path:
+    """500 training rows in 11 row groups of three files; `row` is the number of a row."""
+    rng = np.random.default_rng(0)
+    lines = ["label,item,tags,history,user,row,price"]
+    for k in range(625):
+        tags = "|".join(map(str, rng.integers(0, 30, rng.integers(1, 4))))
+        history = "|".join(map(str, rng.integers(0, 200, rng.integers(0, 9))))
+        lines.append(f"{k % 3 == 0:d},{rng.integers(0, 99)},{tags},{history},"
+                     f"{rng.integers(0, 12)},{k},{k / 8}")
+    path = where / "own.csv"
+    path.write_text("\n".join(lines) + "\n")
+    recipe = generic_recipe("csv", Choice(
+        ("item", "tags:|", "history:|", "user"), label="label", dense=("row", "price")))
+    preprocess(recipe, [str(path)], where / "out", PreprocessOptions(
+        row_group_rows=48, part_rows=200, valid="1/5", unit_bytes=1 << 28))
+    return where / "out"
+
+
+def rows_of(batch: Any) -> list[int]:
+    return batch.dense_features[:, 0].int().tolist()
+
+
+def everything(batch: Any) -> bytes:
+    """All bytes of a batch."""
+    kjt = batch.sparse_features
+    tensors = [batch.dense_features, batch.labels, kjt.values(), kjt.lengths(), kjt.offsets()]
+    if kjt.weights_or_none() is not None:
+        tensors.append(kjt.weights())
+    return b"|".join([repr((kjt.keys(), kjt.stride_per_key())).encode()] + [
+        repr((t.dtype, t.shape)).encode() + t.numpy().tobytes() for t in tensors])
+
+
+def check(batch: Any, table: dict[str, list[Any]], keys: list[str] = KEYS) -> None:
+    """What a batch holds, against the Parquet files."""
+    rows, kjt = rows_of(batch), batch.sparse_features
+    assert kjt.keys() == keys
+    assert (kjt.values().dtype, kjt.lengths().dtype) == (torch.int64, torch.int32)
+    assert batch.dense_features.dtype == batch.labels.dtype == torch.float32
+    assert batch.labels.tolist() == [table["label"][r] for r in rows]
+    assert batch.dense_features[:, 1].tolist() == [table["price"][r] for r in rows]
+    for key in keys:
+        bags = [table[key][r] for r in rows]
+        found = [x.tolist() for x in kjt[key].to_dense()]
+        assert found == [b if isinstance(b, list) else [b] for b in bags], key
+

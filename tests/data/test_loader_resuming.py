@@ -1,0 +1,243 @@
+"""Loaders in worker processes, and exact resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from oper.data import Loader, LoaderOptions
+from oper.errors import InvalidInputError
+
+pytest.importorskip("torchrec")
+from tests.data.loader_support import everything, write_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return write_folder(tmp_path_factory.mktemp("loader"))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_any_number_of_worker_processes(folder: Path, workers: int, persistent: bool) -> None:
+    options = LoaderOptions(32, 96, seed=2, rank=1, world_size=2)
+    plain, loader = (Loader(folder, "train", options) for _ in range(2))
+    data = DataLoader(loader, batch_size=None, num_workers=workers, persistent_workers=persistent)
+    assert len(data) == len(plain)
+    for epoch in (0, 5):
+        for x in (plain, loader):
+            x.set_epoch(epoch)
+        assert [everything(b) for b in data] == [everything(b) for b in plain]
+
+
+def test_workers_that_are_spawned(folder: Path) -> None:
+    loader = Loader(folder, "train", LoaderOptions(128))
+    data = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    assert [everything(b) for b in data] == [everything(b) for b in loader]
+    again = pickle.loads(pickle.dumps(loader))
+    assert [everything(b) for b in again] == [everything(b) for b in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("done", [0, 1, 5, 7, 8])
+def test_resuming_with_other_workers(folder: Path, workers: int, done: int) -> None:
+    options = LoaderOptions(32, 64, rank=0, world_size=2, seed=9)
+    loader = Loader(folder, "train", options)
+    loader.set_epoch(3)
+    whole = [everything(b) for b in loader]
+    state = json.loads(json.dumps(loader.state_dict(done)))
+    other = Loader(folder, "train", options)
+    other.load_state_dict(state)
+    assert other.epoch == 3 and other.state_dict() == state
+    other.set_epoch(3)  # as a loop over epochs does; the place stays
+    data = DataLoader(other, batch_size=None, num_workers=workers)
+    assert [everything(b) for b in data] == whole[done:]
+    other.set_epoch(4)
+    loader.set_epoch(4)
+    assert [everything(b) for b in data] == [everything(b) for b in loader]
+
+
+def test_a_state_counts_what_was_given_not_what_was_read(folder: Path) -> None:
+    loader = Loader(folder, "train", LoaderOptions(32, 64, prefetch=3))
+    whole = [everything(b) for b in loader]
+    assert loader.state_dict()["batch"] == len(whole)
+    assert len([1 for _ in loader]) == len(whole), "an epoch that ended begins anew"
+    iterator = iter(loader)
+    assert loader.state_dict()["batch"] == 0
+    for k in range(5):
+        next(iterator)
+        assert loader.state_dict()["batch"] == k + 1
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 1000
+    for rank_options in ({}, {"prefetch": 0}):
+        other = Loader(folder, "train", LoaderOptions(32, 64, **rank_options))
+        other.load_state_dict(state)
+        assert [everything(b) for b in other] == whole[5:]
+        assert [everything(b) for b in other] == whole, "the place is used once"
+    fresh = iter(loader)
+    next(fresh)
+    next(iterator)
+    assert loader.state_dict()["batch"] == 1, "only the iterator begun last counts"
+
+
+class _Worker(Loader):
+    """Asks for its state in the worker, as StatefulDataLoader does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch, self.state_dict()
+
+
+def test_states_of_workers(folder: Path) -> None:
+    options = LoaderOptions(32, 64)
+    whole = [everything(b) for b in Loader(folder, "train", options)]
+    data = DataLoader(_Worker(folder, "train", options), batch_size=None, num_workers=3)
+    given = list(data)
+    assert [everything(b) for b, _ in given] == whole
+    states = [s for _, s in given]
+    assert [s["worker"] for s in states[:4]] == [[0, 3], [1, 3], [2, 3], [0, 3]]
+    assert [s["batch"] for s in states[:4]] == [3, 4, 5, 6]
+    assert {s["batch"] for s in states[-3:]} == {len(whole)}
+    alone = Loader(folder, "train", options)
+    alone.load_state_dict(states[1])
+    with pytest.raises(InvalidInputError, match="num_workers"):
+        iter(alone)
+
+
+class _Resumed(Loader):
+    """Loads a state in the worker, as StatefulDataLoader does."""
+
+    states: tuple[dict[str, Any], ...] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        self.load_state_dict(self.states[info.id])
+        return super().__iter__()
+
+
+def test_workers_go_on_from_their_states(folder: Path) -> None:
+    options = LoaderOptions(32, 64)
+    given = list(DataLoader(_Worker(folder, "train", options), batch_size=None, num_workers=2))
+    resumed = _Resumed(folder, "train", options)
+    resumed.states = (given[4][1], given[5][1])
+    found = [everything(b) for b in DataLoader(resumed, batch_size=None, num_workers=2)]
+    assert found == [everything(b) for b, _ in given[6:]]
+
+
+def test_stateful_data_loader(folder: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    options = LoaderOptions(32, 64)
+    whole = [everything(b) for b in Loader(folder, "train", options)]
+    for workers in (0, 2):
+        data = stateful(Loader(folder, "train", options), batch_size=None, num_workers=workers)
+        iterator = iter(data)
+        for _ in range(5):
+            next(iterator)
+        state = data.state_dict()
+        again = stateful(Loader(folder, "train", options), batch_size=None, num_workers=workers)
+        again.load_state_dict(state)
+        assert [everything(b) for b in again] == whole[5:]
+
+
+_CHILD = """
+import hashlib, json, os, sys
+from oper.data import Loader, LoaderOptions
+from tests.data.loader_support import everything
+folder, rank, log, state = sys.argv[1:]
+loader = Loader(folder, "train", LoaderOptions(8, 32, seed=6, rank=int(rank), world_size=2,
+                                               prefetch=2))
+if os.path.exists(state):
+    loader.load_state_dict(json.load(open(state)))
+with open(log, "a") as file:
+    for epoch in range(loader.epoch, 3):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            told = loader.state_dict()
+            digest = hashlib.sha256(everything(batch)).hexdigest()
+            file.write(f"{told['epoch']} {told['batch']} {digest}\\n")
+            file.flush()
+            with open(state + ".new", "w") as new:
+                json.dump(told, new)
+            os.replace(state + ".new", state)
+            print(flush=True)
+"""
+
+
+def test_resuming_after_kill(folder: Path, tmp_path: Path) -> None:
+    """A process that is killed again and again gives, in all, what an undisturbed one gives."""
+    def child(rank: int, name: str) -> subprocess.Popen[bytes]:
+        root = Path(__file__).resolve().parents[2]
+        return subprocess.Popen(
+            [sys.executable, "-c", _CHILD, str(folder), str(rank), str(tmp_path / f"{name}.log"),
+             str(tmp_path / f"{name}.json")], stdout=subprocess.PIPE, cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)})
+
+    def lines(name: str) -> list[str]:
+        return (tmp_path / f"{name}.log").read_text().splitlines()
+
+    whole = child(1, "whole")
+    whole.communicate()
+    assert whole.returncode == 0
+    expected = lines("whole")
+    assert len(expected) == 3 * 32 == len(set(expected))
+    for at in (7, 40):  # in the middle of a window, and of a later epoch
+        process = child(1, "killed")
+        assert process.stdout is not None
+        for _ in range(at):
+            process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    last = child(1, "killed")
+    last.communicate()
+    assert last.returncode == 0
+    found = lines("killed")
+    # A batch whose state was not saved yet when the process was killed comes once more.
+    assert 0 <= len(found) - len(expected) <= 2
+    assert list(dict.fromkeys(found)) == expected
+
+
+def test_a_state_of_something_else_is_refused(folder: Path, tmp_path: Path) -> None:
+    options = {"batch_size": 32, "window": 64, "seed": 1, "rank": 0, "world_size": 2}
+    loader = Loader(folder, "train", LoaderOptions(**options))
+    state = loader.state_dict(3)
+    for change, word in (({"batch_size": 16}, "batch_size"), ({"window": 96}, "window"),
+                         ({"seed": 2}, "seed"), ({"world_size": 4}, "world_size"),
+                         ({"drop_last": True}, "drop_last"), ({"group_by": "user"}, "group_by"),
+                         ({"weights": {"item": "price"}}, "weights"),
+                         ({"deduplicate": ("user",)}, "deduplicate")):
+        other = Loader(folder, "train", LoaderOptions(**{**options, **change}))
+        with pytest.raises(InvalidInputError, match=word):
+            other.load_state_dict(state)
+        assert other.state_dict()["batch"] == 0
+    Loader(folder, "train", LoaderOptions(**{**options, "rank": 1})).load_state_dict(state)
+    with pytest.raises(InvalidInputError, match="split"):
+        Loader(folder, "valid", LoaderOptions(**options)).load_state_dict(state)
+    again = write_folder(tmp_path)
+    with pytest.raises(InvalidInputError, match="folder"):
+        Loader(again, "train", LoaderOptions(**options)).load_state_dict(state)
+    wrong: list[Any] = [None, [], {}, {**state, "more": 1}, {**state, "batch": -1},
+                        {**state, "batch": 10**6}, {**state, "batch": 1.0}, {**state, "epoch": "0"},
+                        {**state, "worker": [1]}, {**state, "worker": "ab"},
+                        {**state, "version": 2}, {**state, "drop_last": 0},
+                        {**state, "shuffle": state["shuffle"][::-1]}]
+    for value in wrong:
+        with pytest.raises(InvalidInputError, match="cannot load the loader's state"):
+            loader.load_state_dict(value)
+    for count in (-1, 10**6, 1.5):
+        with pytest.raises(InvalidInputError, match="num_batches"):
+            loader.state_dict(count)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="epoch"):
+        loader.set_epoch(-1)

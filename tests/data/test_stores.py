@@ -1,0 +1,172 @@
+"""Logs and outputs wherever they are: stores, pipes, compressed files, partitioned folders."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from oper.bench.store_case import s3_server
+from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
+from oper.data.generic import Choice, generic_recipe
+from oper.data.reading import store
+from oper.data.reading.lines import expand_inputs
+from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from tests.support import ROOT
+
+fsspec = pytest.importorskip("fsspec")
+CRITEO = load_recipe("criteo-kaggle")
+
+
+def parquet_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.parquet"))}
+
+
+@pytest.fixture
+def local(tmp_path: Path, invent: Any, write: Any) -> Path:
+    """A log and what becomes of it."""
+    write(tmp_path / "train.txt", invent(300))
+    preprocess(CRITEO, [str(tmp_path / "train.txt")], tmp_path / "out")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    try:
+        with s3_server() as url:
+            yield url
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+
+
+def zstd(data: bytes) -> bytes:
+    middle = len(data) // 3  # of several frames, as tools that append write them
+    return b"".join(pa.compress(part, "zstd", asbytes=True) for part in (
+        data[:middle], data[middle:]))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, zstd])
+def test_packed_logs(local: Path, pack: Any) -> None:
+    packed = local / "packed"
+    packed.write_bytes(pack((local / "train.txt").read_bytes()))
+    preprocess(CRITEO, [str(packed)], local / "again")
+    assert parquet_bytes(local / "again") == parquet_bytes(local / "out")
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(FileFormatError, match="a complete file"):
+        preprocess(CRITEO, [str(packed)], local / "cut")
+
+
+@pytest.mark.parametrize("through", ["named pipe", "-", "/dev/stdin"])
+def test_pipes(local: Path, through: str) -> None:
+    words = [sys.executable, "-m", "oper", "preprocess", "criteo-kaggle", "-o",
+             str(local / "piped")]
+    data = (local / "train.txt").read_bytes()
+    if through == "named pipe":
+        os.mkfifo(local / "pipe")
+        writer = threading.Thread(target=(local / "pipe").write_bytes, args=(data,))
+        writer.start()
+        done = subprocess.run([*words, str(local / "pipe")], cwd=ROOT, capture_output=True)
+        writer.join()
+    else:
+        done = subprocess.run([*words, through], cwd=ROOT, capture_output=True, input=data)
+    assert done.returncode == 0, done.stderr
+    assert parquet_bytes(local / "piped") == parquet_bytes(local / "out")
+    assert not [p for p in local.iterdir() if "pipe-" in p.name]
+
+
+def test_a_bucket_and_back(local: Path, bucket: str) -> None:
+    store.upload(local, bucket.format("logs"), [])
+    for out in ("out", "out/"):  # the second time it is there already
+        manifest = preprocess(CRITEO, [bucket.format("logs/train.txt")], bucket.format(out))
+    assert "endpoint" not in str(manifest["inputs"])
+    found = [u for u in store.files_below(bucket.format("out")) if ".parquet" in u]
+    back = {}
+    for url in found:
+        with store.open_input(url) as file:
+            back[url.partition("?")[0].partition("/out/")[2]] = file.read()
+    assert back == parquet_bytes(local / "out")
+    with pytest.raises(InvalidInputError, match="--force"):
+        preprocess(CRITEO, [bucket.format("logs/train.txt")], bucket.format("out"),
+                   PreprocessOptions(min_count=1))
+    preprocess(CRITEO, [bucket.format("logs/*.txt")], bucket.format("out"),
+               PreprocessOptions(min_count=1, force=True, num_workers=2))
+    preprocess(CRITEO, [str(local / "train.txt")], local / "one", PreprocessOptions(min_count=1))
+    with store.open_input(bucket.format("out/vocabulary/C1.parquet")) as file:
+        assert file.read() == (local / "one" / "vocabulary" / "C1.parquet").read_bytes()
+    with pytest.raises(InvalidInputError, match="something else"):
+        preprocess(CRITEO, [str(local / "train.txt")], bucket.format("logs"))
+    for name in ("logs/none.txt", "none/*.txt"):
+        with pytest.raises(InvalidInputError, match="correct the name"):
+            preprocess(CRITEO, [bucket.format(name)], local / "x")
+
+
+def test_any_store_that_fsspec_knows(local: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/logs/train.txt", (local / "train.txt").read_bytes())
+    memory.pipe("/logs/_SUCCESS", b"")
+    preprocess(CRITEO, ["memory://logs"], local / "again")
+    assert parquet_bytes(local / "again") == parquet_bytes(local / "out")
+    with pytest.raises(InvalidInputError, match="cannot open a store"):
+        preprocess(CRITEO, ["nowhere://logs/train.txt"], local / "x")
+
+
+@pytest.fixture
+def partitions(tmp_path: Path) -> Path:
+    """Clicks by country and day, as Spark lays them out."""
+    table = pa.table({
+        "user": [f"u{k % 7}" for k in range(60)], "price": [float(k % 10) for k in range(60)],
+        "country": ["de", "fr", "it"] * 20, "day": ["2", "10"] * 30, "unused": ["x"] * 60})
+    for country in ("de", "fr", "it"):
+        for day in ("2", "10"):
+            folder = tmp_path / "clicks" / f"day={day}" / f"country={country}"
+            folder.mkdir(parents=True)
+            keep = [a == country and b == day for a, b in zip(
+                table["country"].to_pylist(), table["day"].to_pylist(), strict=True)]
+            pq.write_table(table.filter(pa.array(keep)).drop_columns(["country", "day"]),
+                           folder / "part-0.parquet", row_group_size=4)
+            (folder / "_SUCCESS").touch()
+    return tmp_path
+
+
+def test_partitioned_folders_and_filters(partitions: Path) -> None:
+    files = expand_inputs([str(partitions / "clicks")])
+    days = [f.split("day=")[1].split("/")[0] for f in files]
+    assert days == ["2"] * 3 + ["10"] * 3  # in the order of numbers
+    choice = Choice(["user", "country"], dense=["price"],
+                    filter=["country != it", "price >= 3", "price<9", "day == 10"])
+    preprocess(generic_recipe("parquet", choice), [str(partitions / "clicks")], partitions / "out",
+               PreprocessOptions(valid="0", min_count=1))
+    opened = Folder.open(partitions / "out")
+    read = pa.concat_tables([opened.read_part(part, ("user", "country", "price"))
+                             for part in opened.parts("train")])
+    expected = sorted((f"u{k % 7}", ("de", "fr", "it")[k % 3], float(k % 10)) for k in range(60)
+                      if k % 3 != 2 and 3 <= k % 10 < 9 and k % 2)
+    users, countries = ({k: v for v, k in zip(*(pq.read_table(
+        partitions / "out" / "vocabulary" / f"{n}.parquet")[c].to_pylist() for c in (
+            "value", "id")), strict=True)} for n in ("user", "country"))
+    assert sorted((users[u], countries[c], p) for u, c, p in zip(
+        *(read[n].to_pylist() for n in ("user", "country", "price")), strict=True)) == expected
+
+
+@pytest.mark.parametrize("filter, match", [
+    ("nothing == 3", "cannot filter"), ("price == dear", "cannot filter"),
+    ("price", "COLUMN OP VALUE")])
+def test_filters_that_make_no_sense(partitions: Path, filter: str, match: str) -> None:
+    with pytest.raises(InvalidInputError, match=match):
+        preprocess(generic_recipe("parquet", Choice(["user"], filter=[filter])),
+                   [str(partitions / "clicks")], partitions / "out")
+
+
+def test_only_parquet_is_filtered() -> None:
+    with pytest.raises(InvalidInputError, match="only Parquet"):
+        generic_recipe("csv", Choice(["user"], filter=["a == b"]))

@@ -1,0 +1,237 @@
+"""Vocabularies that outlive their run: applied to another day, and extended by it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from oper.analysis import merge_stats
+from oper.data import Folder, PreprocessOptions, analyze_folder, preprocess
+from oper.data.generic import Choice, generic_recipe
+from oper.data.vocabulary.finished import FinishedVocabulary, extend
+from oper.errors import FileFormatError, InvalidInputError
+from tests.data.test_verbs import run
+
+RECIPE = generic_recipe("csv", Choice(["user", "item", "tags:|"], "clicked", time="ts"))
+ALL = {"valid": "1/10"}
+Days = dict[str, list[tuple[str, str, str]]]
+
+
+def write_day(path: Path, day: int, num_rows: int = 900) -> list[tuple[str, str, str]]:
+    """Users, items (some missing) and tags of one day; later days know others as well."""
+    rng = np.random.default_rng(day)
+    rows = []
+    for _ in range(num_rows):
+        user = f"ü{min(int(rng.pareto(1.0)), 60) + 25 * day}"
+        item = "" if rng.random() < 0.1 else f"i{min(int(rng.pareto(0.8)), 300) + 40 * day}"
+        tags = "|".join(f"t{int(rng.pareto(1.0)) % 40 + 3 * day}"
+                        for _ in range(rng.integers(0, 4)))
+        rows.append((user, item, tags))
+    with path.open("w") as file:
+        file.write("clicked,user,item,tags,ts\n")
+        for k, row in enumerate(rows):
+            file.write(f"{k % 2},{','.join(row)},{day * 86_400 + 60 * k}\n")
+    return rows
+
+
+@pytest.fixture
+def days(tmp_path: Path) -> Days:
+    return {f"day{d}": write_day(tmp_path / f"day{d}.csv", d) for d in range(3)}
+
+
+def make(tmp_path: Path, day: str, out: str, **options: Any) -> dict[str, Any]:
+    return preprocess(RECIPE, [str(tmp_path / f"{day}.csv")], tmp_path / out,
+                      PreprocessOptions(row_group_rows=128, **ALL, **options))
+
+
+def ids_of(folder: Path, column: str) -> dict[str | None, int]:
+    table = pq.read_table(folder / "vocabulary" / f"{column}.parquet")
+    return dict(zip(table["value"].to_pylist(), table["id"].to_pylist(), strict=True))
+
+
+def encoded(folder: Path, column: str) -> list[Any]:
+    opened = Folder.open(folder)
+    return [v for split in ("train", "valid") for part in opened.parts(split)
+            for v in opened.read_part(part, (column,)).column(column).to_pylist()]
+
+
+def test_a_finished_vocabulary_is_applied(days: Days, tmp_path: Path) -> None:
+    make(tmp_path, "day0", "d0")
+    manifest = make(tmp_path, "day1", "d1", vocabulary=tmp_path / "d0")
+    users, items = (ids_of(tmp_path / "d0", n) for n in ("user", "item"))
+    assert encoded(tmp_path / "d1", "user") == [users.get(r[0], 0) for r in days["day1"]]
+    assert encoded(tmp_path / "d1", "item") == [items.get(r[1] or None, 0) for r in days["day1"]]
+    assert 0 in encoded(tmp_path / "d1", "user") and items[None] in encoded(tmp_path / "d1", "item")
+    tags = ids_of(tmp_path / "d0", "tags")
+    assert encoded(tmp_path / "d1", "tags") == [
+        [tags.get(t, 0) for t in r[2].split("|") if t] for r in days["day1"]]
+    train = days["day1"][:manifest["rows"]["train"]]
+    for name, known, values in (
+            ("user", users, [r[0] for r in train]), ("item", items, [r[1] or None for r in train]),
+            ("tags", tags, [t for r in train for t in r[2].split("|") if t])):
+        unseen = Counter(v for v in values if v not in known)
+        listed = pq.read_table(tmp_path / "d1" / "unseen" / f"{name}.parquet")
+        assert dict(zip(listed["value"].to_pylist(), listed["count"].to_pylist(),
+                        strict=True)) == unseen
+        assert manifest["unseen"][name] == {
+            "values": len(unseen), "accesses": sum(unseen.values()),
+            "share": sum(unseen.values()) / len(values)}
+    assert not Folder.open(tmp_path / "d1").ids_in_hotness_order
+    again = make(tmp_path, "day1", "d1w", vocabulary=tmp_path / "d0", num_workers=2)
+    assert again["unseen"] == manifest["unseen"]
+    for path in sorted((tmp_path / "d1").rglob("*.parquet")):
+        other = tmp_path / "d1w" / path.relative_to(tmp_path / "d1")
+        assert path.read_bytes() == other.read_bytes()
+
+
+def test_the_day_of_the_vocabulary_comes_out_the_same(days: Days, tmp_path: Path) -> None:
+    make(tmp_path, "day0", "d0")
+    make(tmp_path, "day0", "same", vocabulary=tmp_path / "d0")
+    for name in ("train", "valid", "vocabulary"):
+        for path in (tmp_path / "d0" / name).iterdir():
+            assert path.read_bytes() == (tmp_path / "same" / name / path.name).read_bytes()
+
+
+def test_extended_behind_the_old_rows(days: Days, tmp_path: Path) -> None:
+    make(tmp_path, "day0", "d0")
+    for day in ("day1", "day2"):
+        make(tmp_path, day, day, vocabulary=tmp_path / "d0")
+    manifest = extend(tmp_path / "d0", [tmp_path / "day1", tmp_path / "day2"], tmp_path / "v1",
+                      min_count=3)
+    for name, values in (("user", 0), ("item", 1)):
+        old, new = (ids_of(tmp_path / f, name) for f in ("d0", "v1"))
+        assert {k: v for k, v in new.items() if k in old} == old
+        unseen: Counter[str] = Counter()
+        for day in ("day1", "day2"):
+            train = days[day][:Folder.open(tmp_path / day).rows["train"]]
+            unseen += Counter(r[values] for r in train if (r[values] or None) not in old)
+        behind = sorted((-c, v) for v, c in unseen.items() if c >= 3)
+        num_old = Folder.open(tmp_path / "d0").manifest["tables"][name]["num_rows"]
+        assert {k: v for k, v in new.items() if k not in old} == {
+            v: num_old + k for k, (_, v) in enumerate(behind)}
+        assert manifest["new_rows"][name] == len(behind) > 0
+    # It is applied, and extended, as any other.
+    make(tmp_path, "day2", "d2", vocabulary=tmp_path / "v1")
+    assert Folder.open(tmp_path / "d2").num_rows == tuple(
+        t["num_rows"] for t in manifest["tables"].values())
+    users = ids_of(tmp_path / "v1", "user")
+    assert encoded(tmp_path / "d2", "user") == [users.get(r[0], 0) for r in days["day2"]]
+    more = extend(tmp_path / "v1", [tmp_path / "d2"], tmp_path / "v2", min_count=1)
+    assert all(x > 0 for n, x in more["new_rows"].items() if n != "tags")
+    limit = max(t["num_rows"] for t in more["tables"].values()) - 2
+    capped = extend(tmp_path / "v1", [tmp_path / "d2"], tmp_path / "v3", 1, limit)
+    assert max(t["num_rows"] for t in capped["tables"].values()) == limit
+
+
+def test_a_missing_field_that_comes_later(tmp_path: Path) -> None:
+    recipe = generic_recipe("csv", Choice(["n"]))
+    (tmp_path / "a.csv").write_text("n\n" + "x\ny\n" * 9)
+    (tmp_path / "b.csv").write_text("n\n" + 'x\n""\n' * 9)
+    for name, options in (("a", {}), ("b", {"vocabulary": tmp_path / "A"})):
+        preprocess(recipe, [str(tmp_path / f"{name}.csv")], tmp_path / name.upper(),
+                   PreprocessOptions(valid="0", **options))
+    assert set(encoded(tmp_path / "B", "n")) == {0, 1}
+    extend(tmp_path / "A", [tmp_path / "B"], tmp_path / "V")
+    assert ids_of(tmp_path / "V", "n") == {"x": 1, "y": 2, None: 3}
+    preprocess(recipe, [str(tmp_path / "b.csv")], tmp_path / "C",
+               PreprocessOptions(valid="0", vocabulary=tmp_path / "V"))
+    assert encoded(tmp_path / "C", "n") == [1, 3] * 9
+
+
+def test_texts_that_are_no_utf8_keep_their_rows(tmp_path: Path) -> None:
+    recipe = generic_recipe("csv", Choice(["n"]))
+    (tmp_path / "a.csv").write_bytes(b"n\n" + b"\xff\n\\xff\nab\n" * 5)
+    for name, options in (("A", {}), ("B", {"vocabulary": tmp_path / "A"})):
+        preprocess(recipe, [str(tmp_path / "a.csv")], tmp_path / name,
+                   PreprocessOptions(valid="0", **options))
+    assert encoded(tmp_path / "A", "n") == encoded(tmp_path / "B", "n")
+    assert len(set(encoded(tmp_path / "A", "n"))) == 3
+
+
+def test_hashed_columns_and_integers(tmp_path: Path) -> None:
+    recipe = generic_recipe("parquet", Choice(["n"]))
+    pq.write_table(pa.table({"n": pa.array([5, 7, 7, -3] * 4)}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"n": pa.array([7, 9, 9] * 4, pa.int32())}), tmp_path / "b.parquet")
+    for kind in ({"hash_rows": 50}, {}):
+        out = tmp_path / f"A{len(kind)}"
+        preprocess(recipe, [str(tmp_path / "a.parquet")], out,
+                   PreprocessOptions(valid="0", **kind))
+        manifest = preprocess(recipe, [str(tmp_path / "b.parquet")], tmp_path / f"B{len(kind)}",
+                              PreprocessOptions(valid="0", vocabulary=out))
+        assert manifest["unseen"]["n"] == {"values": 1, "accesses": 8, "share": 8 / 12}
+    assert len(set(encoded(tmp_path / "B1", "n"))) == 2
+    with pytest.raises(InvalidInputError, match="hash has a row"):
+        extend(tmp_path / "A1", [tmp_path / "B1"], tmp_path / "V")
+    pq.write_table(pa.table({"n": pa.array([1, 2], pa.uint64())}), tmp_path / "c.parquet")
+    with pytest.raises(InvalidInputError, match="signed, unsigned or text alike"):
+        preprocess(recipe, [str(tmp_path / "c.parquet")], tmp_path / "C",
+                   PreprocessOptions(valid="0", vocabulary=tmp_path / "A0"))
+
+
+def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path) -> None:
+    make(tmp_path, "day0", "d0")
+    with pytest.raises(InvalidInputError, match="finished vocabulary has settled"):
+        PreprocessOptions(vocabulary="d0", min_count=3)
+    other = generic_recipe("csv", Choice(["user", "item"]))
+    with pytest.raises(InvalidInputError, match="sparse columns"):
+        preprocess(other, [str(tmp_path / "day1.csv")], tmp_path / "x",
+                   PreprocessOptions(vocabulary=tmp_path / "d0"))
+    with pytest.raises(FileFormatError, match="manifest"):
+        FinishedVocabulary.open(tmp_path)
+    with pytest.raises(InvalidInputError, match="another vocabulary"):
+        extend(tmp_path / "d0", [tmp_path / "d0"], tmp_path / "v")
+    make(tmp_path, "day1", "d1", vocabulary=tmp_path / "d0")
+    with pytest.raises(InvalidInputError, match="new folder"):
+        extend(tmp_path / "d0", [tmp_path / "d1"], tmp_path / "d1")
+    path = tmp_path / "d0" / "vocabulary" / "user.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(1, "id", pa.array([1] * len(table), pa.int32())), path)
+    with pytest.raises(FileFormatError, match="one for each value"):
+        make(tmp_path, "day2", "d2", vocabulary=tmp_path / "d0")
+    path.unlink()
+    with pytest.raises(FileFormatError, match="missing files"):
+        FinishedVocabulary.open(tmp_path / "d0")
+
+
+def test_verbs_and_statistics_over_days(
+    days: Days, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["--label", "clicked", "--sparse", "user,item,tags:|", "--time", "ts"]
+    d0, d1, v1, d2 = (str(tmp_path / n) for n in ("d0", "d1", "v1", "d2"))
+    run("preprocess", "csv", str(tmp_path / "day0.csv"), "-o", d0, *own)
+    run("preprocess", "csv", str(tmp_path / "day1.csv"), "-o", d1, *own, "--vocabulary", d0)
+    assert "unseen in user: " in capsys.readouterr().out
+    run("vocabulary", "extend", d0, d1, "-o", v1)
+    assert "new rows" in capsys.readouterr().out
+    run("preprocess", "csv", str(tmp_path / "day2.csv"), "-o", d2, *own, "--vocabulary", v1)
+    capsys.readouterr()
+    run("vocabulary", "extend", v1, d2, "-o", str(tmp_path / "v2"), "--json")
+    assert json.loads(capsys.readouterr().out)["kind"] == "oper-vocabulary"
+    parts = [analyze_folder(d) for d in (d0, d1, d2)]
+    for k, part in enumerate(parts):
+        part.save(tmp_path / f"{k}.stats")
+    with pytest.raises(InvalidInputError, match="grown"):
+        merge_stats(parts)
+    files = [str(tmp_path / f"{k}.stats") for k in range(3)]
+    assert run("analyze", "--merge", "--grown", *files, "-o", str(tmp_path / "all.stats")) == 0
+    merged = merge_stats(parts, grown=True)
+    assert merged.num_samples == sum(p.num_samples for p in parts)
+    for name, table in merged.tables.items():
+        counts: Counter[int] = Counter()
+        for folder in (d0, d1, d2):
+            opened = Folder.open(folder)
+            for part in opened.parts("train"):
+                found = opened.read_part(part, (name,)).column(name).combine_chunks()
+                counts.update((found.flatten() if pa.types.is_list(found.type)
+                               else found).to_pylist())
+        assert dict(zip(table.head_ids.tolist(), table.head_counts.tolist(),
+                        strict=True)) == counts
+        assert table.num_rows == parts[2].tables[name].num_rows
+        assert int(table.tail_num_rows.sum()) + table.head_ids.size == table.num_rows

@@ -1,0 +1,78 @@
+"""Tables that grow between two days: the numbers of a run that had all rows from the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import oper
+from oper.errors import OperError
+from tests.runtime_support import assert_bitwise, mixed_plan
+
+pytest.importorskip("torchrec")
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from oper.integration.torchrec_modules import table_specs
+from tests.checkpoint_support import flat, run_ranks
+
+OLD, NEW = {"a": 40, "b": 7}, {"a": 55, "b": 8}
+OPTIMIZERS = {"adam": oper.Adam(lr=0.05), "adagrad": oper.RowWiseAdagrad(lr=0.1)}
+
+
+def model_of(rows: dict[str, int], world_size: int, kind: str) -> Any:
+    """Tables whose first rows are the same whatever their number, sharded."""
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(
+        name=f"t{n}", num_embeddings=r, embedding_dim=8, feature_names=[n])
+        for n, r in rows.items()])
+    with torch.no_grad():
+        for n, r in rows.items():
+            torch.manual_seed(ord(n))
+            bags.embedding_bags[f"t{n}"].weight.copy_(torch.randn(NEW[n], 8)[:r])
+    specs = table_specs(bags, {f"t{n}": kind for n in rows})
+    return oper.shard(bags, plan=mixed_plan(specs, world_size, 3), optimizer=OPTIMIZERS[kind])
+
+
+def train(bags: Any, rows: dict[str, int], rank: int, world_size: int, steps: range) -> None:
+    for step in steps:
+        g = torch.Generator().manual_seed(17 * step + rank)
+        lengths = torch.randint(0, 4, (len(rows), 6), generator=g)
+        ids = [torch.randint(0, r, (int(n.sum()),), generator=g)
+               for r, n in zip(rows.values(), lengths, strict=True)]
+        kjt = KeyedJaggedTensor(list(rows), torch.cat(ids), lengths=lengths.reshape(-1))
+        (bags(kjt).values().tanh().sum() / 6).backward()
+
+
+def both(rank: int, world_size: int, folder: str, kind: str) -> dict[str, torch.Tensor]:
+    whole = model_of(NEW, world_size, kind)
+    train(whole, OLD, rank, world_size, range(4))
+    train(whole, NEW, rank, world_size, range(4, 8))
+    first = model_of(OLD, world_size, kind)
+    train(first, OLD, rank, world_size, range(4))
+    oper.save_checkpoint(folder, first, first.fused_optimizer, {"step": 4}, chunk_bytes=256)
+    second = model_of(NEW, world_size, kind)
+    with pytest.raises(OperError, match="grown=True"):
+        oper.load_checkpoint(folder, second, second.fused_optimizer)
+    assert oper.load_checkpoint(folder, second, second.fused_optimizer, grown=True) == {"step": 4}
+    train(second, NEW, rank, world_size, range(4, 8))
+    small = model_of(OLD, world_size, kind)
+    oper.save_checkpoint(f"{folder}-new", second, second.fused_optimizer)
+    with pytest.raises(OperError, match="or fewer rows"):
+        oper.load_checkpoint(f"{folder}-new", small, small.fused_optimizer, grown=True)
+    return {f"{name}/{key}": value for name, model in (("whole", whole), ("second", second))
+            for key, value in flat({"model": model.state_dict(),
+                                    "optimizer": model.fused_optimizer.state_dict()}).items()}
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_goes_on_with_more_rows(world_size: int, kind: str, tmp_path: Path) -> None:
+    found = run_ranks(both, world_size, str(tmp_path / "saved"), kind)
+    names = {n.removeprefix("whole/") for n in found if n.startswith("whole/")}
+    assert any("exp_avg_sq" in n or "momentum1" in n for n in names)
+    for name in names:
+        assert_bitwise(found[f"second/{name}"], found[f"whole/{name}"], name)
