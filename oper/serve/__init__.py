@@ -8,13 +8,13 @@ from oper.lazy import lazy_exports
 
 _PUBLIC = {
     "Batcher": "oper.serve.batching",
-    "BatchOptions": "oper.serve.batching",
+    "BatchOptions": "oper.serve.options",
     "Client": "oper.serve.client",
     "Predictor": "oper.serve.requests",
     "PublishedModel": "oper.serve.model",
     "Request": "oper.serve.requests",
     "Server": "oper.serve.server",
-    "ServeOptions": "oper.serve.server",
+    "ServeOptions": "oper.serve.options",
     "Signature": "oper.serve.requests",
     "load_model": "oper.serve.model",
 }
@@ -22,14 +22,15 @@ _PUBLIC = {
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
-    from oper.serve.batching import Batcher as Batcher, BatchOptions as BatchOptions
+    from oper.serve.batching import Batcher as Batcher
     from oper.serve.client import Client as Client
     from oper.serve.model import PublishedModel as PublishedModel, load_model as load_model
+    from oper.serve.options import BatchOptions as BatchOptions, ServeOptions as ServeOptions
     from oper.serve.requests import (
         Predictor as Predictor,
         Request as Request,
         Signature as Signature,
     )
-    from oper.serve.server import ServeOptions as ServeOptions, Server as Server
+    from oper.serve.server import Server as Server
 
 __getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

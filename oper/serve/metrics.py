@@ -122,6 +122,14 @@ class WorkerMetrics:
                              "the oldest of all workers.", registry=none,
                              multiprocess_mode="livemin")
         self._rows_seen: dict[str, int] = {}
+        self._by_outcome: dict[str, Any] = {}
+
+    def count(self, outcome: str) -> None:
+        """Count a request that is done."""
+        child = self._by_outcome.get(outcome)
+        if child is None:
+            child = self._by_outcome[outcome] = self.requests.labels(outcome)
+        child.inc()
 
     def observe_batch(self, requests: int, samples: int, seconds: float) -> None:
         """Count one batch."""
