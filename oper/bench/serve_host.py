@@ -12,7 +12,7 @@ from oper.bench.memory import cpu_seconds, num_descriptors, pss_bytes
 from oper.bench.serve_models import FLOOR, FloorPredictor, ServeWork, build, give_back_memory
 from oper.errors import OperError, fail
 from oper.serve.allocator import for_children
-from oper.serve.batching import BatchOptions
+from oper.serve.options import BatchOptions
 
 _START_S = 600.0
 
@@ -111,7 +111,8 @@ class Host:
 def _host(control: Any, value: dict[str, Any], workers: int, batching: BatchOptions) -> None:
     """What the process does until the other end of `control` closes."""
     from oper.serve.model import PublishedModel
-    from oper.serve.server import ServeOptions, Server
+    from oper.serve.options import ServeOptions
+    from oper.serve.server import Server
 
     served = ServeWork.from_json(value)
     sets = {"a": build(value, "cpu").state_dict()}
@@ -131,7 +132,8 @@ def _host(control: Any, value: dict[str, Any], workers: int, batching: BatchOpti
 
 def _floor(control: Any, value: dict[str, Any], workers: int, batching: BatchOptions) -> None:
     """As `_host`, with nothing to publish."""
-    from oper.serve.server import ServeOptions, Server
+    from oper.serve.options import ServeOptions
+    from oper.serve.server import Server
 
     model = FloorPredictor(ServeWork.from_json(value).signature)
     with Server(model, ServeOptions(port=0, workers=workers, batching=batching)) as server:

@@ -19,7 +19,7 @@ from oper.bench.serve_client import LoadClient, Seen
 from oper.bench.serve_host import Host, Swap
 from oper.bench.serve_models import FLOOR, ServeWork
 from oper.errors import OperError
-from oper.serve.batching import BatchOptions
+from oper.serve.options import BatchOptions
 
 _GROWTH_BYTES = 16 << 20  # of all processes together: allocators breathe
 _SOAK_SWAPS = 20

@@ -36,8 +36,8 @@ from oper.bench.serve_models import (
 from oper.bench.stalls import Stalls, spin
 from oper.errors import OperError, fail
 from oper.serve.allocator import for_children
-from oper.serve.batching import Batcher, BatchOptions, Ticket
-from oper.serve.requests import Request
+from oper.serve.batching import Batcher, PendingRequest
+from oper.serve.options import BatchOptions
 
 TABLES = "/memfd:oper-tables"  # mappings of published tables
 _PAIRS = 512  # queries of one message
@@ -246,27 +246,47 @@ def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any]
     give_back_memory()
     loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
     _warm_up(predictor, library[:8])
-    threaded = _Threaded(predictor)
-    batcher = Batcher(threaded, batching)
-    threading.Thread(target=_take, args=(queries, batcher, library), daemon=True).start()
+    batcher = Batcher(predictor, batching)
     gc.collect()
     gc.freeze()  # as the server's workers do
     control.send(True)
     with contextlib.suppress(EOFError):
         while True:
+            _serve(queries, control, batcher, library)
             command, *words = control.recv()
             if command == "configure":
-                threaded.threads, max_samples, predictor.variant = words
+                threads, max_samples, predictor.variant = words
+                torch.set_num_threads(threads)
                 batcher.options = replace(batching, max_samples=max_samples)
                 control.send(True)
             elif command == "spin":
                 control.send(spin(*words))
             elif command == "scores":
-                found = [batcher.score(library[k])[0] for k in words[0]]
-                control.send(np.stack(found))
+                control.send(np.stack([predictor.predict(library[k])[0] for k in words[0]]))
             elif command == "memory":
                 control.send(loaded)
-    batcher.close()
+
+
+def _serve(queries: socket.socket, control: Any, batcher: Batcher, library: list[Any]) -> None:
+    """Score queries until there is a command: as the server's workers do, on the thread that reads
+    them, in batches of what has come meanwhile."""
+    poll = select.poll()
+    for source in (queries, control):
+        poll.register(source, select.POLLIN)
+    while True:
+        ready = {number for number, _ in poll.poll(0 if batcher.queued else None)}
+        if queries.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                while data := queries.recv(1 << 16, socket.MSG_DONTWAIT):
+                    pairs = array.array("Q")
+                    pairs.frombytes(data)
+                    for k in range(0, len(pairs), 2):
+                        answer = functools.partial(_done, queries, pairs[k:k + 1].tobytes())
+                        batcher.submit(PendingRequest(library[pairs[k + 1]], answer))
+                poll.unregister(queries)  # the other end was closed
+        batcher.turn()
+        if control.fileno() in ready and not batcher.queued:
+            return
 
 
 def _warm_up(predictor: Any, requests: list[Any]) -> None:
@@ -281,37 +301,8 @@ def _warm_up(predictor: Any, requests: list[Any]) -> None:
         predictor.variant = VARIANTS[0]
 
 
-class _Threaded:
-    """A predictor with a changing number of threads, which PyTorch keeps per calling thread."""
-
-    def __init__(self, predictor: Any) -> None:
-        self._predictor, self.threads, self._now = predictor, 1, 0
-        self.signature, self.rows_read = predictor.signature, predictor.rows_read
-        self.epoch = predictor.epoch
-
-    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-        """See `Predictor`."""
-        if self.threads != self._now:
-            import torch
-
-            torch.set_num_threads(self.threads)
-            self._now = self.threads
-        found: tuple[np.ndarray, int] = self._predictor.predict(batch)
-        return found
-
-
-def _take(queries: socket.socket, batcher: Batcher, library: list[Any]) -> None:
-    """Bring queries from the socket to the batcher, and the ids of finished ones back."""
-    while data := queries.recv(1 << 16):
-        pairs = array.array("Q")
-        pairs.frombytes(data)
-        for k in range(0, len(pairs), 2):
-            answer = functools.partial(_done, queries, pairs[k:k + 1].tobytes())
-            batcher.submit(Ticket(library[pairs[k + 1]], answer))
-
-
-def _done(queries: socket.socket, answer: bytes, ticket: Ticket) -> None:
-    if ticket.error is not None:  # a contender that fails must not look fast
-        traceback.print_exception(ticket.error)
+def _done(queries: socket.socket, answer: bytes, pending: PendingRequest) -> None:
+    if pending.error is not None:  # a contender that fails must not look fast
+        traceback.print_exception(pending.error)
         os._exit(1)
     queries.send(answer)

@@ -180,16 +180,16 @@ class Connection(asyncio.Protocol):
         if not self._unread:
             self._since = time.monotonic()
         self._unread += len(data)
+        problem = ""
         try:
             self._parser.feed_data(data)
-            problem = ""
         except httptools.HttpParserUpgrade:  # what it would change to is not spoken here
-            problem = ""
+            if self._announced and self._whole:  # the parser leaves the body out
+                self._whole.pop()
+                problem = "Upgrade with a body"
         except httptools.HttpParserError as error:
             problem = str(error)
-        if self._whole:
-            self._take_in()
-        if self._ends:
+        if self._take_in():
             return
         most, size = self._owner.options.max_bytes, max(self._size, self._announced)
         if problem:
@@ -204,8 +204,8 @@ class Connection(asyncio.Protocol):
         if len(self._pending) > _MAX_PIPELINED:
             self._transport.pause_reading()
 
-    def _take_in(self) -> None:
-        """Have requests answered."""
+    def _take_in(self) -> bool:
+        """Have whole requests answered; whether nothing more is to be read."""
         whole, self._whole = self._whole, []
         for exchange in whole:
             self._pending.append(exchange)
@@ -213,6 +213,7 @@ class Connection(asyncio.Protocol):
             self._owner.handle(exchange)
             if self._ends:
                 break
+        return self._ends
 
     # ---- answers ---------------------------------------------------------------------------------
 

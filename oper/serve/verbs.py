@@ -39,6 +39,8 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         help="that may wait in a worker; more are refused with 503 (16384)")
     parser.add_argument("--max-bytes", type=whole(1), default=8 << 20, metavar="N",
                         help="of a request (8388608)")
+    parser.add_argument("--spin-us", type=number(), default=0.0, metavar="US",
+                        help="that an idle worker asks for requests before it sleeps (0)")
     parser.add_argument("--drain-s", type=number(), default=30.0, metavar="S",
                         help="for requests in flight after SIGTERM (30)")
     parser.add_argument("--watch", action="store_true",
@@ -50,14 +52,14 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Run ``oper serve``; raises OperError."""
-    from oper.serve.batching import BatchOptions
-    from oper.serve.server import ServeOptions, Server
+    from oper.serve.options import BatchOptions, ServeOptions
+    from oper.serve.server import Server
     from oper.serve.signals import Signals
 
     options = ServeOptions(
         args.host, args.port, args.workers, args.threads,
         BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
-        drain_s=args.drain_s)
+        drain_s=args.drain_s, spin_us=args.spin_us)
     with Signals() as signals:
         watch = _Watch(args.model) if args.watch else None
         with Server(_model(args), options) as server:

@@ -24,7 +24,7 @@ from oper.bench.serve_pool import Pool
 from oper.bench.stalls import Stalls, spin
 from oper.bench.workload import Workload
 from oper.errors import OperError
-from oper.serve.batching import BatchOptions
+from oper.serve.options import BatchOptions
 
 SMALL = ServeWork(Workload(num_rows=(400, 30, 5), dim=8), candidates=6, num_queries=8,
                   dense_layers=(8,), over_layers=(8,))
