@@ -70,6 +70,11 @@ class PublishedModel:
                                               keep_spare=keep_spare)
         self._reads_again: Callable[[], Any] | None = None
 
+    @property
+    def publication_name(self) -> str:
+        """By which workers attach to the weights."""
+        return str(self._publication.name)
+
     def reads_again(self, read: Callable[[], Any]) -> PublishedModel:
         """Say where `publish` without arguments takes new weights from; returns the model."""
         self._reads_again = read
