@@ -139,6 +139,9 @@ class Batcher:
             if len(scores) != joined.num_samples:
                 raise OperError(fail("the model is broken", "scores", len(scores),
                                      f"{joined.num_samples}, one per sample", "correct predict()"))
+            if not np.isfinite(scores).all():
+                raise OperError(fail("the model is broken", f"scores of epoch {epoch}",
+                                     "inf or nan", "finite numbers", "publish other weights"))
         except Exception as error:
             if len(live) > 1:
                 for pending in live:

@@ -161,6 +161,9 @@ class _Supervised:
                 ("failed_publications", p.metrics_core.CounterMetricFamily,
                  "Weights that could not be published.")):
             yield kind(f"oper_{name}", about, value=getattr(self._counts, name))
+        yield p.metrics_core.GaugeMetricFamily(
+            "oper_weights_lag_seconds", "From the training step of the last change to its weights "
+            "in service.", value=self._counts.weights_lag_us / 1e6)
 
 
 def page(folder: str, counts: Any) -> tuple[bytes, str]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.files import read_json
+from oper.integration.checkpoint.follow import Change
 from oper.serve.requests import Predictor, Request, Signature
 from oper.tables import TableSpec
 
@@ -86,7 +87,10 @@ class PublishedModel:
                                  self.signature)
 
     def publish(self, weights: Any = None) -> int:
-        """See `Source`; by default reads the folder again that the model came from."""
+        """See `Source`; by default reads the folder again that the model came from. A `Change` of
+        a training run is made in place."""
+        if isinstance(weights, Change):
+            return int(self._publication.apply(weights.rows, weights.dense))
         if weights is None:
             if self._reads_again is None:
                 raise InvalidInputError(fail("cannot publish", "weights", None,

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, fail
@@ -45,7 +46,8 @@ from oper.shmem.publication.reader import (
 )
 
 Rows = Iterable[tuple[int, torch.Tensor]]
-_WAIT_S = 0.001
+Changes = Mapping[str, tuple[np.ndarray, torch.Tensor]]  # ids and rows by table
+_WAIT_S = 0.0002
 _TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
 _SEND_S = 10.0  # that a reader may take to accept its greeting
 _FREE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -127,7 +129,7 @@ class _State:
 
     @property
     def epoch(self) -> int:
-        return int(torch.ops.oper.publication_epoch(self.control))
+        return abs(int(torch.ops.oper.publication_epoch(self.control)))
 
     def busy(self, buffer: int) -> list[int]:
         """Processes that read a buffer."""
@@ -250,6 +252,92 @@ class Publisher:
         state.try_to_give_back()
         return epoch
 
+    def apply(self, rows: Changes, dense: Mapping[str, torch.Tensor], timeout_s: float = 1.0
+              ) -> int:
+        """Change some rows and weights of the last epoch in place, at once for every reader.
+
+        Readers that are under way end with the old epoch first; those that come meanwhile wait for
+        the copy of the rows. There is no second copy of the tables. Checksums are those of whole
+        publications only.
+
+        Args:
+            rows: by table name, ids int64 [n], each once, and their rows as for `publish`.
+            dense: weights beside the tables; those that are not there stay.
+            timeout_s: how long to wait for readers that are under way; others wait as long.
+
+        Returns:
+            The new epoch: the last one and two, as a buffer holds every other epoch.
+
+        Raises:
+            InvalidInputError: nothing was published yet, or changes that do not fit; readers go on
+                with the old epoch.
+            DeadlineError: a reader does not end its lookups; likewise.
+        """
+        self._check_open()
+        state = self._state
+        with state.lock:
+            epoch = state.epoch
+            if not epoch:
+                raise InvalidInputError(fail("cannot change published rows", "epoch", 0, ">= 1",
+                                             "publish all weights first"))
+            packed = {name: self._packed(name, *found) for name, found in rows.items()}
+            entries = [e for e in self.layout.dense if e.key in dense]
+            unknown = sorted(set(dense) - {e.key for e in entries})
+            if unknown:
+                raise InvalidInputError(fail("cannot change published weights", "keys",
+                                             unknown[:8], "weights of the published model",
+                                             "publish weights of the same model"))
+            for entry in entries:
+                self._check_dense(entry, dense)
+                if not bool(torch.isfinite(dense[entry.key]).all()):
+                    raise InvalidInputError(fail("cannot change published weights", entry.key,
+                                                 "inf or nan", "finite numbers",
+                                                 "look at the training run"))
+            torch.ops.oper.publication_set_epoch(state.control, -epoch)
+            try:
+                self._wait(epoch & 1, timeout_s)
+            except BaseException:
+                torch.ops.oper.publication_set_epoch(state.control, epoch)
+                raise
+            # Should this fail, readers stay out until a whole publication.
+            *segments, dense_at = state.buffers[epoch & 1].addresses
+            for domain in range(self.layout.plan.world_size):
+                view = BufferRows(self.layout, segments, domain)
+                for name, found in packed.items():
+                    view.put(name, *found)
+                view.publish()  # replicas
+            for entry in entries:
+                dense_view(dense_at, entry).copy_(dense[entry.key].detach())
+            self._write_header(dense_at, epoch + 2, {})
+            torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
+        return epoch + 2
+
+    def _packed(self, name: str, ids: np.ndarray, values: torch.Tensor
+                ) -> tuple[np.ndarray, torch.Tensor]:
+        """Changed rows as they are stored, checked."""
+        what = f"cannot change rows of table {name!r}"
+        spec = self.layout.specs.get(name)
+        if spec is None:
+            raise InvalidInputError(fail(what, "table", name, f"one of {list(self.layout.specs)}",
+                                         "publish weights of the same model"))
+        if ids.shape != (values.shape[0],) or (ids.size and not (
+                int(ids.min()) >= 0 and int(ids.max()) < spec.num_rows)):
+            raise InvalidInputError(fail(what, "ids", (ids.shape, ids[:4].tolist()),
+                                         f"int64 [{values.shape[0]}] in [0, {spec.num_rows})",
+                                         "pass ids of the rows"))
+        if values.dtype.is_floating_point:
+            bad = ~torch.isfinite(values).all(dim=1)
+            if bool(bad.any()):
+                raise InvalidInputError(fail(what, f"row {int(ids[int(bad.nonzero()[0])])}",
+                                             "inf or nan", "finite numbers",
+                                             "look at the training run"))
+        packed = as_rows(values.detach(), spec)
+        width = spec.row_bytes if packed.dtype == torch.uint8 else spec.dim
+        if packed.shape[1] != width:
+            raise InvalidInputError(fail(what, "columns", packed.shape[1], f"{width}",
+                                         "publish weights of the same model"))
+        return ids, packed
+
     def _wait(self, buffer: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while busy := self._state.busy(buffer):
@@ -290,7 +378,8 @@ class Publisher:
         for view in views:
             view.publish()  # replicas
         for entry in layout.dense:
-            self._write_dense(dense_at, entry, dense)
+            self._check_dense(entry, dense)
+            dense_view(dense_at, entry).copy_(dense[entry.key].detach())
         done = want = 0
         for address, size in zip(segments, layout.arena.used_bytes, strict=True):
             want += size
@@ -298,15 +387,17 @@ class Publisher:
         share = done / want if want else 0.0
         self._page_kind = "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else (
             f"{share:.0%} 2MiB, rest 4KiB")
-        sums = checksums(layout, segments, dense_at) if self._checksum else {}
-        text = json.dumps({"bytes": layout.num_bytes, "crc32": sums}).encode()
+        self._write_header(dense_at, epoch, checksums(
+            layout, segments, dense_at) if self._checksum else {})
+
+    def _write_header(self, dense_at: int, epoch: int, sums: dict[str, int]) -> None:
+        text = json.dumps({"bytes": self.layout.num_bytes, "crc32": sums}).encode()
         head = HEADER.pack(MAGIC, VERSION, epoch, len(text)) + text
         assert len(head) <= HEADER_BYTES
         torch.ops.oper.segment_bytes(dense_at, len(head)).copy_(
             torch.frombuffer(bytearray(head), dtype=torch.uint8))
 
-    def _write_dense(self, address: int, entry: DenseEntry,
-                     dense: Mapping[str, torch.Tensor]) -> None:
+    def _check_dense(self, entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:
         value = dense.get(entry.key)
         found = None if value is None else (str(value.dtype).removeprefix("torch."),
                                             tuple(value.shape))
@@ -314,7 +405,6 @@ class Publisher:
             raise InvalidInputError(
                 fail("cannot publish weights beside the tables", entry.key, found,
                      f"{(entry.dtype, entry.shape)}", "publish weights of the same model"))
-        dense_view(address, entry).copy_(value.detach())
 
     def _check_open(self) -> None:
         if not self._state.buffers:
