@@ -151,6 +151,22 @@ def test_a_model_with_too_few_scores_is_noticed() -> None:
     assert isinstance(pending.error, OperError) and "one per sample" in str(pending.error)
 
 
+def test_scores_that_are_not_finite_fail_their_request_alone() -> None:
+    class Broken(Sums):
+        def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+            scores, epoch = super().predict(batch)
+            scores[batch.dense[:, 0] == 7] = np.nan
+            return scores, epoch
+
+    batcher = Batcher(Broken(), BatchOptions())
+    requests = many(3)
+    requests[1].dense[2, 0] = 7
+    pending = submit(batcher, requests)
+    batcher.turn()
+    assert "scores of epoch 1='inf or nan'" in str(pending[1].error)
+    assert pending[0].result is not None and pending[2].result is not None
+
+
 @pytest.mark.parametrize("fields", [{"max_samples": 0}, {"max_wait_ms": -1},
                                     {"max_wait_ms": float("nan")}, {"max_queued": 0}])
 def test_bad_options_are_refused(fields: dict[str, Any]) -> None:
