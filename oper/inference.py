@@ -29,7 +29,8 @@ from oper.integration.targets import (
 )
 from oper.plan import Plan, uniform_plan
 from oper.shmem.memory.numa import find_nodes
-from oper.shmem.publication.publisher import Changes, Publisher
+from oper.shmem.publication.changes import Changes
+from oper.shmem.publication.publisher import Publisher
 from oper.shmem.publication.reader import PublishedTables, Reader
 from oper.stats import AccessStats
 from oper.tables import TableSpec

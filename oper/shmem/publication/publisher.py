@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, fail
@@ -31,6 +30,12 @@ from oper.shmem.memory import numa
 from oper.shmem.memory.quantise import as_rows
 from oper.shmem.memory.segments import create_segment, map_segment, no_segment
 from oper.shmem.migration import check_room
+from oper.shmem.publication.changes import (
+    Changes,
+    changed_entries,
+    check_dense,
+    packed_rows,
+)
 from oper.shmem.publication.handshake import GREETING, MAGIC, check_name, socket_name
 from oper.shmem.publication.reader import (
     HEADER,
@@ -38,7 +43,6 @@ from oper.shmem.publication.reader import (
     SEGMENT_NAME,
     VERSION,
     BufferRows,
-    DenseEntry,
     Layout,
     checksums,
     dense_entries,
@@ -46,7 +50,6 @@ from oper.shmem.publication.reader import (
 )
 
 Rows = Iterable[tuple[int, torch.Tensor]]
-Changes = Mapping[str, tuple[np.ndarray, torch.Tensor]]  # ids and rows by table
 _WAIT_S = 0.0002
 _TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
 _SEND_S = 10.0  # that a reader may take to accept its greeting
@@ -280,19 +283,8 @@ class Publisher:
             if not epoch:
                 raise InvalidInputError(fail("cannot change published rows", "epoch", 0, ">= 1",
                                              "publish all weights first"))
-            packed = {name: self._packed(name, *found) for name, found in rows.items()}
-            entries = [e for e in self.layout.dense if e.key in dense]
-            unknown = sorted(set(dense) - {e.key for e in entries})
-            if unknown:
-                raise InvalidInputError(fail("cannot change published weights", "keys",
-                                             unknown[:8], "weights of the published model",
-                                             "publish weights of the same model"))
-            for entry in entries:
-                self._check_dense(entry, dense)
-                if not bool(torch.isfinite(dense[entry.key]).all()):
-                    raise InvalidInputError(fail("cannot change published weights", entry.key,
-                                                 "inf or nan", "finite numbers",
-                                                 "look at the training run"))
+            packed = {name: packed_rows(self.layout, name, *found) for name, found in rows.items()}
+            entries = changed_entries(self.layout, dense)
             torch.ops.oper.publication_set_epoch(state.control, -epoch)
             try:
                 self._wait(epoch & 1, timeout_s)
@@ -311,32 +303,6 @@ class Publisher:
             self._write_header(dense_at, epoch + 2, {})
             torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
         return epoch + 2
-
-    def _packed(self, name: str, ids: np.ndarray, values: torch.Tensor
-                ) -> tuple[np.ndarray, torch.Tensor]:
-        """Changed rows as they are stored, checked."""
-        what = f"cannot change rows of table {name!r}"
-        spec = self.layout.specs.get(name)
-        if spec is None:
-            raise InvalidInputError(fail(what, "table", name, f"one of {list(self.layout.specs)}",
-                                         "publish weights of the same model"))
-        if ids.shape != (values.shape[0],) or (ids.size and not (
-                int(ids.min()) >= 0 and int(ids.max()) < spec.num_rows)):
-            raise InvalidInputError(fail(what, "ids", (ids.shape, ids[:4].tolist()),
-                                         f"int64 [{values.shape[0]}] in [0, {spec.num_rows})",
-                                         "pass ids of the rows"))
-        if values.dtype.is_floating_point:
-            bad = ~torch.isfinite(values).all(dim=1)
-            if bool(bad.any()):
-                raise InvalidInputError(fail(what, f"row {int(ids[int(bad.nonzero()[0])])}",
-                                             "inf or nan", "finite numbers",
-                                             "look at the training run"))
-        packed = as_rows(values.detach(), spec)
-        width = spec.row_bytes if packed.dtype == torch.uint8 else spec.dim
-        if packed.shape[1] != width:
-            raise InvalidInputError(fail(what, "columns", packed.shape[1], f"{width}",
-                                         "publish weights of the same model"))
-        return ids, packed
 
     def _wait(self, buffer: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -378,7 +344,7 @@ class Publisher:
         for view in views:
             view.publish()  # replicas
         for entry in layout.dense:
-            self._check_dense(entry, dense)
+            check_dense(entry, dense)
             dense_view(dense_at, entry).copy_(dense[entry.key].detach())
         done = want = 0
         for address, size in zip(segments, layout.arena.used_bytes, strict=True):
@@ -396,15 +362,6 @@ class Publisher:
         assert len(head) <= HEADER_BYTES
         torch.ops.oper.segment_bytes(dense_at, len(head)).copy_(
             torch.frombuffer(bytearray(head), dtype=torch.uint8))
-
-    def _check_dense(self, entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:
-        value = dense.get(entry.key)
-        found = None if value is None else (str(value.dtype).removeprefix("torch."),
-                                            tuple(value.shape))
-        if value is None or found != (entry.dtype, entry.shape):
-            raise InvalidInputError(
-                fail("cannot publish weights beside the tables", entry.key, found,
-                     f"{(entry.dtype, entry.shape)}", "publish weights of the same model"))
 
     def _check_open(self) -> None:
         if not self._state.buffers:
