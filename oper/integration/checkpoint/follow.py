@@ -20,8 +20,8 @@ from oper.errors import FileFormatError, fail
 from oper.integration.checkpoint.delta_files import (
     Delta,
     base_of,
-    find,
     folder_of,
+    look,
     read_part,
 )
 
@@ -96,12 +96,15 @@ class Follower:
             base = base_of(place)
             if base != self._seen[-1]:
                 return  # replaced just now
-            deltas = find(place, place)
-            for delta in deltas[self._next:]:
+            folder = folder_of(place) / base
+            while (at := folder / f"{self._next:06d}").is_dir():
+                delta = look(at, self._next)
                 if not delta.is_complete:
-                    break
+                    return
                 yield self._read(delta)
-            self._check_gap(folder_of(place) / base, len(deltas))
+                if self._next == delta.number:  # not applied
+                    return
+            self._check_gap(folder)
         except FileNotFoundError:  # removed with the checkpoint that it continued
             return
         except FileFormatError as error:
@@ -116,15 +119,14 @@ class Follower:
         """Take no more changes until there are whole weights."""
         self._refused = why
 
-    def _check_gap(self, folder: Path, expected: int) -> None:
-        """Nothing may lie beyond a delta that is not there."""
-        beyond = sorted(int(p.name) for p in folder.iterdir()
-                        if p.name.isdigit() and int(p.name) > expected
-                        ) if folder.is_dir() and not (folder / f"{expected:06d}").exists() else []
-        if beyond:
+    def _check_gap(self, folder: Path) -> None:
+        """Nothing may lie beyond the delta that is not there."""
+        names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+        beyond = min((n for n in names if n.isdigit() and int(n) > self._next), default="")
+        if beyond and f"{self._next:06d}" not in names:
             raise FileFormatError(fail(
                 f"the chain of deltas in {str(folder)!r} is broken", "delta",
-                f"{expected:06d} is missing, {beyond[0]:06d} is there", "all of them in order",
+                f"{self._next:06d} is missing, {beyond} is there", "all of them in order",
                 "wait for the next whole checkpoint"))
 
     def _read(self, delta: Delta) -> Change:
