@@ -67,9 +67,7 @@ def run_serve(args: argparse.Namespace) -> int:
         run = _run(args) if args.watch or args.follow else None
         model = _model(args)
         if args.follow:
-            from oper.serve.model import read_weights
-
-            model.reads_again(lambda: read_weights(args.follow))
+            _read_from(model, args.follow)
         with Server(model, options) as server:
             where = {"address": server.address, "model": server.model.signature.name,
                      "pid": os.getpid(), "workers": server.worker_pids}
@@ -89,6 +87,19 @@ def _run(args: argparse.Namespace) -> Any:
 
     folder = args.follow or args.model
     return Follower(lambda: find_weights(folder), in_service=not args.follow)
+
+
+def _read_from(model: Any, folder: str) -> None:
+    """Have a model take its next weights from another folder."""
+    from oper.errors import InvalidInputError, fail
+    from oper.serve.model import PublishedModel, read_weights
+
+    if not isinstance(model, PublishedModel) or not os.path.isdir(folder):
+        raise InvalidInputError(fail("cannot follow a training run", "model, folder",
+                                     (type(model).__name__, folder),
+                                     "a PublishedModel and a folder that is there",
+                                     "make the folder, or serve what oper train wrote"))
+    model.reads_again(lambda: read_weights(folder))
 
 
 def _model(args: argparse.Namespace) -> Any:

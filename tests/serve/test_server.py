@@ -462,6 +462,15 @@ def test_the_client_refuses_what_is_no_server_or_no_id(server: Server, client: C
             thread.join()
 
 
+def test_what_cannot_be_followed_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["serve", "tests.serve_support:Sums", "--port", "0", "--follow",
+                     str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "cannot follow a training run" in err
+
+
 class Unloadable(Sums):
     """Fails in the worker."""
 

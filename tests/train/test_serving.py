@@ -98,6 +98,7 @@ def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path)
     assert [d.name for d in deltas] == [f"{k:06d}" for k in range(4)]  # of steps 6 to 9
     os.rename(run / STATE, tmp_path / STATE)
     there = copy / f"{CHECKPOINT}.deltas" / chain.name
+    copy.mkdir()
     server = subprocess.Popen(
         [sys.executable, "-m", "oper", "serve", str(run), "--port", "0", "--json", "--follow",
          str(copy), "--workers", "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
