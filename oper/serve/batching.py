@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import OperError, fail
+from oper.errors import InvalidInputError, OperError, fail
 from oper.serve.options import BatchOptions
 from oper.serve.requests import Predictor, Request, join
 
@@ -140,8 +140,9 @@ class Batcher:
                 raise OperError(fail("the model is broken", "scores", len(scores),
                                      f"{joined.num_samples}, one per sample", "correct predict()"))
             if not np.isfinite(scores).all():
-                raise OperError(fail("the model is broken", f"scores of epoch {epoch}",
-                                     "inf or nan", "finite numbers", "publish other weights"))
+                raise InvalidInputError(fail(
+                    "cannot score the request", f"scores of epoch {epoch}", "inf or nan",
+                    "finite numbers", "send smaller dense numbers, or publish other weights"))
         except Exception as error:
             if len(live) > 1:
                 for pending in live:
