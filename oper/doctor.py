@@ -36,7 +36,7 @@ _OPTIONAL = {  # module: (distributions that provide it, what it is for, how to 
     "scipy": (("scipy",), "baselines that solve a program", "pip install 'oper[report]'"),
     "matplotlib": (("matplotlib",), "reports", "pip install 'oper[report]'"),
     "jinja2": (("jinja2",), "reports", "pip install 'oper[report]'"),
-    "uvicorn": (("uvicorn",), "oper serve", "pip install 'oper[serve]'"),
+    "httptools": (("httptools",), "oper serve", "pip install 'oper[serve]'"),
     "prometheus_client": (("prometheus_client",), "oper serve", "pip install 'oper[serve]'"),
     "mlperf_loadgen": (("mlcommons_loadgen",), "oper bench serve", "pip install 'oper[bench]'"),
 }

@@ -29,6 +29,7 @@ from oper.integration.targets import (
 )
 from oper.plan import Plan, uniform_plan
 from oper.shmem.memory.numa import find_nodes
+from oper.shmem.publication.changes import Changes
 from oper.shmem.publication.publisher import Publisher
 from oper.shmem.publication.reader import PublishedTables, Reader
 from oper.stats import AccessStats
@@ -54,7 +55,7 @@ class Publication:
 
     @property
     def epoch(self) -> int:
-        """How many times weights were published."""
+        """Number of the last weights: grows by one with `publish`, by two with `apply`."""
         return self._publisher.epoch
 
     def publish(self, weights: Source, timeout_s: float = 60.0) -> int:
@@ -81,6 +82,29 @@ class Publication:
         return self._publisher.publish(
             lambda name: source.rows(self._keys[name], self._held[name], specs[name]),
             {key: source.tensor(key) for key in dense}, timeout_s)
+
+    def apply(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None,
+              timeout_s: float = 1.0) -> int:
+        """Change some rows, and weights beside the tables, in place and at once for every worker.
+
+        Costs what changes, and no second copy of the tables; calls that begin meanwhile wait until
+        the rows are copied. The result is that of a `publish` of all weights, bit for bit.
+
+        Args:
+            rows: by table name, ids int64 [n], each once, and floats [n, dim].
+            dense: by ``state_dict`` key, with any common prefix; all of them or none.
+            timeout_s: how long to wait for calls that are under way.
+
+        Returns:
+            The new epoch, two above the last.
+
+        Raises:
+            InvalidInputError: changes that do not fit, or a row that is not finite (named).
+            DeadlineError: a worker does not finish. The old weights stay in both cases.
+        """
+        source = Weights(dense, [e.key for e in self._publisher.layout.dense]) if dense else None
+        return self._publisher.apply(rows, {} if source is None else {
+            e.key: source.tensor(e.key) for e in self._publisher.layout.dense}, timeout_s)
 
     def readers(self) -> list[int]:
         """Process ids of the attached workers."""

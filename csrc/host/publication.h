@@ -5,7 +5,11 @@
 // takes the new one. A publisher writes the buffer of epoch e + 1 only while no slot counts a reader
 // there, then stores e + 1. All of these are sequentially consistent: either the publisher sees the
 // reader's count, or the reader sees the publisher's epoch (as with hazard pointers, Michael 2004).
-// A reader never waits. The slots of a process that has died are cleared by the publisher.
+// A reader never waits for that. The slots of a process that has died are cleared by the publisher.
+//
+// A publisher that changes some rows of epoch e in place stores -e, waits until no slot counts a
+// reader in that buffer, writes, and stores e + 2: the same buffer. Readers that come meanwhile find
+// a negative epoch and come again.
 #pragma once
 
 #include <atomic>
@@ -37,9 +41,11 @@ inline void init_control(Control& control) {
   for (int64_t slot = 0; slot < kReaderSlots; ++slot) clear_slot(control, slot);
 }
 
-// The epoch that the caller may read until `unpin`.
+// The epoch that the caller may read until `unpin`; negative, and nothing to unpin, while the buffer
+// is written in place.
 inline int64_t pin(Control& control, int64_t slot) {
   for (int64_t epoch = control.epoch.load();;) {
+    if (epoch < 0) return epoch;
     auto& count = control.slots[slot].in_use[epoch & 1];
     count.fetch_add(1);
     const int64_t now = control.epoch.load();

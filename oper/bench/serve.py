@@ -136,9 +136,10 @@ def _live(entries: Sequence[dict[str, Any]]) -> str:
         runs = [r for k in ("run", "runs", "quiet", "during") if k in e
                 for r in (e[k] if isinstance(e[k], list) else [e[k]])]
         more = ""
-        if "floor_p99_ms" in e:
-            more = f"without a model p99 {e['floor_p99_ms']:.2f} ms here, capacity " \
-                   f"{e['floor_capacity_qps']:.0f}/s"
+        if "ratio_in_process" in e:
+            more = f"in process {e['in_process_queries_per_s']:.0f}/s, " \
+                   f"{e['ratio_in_process']:.2f} of its queries per processor second; single " \
+                   f"{e['single_ms']:.2f} ms; the client took {e['client_cores']:.2f} cores"
         if "quiet" in e:
             more = f"{e['swaps']} swaps of {e['swap_ms']['median']:.0f} ms, quiet p99 " \
                    f"{e['quiet_p99_ms']:.2f} ms"

@@ -15,7 +15,7 @@ from oper.bench.rate_search import Search, search
 from oper.bench.serve_models import FLOOR, VARIANTS, ServeWork
 from oper.bench.serve_pool import Pool
 from oper.bench.stalls import Stalls
-from oper.serve.batching import BatchOptions
+from oper.serve.options import BatchOptions
 
 # Contender: kind of model, worker processes. Workers have one thread each; a peer in one process
 # has one or two, whichever it is faster with.

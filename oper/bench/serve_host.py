@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from oper.bench.memory import cpu_seconds, num_descriptors, pss_bytes
-from oper.bench.serve_models import FLOOR, FloorPredictor, ServeWork, build, give_back_memory
+from oper.bench.serve_models import ServeWork, build, give_back_memory
 from oper.errors import OperError, fail
 from oper.serve.allocator import for_children
-from oper.serve.batching import BatchOptions
+from oper.serve.options import BatchOptions
 
 _START_S = 600.0
 
@@ -41,18 +41,18 @@ class Host:
         served: the model.
         workers: of the server.
         batching: of each worker.
-        kind: ``"oper"``, or ``FLOOR``: the same server with no model in it, and no weights.
+        spin_us: of each worker.
     """
 
     def __init__(self, served: ServeWork, workers: int, batching: BatchOptions,
-                 kind: str = "oper") -> None:
+                 spin_us: float = 0.0) -> None:
         import multiprocessing
 
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
         # Not a daemon: it has children of its own. They end with it, and it with the pipe.
-        self._process = context.Process(target=_host if kind != FLOOR else _floor, args=(
-            theirs, served.to_json(), workers, batching))
+        self._process = context.Process(target=_host, args=(
+            theirs, served.to_json(), workers, batching, spin_us))
         with for_children():
             self._process.start()
         theirs.close()
@@ -89,6 +89,10 @@ class Host:
         """See `oper.serve.PublishedModel.memory_bytes`."""
         return dict(self._ask("memory"))
 
+    def publication(self) -> str:
+        """The name of its weights, for `oper.attach`."""
+        return str(self._ask("publication"))
+
     def cpu_seconds(self) -> float:
         """Processor time (s) of supervisor and present workers so far."""
         return sum(map(cpu_seconds, [*self.worker_pids(), self._process.pid or 0]))
@@ -108,7 +112,8 @@ class Host:
         return int(self._process.exitcode or 0)
 
 
-def _host(control: Any, value: dict[str, Any], workers: int, batching: BatchOptions) -> None:
+def _host(control: Any, value: dict[str, Any], workers: int, batching: BatchOptions,
+          spin_us: float) -> None:
     """What the process does until the other end of `control` closes."""
     from oper.serve.model import PublishedModel
     from oper.serve.options import ServeOptions
@@ -122,23 +127,14 @@ def _host(control: Any, value: dict[str, Any], workers: int, batching: BatchOpti
     model = PublishedModel(functools.partial(build, value), sets["a"], served.signature,
                            served.row_dtype, keep_spare=True)
     give_back_memory()
-    with Server(model, ServeOptions(port=0, workers=workers, batching=batching)) as server:
+    options = ServeOptions(port=0, workers=workers, batching=batching, spin_us=spin_us)
+    with Server(model, options) as server:
         control.send(server.address)
         commands: dict[str, Callable[[], Any]] = {
             "pids": lambda: server.worker_pids, "counts": lambda: server.counts,
-            "memory": model.memory_bytes, "publish": lambda: _swap(server, sets)}
+            "memory": model.memory_bytes, "publication": lambda: model.publication_name,
+            "publish": lambda: _swap(server, sets)}
         _obey(control, commands)
-
-
-def _floor(control: Any, value: dict[str, Any], workers: int, batching: BatchOptions) -> None:
-    """As `_host`, with nothing to publish."""
-    from oper.serve.options import ServeOptions
-    from oper.serve.server import Server
-
-    model = FloorPredictor(ServeWork.from_json(value).signature)
-    with Server(model, ServeOptions(port=0, workers=workers, batching=batching)) as server:
-        control.send(server.address)
-        _obey(control, {"pids": lambda: server.worker_pids, "counts": lambda: server.counts})
 
 
 def _obey(control: Any, commands: dict[str, Callable[[], Any]]) -> None:

@@ -17,14 +17,15 @@ from oper.bench.memory import cpu_seconds
 from oper.bench.rate_search import Search, search
 from oper.bench.serve_client import LoadClient, Seen
 from oper.bench.serve_host import Host, Swap
-from oper.bench.serve_models import FLOOR, ServeWork
+from oper.bench.serve_models import ServeWork
+from oper.bench.serve_pool import Pool
 from oper.errors import OperError
-from oper.serve.batching import BatchOptions
+from oper.serve.options import BatchOptions
 
 _GROWTH_BYTES = 16 << 20  # of all processes together: allocators breathe
 _SOAK_SWAPS = 20
 _MAX_UNMET = 10  # runs in which no request met a publication
-_ROUNDS = 3  # of the server and the floor, in turn, at one rate
+_ROUNDS = 3  # over HTTP and in process, in turn, at one rate
 _KEPT = 0.97  # of the rate asked for, at least; arrivals are random
 _SUSTAINED_MS = 100.0  # p99 of a rate that the server keeps up with: its queues do not grow
 
@@ -35,7 +36,7 @@ class LiveCase:
 
     Attributes:
         name: for the record.
-        kind: ``"http"``: the highest rate at the latency bound, beside a server without a model;
+        kind: ``"http"``: the highest rate at the latency bound, beside the same in process;
             ``"publish"``: new weights under load; ``"soak"``: long, with a killed worker. The
             capacity of these two is the highest rate that the server keeps up with.
         served: what is scored.
@@ -47,6 +48,7 @@ class LiveCase:
         votes: VALID runs that make a rate count: 2 of 3, 3 of 5.
         max_runs, search_s: how many (of each server), and how long the search may take.
         bound_ms: latency bound of 99 % of the queries.
+        spin_us: of the server's workers.
     """
 
     name: str
@@ -62,6 +64,7 @@ class LiveCase:
     votes: int = 3
     search_s: float = 90.0
     bound_ms: float = 10.0
+    spin_us: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """For the record."""
@@ -107,35 +110,28 @@ class _Live:
 
 
 @contextlib.contextmanager
-def _client_of(case: LiveCase, kind: str) -> Iterator[tuple[Host, LoadClient]]:
-    """A server and a client process of it."""
-    host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), kind)
+def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]:
+    progress(f"{case.name}: starting the server")
+    host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), case.spin_us)
     try:
         client = LoadClient(host.address, case.served)
+        base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
+                                num_samples=case.served.num_queries)
+        live = _Live(case, host, client, base, progress)
         try:
-            yield host, client
+            first = client.learn()
+            host.publish()
+            second = client.learn()
+            live.separation = float(np.abs(first - second).max(axis=1).min())
+            live.std = float(first.std())
+            host.publish()
+            yield live
         finally:
             client.close()
     finally:
         code = host.close()
     if code:
         raise OperError(f"the server of case {case.name} ended with exit code {code}")
-
-
-@contextlib.contextmanager
-def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]:
-    progress(f"{case.name}: starting the server")
-    with _client_of(case, "oper") as (host, client):
-        base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
-                                num_samples=case.served.num_queries)
-        live = _Live(case, host, client, base, progress)
-        first = client.learn()
-        host.publish()
-        second = client.learn()
-        live.separation = float(np.abs(first - second).max(axis=1).min())
-        live.std = float(first.std())
-        host.publish()
-        yield live
 
 
 def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -150,57 +146,94 @@ def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, 
                   "separation_of_sets": live.separation, "std_of_scores": live.std}
     entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
     return {"name": case.name, **entry, "case": case.to_json(), "niceness": os.nice(0),
-            "client_cores": f"none of its own: the client shares {os.cpu_count()} cores with the "
-                            "server", "load_before": load_before,
-            "load_after": record.load_average()}
+            "cores": f"the client shares {os.cpu_count()} with the server",
+            "load_before": load_before, "load_after": record.load_average()}
 
 
 def _summary(seen: Seen) -> dict[str, Any]:
     return {**seen.result.to_json(), "requests": seen.begin.size, "wrong": seen.wrong,
-            "failed": seen.failed, "retries": seen.retries, "messages": seen.messages}
+            "failed": seen.failed, "retries": seen.retries, "messages": seen.messages,
+            "client_cores": round(seen.cores, 3)}
 
 
 def _errors(*runs: Seen) -> int:
     return sum(s.wrong + s.failed for s in runs)
 
 
+class _InProcess:
+    """The same batches, weights and messages without a network: what the server would reach if
+    requests were in its workers' memory already. LoadGen sends it their numbers."""
+
+    def __init__(self, live: _Live) -> None:
+        case = live.case
+        self._count = case.workers
+        self._pool = Pool("oper", case.served, BatchOptions(512, 0.0, 16_384),
+                          live.host.publication())
+        self._pool.grow(case.workers)
+        self.cpu_seconds = self._pool.cpu_seconds
+        self.close = self._pool.close
+
+    def run(self, settings: loadgen.Settings) -> loadgen.Result:
+        """One run."""
+        with self._pool.issuing(self._count) as issue:
+            return loadgen.run(settings, issue)
+
+
 def _http(live: _Live) -> dict[str, Any]:
-    """The highest rate at the bound, and longer runs at the wanted share of it; the same for a
-    server without a model: what the machine, the client and HTTP allow. The two take turns."""
-    case = live.case
-    with _client_of(case, FLOOR) as (host, floor):
-        floor.learn()
-        clients = {"server": live.client, FLOOR: floor}
+    """The highest rates at the bound over HTTP and in process, then runs of both at one rate: equal
+    queries, arrivals, lengths of runs and verdicts. The two take turns."""
+    case, seen = live.case, list[Seen]()
+    beside = _InProcess(live)
+
+    def over_http(settings: loadgen.Settings) -> loadgen.Result:
+        seen.append(live.client.run(settings))
+        return seen[-1].result
+
+    sides = {"http": (over_http, live.host.cpu_seconds),
+             "in_process": (beside.run, beside.cpu_seconds)}
+    try:
         live.progress(f"{case.name}: looking for the capacity")
-        single = {name: client.run(replace(live.settings, scenario="SingleStream",
-                                           expected_qps=300)).result
-                  for name, client in clients.items()}
+        single = {name: run(replace(live.settings, scenario="SingleStream", expected_qps=300))
+                  for name, (run, _) in sides.items()}
         searches = {name: Search(0.5 * result.rate, case.bound_ms, case.max_runs, case.votes)
                     for name, result in single.items()}
-        search(searches, lambda name, rate, before: clients[name].run(replace(
+        search(searches, lambda name, rate, before: sides[name][0](replace(
             live.at(rate, case.run_s), min_queries=case.min_queries,
-            seed=live.settings.seed + before)).result, case.search_s)
-        rate = searches["server"].best()[0]
-        # Where no rate keeps the bound, what the lowest one does is of interest, beside the floor.
-        target = case.load * (rate or min(r[0] for r in searches["server"].to_json()))
-        settings = live.at(target, case.seconds)
-        runs: dict[str, list[Seen]] = {name: [] for name in clients}
+            seed=live.settings.seed + before)), case.search_s)
+        rate = searches["http"].best()[0]
+        # Where no rate keeps the bound, what the lowest one does is of interest, beside the other.
+        target = case.load * (rate or min(r[0] for r in searches["http"].to_json()))
+        settings = replace(live.at(target, case.seconds), min_queries=case.min_queries)
+        runs: dict[str, list[loadgen.Result]] = {name: [] for name in sides}
+        busy = dict.fromkeys(sides, 0.0)
+        first = len(seen)
         for turn in range(_ROUNDS):
             live.progress(f"{case.name}: {target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
-            for name in list(clients)[::1 - 2 * (turn % 2)]:
-                runs[name].append(clients[name].run(replace(settings, seed=settings.seed + turn)))
-        live.beside_s = host.cpu_seconds() + floor.cpu_seconds()
-    median = {name: {p: round(float(np.median([s.result.latency_ms[p] for s in seen])), 4)
-                     for p in ("p50", "p90", "p99")} for name, seen in runs.items()}
-    errors = _errors(*runs["server"], *runs[FLOOR])
-    return {"p99_ms": median["server"]["p99"], "floor_p99_ms": median[FLOOR]["p99"],
-            "ratio_p99_floor": round(median["server"]["p99"] / median[FLOOR]["p99"], 3),
-            "errors": errors, "verified": not errors, "target_qps": round(target, 2),
-            "capacity_qps": round(rate, 2),
-            "floor_capacity_qps": round(searches[FLOOR].best()[0], 2),
-            "latency_ms": median["server"], "floor_latency_ms": median[FLOOR],
-            "runs": [_summary(s) for s in runs["server"]],
-            "floor_runs": [_summary(s) for s in runs[FLOOR]],
+            for name in list(sides)[::1 - 2 * (turn % 2)]:
+                run, cpu = sides[name]
+                before = cpu()
+                runs[name].append(run(replace(settings, seed=settings.seed + turn)))
+                busy[name] += cpu() - before
+        live.beside_s = beside.cpu_seconds()
+    finally:
+        beside.close()
+    last = seen[first:]
+    # Equal settings and seeds: LoadGen issues equal queries on both sides.
+    queries = sum(s.begin.size for s in last)
+    latency = {name: {p: round(float(np.median([r.latency_ms[p] for r in found])), 4)
+                      for p in ("p50", "p90", "p99")} for name, found in runs.items()}
+    errors = _errors(*seen)
+    return {"queries_per_s": round(rate, 2),
+            "in_process_queries_per_s": round(searches["in_process"].best()[0], 2),
+            "ratio_in_process": round(busy["in_process"] / busy["http"], 4) if busy["http"] else 0,
+            "cpu_ms_per_query": {n: round(b / queries * 1e3, 4) for n, b in busy.items()},
+            "single_ms": single["http"].latency_ms["p50"],
+            "in_process_single_ms": single["in_process"].latency_ms["p50"],
+            "client_cores": round(float(np.mean([s.cores for s in last])), 3),
+            "p99_ms": latency["http"]["p99"], "errors": errors, "verified": not errors,
+            "target_qps": round(target, 2), "capacity_qps": round(rate, 2), "latency_ms": latency,
+            "runs": [_summary(s) for s in last],
+            "in_process_runs": [r.to_json() for r in runs["in_process"]],
             "capacity": {name: {"single_stream": single[name].to_json(),
                                 "search": found.to_json()} for name, found in searches.items()},
             "loadgen": settings.to_json()}

@@ -36,8 +36,10 @@ from oper.bench.serve_models import (
 from oper.bench.stalls import Stalls, spin
 from oper.errors import OperError, fail
 from oper.serve.allocator import for_children
-from oper.serve.batching import Batcher, BatchOptions, Ticket
-from oper.serve.requests import Request
+from oper.serve.batching import Batcher, PendingRequest
+from oper.serve.options import BatchOptions
+from oper.serve.requests import Request, Signature
+from oper.serve.wire import decode_request, encode_request, encode_scores
 
 TABLES = "/memfd:oper-tables"  # mappings of published tables
 _PAIRS = 512  # queries of one message
@@ -59,18 +61,23 @@ class Pool:
         kind: of `oper.bench.serve_models`.
         served: what they score.
         batching: of each worker.
+        publication: score with these weights, in place of a publication of the pool's own, and
+            requests and scores as the messages that go over HTTP: each query is read from one and
+            its answer written as one, in the worker's memory.
     """
 
-    def __init__(self, kind: str, served: ServeWork, batching: BatchOptions) -> None:
+    def __init__(self, kind: str, served: ServeWork, batching: BatchOptions,
+                 publication: str = "") -> None:
         import multiprocessing
 
         self.kind, self._served, self._batching = kind, served, batching
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
         self._publisher: Any = None
-        self._name = f"bench-{os.getpid()}-{id(self) & 0xffffff:x}"
+        self._name = publication or f"bench-{os.getpid()}-{id(self) & 0xffffff:x}"
+        self._as_messages = bool(publication)
         self._waited_for: list[Any] = []  # ends of control pipes
-        if kind == "oper":
+        if kind == "oper" and not publication:
             self._publisher = self._start(_publish, (served.to_json(), self._name))
         self._is_published = self._publisher is None
 
@@ -80,7 +87,8 @@ class Pool:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 process, control = self._start(_work, (
-                    theirs, self.kind, self._served.to_json(), self._name, self._batching))
+                    theirs, self.kind, self._served.to_json(), self._name, self._batching,
+                    self._as_messages))
             self._workers.append(_Worker(process, ours, control))
             self._waited_for.append(control)
 
@@ -231,7 +239,7 @@ def _publish(control: Any, value: dict[str, Any], name: str) -> None:
 
 
 def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any], name: str,
-          batching: BatchOptions) -> None:
+          batching: BatchOptions, as_messages: bool) -> None:
     """A worker."""
     import torch
 
@@ -246,27 +254,48 @@ def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any]
     give_back_memory()
     loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
     _warm_up(predictor, library[:8])
-    threaded = _Threaded(predictor)
-    batcher = Batcher(threaded, batching)
-    threading.Thread(target=_take, args=(queries, batcher, library), daemon=True).start()
+    batcher = Batcher(predictor, batching)
+    source = _Messages(library, served.signature) if as_messages else _Requests(library)
     gc.collect()
     gc.freeze()  # as the server's workers do
     control.send(True)
     with contextlib.suppress(EOFError):
         while True:
+            _serve(queries, control, batcher, source)
             command, *words = control.recv()
             if command == "configure":
-                threaded.threads, max_samples, predictor.variant = words
+                threads, max_samples, predictor.variant = words
+                torch.set_num_threads(threads)
                 batcher.options = replace(batching, max_samples=max_samples)
                 control.send(True)
             elif command == "spin":
                 control.send(spin(*words))
             elif command == "scores":
-                found = [batcher.score(library[k])[0] for k in words[0]]
-                control.send(np.stack(found))
+                control.send(np.stack([predictor.predict(library[k])[0] for k in words[0]]))
             elif command == "memory":
                 control.send(loaded)
-    batcher.close()
+
+
+def _serve(queries: socket.socket, control: Any, batcher: Batcher, source: _Requests) -> None:
+    """Score queries until there is a command: as the server's workers do, on the thread that reads
+    them, in batches of what has come meanwhile."""
+    poll = select.poll()
+    for end in (queries, control):
+        poll.register(end, select.POLLIN)
+    while True:
+        ready = {number for number, _ in poll.poll(0 if batcher.queued else None)}
+        if queries.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                while data := queries.recv(1 << 16, socket.MSG_DONTWAIT):
+                    pairs = array.array("Q")
+                    pairs.frombytes(data)
+                    for k in range(0, len(pairs), 2):
+                        answer = functools.partial(_done, queries, source, pairs[k:k + 1].tobytes())
+                        batcher.submit(PendingRequest(source.read(pairs[k + 1]), answer))
+                poll.unregister(queries)  # the other end was closed
+        batcher.turn()
+        if control.fileno() in ready and not batcher.queued:
+            return
 
 
 def _warm_up(predictor: Any, requests: list[Any]) -> None:
@@ -281,37 +310,42 @@ def _warm_up(predictor: Any, requests: list[Any]) -> None:
         predictor.variant = VARIANTS[0]
 
 
-class _Threaded:
-    """A predictor with a changing number of threads, which PyTorch keeps per calling thread."""
+class _Requests:
+    """Queries as they are in memory."""
 
-    def __init__(self, predictor: Any) -> None:
-        self._predictor, self.threads, self._now = predictor, 1, 0
-        self.signature, self.rows_read = predictor.signature, predictor.rows_read
-        self.epoch = predictor.epoch
+    def __init__(self, library: list[Request]) -> None:
+        self._library = library
 
-    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-        """See `Predictor`."""
-        if self.threads != self._now:
-            import torch
+    def read(self, index: int) -> Request:
+        """A query."""
+        return self._library[index]
 
-            torch.set_num_threads(self.threads)
-            self._now = self.threads
-        found: tuple[np.ndarray, int] = self._predictor.predict(batch)
-        return found
+    def write(self, scores: np.ndarray, epoch: int) -> None:
+        """Scores stay where they are."""
 
 
-def _take(queries: socket.socket, batcher: Batcher, library: list[Any]) -> None:
-    """Bring queries from the socket to the batcher, and the ids of finished ones back."""
-    while data := queries.recv(1 << 16):
-        pairs = array.array("Q")
-        pairs.frombytes(data)
-        for k in range(0, len(pairs), 2):
-            answer = functools.partial(_done, queries, pairs[k:k + 1].tobytes())
-            batcher.submit(Ticket(library[pairs[k + 1]], answer))
+class _Messages(_Requests):
+    """Queries as clients send them, and answers as they get them."""
+
+    def __init__(self, library: list[Request], signature: Signature) -> None:
+        super().__init__(library)
+        self._signature = signature
+        self._messages = [encode_request(r) for r in library]
+
+    def read(self, index: int) -> Request:
+        """A query, checked."""
+        return decode_request(*self._messages[index], self._signature)
+
+    def write(self, scores: np.ndarray, epoch: int) -> None:
+        """Make the answer."""
+        encode_scores(scores, epoch, self._signature.name)
 
 
-def _done(queries: socket.socket, answer: bytes, ticket: Ticket) -> None:
-    if ticket.error is not None:  # a contender that fails must not look fast
-        traceback.print_exception(ticket.error)
+def _done(queries: socket.socket, source: _Requests, answer: bytes, pending: PendingRequest
+          ) -> None:
+    if pending.error is not None:  # a contender that fails must not look fast
+        traceback.print_exception(pending.error)
         os._exit(1)
+    assert pending.result is not None
+    source.write(*pending.result)
     queries.send(answer)

@@ -8,7 +8,7 @@ from oper.lazy import lazy_exports
 
 _PUBLIC = {
     "Batcher": "oper.serve.batching",
-    "BatchOptions": "oper.serve.batching",
+    "BatchOptions": "oper.serve.options",
     "Client": "oper.serve.client",
     "Predictor": "oper.serve.requests",
     "PublishedModel": "oper.serve.model",
@@ -22,10 +22,10 @@ _PUBLIC = {
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
-    from oper.serve.batching import Batcher as Batcher, BatchOptions as BatchOptions
+    from oper.serve.batching import Batcher as Batcher
     from oper.serve.client import Client as Client
     from oper.serve.model import PublishedModel as PublishedModel, load_model as load_model
-    from oper.serve.options import ServeOptions as ServeOptions
+    from oper.serve.options import BatchOptions as BatchOptions, ServeOptions as ServeOptions
     from oper.serve.requests import (
         Predictor as Predictor,
         Request as Request,

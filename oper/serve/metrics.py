@@ -122,6 +122,14 @@ class WorkerMetrics:
                              "the oldest of all workers.", registry=none,
                              multiprocess_mode="livemin")
         self._rows_seen: dict[str, int] = {}
+        self._by_outcome: dict[str, Any] = {}
+
+    def count(self, outcome: str) -> None:
+        """Count a request that is done."""
+        child = self._by_outcome.get(outcome)
+        if child is None:
+            child = self._by_outcome[outcome] = self.requests.labels(outcome)
+        child.inc()
 
     def observe_batch(self, requests: int, samples: int, seconds: float) -> None:
         """Count one batch."""
@@ -153,6 +161,9 @@ class _Supervised:
                 ("failed_publications", p.metrics_core.CounterMetricFamily,
                  "Weights that could not be published.")):
             yield kind(f"oper_{name}", about, value=getattr(self._counts, name))
+        yield p.metrics_core.GaugeMetricFamily(
+            "oper_weights_lag_seconds", "From the training step of the last change to its weights "
+            "in service.", value=self._counts.weights_lag_us / 1e6)
 
 
 def page(folder: str, counts: Any) -> tuple[bytes, str]:

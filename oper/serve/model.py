@@ -16,6 +16,7 @@ import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.files import read_json
+from oper.integration.checkpoint.follow import Change
 from oper.serve.requests import Predictor, Request, Signature
 from oper.tables import TableSpec
 
@@ -70,6 +71,11 @@ class PublishedModel:
                                               keep_spare=keep_spare)
         self._reads_again: Callable[[], Any] | None = None
 
+    @property
+    def publication_name(self) -> str:
+        """By which workers attach to the weights."""
+        return str(self._publication.name)
+
     def reads_again(self, read: Callable[[], Any]) -> PublishedModel:
         """Say where `publish` without arguments takes new weights from; returns the model."""
         self._reads_again = read
@@ -81,7 +87,10 @@ class PublishedModel:
                                  self.signature)
 
     def publish(self, weights: Any = None) -> int:
-        """See `Source`; by default reads the folder again that the model came from."""
+        """See `Source`; by default reads the folder again that the model came from. A `Change` of
+        a training run is made in place."""
+        if isinstance(weights, Change):
+            return int(self._publication.apply(weights.rows, weights.dense))
         if weights is None:
             if self._reads_again is None:
                 raise InvalidInputError(fail("cannot publish", "weights", None,

@@ -1,11 +1,34 @@
-"""How a server runs."""
+"""How a server runs and how requests become batches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from oper.errors import InvalidInputError, fail
-from oper.serve.batching import BatchOptions
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How requests become batches.
+
+    Attributes:
+        max_samples: of a batch; a single larger request is a batch of its own.
+        max_wait_ms: how long the oldest request of a batch may wait for others to join it while
+            the model is idle; 0 = never (as Triton's ``max_queue_delay_microseconds`` by default):
+            those that come while the model works are scored together in any case.
+        max_queued: samples that may wait; a request beyond that is refused at once.
+    """
+
+    max_samples: int = 1024
+    max_wait_ms: float = 0.0
+    max_queued: int = 16_384
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_samples", 1), ("max_wait_ms", 0), ("max_queued", 1)):
+            value = getattr(self, name)
+            if not least <= value < float("inf"):
+                raise InvalidInputError(fail("invalid batching", name, value, f">= {least}",
+                                             "correct it"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +40,9 @@ class ServeOptions:
         workers: processes that score.
         threads: of each worker's model.
         batching: how requests become batches, in each worker.
+        spin_us: how long a worker asks for new requests without a pause after it has answered,
+            before it sleeps. A core that sleeps takes long to wake and is slow at first; one that
+            spins is busy.
         max_bytes: of a request's body.
         max_connections: of each worker; another one takes the place of one that has been idle.
         keep_alive_s: how long an idle connection stays open.
@@ -36,10 +62,12 @@ class ServeOptions:
     read_s: float = 30.0
     drain_s: float = 30.0
     start_s: float = 300.0
+    spin_us: float = 0.0
 
     def __post_init__(self) -> None:
         least = {"port": 0, "workers": 1, "threads": 1, "max_bytes": 1, "max_connections": 1,
-                 "keep_alive_s": 1, "read_s": 0.1, "drain_s": 0, "start_s": 0.1}
+                 "keep_alive_s": 1, "read_s": 0.1, "drain_s": 0, "start_s": 0.1,
+                 "spin_us": 0}
         for name, value in least.items():
             if not value <= getattr(self, name) < float("inf"):
                 raise InvalidInputError(fail("invalid serving options", name, getattr(self, name),

@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from typing import Any, Protocol, Self
 
 from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError, fail
+from oper.integration.checkpoint.follow import Follower
 from oper.serve import metrics
 from oper.serve.allocator import for_children, give_back
 from oper.serve.options import ServeOptions
@@ -29,7 +30,7 @@ log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
 _POLL_S = 0.2
 _NICE = 10  # of the thread that publishes: requests come first
-_COUNTED = ("workers", "worker_restarts", "publications", "failed_publications")
+_COUNTED = ("workers", "worker_restarts", "publications", "failed_publications", "weights_lag_us")
 _MAX_WAIT_S = 30.0  # between two starts of a worker that keeps ending
 _ANY_NUMBER = 1 << 30  # of connections
 
@@ -97,7 +98,7 @@ class Server:
     """
 
     def __init__(self, model: Source | Predictor, options: ServeOptions | None = None) -> None:
-        for name in ("uvicorn", "prometheus_client"):
+        for name in ("httptools", "prometheus_client"):
             if importlib.util.find_spec(name) is None:
                 raise MissingDependencyError(fail("cannot serve", "package", name, "installed",
                                                   "install oper[serve]"))
@@ -129,7 +130,8 @@ class Server:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Workers in service, restarts, publications, failed publications."""
+        """Workers in service, restarts, publications, failed publications, and microseconds from
+        the training step of the last change to its weights in service (0: whole weights)."""
         return {name: int(getattr(self._counts, name)) for name in _COUNTED}
 
     def start(self) -> Self:
@@ -192,6 +194,8 @@ class Server:
                 self._counts.failed_publications += 1
                 raise found[0]
             self._counts.publications += 1
+            made = getattr(weights, "time_s", 0.0)
+            self._counts.weights_lag_us = int((time.time() - made) * 1e6) if made else 0
         return int(found[0])
 
     def stop(self) -> None:
@@ -211,32 +215,52 @@ class Server:
         """Serve until SIGTERM or SIGINT, then drain. SIGHUP publishes the model's weights again.
 
         Args:
-            every: called about every second, e.g. to look for new weights.
+            every: called several times a second, e.g. to look for new weights.
             signals: where they have been noted since before the start.
         """
         with contextlib.ExitStack() as stack:
             noted = signals or stack.enter_context(Signals())
             noted.is_up = True
-            at = time.monotonic()
             while not noted.stop and self._thread is not None and self._thread.is_alive():
                 time.sleep(_POLL_S)
                 if noted.reload:
                     noted.reload = False
                     self.try_publish()
-                if every is not None and time.monotonic() - at >= 1:
+                if every is not None:
                     every()
-                    at = time.monotonic()
             log.info("draining: finishing requests in flight")
             self.stop()
         if self._error is not None:
             raise self._error
 
-    def try_publish(self, weights: Any = None) -> None:
-        """Publish; a failure is logged and the old weights go on."""
+    def try_publish(self) -> bool:
+        """Publish the model's weights again; a failure is logged and the old weights go on."""
         try:
-            log.info("published epoch %d", self.publish(weights))
+            log.info("published epoch %d", self.publish())
         except (OperError, OSError) as error:
             log.error("the old weights go on: %s", error)
+            return False
+        return True
+
+    def follow(self, run: Follower) -> None:
+        """Publish what a training run has saved since the last call. What is refused is logged, and
+        the weights in service go on."""
+        if run.has_whole():
+            if not self.try_publish():
+                run.refuse("the weights that its changes continue are not in service")
+            return
+        try:
+            for change in run.changes():
+                try:
+                    self.publish(change)
+                except DeadlineError as error:  # the next call tries again
+                    log.warning("step %d waits: %s", change.step, error)
+                    return
+                run.applied(change)
+                log.info("serving step %d", change.step)
+        except (OperError, OSError) as error:
+            run.refuse(str(error))
+            log.error("the old weights go on until there is a whole checkpoint: %s", error)
 
     # ---- the supervising thread ------------------------------------------------------------------
 

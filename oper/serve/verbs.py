@@ -39,10 +39,15 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         help="that may wait in a worker; more are refused with 503 (16384)")
     parser.add_argument("--max-bytes", type=whole(1), default=8 << 20, metavar="N",
                         help="of a request (8388608)")
+    parser.add_argument("--spin-us", type=number(), default=0.0, metavar="US",
+                        help="that an idle worker asks for requests before it sleeps (0)")
     parser.add_argument("--drain-s", type=number(), default=30.0, metavar="S",
                         help="for requests in flight after SIGTERM (30)")
-    parser.add_argument("--watch", action="store_true",
-                        help="publish the folder's weights whenever there are newer ones")
+    parser.add_argument("--watch", action="store_true", help="publish the folder's weights "
+                        "whenever there are newer ones, rows that changed alone where the run "
+                        "saves them (delta_every)")
+    parser.add_argument("--follow", metavar="DIR", help="as --watch, of another folder: one that "
+                        "the run's files are copied to")
     parser.add_argument("--json", action="store_true", help="say where it serves as JSON")
     parser.epilog = ("SIGTERM or Ctrl-C: finish the requests in flight and exit with 0. SIGHUP: "
                      "publish the folder's weights again.")
@@ -50,30 +55,51 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Run ``oper serve``; raises OperError."""
-    from oper.serve.batching import BatchOptions
-    from oper.serve.options import ServeOptions
+    from oper.serve.options import BatchOptions, ServeOptions
     from oper.serve.server import Server
     from oper.serve.signals import Signals
 
     options = ServeOptions(
         args.host, args.port, args.workers, args.threads,
         BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
-        drain_s=args.drain_s)
+        drain_s=args.drain_s, spin_us=args.spin_us)
     with Signals() as signals:
-        watch = _Watch(args.model) if args.watch else None
-        with Server(_model(args), options) as server:
+        run = _run(args) if args.watch or args.follow else None
+        model = _model(args)
+        if args.follow:
+            _read_from(model, args.follow)
+        with Server(model, options) as server:
             where = {"address": server.address, "model": server.model.signature.name,
                      "pid": os.getpid(), "workers": server.worker_pids}
             print(json.dumps(where) if args.json else
                   f"serving {where['model']} at http://{server.address} with {args.workers} "
                   "workers", flush=True)
 
-            def look() -> None:
-                if watch is not None and watch.changed():
-                    server.try_publish()
-
-            server.serve_until_signalled(look, signals)
+            server.serve_until_signalled(
+                None if run is None else lambda: server.follow(run), signals)
     return 0
+
+
+def _run(args: argparse.Namespace) -> Any:
+    """What follows the training run of a folder."""
+    from oper.integration.checkpoint.follow import Follower
+    from oper.serve.model import find_weights
+
+    folder = args.follow or args.model
+    return Follower(lambda: find_weights(folder), in_service=not args.follow)
+
+
+def _read_from(model: Any, folder: str) -> None:
+    """Have a model take its next weights from another folder."""
+    from oper.errors import InvalidInputError, fail
+    from oper.serve.model import PublishedModel, read_weights
+
+    if not isinstance(model, PublishedModel) or not os.path.isdir(folder):
+        raise InvalidInputError(fail("cannot follow a training run", "model, folder",
+                                     (type(model).__name__, folder),
+                                     "a PublishedModel and a folder that is there",
+                                     "make the folder, or serve what oper train wrote"))
+    model.reads_again(lambda: read_weights(folder))
 
 
 def _model(args: argparse.Namespace) -> Any:
@@ -102,32 +128,3 @@ def _model(args: argparse.Namespace) -> Any:
     model = make()
     check_model(model, f"cannot serve what {args.model} returns")
     return model
-
-
-class _Watch:
-    """Notices when there are other weights in a folder of ``oper train``."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._seen = self._stamp(find=True)
-
-    def _stamp(self, find: bool = False) -> tuple[Any, ...] | None:
-        from oper.errors import FileFormatError
-        from oper.serve.model import find_weights
-
-        try:
-            path = find_weights(self._folder)
-            found = path.stat()
-        except (FileNotFoundError, FileFormatError):  # being replaced
-            if find:
-                raise
-            return None
-        return path.name, found.st_ino, found.st_mtime_ns, found.st_size
-
-    def changed(self) -> bool:
-        """Whether there are other weights than at the last call."""
-        now = self._stamp()
-        if now is None or now == self._seen:
-            return False
-        self._seen = now
-        return True

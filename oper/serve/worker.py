@@ -1,4 +1,5 @@
-"""A worker process: one model, one batcher, connections that the supervisor hands over."""
+"""A worker process: one model, connections that the supervisor hands over, and one thread that
+reads requests, scores them and answers."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from oper.errors import MissingDependencyError, fail
 from oper.serve import metrics
-from oper.serve.batching import Batcher
-from oper.serve.connection import Limits, bounded
+from oper.serve.app import App
+from oper.serve.batching import Batcher, PendingRequest
+from oper.serve.connection import Connection
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor
 from oper.serve.signals import OURS
@@ -28,7 +30,8 @@ from oper.serve.signals import OURS
 # The end of the stream tells the worker to drain: the supervisor is stopping it, or has gone.
 CONNECTION, READY = b"c", b"r"
 _HANDOVERS = 64  # connections taken at once
-_REPORT_TICKS, _EXPIRE_TICKS = 5, 10  # of uvicorn, 0.1 s each
+_TICK_S = 0.1
+_REPORT_TICKS, _EXPIRE_TICKS = 5, 10
 _GRACE_S = 5.0  # beyond the drain time, before the process ends without more ado
 
 
@@ -64,148 +67,172 @@ def run_worker(control: socket.socket, job: WorkerJob) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     import torch
 
-    from oper.serve.app import App
-
     _allow_descriptors()
     torch.set_num_threads(job.options.threads)
     predictor = job.opener()
-    counted = metrics.WorkerMetrics()
-    batcher = Batcher(predictor, job.options.batching, counted.observe_batch)
-    app = App(predictor.signature, batcher, counted, job.options.max_bytes, job.options.read_s,
-              lambda: metrics.page(job.folder, job.counts))
-
-    def report() -> None:
-        counted.queued.set(batcher.queued)
-        counted.observe_rows(predictor.rows_read())
-        counted.epoch.set(predictor.epoch)
-
+    worker = _Worker(control, job, predictor)
     # What lives by now lives for ever: looking at it again and again costs milliseconds.
     gc.collect()
     gc.freeze()
-    _make_server(app, control, job, report).run(sockets=[])
-    batcher.close()
-    report()
+    asyncio.run(worker.serve())
+    worker.report()
     close = getattr(predictor, "close", None)
     if close is not None:
         close()
 
 
-def _make_server(app: Any, control: socket.socket, job: WorkerJob, report: Callable[[], None]
-                 ) -> Any:
-    """A uvicorn server without listeners, which takes connections from `control`."""
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise MissingDependencyError(fail("cannot serve", "import", str(error), "uvicorn",
-                                          "install oper[serve]")) from error
+class _Worker:
+    """Everything on one event loop.
 
-    class Server(uvicorn.Server):  # type: ignore[misc]
-        """See above."""
+    All sockets that are ready are read, then one batch of what they brought is scored, then the
+    sockets are read again: batches come of what arrives while the model works, and between socket
+    and score no thread waits for another.
+    """
 
-        taken = 0
-        leaving = 0  # connections whose last answer is on its way
-        adopting: ClassVar[set[Any]] = set()  # tasks
-        arriving: ClassVar[set[Any]] = set()  # connections that are not counted as such yet
+    def __init__(self, control: socket.socket, job: WorkerJob, predictor: Predictor) -> None:
+        self.options, self.connections = job.options, set[Connection]()
+        self._control, self._job, self._predictor = control, job, predictor
+        self._counted = metrics.WorkerMetrics()
+        self._batcher = Batcher(predictor, job.options.batching, self._counted.observe_batch)
+        self._app = App(predictor.signature, self._submit, self._counted, job.options.max_bytes,
+                        lambda: metrics.page(job.folder, job.counts))
+        self.handle, self.abandoned = self._app.handle, self._app.abandoned
+        self._taken = 0  # connections so far
+        self._leaving = 0  # connections whose last answer is on its way
+        self._arriving: set[asyncio.Task[None]] = set()
+        self._drains = False
+        self._next: asyncio.Handle | None = None  # turn
+        self._spins_until = 0.0
 
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets=[])
-            options = job.options
-            self.protocol = bounded(self.config.http_protocol_class, Limits(
-                options.max_bytes, options.read_s, options.keep_alive_s))
-            control.setblocking(False)
-            asyncio.get_running_loop().add_reader(control.fileno(), self.take)
-            control.send(READY)
+    async def serve(self) -> None:
+        """Serve until the supervisor closes the control socket and requests are answered."""
+        self._loop = asyncio.get_running_loop()
+        self._control.setblocking(False)
+        self._loop.add_reader(self._control.fileno(), self._take)
+        self._control.send(READY)
+        ticks, until = 0, float("inf")
+        while not (self._drains and not self.connections) and time.monotonic() < until:
+            await asyncio.sleep(_TICK_S)
+            ticks += 1
+            self._leaving = 0
+            self._job.closed.value = self._taken - len(self.connections) - len(self._arriving)
+            if ticks % _REPORT_TICKS == 0:
+                self.report()
+            if ticks % _EXPIRE_TICKS == 0:
+                for connection in list(self.connections):
+                    connection.expire(time.monotonic())
+            if self._drains and not self._arriving:
+                until = min(until, time.monotonic() + self.options.drain_s)
+                # Sockets have been read in this turn of the loop, before its timers: whoever has
+                # sent a request until now gets his answer.
+                for connection in list(self.connections):
+                    if connection.is_idle:
+                        connection.close()
 
-        def take(self) -> None:
-            """Take what the supervisor has sent."""
-            try:
-                data, files, closed = _receive(control)
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                data, files, closed = b"", [], True
-            loop = asyncio.get_running_loop()
-            # Where this process has no room for descriptors they are lost, and the client sees its
-            # connection closed.
-            self.taken += data.count(CONNECTION)
-            for number in files:
-                task = loop.create_task(self.adopt(socket.socket(fileno=number)))
-                self.adopting.add(task)  # the loop itself does not keep it
-                task.add_done_callback(self.adopting.discard)
-            if closed or not data:
-                loop.remove_reader(control.fileno())
-                self.should_exit = True
-                _end_after(job.options.drain_s + _GRACE_S)
+    def report(self) -> None:
+        """Bring the gauges up to date."""
+        self._counted.queued.set(self._batcher.queued)
+        self._counted.in_flight.set(self._app.in_flight)
+        self._counted.observe_rows(self._predictor.rows_read())
+        self._counted.epoch.set(self._predictor.epoch)
 
-        async def adopt(self, connection: socket.socket) -> None:
-            """Serve a connection."""
-            protocol = self.protocol(config=self.config, server_state=self.server_state,
-                                     app_state=self.lifespan.state)
-            self.arriving.add(protocol)
-            self.make_room()
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            try:
-                await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: protocol, connection)
-            except OSError:
-                connection.close()  # the client has gone already
-            finally:
-                self.arriving.discard(protocol)
-            self.make_room()  # among those that came at once
+    # ---- batches ---------------------------------------------------------------------------------
 
-        def make_room(self) -> None:
-            """Beyond the connections that there may be, those without a request go whose last one
-            is longest ago, as in nginx: idle clients, however many, keep nobody out."""
-            most, connections = job.options.max_connections, self.server_state.connections
-            # A connection that has just been made is among both for a moment.
-            arriving = len(self.arriving - connections)
-            if len(connections) + arriving <= most:
-                return
-            held = [c for c in connections if not c.transport.is_closing()]
-            too_many = len(held) + arriving - most
-            if too_many > 0:
-                waiting = sorted((c for c in held if c.in_head), key=lambda c: c.idle_since)
-                for connection in waiting[:too_many]:
-                    connection.transport.close()
+    def _submit(self, pending: PendingRequest) -> None:
+        self._batcher.submit(pending)
+        self._plan()
 
-        def lets_go(self) -> bool:
-            """Whether the connection of the request in hand is to end with its answer."""
-            if len(self.server_state.connections) - self.leaving <= job.most.value:
-                return False
-            self.leaving += 1
+    def _plan(self) -> None:
+        """Have the next batch scored when it is due, after the sockets that are ready now."""
+        due_s = self._batcher.due_s()
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        if due_s is not None:
+            self._next = (self._loop.call_soon(self._turn) if due_s <= 0
+                          else self._loop.call_later(due_s, self._turn))
+
+    def _turn(self) -> None:
+        self._next = None
+        self._batcher.turn()
+        if self._batcher.queued:
+            # The loop looks at its sockets before it calls, and calls what was planned first.
+            self._next = self._loop.call_soon(self._plan)
+        elif self.options.spin_us:
+            is_spinning = self._spins_until > 0
+            self._spins_until = time.monotonic() + self.options.spin_us / 1e6
+            if not is_spinning:
+                self._loop.call_soon(self._spin)
+
+    def _spin(self) -> None:
+        """Keep the loop from sleeping for a while."""
+        if time.monotonic() < self._spins_until:
+            self._loop.call_soon(self._spin)
+        else:
+            self._spins_until = 0.0
+
+    # ---- connections -----------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Take what the supervisor has sent."""
+        try:
+            data, files = _receive(self._control)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data, files = b"", []
+        # Where this process has no room for descriptors they are lost, and the client sees its
+        # connection closed.
+        self._taken += data.count(CONNECTION)
+        for number in files:
+            task = self._loop.create_task(self._adopt(socket.socket(fileno=number)))
+            self._arriving.add(task)
+            task.add_done_callback(self._arriving.discard)
+        if not data:
+            self._loop.remove_reader(self._control.fileno())
+            self._drains = True
+            _end_after(self.options.drain_s + _GRACE_S)
+
+    async def _adopt(self, connection: socket.socket) -> None:
+        """Serve a connection."""
+        self._evict_idle()
+        connection.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(lambda: Connection(self), connection)
+        except OSError:
+            connection.close()  # the client has gone already
+
+    def _evict_idle(self) -> None:
+        """Beyond the connections that there may be, those without a request go whose last one is
+        longest ago, as in nginx: idle clients, however many, keep nobody out."""
+        too_many = len(self.connections) + len(self._arriving) - self.options.max_connections
+        if too_many <= 0:
+            return
+        held = [c for c in self.connections if not c.is_closing]
+        too_many -= len(self.connections) - len(held)
+        idle = sorted((c for c in held if c.is_idle), key=lambda c: c.last_used)
+        for connection in idle[:max(0, too_many)]:
+            connection.close()
+
+    def should_close(self) -> bool:
+        """Whether the connection of the answer in hand is to end with it."""
+        if self._drains:
             return True
-
-        async def on_tick(self, counter: int) -> bool:
-            self.leaving = 0
-            job.closed.value = self.taken - len(self.server_state.connections)
-            if counter % _REPORT_TICKS == 0:
-                report()
-            if counter % _EXPIRE_TICKS == 0:
-                now = asyncio.get_running_loop().time()
-                for connection in list(self.server_state.connections):
-                    connection.expire(now)
-            return await super().on_tick(counter)
-
-    server = Server(uvicorn.Config(
-        app, interface="asgi3", lifespan="off", ws="none", log_config=None, access_log=False,
-        server_header=False, date_header=False, timeout_keep_alive=job.options.keep_alive_s,
-        # Those that go for others are still counted for a moment.
-        limit_concurrency=job.options.max_connections + 3 * _HANDOVERS,
-        timeout_graceful_shutdown=int(job.options.drain_s) + 1))
-    app.lets_go = server.lets_go
-    return server
+        if len(self.connections) - self._leaving <= self._job.most.value:
+            return False
+        self._leaving += 1
+        return True
 
 
-def _receive(control: socket.socket) -> tuple[bytes, list[int], bool]:
-    """Bytes and descriptors that wait, and whether the stream has ended."""
+def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    """Bytes and descriptors that wait; no bytes when the stream has ended."""
     files = array.array("i")
     data, extra, _, _ = control.recvmsg(_HANDOVERS, socket.CMSG_SPACE(
         _HANDOVERS * files.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             files.frombytes(content[:len(content) - len(content) % files.itemsize])
-    return data, list(files), not data
+    return data, list(files)
 
 
 def _allow_descriptors() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socketserver
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from oper.bench import loadgen, serve
 from oper.bench.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
 from oper.bench.rate_search import STEP, Search, rate_of, search
 from oper.bench.serve_case import ServerCase, _verify
-from oper.bench.serve_client import Seen
+from oper.bench.serve_client import Seen, _Sender
 from oper.bench.serve_host import Swap
 from oper.bench.serve_live import LiveCase, _growth, _overlaps, _shares, run_live_case
 from oper.bench.serve_models import FLOOR, KINDS, FloorPredictor, ServeWork
@@ -24,7 +25,8 @@ from oper.bench.serve_pool import Pool
 from oper.bench.stalls import Stalls, spin
 from oper.bench.workload import Workload
 from oper.errors import OperError
-from oper.serve.batching import BatchOptions
+from oper.serve.options import BatchOptions
+from oper.serve.wire import HEADER_LENGTH, encode_scores
 
 SMALL = ServeWork(Workload(num_rows=(400, 30, 5), dim=8), candidates=6, num_queries=8,
                   dense_layers=(8,), over_layers=(8,))
@@ -295,19 +297,67 @@ def test_publications_under_load() -> None:
     json.dumps(entry)
 
 
-def test_the_latency_over_http_has_the_floor_beside_it() -> None:
-    case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=16,
-                    max_runs=2, votes=1, bound_ms=1e-3)
+def test_http_has_the_same_in_process_beside_it() -> None:
+    case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=64,
+                    max_runs=2, votes=1, bound_ms=1e-3, spin_us=50)
     entry = run_live_case(case, lambda _: None)
     assert entry["verified"], entry
-    assert entry["capacity_qps"] == 0  # a microsecond is too little; yet it says what it found
-    lowest = min(r[0] for r in entry["capacity"]["server"]["search"])
+    assert entry["queries_per_s"] == 0  # a microsecond is too little; yet it says what it found
+    lowest = min(r[0] for r in entry["capacity"]["http"]["search"])
     assert entry["target_qps"] == pytest.approx(case.load * lowest, abs=0.1)
-    assert 0 < entry["latency_ms"]["p50"] <= entry["p99_ms"]
-    assert entry["ratio_p99_floor"] == pytest.approx(entry["p99_ms"] / entry["floor_p99_ms"], 1e-2)
-    assert [r["failed"] + r["wrong"] for r in entry["runs"] + entry["floor_runs"]] == [0] * 6
-    assert "without a model" in serve.report([entry])
+    assert 0 < entry["latency_ms"]["http"]["p50"] <= entry["p99_ms"]
+    assert entry["single_ms"] > 0 and 0 < entry["client_cores"] < 2
+    assert entry["ratio_in_process"] > 0
+    assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 3
+    assert len(entry["in_process_runs"]) == 3
+    assert entry["loadgen"]["min_queries"] == 64 == min(r["requests"] for r in entry["runs"])
+    assert "in process" in serve.report([entry])
     json.dumps(entry)
+
+
+def test_queries_are_sent_again_and_what_fails_is_counted() -> None:
+    """A server that cuts connections, is overloaded, ends connections, refuses, and scores."""
+    body, length = encode_scores(np.zeros(SMALL.candidates, np.float32), 1, "bench")
+    ok = (f"HTTP/1.1 200 OK\r\noper-worker: 7\r\n{HEADER_LENGTH}: {length}\r\ncontent-length: "
+          f"{len(body)}\r\n").encode()
+    answers = iter([b"", b"HTTP/1.1 503 x\r\ncontent-length: 0\r\n\r\n",
+                    ok + b"connection: close\r\n\r\n" + body,
+                    b"HTTP/1.1 400 x\r\ncontent-length: 3\r\n\r\nbad"])
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while True:
+                data = b""
+                while b"\r\n\r\n" not in data:
+                    part = self.request.recv(1 << 16)
+                    if not part:
+                        return
+                    data += part
+                head, _, rest = data.partition(b"\r\n\r\n")
+                left = int(head.split(b"content-length: ")[1].split(b"\r\n")[0]) - len(rest)
+                while left > 0:
+                    left -= len(self.request.recv(left))
+                answer = next(answers, ok + b"\r\n" + body)
+                self.request.sendall(answer)
+                if not answer or b"connection: close" in answer:
+                    return
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            sender = _Sender(f"127.0.0.1:{server.server_address[1]}", SMALL, 4)
+            sender._expected = {1: np.zeros((8, SMALL.candidates), np.float32)}
+            seen = sender.run(loadgen.Settings("SingleStream", 500, 0.2, num_samples=8))
+            assert (seen.retries, seen.failed, seen.wrong, seen.messages) == (2, 1, 0, ["bad"])
+            assert seen.begin.size >= 64 and (seen.epoch == 1).sum() == seen.begin.size - 1
+            sender._expected[1][0] += 1
+            seen = sender.run(loadgen.Settings("SingleStream", 500, 0.2, num_samples=8))
+            assert 0 < seen.wrong < seen.begin.size and not seen.failed
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_shares_of_workers() -> None:

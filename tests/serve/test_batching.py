@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,33 +14,28 @@ from oper.serve.batching import (
     BatchOptions,
     ExpiredError,
     OverloadedError,
-    Ticket,
+    PendingRequest,
 )
 from oper.serve.requests import Request
 from tests.serve_support import SIGNATURE, Sums, expected, random_request
 
 
-class Gate(Sums):
-    """Stands still until told; notes the sizes of its batches."""
+class Noting(Sums):
+    """Notes the sizes of its batches."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.go, self.busy, self.sizes = threading.Event(), threading.Event(), []
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__(seconds)
+        self.sizes: list[int] = []
 
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-        self.busy.set()
-        assert self.go.wait(20)
         self.sizes.append(batch.num_samples)
         return super().predict(batch)
 
 
 @pytest.fixture
-def gate() -> Iterator[tuple[Gate, Batcher]]:
-    gate = Gate()
-    batcher = Batcher(gate, BatchOptions(max_samples=8, max_wait_ms=0, max_queued=20))
-    yield gate, batcher
-    gate.go.set()
-    batcher.close()
+def parts() -> tuple[Noting, Batcher]:
+    model = Noting()
+    return model, Batcher(model, BatchOptions(max_samples=8, max_wait_ms=0, max_queued=20))
 
 
 def many(count: int, samples: int = 3) -> list[Request]:
@@ -51,97 +43,101 @@ def many(count: int, samples: int = 3) -> list[Request]:
     return [random_request(rng, samples) for _ in range(count)]
 
 
-def submit(batcher: Batcher, requests: list[Request], **fields: Any) -> list[Ticket]:
-    tickets = [Ticket(r, lambda _: None, **fields) for r in requests]
-    for ticket in tickets:
-        batcher.submit(ticket)
-    return tickets
+def submit(batcher: Batcher, requests: list[Request], **fields: Any) -> list[PendingRequest]:
+    pending = [PendingRequest(r, lambda _: None, **fields) for r in requests]
+    for one in pending:
+        batcher.submit(one)
+    return pending
 
 
-def finish(gate: Gate, batcher: Batcher) -> None:
-    gate.go.set()
-    batcher.close()
+def finish(batcher: Batcher) -> None:
+    while batcher.queued:
+        batcher.turn()
 
 
-def test_what_waits_is_scored_together_and_exactly(gate: tuple[Gate, Batcher]) -> None:
-    model, batcher = gate
+def test_what_waits_is_scored_together_and_exactly(parts: tuple[Noting, Batcher]) -> None:
+    model, batcher = parts
+    assert batcher.due_s() is None
     requests = many(6)
-    tickets = submit(batcher, requests[:1])
-    assert model.busy.wait(20)
-    tickets += submit(batcher, requests[1:])
-    assert batcher.queued == 15
-    finish(model, batcher)
-    assert model.sizes == [3, 6, 6, 3]  # at most 8 at a time
-    for ticket, request in zip(tickets, requests, strict=True):
-        assert ticket.result is not None
-        assert np.array_equal(ticket.result[0], expected(request))
+    done: list[PendingRequest] = []
+    for request in requests:
+        batcher.submit(PendingRequest(request, done.append))
+    assert (batcher.queued, batcher.due_s()) == (18, 0)
+    finish(batcher)
+    assert model.sizes == [6, 6, 6]  # at most 8 at a time
+    assert [p.request for p in done] == requests
+    for pending in done:
+        assert pending.result is not None
+        assert np.array_equal(pending.result[0], expected(pending.request))
+    batcher.turn()  # nothing waits
+    assert len(model.sizes) == 3
 
 
-def test_a_request_beyond_the_batch_is_one_of_its_own(gate: tuple[Gate, Batcher]) -> None:
-    model, batcher = gate
-    ticket, = submit(batcher, many(1, 30))
-    finish(model, batcher)
+def test_a_request_beyond_the_batch_is_one_of_its_own(parts: tuple[Noting, Batcher]) -> None:
+    model, batcher = parts
+    large, small = [*submit(batcher, many(1, 30)), PendingRequest(many(1)[0], lambda _: None)]
+    with pytest.raises(OverloadedError):
+        batcher.submit(small)
+    finish(batcher)
     assert model.sizes == [30]
-    assert ticket.result is not None
+    assert large.result is not None
 
 
-def test_too_many_are_refused_and_harm_nobody(gate: tuple[Gate, Batcher]) -> None:
-    model, batcher = gate
-    first = submit(batcher, many(1))
-    assert model.busy.wait(20)
+def test_too_many_are_refused_and_harm_nobody(parts: tuple[Noting, Batcher]) -> None:
+    _, batcher = parts
     waiting = submit(batcher, many(6))
     with pytest.raises(OverloadedError, match="samples waiting=21, expected <= 20"):
         submit(batcher, many(1))
-    finish(model, batcher)
-    assert all(t.result is not None for t in first + waiting)
-    with pytest.raises(OverloadedError, match="shutting down"):
-        submit(batcher, many(1))
-
-
-def test_expired_requests_are_not_scored(gate: tuple[Gate, Batcher]) -> None:
-    model, batcher = gate
+    finish(batcher)
+    assert all(p.result is not None for p in waiting)
     submit(batcher, many(1))
-    assert model.busy.wait(20)
+
+
+def test_expired_requests_are_not_scored(parts: tuple[Noting, Batcher]) -> None:
+    model, batcher = parts
     late, = submit(batcher, many(1), deadline=time.monotonic() - 1)
     live, = submit(batcher, many(1))
-    finish(model, batcher)
-    assert isinstance(late.error, ExpiredError)
+    last, = submit(batcher, many(1), deadline=time.monotonic() - 1)
+    batcher.turn()
+    assert isinstance(late.error, ExpiredError) and isinstance(last.error, ExpiredError)
     assert live.result is not None
-    assert model.sizes == [3, 3]
+    assert (model.sizes, batcher.queued) == ([3], 0)
 
 
-def test_a_failure_stays_with_its_request(gate: tuple[Gate, Batcher]) -> None:
-    model, batcher = gate
+def test_a_batch_is_no_larger_than_its_deadlines_allow() -> None:
+    """What a sample takes is measured; two requests together would be too late for the first."""
+    model = Noting(0.05)
+    batcher = Batcher(model, BatchOptions(max_samples=64))
+    submit(batcher, many(1))
+    batcher.turn()  # 50 ms for 3 samples
+    hasty = submit(batcher, many(1), deadline=time.monotonic() + 0.08)
+    patient = submit(batcher, many(4))
+    finish(batcher)
+    assert model.sizes == [3, 3, 12]
+    assert all(p.result is not None for p in hasty + patient)
+
+
+def test_a_failure_stays_with_its_request(parts: tuple[Noting, Batcher]) -> None:
+    _, batcher = parts
     requests = many(4, 2)
     requests[2].dense[1, 0] = 13
-    submit(batcher, many(1))
-    assert model.busy.wait(20)
-    tickets = submit(batcher, requests)
-    finish(model, batcher)
-    assert [t.error is not None for t in tickets] == [False, False, True, False]
-    assert isinstance(tickets[2].error, ValueError)
+    pending = submit(batcher, requests)
+    finish(batcher)
+    assert [p.error is not None for p in pending] == [False, False, True, False]
+    assert isinstance(pending[2].error, ValueError)
     for k in (0, 1, 3):
-        assert np.array_equal(tickets[k].result[0], expected(requests[k]))
+        assert np.array_equal(pending[k].result[0], expected(requests[k]))
 
 
-def test_an_idle_model_waits_for_more() -> None:
-    model = Gate()
-    model.go.set()
-    batcher = Batcher(model, BatchOptions(max_samples=6, max_wait_ms=20_000))
-    submit(batcher, many(2))  # fills the batch: no need to wait longer
-    batcher.close()
-    assert model.sizes == [6]
-
-
-def test_threads_get_their_own_scores() -> None:
-    batcher = Batcher(Sums(), BatchOptions(max_samples=16, max_wait_ms=0.2))
-    requests = many(200)
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(batcher.score, requests))
-    batcher.close()
-    for (scores, epoch), request in zip(found, requests, strict=True):
-        assert epoch == 1
-        assert np.array_equal(scores, expected(request))
+def test_an_idle_model_waits_for_more_but_not_beyond_a_deadline() -> None:
+    batcher = Batcher(Noting(), BatchOptions(max_samples=6, max_wait_ms=20_000))
+    submit(batcher, many(1))
+    assert 19 < (batcher.due_s() or 0) <= 20
+    submit(batcher, many(1))  # fills the batch: no need to wait longer
+    assert batcher.due_s() == 0
+    finish(batcher)
+    submit(batcher, many(1), deadline=time.monotonic() + 5)
+    assert 4 < (batcher.due_s() or 0) <= 5
 
 
 def test_a_model_with_too_few_scores_is_noticed() -> None:
@@ -150,9 +146,25 @@ def test_a_model_with_too_few_scores_is_noticed() -> None:
             return super().predict(batch)[0][1:], 1
 
     batcher = Batcher(Broken(), BatchOptions())
-    with pytest.raises(OperError, match="one per sample"):
-        batcher.score(many(1)[0])
-    batcher.close()
+    pending, = submit(batcher, many(1))
+    batcher.turn()
+    assert isinstance(pending.error, OperError) and "one per sample" in str(pending.error)
+
+
+def test_scores_that_are_not_finite_fail_their_request_alone() -> None:
+    class Broken(Sums):
+        def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+            scores, epoch = super().predict(batch)
+            scores[batch.dense[:, 0] == 7] = np.nan
+            return scores, epoch
+
+    batcher = Batcher(Broken(), BatchOptions())
+    requests = many(3)
+    requests[1].dense[2, 0] = 7
+    pending = submit(batcher, requests)
+    batcher.turn()
+    assert "scores of epoch 1='inf or nan'" in str(pending[1].error)
+    assert pending[0].result is not None and pending[2].result is not None
 
 
 @pytest.mark.parametrize("fields", [{"max_samples": 0}, {"max_wait_ms": -1},

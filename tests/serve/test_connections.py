@@ -102,6 +102,78 @@ def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -
     assert client.counts.retries == 0
 
 
+def talk(server: Server, data: bytes) -> bytes:
+    """All that the server answers until it closes the connection."""
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(data)
+        parts = []
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def message(sample: int, more: str = "") -> bytes:
+    body, length = wire.encode_request(random_request(np.random.default_rng(sample), 2))
+    return (f"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n{wire.HEADER_LENGTH}: {length}\r\n"
+            f"{more}content-length: {len(body)}\r\n\r\n").encode() + body
+
+
+def test_requests_that_do_not_wait_are_answered_in_their_order(server: Server) -> None:
+    """Also those that are answered at once, behind others that have to be scored."""
+    live = b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+    whole = b"".join(message(k) + live for k in range(40))
+    found = talk(server, whole + b"HEAD /nowhere?x=1 HTTP/1.1\r\nconnection: close\r\n\r\n")
+    heads = [part.split(b"\r\n\r\n")[0] for part in found.split(b"HTTP/1.1 ")[1:]]
+    assert [h[:3] for h in heads] == [b"200", b"200"] * 40 + [b"404"]
+    assert found.endswith(b"connection: close\r\n\r\n")  # the answer to HEAD has no body
+    scores = [float(x) for k in range(40) for x in expected(random_request(
+        np.random.default_rng(k), 2))]
+    told = []
+    for part in found.split(b"oper-worker")[1:]:
+        head, body = part.split(b"\r\n\r\n", 1)
+        size = int(head.split(b"inference-header-content-length: ")[1].split(b"\r\n")[0])
+        told += np.frombuffer(body[size:size + 8], "<f4").tolist()
+    assert told == scores
+
+
+@pytest.mark.parametrize(("data", "begins"), [
+    (message(1).replace(b"HTTP/1.1", b"HTTP/1.0", 1), b"HTTP/1.1 200 "),
+    (message(1, "connection: close\r\n"), b"HTTP/1.1 200 "),
+    (message(1, "expect: 100-continue\r\nconnection: close\r\n"),
+     b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 "),
+    (message(1, "connection: upgrade\r\nupgrade: h2c\r\n"), b"HTTP/1.1 400 "),
+    (b"GET /v2 HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n", b"HTTP/1.1 200 "),
+    (b"GET http://x/v2/health/live HTTP/1.1\r\nconnection: close\r\n\r\n", b"HTTP/1.1 200 "),
+    (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", b"HTTP/1.1 404 "),
+    (b"POST /v2/models/sums/infer HTTP/1.1\r\ncontent-length: 9999999999\r\n\r\nx",
+     b"HTTP/1.1 413 "),
+    (b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx", b"HTTP/1.1 400 "),
+    (b"POST / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+     b"HTTP/1.1 400 "),
+    (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"HTTP/1.1 400 "),
+    (b"\x16\x03\x01\x02\x00\x01\x00", b"HTTP/1.1 400 "), (b"PRI * HTTP/2.0\r\n\r\n", b"HTTP/1.1 "),
+])
+def test_the_connection_ends_with_the_answer(server: Server, data: bytes, begins: bytes) -> None:
+    found = talk(server, data)
+    assert found.startswith(begins), found
+    assert b"connection: close\r\n" in found
+
+
+def test_a_client_that_reads_no_answers_is_let_go(server: Server, client: Client) -> None:
+    """Neither are its answers kept for ever, nor its requests read on."""
+    host, port = server.address.split(":")
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect((host, int(port)))
+        deaf.settimeout(READ_S + 20)
+        with pytest.raises(ConnectionError):
+            while True:
+                deaf.sendall(b"GET /v2/models/sums HTTP/1.1\r\n\r\n" * 1000)
+    good = random_request(np.random.default_rng(3), 2)
+    assert np.array_equal(client.score_request(good)[0], expected(good))
+
+
 def test_half_a_request_is_forgotten(server: Server, client: Client) -> None:
     host, port = server.address.split(":")
     name = r'oper_requests_total\{outcome="gone"\}'
@@ -146,7 +218,8 @@ def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) 
             connection.shutdown(socket.SHUT_WR)
             statuses.add(connection.recv(4096)[9:12])
     assert {b"400", b"404"} <= statuses, statuses
-    assert not {s for s in statuses if s.startswith(b"5")}, statuses
+    # 504: of the deadline a digit is left, and the machine is busy.
+    assert not {s for s in statuses if s.startswith(b"5")} - {b"504"}, statuses
     assert np.array_equal(client.score_request(good)[0], expected(good))
     assert (server.counts["worker_restarts"], server.worker_pids) == (restarts, pids)
 

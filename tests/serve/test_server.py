@@ -23,7 +23,7 @@ import pytest
 from oper import cli
 from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
-from oper.serve.client import ServerError
+from oper.serve.client import ServerError, _Connection
 from tests.serve_support import SIGNATURE, Sums, expected, post, random_request, value_of
 from tests.support import ROOT, wait_for
 
@@ -298,7 +298,8 @@ def _outcome(client: Client, request: Request) -> str:
     return "ok"
 
 
-def test_the_command_drains_on_sigterm(tmp_path: Path) -> None:
+def test_the_command_drains_on_sigterm(tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_model.py").write_text(
         "from tests.serve_support import Sums\ndef make():\n    return Sums(1.0)\n")
     command = [sys.executable, "-m", "oper", "serve", "slow_model:make", "--port", "0",
@@ -312,11 +313,16 @@ def test_the_command_drains_on_sigterm(tmp_path: Path) -> None:
         assert len(where["workers"]) == 2
         client = Client(where["address"], timeout_s=20)
         request = random_request(np.random.default_rng(0), 3)
-        client.score_request(request)
         with ThreadPoolExecutor(4) as pool:
+            list(pool.map(client.score_request, [request] * 4))  # opens the connections
+            assert len(client._idle) == 4
+            sent: list[int] = []
+            ask = _Connection.ask
+            monkeypatch.setattr(_Connection, "ask",
+                                lambda *words: (ask(*words), sent.append(1))[0])
             flying = [pool.submit(client.score_request, request) for _ in range(4)]
-            # All of them have arrived: the first two are scored for a second, the others wait.
-            wait_for(lambda: value_of(client.metrics(), "oper_requests_in_flight") == 4)
+            # Two are scored for a second; the others lie in the sockets of workers that are busy.
+            wait_for(lambda: len(sent) == 4)
             process.send_signal(signal.SIGTERM)
             for future in flying:  # finished, although the server is going
                 assert np.array_equal(future.result()[0], expected(request))
@@ -454,6 +460,15 @@ def test_the_client_refuses_what_is_no_server_or_no_id(server: Server, client: C
         finally:
             other.shutdown()
             thread.join()
+
+
+def test_what_cannot_be_followed_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["serve", "tests.serve_support:Sums", "--port", "0", "--follow",
+                     str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "cannot follow a training run" in err
 
 
 class Unloadable(Sums):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,6 +138,72 @@ def test_readers_see_whole_epochs_of_one_copy(num_domains: int, name: str,
     copy = held["tables"] + held["dense"]
     assert 0.9 * copy < sum(pss) < copy + (num_domains + 1) * (2 << 20) + (1 << 20) < 2.2 * copy
     publisher.close()
+
+
+@pytest.mark.parametrize("num_domains", [1, 2])
+def test_rows_that_change_in_place_are_seen_whole(num_domains: int, name: str,
+                                                  processes: list[Process]) -> None:
+    name = name[:-2] + "41"
+    publisher = Publisher(name, plan(num_domains), dense(0))
+    publisher.publish(constant(1), dense(1))
+    for k in range(2):
+        processes.append(Process(name, str(k % num_domains)))
+    ids = {s.name: np.random.default_rng(s.dim).permutation(s.num_rows) for s in SPECS}
+    for epoch in range(3, 42, 2):
+        rows = {s.name: (ids[s.name], torch.full((s.num_rows, s.dim), float(epoch)))
+                for s in SPECS}
+        assert publisher.apply(rows, dense(epoch)) == epoch
+        time.sleep(0.01)
+    for process in processes:
+        looks, torn, epochs = map(int, process.out.readline().split())
+        assert torn == 0
+        assert looks >= epochs > 3
+    assert publisher.memory_bytes()["spare"] == 0
+    reader = Reader(name)
+    with pytest.raises(FileFormatError, match="checksums='none'"):
+        reader.verify()
+    publisher.publish(constant(42), dense(42))
+    assert reader.verify() == 42
+    reader.close()
+    publisher.close()
+
+
+def test_changes_wait_for_readers_and_need_something_to_change(
+        name: str, processes: list[Process]) -> None:
+    publisher = Publisher(name, plan(1), dense(0))
+    rows = {"b": (np.arange(3), torch.ones(3, 32))}
+    with pytest.raises(InvalidInputError, match="publish all weights first"):
+        publisher.apply(rows, {})
+    publisher.publish(constant(1), dense(1))
+    processes.append(Process(name, "0", "hold"))  # within an epoch
+    with pytest.raises(DeadlineError, match=str(processes[0].run.pid)):
+        publisher.apply(rows, {}, timeout_s=0.2)
+    with Reader(name).pinned() as epoch:  # the old one goes on
+        assert epoch == 1
+    os.kill(processes[0].run.pid, signal.SIGKILL)
+    assert publisher.apply(rows, {}) == 3
+    publisher.close()
+
+
+def test_a_publisher_that_dies_while_it_changes_rows_leaves_no_torn_ones(
+        name: str, processes: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    code = PUBLISHER.replace("time.sleep", "torch.ops.oper.publication_set_epoch("
+                             "publisher._state.control, -1)\nprint('changes', flush=True)\n"
+                             "time.sleep").replace('print("ready", flush=True)',
+                                                   'print("ready", flush=True); '
+                                                   'sys.stdin.readline()')
+    processes.append(Process(name, code=code))
+    reader = Reader(name)
+    assert processes[0].ask() == "changes\n"
+    assert reader.epoch == 1
+    monkeypatch.setattr("oper.shmem.publication.reader._CHANGE_S", 0.1)
+    with pytest.raises(OperError, match="stuck while it changed rows of epoch 1"), reader.pinned():
+        pass
+    monkeypatch.undo()
+    processes[0].end()
+    with pytest.raises(OperError, match="ended while it changed rows of epoch 1"), reader.pinned():
+        pass
+    reader.close()
 
 
 def test_a_killed_reader_is_forgotten(name: str, processes: list[Process]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from oper.serve.model import STATE, find_weights
 from oper.train.model import build_dlrm, load_state
 from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
+from tests.serve_support import value_of
 from tests.support import ROOT, wait_for
 
 
@@ -76,6 +78,68 @@ def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_pat
         assert server.returncode == 0
         assert f"loading {run / CHECKPOINT}" in log
         assert f"cannot read the checkpoint {str(run / CHECKPOINT)!r}" in log
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path) -> None:
+    """Deltas come one by one into another folder; each is served, with its lag; one that is
+    damaged is refused by name, and the next whole weights heal it."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    ranks = start_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=9,
+                              checkpoint_every=5, delta_every=1), 2)
+    texts = finish(ranks)
+    assert [p.returncode for p in ranks] == [0, 0], texts
+    request, expected = validation_batch(prepared, run)
+    chain = next((run / f"{CHECKPOINT}.deltas").iterdir())
+    deltas = sorted(chain.iterdir())
+    assert [d.name for d in deltas] == [f"{k:06d}" for k in range(4)]  # of steps 6 to 9
+    os.rename(run / STATE, tmp_path / STATE)
+    there = copy / f"{CHECKPOINT}.deltas" / chain.name
+    copy.mkdir()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "oper", "serve", str(run), "--port", "0", "--json", "--follow",
+         str(copy), "--workers", "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True)
+    try:
+        assert server.stdout is not None
+        client = Client(json.loads(server.stdout.readline())["address"], timeout_s=30)
+        assert client.score_request(request)[1] == 1
+        shutil.copytree(run / CHECKPOINT, copy / CHECKPOINT)
+        wait_for(lambda: client.score_request(request)[1] == 2)
+        before = client.score_request(request)[0]
+        for k, delta in enumerate(deltas[:3]):
+            shutil.copytree(delta, tmp_path / "delta")
+            there.mkdir(parents=True, exist_ok=True)
+            os.rename(tmp_path / "delta", there / delta.name)
+            wait_for(lambda epoch=4 + 2 * k: client.score_request(request)[1] == epoch)
+            scores = client.score_request(request)[0]
+            assert np.abs(scores - before).max() > 0
+            before = scores
+        wait_for(lambda: value_of(client.metrics(), "oper_weights_lag_seconds") > 0)
+        shutil.copytree(deltas[3], tmp_path / "delta")
+        part = next((tmp_path / "delta").iterdir())
+        part.write_bytes(part.read_bytes()[:-9])
+        os.rename(tmp_path / "delta", there / deltas[3].name)
+        assert server.stderr is not None
+        lines = iter(server.stderr.readline, "")
+        assert "the old weights go on until there is a whole checkpoint" in next(
+            line for line in lines if deltas[3].name in line)
+        assert client.score_request(request)[1] == 8
+        os.utime(tmp_path / STATE)
+        os.rename(tmp_path / STATE, copy / STATE)
+        wait_for(lambda: client.score_request(request)[1] == 9)
+        assert np.abs(client.score_request(request)[0] - expected).max() < 1e-6
+        # What the chain leads to is what the run ends with.
+        shutil.rmtree(there / deltas[3].name)
+        shutil.copytree(deltas[3], there / deltas[3].name)
+        os.unlink(copy / STATE)
+        wait_for(lambda: client.score_request(request)[1] == 10 + 2 * 4)
+        assert np.abs(client.score_request(request)[0] - expected).max() < 1e-6
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=120)
+        assert server.returncode == 0
     finally:
         server.kill()
         server.wait()

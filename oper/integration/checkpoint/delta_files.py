@@ -103,13 +103,14 @@ def find(checkpoint: Path, place: Path) -> list[Delta]:
     found: list[Delta] = []
     folder = folder_of(place) / base_of(checkpoint)
     while (folder / f"{len(found):06d}").is_dir():
-        found.append(_look(folder / f"{len(found):06d}", len(found)))
+        found.append(look(folder / f"{len(found):06d}", len(found)))
         if not found[-1].is_complete:
             break
     return found
 
 
-def _look(folder: Path, number: int) -> Delta:
+def look(folder: Path, number: int) -> Delta:
+    """What there is of delta `number` in its folder; raises FileFormatError when it is damaged."""
     parts: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)

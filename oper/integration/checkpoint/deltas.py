@@ -13,6 +13,7 @@ import os
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -266,7 +267,8 @@ class _Parts:
         self._owner, self._folder = owner, folder
         rank, world_size = owner.rank
         self._where = {"number": int(folder.name), "step": steps[0], "since": steps[1],
-                       "rank": rank, "world_size": world_size, "part": 0}
+                       "rank": rank, "world_size": world_size, "part": 0,
+                       "time_us": int(time.time() * 1e6)}
         self._arrays: dict[str, np.ndarray] = {}
         self._slots: dict[str, tuple[TableDirectory, np.ndarray]] = {}  # by array of ids
         self._state: dict[str, Any] | None = None

@@ -30,6 +30,12 @@ from oper.shmem.memory import numa
 from oper.shmem.memory.quantise import as_rows
 from oper.shmem.memory.segments import create_segment, map_segment, no_segment, page_kind
 from oper.shmem.migration import check_room
+from oper.shmem.publication.changes import (
+    Changes,
+    changed_entries,
+    check_dense,
+    packed_rows,
+)
 from oper.shmem.publication.handshake import GREETING, MAGIC, check_name, socket_name
 from oper.shmem.publication.reader import (
     HEADER,
@@ -37,7 +43,6 @@ from oper.shmem.publication.reader import (
     SEGMENT_NAME,
     VERSION,
     BufferRows,
-    DenseEntry,
     Layout,
     checksums,
     dense_entries,
@@ -45,7 +50,7 @@ from oper.shmem.publication.reader import (
 )
 
 Rows = Iterable[tuple[int, torch.Tensor]]
-_WAIT_S = 0.001
+_WAIT_S = 0.0002
 _TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
 _SEND_S = 10.0  # that a reader may take to accept its greeting
 _FREE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -127,7 +132,7 @@ class _State:
 
     @property
     def epoch(self) -> int:
-        return int(torch.ops.oper.publication_epoch(self.control))
+        return abs(int(torch.ops.oper.publication_epoch(self.control)))
 
     def busy(self, buffer: int) -> list[int]:
         """Processes that read a buffer."""
@@ -250,6 +255,55 @@ class Publisher:
         state.try_to_give_back()
         return epoch
 
+    def apply(self, rows: Changes, dense: Mapping[str, torch.Tensor], timeout_s: float = 1.0
+              ) -> int:
+        """Change some rows and weights of the last epoch in place, at once for every reader.
+
+        Readers that are under way end with the old epoch first; those that come meanwhile wait for
+        the copy of the rows. There is no second copy of the tables. Checksums are those of whole
+        publications only.
+
+        Args:
+            rows: by table name, ids int64 [n], each once, and their rows as for `publish`.
+            dense: weights beside the tables; those that are not there stay.
+            timeout_s: how long to wait for readers that are under way; others wait as long.
+
+        Returns:
+            The new epoch: the last one and two, as a buffer holds every other epoch.
+
+        Raises:
+            InvalidInputError: nothing was published yet, or changes that do not fit; readers go on
+                with the old epoch.
+            DeadlineError: a reader does not end its lookups; likewise.
+        """
+        self._check_open()
+        state = self._state
+        with state.lock:
+            epoch = state.epoch
+            if not epoch:
+                raise InvalidInputError(fail("cannot change published rows", "epoch", 0, ">= 1",
+                                             "publish all weights first"))
+            packed = {name: packed_rows(self.layout, name, *found) for name, found in rows.items()}
+            entries = changed_entries(self.layout, dense)
+            torch.ops.oper.publication_set_epoch(state.control, -epoch)
+            try:
+                self._wait(epoch & 1, timeout_s)
+            except BaseException:
+                torch.ops.oper.publication_set_epoch(state.control, epoch)
+                raise
+            # Should this fail, readers stay out until a whole publication.
+            *segments, dense_at = state.buffers[epoch & 1].addresses
+            for domain in range(self.layout.plan.world_size):
+                view = BufferRows(self.layout, segments, domain)
+                for name, found in packed.items():
+                    view.put(name, *found)
+                view.publish()  # replicas
+            for entry in entries:
+                dense_view(dense_at, entry).copy_(dense[entry.key].detach())
+            self._write_header(dense_at, epoch + 2, {})
+            torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
+        return epoch + 2
+
     def _wait(self, buffer: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while busy := self._state.busy(buffer):
@@ -290,29 +344,22 @@ class Publisher:
         for view in views:
             view.publish()  # replicas
         for entry in layout.dense:
-            self._write_dense(dense_at, entry, dense)
+            check_dense(entry, dense)
+            dense_view(dense_at, entry).copy_(dense[entry.key].detach())
         done = want = 0
         for address, size in zip(segments, layout.arena.used_bytes, strict=True):
             want += size
             done += int(torch.ops.oper.collapse_segment(address, size))
         self._page_kind = page_kind(done, want)
-        sums = checksums(layout, segments, dense_at) if self._checksum else {}
-        text = json.dumps({"bytes": layout.num_bytes, "crc32": sums}).encode()
+        self._write_header(dense_at, epoch, checksums(
+            layout, segments, dense_at) if self._checksum else {})
+
+    def _write_header(self, dense_at: int, epoch: int, sums: dict[str, int]) -> None:
+        text = json.dumps({"bytes": self.layout.num_bytes, "crc32": sums}).encode()
         head = HEADER.pack(MAGIC, VERSION, epoch, len(text)) + text
         assert len(head) <= HEADER_BYTES
         torch.ops.oper.segment_bytes(dense_at, len(head)).copy_(
             torch.frombuffer(bytearray(head), dtype=torch.uint8))
-
-    def _write_dense(self, address: int, entry: DenseEntry,
-                     dense: Mapping[str, torch.Tensor]) -> None:
-        value = dense.get(entry.key)
-        found = None if value is None else (str(value.dtype).removeprefix("torch."),
-                                            tuple(value.shape))
-        if value is None or found != (entry.dtype, entry.shape):
-            raise InvalidInputError(
-                fail("cannot publish weights beside the tables", entry.key, found,
-                     f"{(entry.dtype, entry.shape)}", "publish weights of the same model"))
-        dense_view(address, entry).copy_(value.detach())
 
     def _check_open(self) -> None:
         if not self._state.buffers:

@@ -4,7 +4,7 @@ A publisher (`oper.shmem.publication.publisher`) writes all tables and dense wei
 one of two buffers and then moves an epoch on; epoch e lies in buffer e % 2. A reader counts itself
 in before it reads and out afterwards (csrc/host/publication.h), so that all it reads in between is
 of one epoch, and the publisher overwrites a buffer only when nobody is counted there. A reader
-waits for nobody. """
+waits for nobody, but for the copying of rows where some of them are changed in place. """
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from oper.shmem.memory.segments import map_segment, no_segment
 from oper.shmem.optim.arguments import feature_rows
 from oper.shmem.placement.layout import ArenaLayout, KernelMaps
 from oper.shmem.publication.handshake import MAGIC, check_name, connect, greeting
-from oper.shmem.rows import LogicalRows
+from oper.shmem.rows import LogicalRows, put_rows
 from oper.traffic import Traffic
 
 VERSION = 1
@@ -50,6 +51,7 @@ HEADER_BYTES = 1 << 20  # before the dense weights
 HEADER = struct.Struct("<8sIQI")  # magic, version, epoch, bytes of the text that follows
 ALIGN = 64
 SEGMENT_NAME = "oper-tables"
+_CHANGE_S, _PAUSE_S = 30.0, 5e-5  # to wait for rows that are changed in place, and between looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,23 @@ class BufferRows(LogicalRows):
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+    def put(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> None:
+        """Write rows in any order, as they are stored, where this domain holds them.
+
+        Args:
+            table: its name.
+            ids: int64 [n], valid, each once.
+            rows: [n, dim], or uint8 [n, bytes of a row] of quantised tables.
+        """
+        if rows.dtype != torch.uint8:
+            self.scatter(table, ids, rows)
+            return
+        piece, = self.pieces[table]
+        mine = self.view("rows", piece, self.group.rank)
+        for rank, index, slot in self._parts(piece, ids):
+            if rank == self.group.rank:
+                put_rows(mine, slot, rows, index)
 
 
 class PublishedTables(BufferRows):
@@ -338,7 +357,7 @@ class Reader:
     def epoch(self) -> int:
         """The last epoch that was published."""
         self._check_open()
-        return int(torch.ops.oper.publication_epoch(self._control))
+        return abs(int(torch.ops.oper.publication_epoch(self._control)))
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[int]:
@@ -348,7 +367,7 @@ class Reader:
             yield epoch
             return
         self._check_open()
-        epoch = torch.ops.oper.publication_pin(self._control, self._slot)
+        epoch = self._pin()
         self._pins.epoch = epoch
         try:
             yield epoch
@@ -356,6 +375,23 @@ class Reader:
             self._pins.epoch = None
             if self._mapped:
                 torch.ops.oper.publication_unpin(self._control, self._slot, epoch)
+
+    def _pin(self) -> int:
+        """Count this process in; waits while the publisher changes rows in place."""
+        until = time.monotonic() + _CHANGE_S
+        is_alive = True
+        while True:
+            epoch = int(torch.ops.oper.publication_pin(self._control, self._slot))
+            if epoch >= 0:
+                return epoch
+            if not is_alive or time.monotonic() > until:
+                raise OperError(fail(
+                    f"publication {self.name!r} cannot be read", "publisher",
+                    f"process {self.publisher_pid}, {'stuck' if is_alive else 'ended'} while it "
+                    f"changed rows of epoch {-epoch}", "a whole epoch",
+                    "publish all weights again"))
+            is_alive = self.publisher_alive
+            time.sleep(_PAUSE_S)
 
     def check_pinned(self, buffer: int) -> None:
         """Raise OperError unless this thread reads that buffer."""
@@ -405,6 +441,10 @@ class Reader:
             size = self._header(buffer)[3]
             raw = torch.ops.oper.segment_bytes(self._dense[buffer], HEADER.size + size)
             told = json.loads(raw.numpy()[HEADER.size:].tobytes())
+            if not told["crc32"]:
+                raise FileFormatError(fail(
+                    f"publication {self.name!r} cannot be verified", "checksums", "none",
+                    "those of a whole publication that writes them", "publish all weights"))
             found = checksums(self.layout, self.addresses[buffer], self._dense[buffer])
             bad = [k for k, crc in found.items() if told["crc32"].get(k) != crc]
         if bad:

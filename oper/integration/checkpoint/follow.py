@@ -1,0 +1,185 @@
+"""What a training run saves, step by step, for those that serve it: whole weights, then changes.
+
+A whole checkpoint begins a chain, which its deltas continue one by one (see `delta_files`). A delta
+that is missing, doubled, out of order or damaged is refused by name, and nothing after it is taken:
+the next whole checkpoint begins a new chain.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.errors import FileFormatError, fail
+from oper.integration.checkpoint.delta_files import (
+    Delta,
+    base_of,
+    folder_of,
+    look,
+    read_part,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one delta changes.
+
+    Attributes:
+        number, step: its place in the chain; the training step that it holds.
+        time_s: when that step had been made, on the clock of `time.time`.
+        rows: by table, ids int64 [n] and rows float [n, dim].
+        dense: weights beside the tables, by ``state_dict`` key.
+    """
+
+    number: int
+    step: int
+    time_s: float
+    rows: dict[str, tuple[np.ndarray, torch.Tensor]]
+    dense: dict[str, torch.Tensor]
+
+
+class Follower:
+    """Follows a training run in a folder.
+
+    Args:
+        newest: finds the newest whole weights, a checkpoint's folder or a file; raises
+            FileNotFoundError or FileFormatError while there are none.
+        in_service: whether what it finds now is, or will be at once, in service; then it must find
+            something.
+    """
+
+    def __init__(self, newest: Callable[[], Path], in_service: bool = True) -> None:
+        self._newest = newest
+        self._seen = self._stamp(newest()) if in_service else (None,)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._next, self._step = 0, -1
+        self._refused = ""
+
+    @staticmethod
+    def _stamp(path: Path) -> tuple[Any, ...]:
+        found = path.stat()
+        return path, found.st_ino, found.st_mtime_ns, found.st_size, (
+            base_of(path) if path.is_dir() else "")
+
+    def has_whole(self) -> bool:
+        """Whether there are whole weights other than those of the last call or the start; they are
+        to be published, and changes begin anew."""
+        try:
+            now = self._stamp(self._newest())
+        except (FileNotFoundError, FileFormatError):  # being replaced
+            return False
+        # The folder of a checkpoint is touched by nobody but by being replaced.
+        if now == self._seen:
+            return False
+        self._seen = now
+        self._begin()
+        return True
+
+    def changes(self) -> Iterator[Change]:
+        """The deltas that have become complete since, in order; `applied` follows on each.
+
+        Raises:
+            FileFormatError: the chain is broken, told once; nothing comes until `has_whole`.
+        """
+        place = self._seen[0]
+        if self._refused or place is None or not place.is_dir():
+            return
+        try:
+            base = base_of(place)
+            if base != self._seen[-1]:
+                return  # replaced just now
+            folder = folder_of(place) / base
+            while (at := folder / f"{self._next:06d}").is_dir():
+                delta = look(at, self._next)
+                if not delta.is_complete:
+                    return
+                yield self._read(delta)
+                if self._next == delta.number:  # not applied
+                    return
+            self._check_gap(folder)
+        except FileNotFoundError:  # removed with the checkpoint that it continued
+            return
+        except FileFormatError as error:
+            self._refused = str(error)
+            raise
+
+    def applied(self, change: Change) -> None:
+        """The weights in service are those of `change` now."""
+        self._next, self._step = change.number + 1, change.step
+
+    def refuse(self, why: str) -> None:
+        """Take no more changes until there are whole weights."""
+        self._refused = why
+
+    def _check_gap(self, folder: Path) -> None:
+        """Nothing may lie beyond the delta that is not there."""
+        names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+        beyond = min((n for n in names if n.isdigit() and int(n) > self._next), default="")
+        if beyond and f"{self._next:06d}" not in names:
+            raise FileFormatError(fail(
+                f"the chain of deltas in {str(folder)!r} is broken", "delta",
+                f"{self._next:06d} is missing, {beyond} is there", "all of them in order",
+                "wait for the next whole checkpoint"))
+
+    def _read(self, delta: Delta) -> Change:
+        """The weights of a complete delta, checked."""
+        what = f"cannot follow delta {delta.number:06d}"
+        if self._step >= 0 and delta.since != self._step:
+            raise FileFormatError(fail(what, "continues step", delta.since,
+                                       f"{self._step}, the one in service",
+                                       "wait for the next whole checkpoint"))
+        pieces: dict[str, dict[int, list[tuple[np.ndarray, torch.Tensor]]]] = {}
+        dense: dict[str, torch.Tensor] = {}
+        made = 0
+        for path in (p for paths in delta.files.values() for p in paths):
+            arrays, meta = read_part(path)
+            made = max(made, int(meta.get("time_us", 0)))
+            try:
+                for k, (_, table, column, parts) in enumerate(meta["items"]):
+                    if "rows" in parts:
+                        rows = torch.from_numpy(arrays[f"{k}.rows"])
+                        if not rows.dtype.is_floating_point:  # as `rows_to_numpy` stores them
+                            rows = rows.view(torch.bfloat16)
+                        pieces.setdefault(table, {}).setdefault(int(column), []).append((
+                            arrays[f"{k}.ids"].astype(np.int64), rows))
+                if "state" in arrays:
+                    dense |= _dense(arrays["state"])
+            except (KeyError, ValueError, TypeError, RuntimeError) as error:
+                raise FileFormatError(fail(
+                    what, path.name, f"{type(error).__name__}: {error}", "rows and a state",
+                    "wait for the next whole checkpoint")) from error
+        whole = {table: _joined(what, table, found) for table, found in pieces.items()}
+        return Change(delta.number, delta.step, made / 1e6, whole, dense)
+
+
+def _dense(packed: np.ndarray) -> dict[str, torch.Tensor]:
+    """The model's weights in what `delta_files.pack_state` has made."""
+    found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
+    return {path[1]: value for path, value in zip(found["paths"], found["values"], strict=True)
+            if len(path) == 2 and path[0] == "model" and isinstance(value, torch.Tensor)}
+
+
+def _joined(what: str, table: str, pieces: dict[int, list[tuple[np.ndarray, torch.Tensor]]]
+            ) -> tuple[np.ndarray, torch.Tensor]:
+    """Rows of all ranks and column pieces as one, ids ascending."""
+    ids: np.ndarray | None = None
+    columns = []
+    for _, found in sorted(pieces.items()):
+        mine = np.concatenate([i for i, _ in found])
+        order = np.argsort(mine, kind="stable")
+        if ids is not None and not np.array_equal(ids, mine[order]):
+            raise FileFormatError(fail(what, f"pieces of table {table!r}",
+                                       f"{ids.size} and {mine.size} rows", "the same rows",
+                                       "wait for the next whole checkpoint"))
+        ids = mine[order]
+        columns.append(torch.cat([v for _, v in found])[torch.from_numpy(order)])
+    assert ids is not None
+    return ids, torch.cat(columns, dim=1)

@@ -1,0 +1,63 @@
+"""What may be written into published tables: checks before any reader is kept waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.shmem.memory.quantise import as_rows
+from oper.shmem.publication.reader import DenseEntry, Layout
+
+Changes = Mapping[str, tuple[np.ndarray, torch.Tensor]]  # ids and rows by table
+
+
+def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
+                ) -> tuple[np.ndarray, torch.Tensor]:
+    """Changed rows as they are stored, checked."""
+    what = f"cannot change rows of table {name!r}"
+    spec = layout.specs.get(name)
+    if spec is None:
+        raise InvalidInputError(fail(what, "table", name, f"one of {list(layout.specs)}",
+                                     "publish weights of the same model"))
+    if ids.shape != (values.shape[0],) or (ids.size and not (
+            int(ids.min()) >= 0 and int(ids.max()) < spec.num_rows)):
+        raise InvalidInputError(fail(what, "ids", (ids.shape, ids[:4].tolist()),
+                                     f"int64 [{values.shape[0]}] in [0, {spec.num_rows})",
+                                     "pass ids of the rows"))
+    if values.dtype.is_floating_point:
+        bad = ~torch.isfinite(values).all(dim=1)
+        if bool(bad.any()):
+            raise InvalidInputError(fail(what, f"row {int(ids[int(bad.nonzero()[0])])}",
+                                         "inf or nan", "finite numbers",
+                                         "look at the training run"))
+    return ids, as_rows(values.detach(), spec)
+
+
+def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
+    """The places of weights that change; raises InvalidInputError for what does not fit."""
+    what = "cannot change published weights"
+    entries = [e for e in layout.dense if e.key in dense]
+    unknown = sorted(set(dense) - {e.key for e in entries})
+    if unknown:
+        raise InvalidInputError(fail(what, "keys", unknown[:8], "weights of the published model",
+                                     "publish weights of the same model"))
+    for entry in entries:
+        check_dense(entry, dense)
+        if not bool(torch.isfinite(dense[entry.key]).all()):
+            raise InvalidInputError(fail(what, entry.key, "inf or nan", "finite numbers",
+                                         "look at the training run"))
+    return entries
+
+
+def check_dense(entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:
+    """Raise InvalidInputError unless a weight of this shape and type is there."""
+    value = dense.get(entry.key)
+    found = None if value is None else (str(value.dtype).removeprefix("torch."),
+                                        tuple(value.shape))
+    if value is None or found != (entry.dtype, entry.shape):
+        raise InvalidInputError(
+            fail("cannot publish weights beside the tables", entry.key, found,
+                 f"{(entry.dtype, entry.shape)}", "publish weights of the same model"))

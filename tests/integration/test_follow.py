@@ -1,0 +1,212 @@
+"""Serving what training changes: bit-equal to whole publications; broken chains are refused."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import oper
+from oper.errors import FileFormatError, InvalidInputError
+from oper.shmem.publication.reader import Reader, checksums
+
+pytest.importorskip("torchrec")
+from oper.integration.checkpoint.delta_files import base_of, folder_of
+from oper.integration.checkpoint.deltas import DeltaCheckpoints
+from oper.integration.checkpoint.follow import Change, Follower
+from tests.checkpoint_support import Model, fused, run_ranks, sharded, train
+
+STEPS = range(2, 7)  # of deltas
+_names = itertools.count()
+
+
+def trained(rank: int, world_size: int, plan: int, folder: str) -> dict[str, torch.Tensor]:
+    """A whole checkpoint of step 1 in ``folder/run``, a delta of each further step, and whole
+    checkpoints of all steps in ``folder/STEP``."""
+    model = sharded(world_size, plan)
+    optimizer = fused(model)
+    with DeltaCheckpoints(f"{folder}/run", model, optimizer, memory_bytes=20_000) as saver:
+        for step in range(1, STEPS.stop):
+            train(model, rank, world_size, range(step, step + 1))
+            with torch.no_grad():
+                model.dense.bias += step
+            if step == 1:
+                saver.save_full(step)
+            else:
+                saver.save(step)
+            oper.save_checkpoint(f"{folder}/{step}", model, optimizer)
+        saver.flush()
+    return {"step": torch.tensor([step])}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("follow")
+    run_ranks(trained, 1, 3, str(folder))
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    for name in ("run", "run.deltas"):
+        shutil.copytree(runs / name, tmp_path / name)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[..., oper.Publication]]:
+    held = []
+
+    def make(weights: Path, row_dtype: str | None = None) -> oper.Publication:
+        held.append(oper.publish(Model(), f"follow-{os.getpid()}-{next(_names)}", weights=weights,
+                                 row_dtype=row_dtype))
+        return held[-1]
+
+    yield make
+    for publication in held:
+        publication.close()
+
+
+def bits(publication: oper.Publication) -> dict[str, int]:
+    """Checksums of all that readers see."""
+    reader = Reader(publication.name)
+    with reader.pinned() as epoch:
+        found = checksums(reader.layout, reader.addresses[epoch & 1], reader._dense[epoch & 1])
+    reader.close()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "plan", "row_dtype"), [
+    (1, 3, "int8"), (2, 101, None), (2, 105, "float16"), (2, 101, "int4")])
+def test_every_step_is_that_of_a_whole_publication(
+        world_size: int, plan: int, row_dtype: str | None, tmp_path: Path,
+        publish: Callable[..., oper.Publication]) -> None:
+    """Tables by rows and columns, trained by one rank and by two; all bits."""
+    run_ranks(trained, world_size, plan, str(tmp_path))
+    run = tmp_path / "run"
+    follower = Follower(lambda: run)
+    assert not follower.has_whole()
+    served = publish(run, row_dtype)
+    before = served.memory_bytes()
+    steps, seen = [], [bits(served)]
+    for change in follower.changes():
+        epoch = served.apply(change.rows, change.dense)
+        follower.applied(change)
+        steps.append(change.step)
+        assert epoch == 1 + 2 * len(steps) == served.epoch
+        assert sum(ids.size for ids, _ in change.rows.values()) > 0
+        seen.append(bits(served))
+        assert seen[-1] == bits(publish(tmp_path / str(change.step), row_dtype)), change.step
+        assert seen[-1] != seen[-2]
+    assert steps == list(STEPS)
+    assert served.memory_bytes() == before  # no second copy
+    assert not list(follower.changes())
+    # A whole publication after changes, and changes after that, in the other buffer.
+    assert served.publish(tmp_path / "4") == epoch + 1
+    follower = Follower(lambda: run)
+    for change in follower.changes():
+        if change.step > 4:
+            served.apply(change.rows, change.dense)
+        follower.applied(change)
+    assert bits(served) == seen[-1]
+
+
+def number(run: Path, k: int) -> Path:
+    return folder_of(run) / base_of(run) / f"{k:06d}"
+
+
+def follow(follower: Follower) -> list[int]:
+    steps = []
+    for change in follower.changes():
+        follower.applied(change)
+        steps.append(change.step)
+    return steps
+
+
+def cut(path: Path) -> None:
+    part = next(path.glob("*.npz"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+
+
+@pytest.mark.parametrize(("harm", "words", "taken"), [
+    (lambda run: shutil.rmtree(number(run, 2)), "000002 is missing, 000003 is there", [2, 3]),
+    (lambda run: cut(number(run, 1)), "CRC-32|damaged|checksum", [2]),
+    (lambda run: (shutil.rmtree(number(run, 3)), shutil.copytree(number(run, 2), number(run, 3))),
+     "ranks, number, step", [2, 3, 4]),
+    (lambda run: (number(run, 1).rename(run.parent / "x"), number(run, 2).rename(number(run, 1)),
+                  (run.parent / "x").rename(number(run, 2))), "ranks, number, step", [2])],
+    ids=["missing", "damaged", "doubled", "out of order"])
+def test_a_broken_chain_is_refused_by_name_and_a_whole_checkpoint_heals_it(
+        harm: Callable[[Path], object], words: str, taken: list[int], run: Path, runs: Path
+        ) -> None:
+    follower = Follower(lambda: run)
+    harm(run)
+    steps = []
+    with pytest.raises(FileFormatError, match=words):
+        for change in follower.changes():
+            follower.applied(change)
+            steps.append(change.step)
+    assert steps == taken
+    assert follow(follower) == [] and not follower.has_whole()  # said once
+    shutil.rmtree(run)
+    shutil.rmtree(folder_of(run))
+    assert not follower.has_whole()
+    shutil.copytree(runs / "run.deltas", folder_of(run))
+    shutil.copytree(runs / "run", run)
+    assert follower.has_whole() and not follower.has_whole()
+    assert follow(follower) == list(STEPS)
+
+
+def test_deltas_are_taken_as_they_come(run: Path) -> None:
+    later = [number(run, k) for k in range(2, 5)]
+    for path in later:
+        path.rename(run.parent / path.name)
+    follower = Follower(lambda: run)
+    assert follow(follower) == [2, 3] and follow(follower) == []
+    for k, path in enumerate(later):
+        (run.parent / path.name).rename(path)
+        assert follow(follower) == [4 + k]
+
+
+def test_a_delta_of_other_steps_is_refused(run: Path) -> None:
+    """It has the right number, but continues what is not in service."""
+    follower = Follower(lambda: run)
+    changes = follower.changes()
+    follower.applied(replace(next(changes), step=1))
+    with pytest.raises(FileFormatError, match="continues step=2, expected 1"):
+        next(changes)
+
+
+def test_what_does_not_fit_changes_nothing(runs: Path, publish: Callable[..., oper.Publication]
+                                           ) -> None:
+    served = publish(runs / "run", "int8")
+    before = bits(served)
+    change = next(Follower(lambda: runs / "run").changes())
+    ids, rows = change.rows["tc"]
+    broken = rows.clone()
+    broken[1, 3] = float("nan")
+
+    def refused(words: str, found: dict[str, tuple[np.ndarray, torch.Tensor]],
+                dense: dict[str, torch.Tensor] | None = None) -> None:
+        with pytest.raises(InvalidInputError, match=words):
+            served.apply({**change.rows, **found}, dense)
+
+    refused(f"rows of table 'tc': row {ids[1]}='inf or nan'", {"tc": (ids, broken)})
+    refused("rows of table 'tx'", {"tx": (ids, rows)})
+    refused("rows of table 'tc': ids", {"tc": (ids + 500, rows)})
+    refused("rows of table 'tc': ids", {"tc": (ids[:1], rows)})
+    refused("rows of table 'tc'.*12, 4", {"tc": (ids, rows[:, :4])})
+    refused("dense.bias", {}, {**change.dense, "dense.bias": torch.tensor([float("inf")])})
+    refused("dense.bias", {}, {**change.dense, "dense.bias": torch.zeros(2)})
+    assert bits(served) == before and served.epoch == 1
+    assert isinstance(change, Change) and change.time_s > 1e9
