@@ -25,12 +25,13 @@ else
 TORCH_SPEC ?= torch==2.13.0
 endif
 
-.PHONY: help setup build demo test test-faults test-sanitizers lint docs wheel-test sdist wheels clean
+.PHONY: help setup build demo test test-nightly test-faults test-sanitizers lint docs wheel-test sdist wheels clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo [DATA=train.txt]  statistics, plan and training beside TorchRec"
 	@echo "make test [ARGS=...]        the tests"
+	@echo "make test-nightly           tests that take minutes each"
 	@echo "make test-faults            kill, stop, slow down, fill up, damage; prints a table"
 	@echo "make test-sanitizers        the native libraries under the compiler's sanitizers"
 	@echo "make lint                   ruff, mypy and codespell"
@@ -73,12 +74,16 @@ demo: setup
 test: setup
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=1; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(SIDE_BY_SIDE)) || status=1; \
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=1; \
+	$(BIN)/python -m pytest -m "not slow" $(addprefix --ignore=,$(SIDE_BY_SIDE)) || status=1; \
 	exit $$status
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+# Minutes each: wheels, every block of the documents, clusters with unequal hosts.
+test-nightly: setup
+	@$(BIN)/python -m pytest -m slow
 
 test-faults: setup
 	@$(BIN)/python -W ignore -m tests.faults $(ARGS)
