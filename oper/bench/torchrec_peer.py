@@ -48,7 +48,7 @@ class PeerOptions:
     def __post_init__(self) -> None:
         if self.kind not in CPU_PLAN_KINDS:
             raise InvalidInputError(fail("cannot build the TorchRec side", "kind", self.kind,
-                                         f"one of {CPU_PLAN_KINDS}", "correct it"))
+                                         f"one of {CPU_PLAN_KINDS}", "choose one of these"))
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ class Workload:
                              or max(self.lengths) != self.pooling):
             raise InvalidInputError(fail("invalid workload", "lengths", self.lengths,
                                          f"one >= 1 per table, at most {self.pooling} = pooling",
-                                         "correct it"))
+                                         "give one length per table"))
         for name in ("dim", "batch_size", "pooling"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(fail("invalid workload", name, getattr(self, name), ">= 1",

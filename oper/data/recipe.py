@@ -171,7 +171,8 @@ def parse_share(value: object, what: str, name: str) -> Fraction:
         share = Fraction(-1)
     if not 0 <= share < 1:
         raise InvalidInputError(
-            fail(what, name, value, "a share from 0 to below 1, e.g. '1/7'", "correct it"))
+            fail(what, name, value, "a share from 0 to below 1, e.g. '1/7'",
+                 "write a share below 1"))
     return share
 
 
@@ -256,18 +257,20 @@ def _columns(what: str, entry: Any) -> list[Column]:
     _check_keys(what, entry, {"name", "kind"}, {"first", "last"} | fields)
     kind = entry["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
-        raise InvalidInputError(fail(what, "kind", kind, f"one of {tuple(KINDS)}", "correct it"))
+        raise InvalidInputError(fail(what, "kind", kind, f"one of {tuple(KINDS)}",
+                                     "choose one of these kinds"))
     parse, transform = entry.get("parse", KINDS[kind][0]), entry.get("transform", "none")
     if parse not in KINDS[kind]:
-        raise InvalidInputError(fail(what, "parse", parse, f"one of {KINDS[kind]}", "correct it"))
+        raise InvalidInputError(fail(what, "parse", parse, f"one of {KINDS[kind]}",
+                                     "choose one of these, or another kind"))
     if transform not in TRANSFORMS or (transform != "none" and kind != "dense"):
         raise InvalidInputError(
             fail(what, "transform", transform, f"one of {TRANSFORMS}, of a dense column",
-                 "correct it"))
+                 "choose one of these, or leave it out"))
     multi = entry.get("multi", "")
     if not isinstance(multi, str) or len(multi) > 1 or (multi and kind != "sparse"):
         raise InvalidInputError(fail(what, "multi", multi, "a character, of a sparse column only",
-                                     "correct it"))
+                                     "give one character to a sparse column, or leave it out"))
     options: dict[str, Any] = {k: _texts(what, k, entry[k])
                                for k in ("source", "missing", "positive") if k in entry}
     if "threshold" in entry:
@@ -279,7 +282,8 @@ def _columns(what: str, entry: Any) -> list[Column]:
                 or not 0 <= last - first < _MAX_COLUMNS):
             raise InvalidInputError(
                 fail(what, "first, last", (first, last), "two integers, at most "
-                     f"{_MAX_COLUMNS} columns, and a name with {{}}", "correct it"))
+                     f"{_MAX_COLUMNS} columns, and a name with {{}}",
+                     "give both, the first not above the last, and put {} into the name"))
         names = [names[0].replace("{}", str(k)) for k in range(first, last + 1)]
     return [Column(name, kind, parse, transform, multi=multi, **options)
             for name in names]
@@ -288,7 +292,7 @@ def _columns(what: str, entry: Any) -> list[Column]:
 def _texts(what: str, name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(x, str | int | float)
                                                       for x in value):
-        raise InvalidInputError(fail(what, name, value, "a list of texts", "correct it"))
+        raise InvalidInputError(fail(what, name, value, "a list of texts", "write a list of texts"))
     return tuple(map(str, value))
 
 
@@ -298,7 +302,7 @@ def _number(what: str, name: str, value: Any) -> float:
     except OverflowError:
         number = math.nan
     if not math.isfinite(number):
-        raise InvalidInputError(fail(what, name, value, "a finite number", "correct it"))
+        raise InvalidInputError(fail(what, name, value, "a finite number", "write a finite number"))
     return number
 
 

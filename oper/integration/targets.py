@@ -239,11 +239,13 @@ def typed(specs: Sequence[TableSpec], row_dtype: str | Mapping[str, str] | None
         return [replace(s, dtype=row_dtype) for s in specs]
     if not isinstance(row_dtype, Mapping):
         raise InvalidInputError(fail("cannot choose types of rows", "row_dtype", row_dtype,
-                                     "the name of a type, or names by table", "correct it"))
+                                     "the name of a type, or names by table",
+                                     "pass for example 'float16', or {table: type}"))
     unknown = set(row_dtype) - {s.name for s in specs}
     if unknown:
         raise InvalidInputError(fail("cannot choose types of rows", "tables", sorted(unknown),
-                                     f"some of {[s.name for s in specs][:8]}", "correct it"))
+                                     f"some of {[s.name for s in specs][:8]}",
+                                     "name tables of this collection"))
     return [replace(s, dtype=row_dtype.get(s.name, s.dtype)) for s in specs]
 
 

@@ -65,7 +65,7 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.row_ranges not in ROW_RANGES:
             raise InvalidInputError(fail("cannot export a plan", "row_ranges", self.row_ranges,
-                                         f"one of {ROW_RANGES}", "correct it"))
+                                         f"one of {ROW_RANGES}", "choose one of these"))
         if "table_wise" not in self.kinds:
             raise InvalidInputError(fail("cannot export a plan", "kinds", sorted(self.kinds),
                                          "table_wise among them", "allow it"))

@@ -103,7 +103,7 @@ class App:
             raise _Refused(404, "", fail(
                 "no such address", "path", path,
                 f"{self._model}[/infer], /v2/health/live, /v2/health/ready or /metrics",
-                "correct it"))
+                "use one of these paths"))
 
     def _send_page(self, exchange: Exchange, made: asyncio.Future[tuple[bytes, str]]) -> None:
         error = made.exception()
@@ -210,7 +210,8 @@ def _number(headers: dict[bytes, bytes], name: bytes) -> float | None:
         value = float("nan")
     if not 0 <= value < 1e12:
         raise InvalidInputError(fail("cannot score the request", name.decode(),
-                                     text.decode("latin-1"), "a number >= 0", "correct it"))
+                                     text.decode("latin-1"), "a number >= 0",
+                                     "send a number, or leave it out"))
     return value
 
 

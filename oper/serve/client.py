@@ -100,7 +100,7 @@ class Client:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
         if not host or not port.isdigit():
             raise InvalidInputError(fail("cannot connect", "address", address, "host:port",
-                                         "correct it"))
+                                         "give the address that 'oper serve' prints"))
         self._place = host.strip("[]"), int(port)
         self.timeout_s, self.counts = timeout_s, ClientCounts()
         self._model = model
@@ -133,7 +133,7 @@ class Client:
             if lengths[-1].shape != (size,):
                 raise InvalidInputError(fail("cannot score", "shape of lengths",
                                              lengths[-1].shape, f"({size},), one per sample",
-                                             "correct it"))
+                                             "give one length per sample"))
         request = Request(dense, np.stack(lengths) if lengths else np.zeros((0, size), np.int32),
                           np.concatenate(ids) if ids else np.zeros(0, np.int64))
         return self.infer(*wire.encode_request(request, list(features)))[0]

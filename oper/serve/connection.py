@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
         most, size = self._owner.options.max_bytes, max(self._size, self._announced)
         if problem:
             self._refuse(400, fail("cannot read the request", "HTTP", problem, "HTTP/1.1",
-                                   "correct it"))
+                                   "send a well-formed HTTP/1.1 request"))
         elif self._in_body and size > _PATIENCE * most:
             self._whole.append(self._exchange(size))  # too large, whatever else comes
             self._take_in()

@@ -28,7 +28,7 @@ class BatchOptions:
             value = getattr(self, name)
             if not least <= value < float("inf"):
                 raise InvalidInputError(fail("invalid batching", name, value, f">= {least}",
-                                             "correct it"))
+                                             "choose a value in this range"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ServeOptions:
         for name, value in least.items():
             if not value <= getattr(self, name) < float("inf"):
                 raise InvalidInputError(fail("invalid serving options", name, getattr(self, name),
-                                             f">= {value}", "correct it"))
+                                             f">= {value}", "choose a value in this range"))
         if self.port > 65535:
             raise InvalidInputError(fail("invalid serving options", "port", self.port,
-                                         "<= 65535", "correct it"))
+                                         "<= 65535", "choose a lower port, or 0 for any free one"))

@@ -46,7 +46,7 @@ class Signature:
                 self.features):
             raise InvalidInputError(fail(
                 "invalid signature", "features", self.features,
-                f"different names, {len(self.num_rows)} of them", "correct it"))
+                f"different names, {len(self.num_rows)} of them", "name every feature once"))
         check_name(self.name)
 
 
@@ -192,4 +192,5 @@ def _check_array(name: str, value: Any, dtype: Any, ndim: int) -> None:
 
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError(fail(WHAT, name, value, expected, "correct it"))
+    return InvalidInputError(fail(WHAT, name, value, expected,
+                                  "see GET /v2/models/NAME for what the model takes"))

@@ -110,7 +110,7 @@ def _model(args: argparse.Namespace) -> Any:
         if not os.path.isdir(args.model):
             raise InvalidInputError(fail("cannot serve", "model", args.model,
                                          "a folder that oper train wrote, or MODULE:FUNCTION",
-                                         "correct it"))
+                                         "name a folder that 'oper train' has written"))
         from oper.serve.model import find_weights, load_model
 
         with contextlib.suppress(FileFormatError):  # told by load_model, after other mistakes

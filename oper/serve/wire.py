@@ -210,4 +210,5 @@ def decode_scores(body: bytes, header_length: int | None) -> tuple[np.ndarray, i
 
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError(fail(WHAT, name, value, expected, "correct it"))
+    return InvalidInputError(fail(WHAT, name, value, expected,
+                                  "see GET /v2/models/NAME for what the model takes"))

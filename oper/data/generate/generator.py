@@ -108,7 +108,7 @@ class Workload:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise InvalidInputError(fail("invalid workload", "seed", self.seed, "0 <= seed < 2^32",
-                                         "correct it"))
+                                         "choose a seed in this range"))
 
     def batches(self, num_samples: int, batch_size: int
                 ) -> Iterator[tuple[int, dict[str, Lookups]]]:
@@ -120,7 +120,7 @@ class Workload:
         for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
             if value < 1:
                 raise InvalidInputError(fail("cannot draw lookups", name, value, ">= 1",
-                                             "correct it"))
+                                             "choose a value in this range"))
         for day in range(self.num_days):
             begin = num_samples * day // self.num_days
             end = num_samples * (day + 1) // self.num_days

@@ -100,7 +100,8 @@ def power_law_ids(
     for name, value, least in (("num_rows", num_rows, 1), ("size", size, 0),
                                ("exponent", exponent, 0)):
         if value < least:
-            raise InvalidInputError(fail(what, name, value, f">= {least}", "correct it"))
+            raise InvalidInputError(fail(what, name, value, f">= {least}",
+                                         "choose a value in this range"))
     uniform = rng.random(size)
     if exponent == 1:
         ranks = np.exp(uniform * np.log(num_rows + 1.0))

@@ -84,7 +84,8 @@ def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequenc
          "shares that sum to at most 1"))
     for name, value, ok, expected in checks:
         if not ok:
-            raise InvalidInputError(fail("invalid popularity", name, value, expected, "correct it"))
+            raise InvalidInputError(fail("invalid popularity", name, value, expected,
+                                         "choose a value in this range"))
     rows = [np.ones(len(heavy), np.int64)]
     weight = [np.asarray(heavy, np.float64)]
     if num_tail:

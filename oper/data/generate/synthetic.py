@@ -73,7 +73,7 @@ class SyntheticLog:
         for name, ok, expected in checks:
             if not ok:
                 raise InvalidInputError(
-                    fail(what, name, getattr(self, name), expected, "correct it"))
+                    fail(what, name, getattr(self, name), expected, "choose a value in this range"))
 
 
 def write_synthetic_log(

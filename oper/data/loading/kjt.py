@@ -56,7 +56,8 @@ class Assembly:
         unknown = [n for n in [*weights, *deduplicate] if n not in folder.sparse]
         if unknown:
             raise InvalidInputError(fail(what, "columns of weights, deduplicate", unknown,
-                                         f"sparse columns, of {list(folder.sparse)}", "correct it"))
+                                         f"sparse columns, of {list(folder.sparse)}",
+                                         "name sparse columns of the folder"))
         if weights and deduplicate:
             raise InvalidInputError(
                 fail(what, "weights, deduplicate", (dict(weights), tuple(deduplicate)),

@@ -74,10 +74,11 @@ class LoaderOptions:
                 ("rank", self.rank or 0, 0, world_size - 1), ("prefetch", self.prefetch, 0, 64)):
             if type(value) is not int or not least <= value <= most:
                 raise InvalidInputError(
-                    fail(what, name, value, f"an integer in {least}..{most}", "correct it"))
+                    fail(what, name, value, f"an integer in {least}..{most}",
+                         "choose an integer in this range"))
         if self.share not in ("rows", "batches"):
             raise InvalidInputError(fail(what, "share", self.share, "rows or batches",
-                                         "correct it"))
+                                         "choose one of these"))
         if self.group_by and not self.window:
             raise InvalidInputError(fail(what, "group_by", self.group_by, "a window > 0",
                                          "rows are grouped within a window: give one"))
@@ -178,7 +179,8 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         """
         if type(epoch) is not int or not 0 <= epoch < 1 << 62:
             raise InvalidInputError(
-                fail("cannot set the epoch", "epoch", epoch, "an integer >= 0", "correct it"))
+                fail("cannot set the epoch", "epoch", epoch, "an integer >= 0",
+                     "count epochs from 0"))
         if epoch != self.epoch:
             self._turn += 1
             self._next, self._resume = 0, (epoch, 0, None)

@@ -61,10 +61,11 @@ class PreprocessOptions:
                             ("part_rows", 1), ("unit_bytes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise InvalidInputError(fail(what, name, value, f">= {least}", "correct it"))
+                raise InvalidInputError(fail(what, name, value, f">= {least}",
+                                             "choose a value in this range"))
         if self.compression not in ("none", "zstd"):
             raise InvalidInputError(
-                fail(what, "compression", self.compression, "none or zstd", "correct it"))
+                fail(what, "compression", self.compression, "none or zstd", "choose one of these"))
         if self.hash_rows is not None and (self.max_rows is not None or self.hash_rows > 2**31 - 1):
             raise InvalidInputError(
                 fail(what, "hash_rows", self.hash_rows, "below 2^31 and without max_rows",

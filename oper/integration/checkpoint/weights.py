@@ -51,7 +51,8 @@ class Weights:
             self._values = dict(_flat(source))
         elif not isinstance(source, str | os.PathLike):
             raise InvalidInputError(fail("cannot read weights", "source", source,
-                                         "a model, a state_dict, a folder or a file", "correct it"))
+                                         "a model, a state_dict, a folder or a file",
+                                         "pass one of these"))
         else:
             self._values = self._open(Path(source))
         self._prefix = _common_prefix(self._values, list(keys))

@@ -44,7 +44,7 @@ class PullCosts:
                                strict=True):
             if not 0 <= value < float("inf"):
                 raise InvalidInputError(fail("invalid costs of pulled rows", name, value,
-                                             "a number >= 0", "correct it"))
+                                             "a number >= 0", "pass a finite number >= 0"))
 
 
 class Duplication(NamedTuple):

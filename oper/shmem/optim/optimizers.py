@@ -173,12 +173,13 @@ class Adam(Clipping):
         _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
         what = f"invalid {type(self).__name__}"
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
-            raise InvalidInputError(fail(what, "betas", self.betas, "two numbers", "correct it"))
+            raise InvalidInputError(fail(what, "betas", self.betas, "two numbers",
+                                         "pass a pair such as (0.9, 0.999)"))
         for k, beta in enumerate(self.betas):
             # As fp32, which the kernel's are: 1 there would divide by 1 - 1^t.
             if not _is_fp32(beta) or not 0 <= np.float32(beta) < 1:
                 raise InvalidInputError(fail(what, f"betas[{k}]", beta, "0 <= beta < 1 in fp32",
-                                             "correct it"))
+                                             "choose a smaller value"))
         object.__setattr__(self, "betas", tuple(self.betas))  # a list could not be hashed
 
     def arguments(self, lr: float, step: int) -> list[float]:
@@ -254,11 +255,12 @@ def _check(optimizer: Clipping, **values: Any) -> None:
     for name, value in values.items():
         if not _is_fp32(value) or value < 0:
             raise InvalidInputError(fail(what, name, value, "a number >= 0 that fp32 holds",
-                                         "correct it"))
+                                         "pass a finite number >= 0"))
     for name in ("max_gradient", "max_row_norm"):
         limit = getattr(optimizer, name)
         if limit is not None and not (_is_fp32(limit) and limit > 0):
-            raise InvalidInputError(fail(what, name, limit, "> 0, or None", "correct it"))
+            raise InvalidInputError(fail(what, name, limit, "> 0, or None",
+                                         "pass a positive number, or None for no limit"))
 
 
 def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimizer] | None
