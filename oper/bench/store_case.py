@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,8 @@ def s3_server() -> Iterator[str]:
         MissingDependencyError: moto's server is not installed.
         OperError: it does not start.
     """
-    program = shutil.which("moto_server")
+    beside = os.path.dirname(sys.executable)  # of this environment, rather than of another one
+    program = shutil.which("moto_server", path=os.pathsep.join([beside, os.environ["PATH"]]))
     if program is None:
         raise MissingDependencyError(fail("cannot start a store", "program", "moto_server",
                                           "installed", "pip install 'oper[bench]'"))
@@ -91,7 +93,7 @@ def store(num_rows: int, folder: Path) -> dict[str, Any]:
         store_s = time.perf_counter() - begin
         found, path, _ = filesystem(url.format("out"))
         fs.copy_files(path, str(work / "back"), source_filesystem=found,
-                      destination_filesystem=fs.LocalFileSystem())
+                      destination_filesystem=fs.LocalFileSystem(), use_threads=False)
     names = [sorted(str(p.relative_to(work / d)) for p in (work / d).rglob("*.parquet"))
              for d in ("local", "back")]
     same = bool(names[0]) and names[0] == names[1] and all(
