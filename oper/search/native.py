@@ -96,7 +96,7 @@ def call(name: str, kind: type[ctypes.Structure], arrays: dict[str, np.ndarray],
         MissingDependencyError: the library is not built.
     """
     assert all(x.flags.c_contiguous for x in arrays.values())
-    assert arrays.keys() >= {n for n, x in kind._fields_ if x is _array}, "fields without an array"
+    assert arrays.keys() >= {x[0] for x in kind._fields_ if x[1] is _array}, "an array is missing"
     argument = kind(**{n: x.ctypes.data for n, x in arrays.items()}, **values)
     getattr(_library(), name)(ctypes.byref(argument))
     return argument

@@ -182,8 +182,6 @@ def upload(folder: Path, url: str, last: Sequence[str]) -> None:
     Raises:
         InvalidInputError: the store refuses.
     """
-    from pyarrow import fs
-
     found, name, _ = filesystem(url)
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     with _asking(url):
