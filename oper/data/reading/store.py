@@ -188,7 +188,7 @@ def upload(folder: Path, url: str, last: Sequence[str]) -> None:
         for path in [*(n for n in names if n not in last), *last]:
             target = f"{name.rstrip('/')}/{path}"
             found.create_dir(target.rpartition("/")[0], recursive=True)
-            # Arrow's own copy_files waits for itself where the process has few threads.
+            # copy_files never returned where a server answered with errors.
             with open(folder / path, "rb") as file, found.open_output_stream(target) as out:
                 shutil.copyfileobj(file, out, 1 << 22)
 
