@@ -215,7 +215,8 @@ def metrics() -> str:
 
     from oper.serve.metrics import WorkerMetrics, _Supervised
 
-    counts = SimpleNamespace(workers=0, worker_restarts=0, publications=0, failed_publications=0)
+    counts = SimpleNamespace(workers=0, worker_restarts=0, publications=0, failed_publications=0,
+                             weights_lag_us=0)
     families = [family for metric in vars(WorkerMetrics()).values() if hasattr(metric, "collect")
                 for family in metric.collect()]
     lines = ["# Server metrics", "",
