@@ -133,7 +133,7 @@ def test_interrupt_keeps_the_state(prepared: Prepared, tmp_path: Path) -> None:
         p.send_signal(signal.SIGINT)
     texts = finish(ranks)
     assert [p.returncode for p in ranks] == [130, 130], texts
-    assert "interrupted" in texts[0][0] and "keeping the state" in texts[0][1]
+    assert "interrupted" in texts[0][0] and "saving the state" in texts[0][1]
     assert lines(tmp_path)[-1]["interrupted"] is True
     assert validate_unsharded(config(prepared, tmp_path))["auc"] > 0.5
 
