@@ -87,7 +87,7 @@ def freezing_counts_in_the_forward_pass_only() -> Any:
         finally:
             self.frozen = before
 
-    return _around(_TABLES, "passed", changed)
+    return _around(_TABLES, "apply_all", changed)
 
 
 @fault("write_weight", "initialise")
