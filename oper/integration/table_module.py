@@ -166,12 +166,6 @@ def leave_alone(module: nn.Module) -> None:
     module.__dict__[REGISTRY_KEY] = {"replicate": RegistryItem()}
 
 
-def refuse_trace(module: nn.Module) -> None:
-    """Raise OperError while ``torch.jit.trace`` records a program."""
-    if torch._C._get_tracing_state() is not None:
-        refuse_script(module)
-
-
 def refuse_script(module: nn.Module) -> NoReturn:
     """Raise OperError: TorchScript cannot hold shared rows."""
     raise OperError(

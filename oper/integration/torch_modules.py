@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
 from oper.integration.checkpoint.table_state import load_optimizer_entries, optimizer_entries
-from oper.integration.table_module import TableModule, refuse_trace
+from oper.integration.table_module import TableModule, refuse_script
 from oper.shmem.batch import Lookup
 from oper.shmem.tables import ShardedTables
 from oper.tables import DTYPE_BYTES, TableSpec
@@ -78,15 +78,16 @@ class _ShardedModule(TableModule):
         self.tables.publish()
 
 
-def _check_ids(input: Any, dims: tuple[int, ...] | None) -> None:
-    """Raise InvalidInputError unless `input` is a tensor of ids with as many dimensions."""
-    if not isinstance(input, torch.Tensor):
-        raise InvalidInputError(fail("cannot look up", "ids", input, "an int64 or int32 tensor",
+def _refuse(module: _ShardedModule, ids: Any) -> NoReturn:
+    """Raise what a module cannot look up, or where."""
+    if torch._C._get_tracing_state() is not None:
+        refuse_script(module)
+    if not isinstance(ids, torch.Tensor):
+        raise InvalidInputError(fail("cannot look up", "ids", ids, "an int64 or int32 tensor",
                                      "pass a tensor"))
-    if dims is not None and input.dim() not in dims:
-        raise InvalidInputError(
-            fail("cannot look up", "shape of ids", tuple(input.shape),
-                 "[B, L], or [N] with offsets", "flatten the dimensions that are too many"))
+    raise InvalidInputError(
+        fail("cannot look up", "shape of ids", tuple(ids.shape), "[B, L], or [N] with offsets",
+             "flatten the dimensions that are too many"))
 
 
 class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
@@ -116,8 +117,9 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
             offsets: int64 [B] (or [B + 1] with ``include_last_offset``).
             per_sample_weights: float32 or the table's dtype, shape of `input`; mode ``"sum"`` only.
         """
-        refuse_trace(self)
-        _check_ids(input, (1, 2))
+        if torch._C._get_tracing_state() is not None or not isinstance(
+                input, torch.Tensor) or input.dim() not in (1, 2):
+            _refuse(self, input)
         if per_sample_weights is not None and self.mode != "sum":
             raise InvalidInputError(fail("cannot look up", "mode", self.mode,
                                          "sum with per_sample_weights", "leave the weights out"))
@@ -181,8 +183,8 @@ class ShardedEmbedding(_ShardedModule, nn.Embedding):
 
         ``padding_idx`` gets no gradient and is not touched by the update.
         """
-        refuse_trace(self)
-        _check_ids(input, None)
+        if torch._C._get_tracing_state() is not None or not isinstance(input, torch.Tensor):
+            _refuse(self, input)
         ids = input.reshape(-1).contiguous()
         rows = self._rows(ids) if self.padding_idx is None else self._padded_rows(ids)
         return rows.view(*input.shape, self.embedding_dim).to(self.dtype)

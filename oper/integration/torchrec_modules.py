@@ -305,19 +305,19 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         the same `features` (the same tensors) goes on from there; an announced batch that is never
         looked up is forgotten. Not collective.
         """
-        self._ahead.announce(features.values(), self._lookup(features))
-
-    def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
-        """The lookup of a batch, resolved if it was announced."""
-        known = self._ahead.take(features.values()) if self._ahead.coming else None
-        return self._lookup(features) if known is None else known
+        self._ahead.announce(features.values(), self.lookup_of(features))
 
     @property
     def output_dtype(self) -> torch.dtype:
         """Of the embeddings that it returns."""
         return self._output_dtype
 
-    def _lookup(self, features: KeyedJaggedTensor) -> Lookup:
+    def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
+        """The lookup of a batch, resolved if it was announced."""
+        if self._ahead.coming:
+            known = self._ahead.take(features.values())
+            if known is not None:
+                return known
         if torch._C._get_tracing_state() is not None:
             refuse_script(self)
         last_keys, key_of = self._last_keys
@@ -326,8 +326,10 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         weights = features.weights().contiguous() if self._is_weighted else None
         if weights is not None and weights.dtype != torch.float32:
             weights = weights.float()
-        lengths, size = (padded_lengths(features) if features.variable_stride_per_key() else
-                         (features.lengths(), features.stride()))
+        if features.variable_stride_per_key():
+            lengths, size = padded_lengths(features, self.kind.pooled)
+        else:
+            lengths, size = features.lengths(), features.stride()
         return Lookup(features.values().contiguous(), lengths.contiguous(), key_of, size, weights,
                       self.kind.pooled)
 
@@ -358,13 +360,13 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
                    ) -> Awaitable[Awaitable[Any]]:
         # Runs a batch early: what can be done without the rows is done while the batch before is
         # trained.
-        ctx.coming = self._ahead.start(self._lookup(features))
+        ctx.coming = self._ahead.start(self.lookup_of(features))
         # TrainPipelineSparseDist flattens `.awaitables`; there is nothing to exchange.
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
     def compute(self, ctx: _Context, dist_input: Any) -> torch.Tensor:
         ctx.features = dist_input[0]
-        batch = ctx.coming.result() if ctx.coming else self._lookup(ctx.features)
+        batch = ctx.coming.result() if ctx.coming else self.lookup_of(ctx.features)
         return self.tables.lookup(batch)
 
     @property
@@ -428,18 +430,22 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled embeddings of all features."""
-        return self._keyed(self.tables.lookup(self.lookup_of(features)), features)
+        values = self.tables.lookup(self.lookup_of(features))
+        if features.inverse_indices_or_none() is not None or self._converts:
+            values = self._finish(values, features)
+        return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
 
     def output_dist(self, ctx: _Context, output: torch.Tensor) -> LazyAwaitable[KeyedTensor]:
         assert ctx.features is not None
-        return LazyNoWait(self._keyed(output, ctx.features))
+        values = self._finish(output, ctx.features)
+        return LazyNoWait(
+            KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index))
 
-    def _keyed(self, values: torch.Tensor, features: KeyedJaggedTensor) -> KeyedTensor:
-        if features.inverse_indices_or_none() is not None or features.variable_stride_per_key():
-            values = spread(values, self._dims, self._features, features)
-        if self._converts:
-            values = values.to(self._output_dtype)
-        return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
+    def _finish(self, values: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
+        inverse = features.inverse_indices_or_none()
+        if inverse is not None:
+            values = spread(values, self._dims, self._features, *inverse)
+        return values.to(self._output_dtype)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Configurations, as the unsharded collection."""

@@ -10,45 +10,47 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from oper.errors import InvalidInputError, fail
 
 
-def padded_lengths(features: KeyedJaggedTensor) -> tuple[torch.Tensor, int]:
+def padded_lengths(features: KeyedJaggedTensor, pooled: bool) -> tuple[torch.Tensor, int]:
     """Lengths as for one batch size, int [num_keys * B], and B: the largest, others end in empty
-    bags."""
+    bags.
+
+    Raises:
+        InvalidInputError: `pooled`, and no ``inverse_indices``.
+    """
+    if pooled and features.inverse_indices_or_none() is None:
+        raise InvalidInputError(
+            fail("cannot pool a variable batch per feature", "inverse_indices", None,
+                 "the sample of the whole batch by feature",
+                 "pass inverse_indices to the KeyedJaggedTensor"))
     strides = features.stride_per_key()
     size = max(strides, default=0)
     parts = torch.split(features.lengths(), strides)
     return torch.cat([torch.nn.functional.pad(p, (0, size - p.numel())) for p in parts]), size
 
 
-def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
-           features: KeyedJaggedTensor) -> torch.Tensor:
+def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str], keys: Sequence[str],
+           samples: torch.Tensor) -> torch.Tensor:
     """Pooled rows of distinct samples as those of the whole batch, by the ``inverse_indices``.
 
     Args:
         values: float32 [B of the lookup, sum of dims].
         dims: columns of each feature.
         names: the features, in the order of the columns.
-        features: the lookup's input.
+        keys: features of the ``inverse_indices``.
+        samples: int64 [keys, B of the whole batch], the row of each sample.
 
     Returns:
-        float32 [B of the whole batch, sum of dims]; `values` itself without ``inverse_indices``.
+        float32 [B of the whole batch, sum of dims].
 
     Raises:
-        InvalidInputError: several batch sizes and no ``inverse_indices``, or not of every feature.
+        InvalidInputError: not of every feature.
     """
-    inverse = features.inverse_indices_or_none()
-    if inverse is None:
-        if features.variable_stride_per_key():
-            raise InvalidInputError(
-                fail("cannot pool a variable batch per feature", "inverse_indices", None,
-                     "the sample of the whole batch by feature",
-                     "pass inverse_indices to the KeyedJaggedTensor"))
-        return values
-    at = {key: k for k, key in enumerate(inverse[0])}
+    at = {key: k for k, key in enumerate(keys)}
     missing = [n for n in names if n not in at]
     if missing:
         raise InvalidInputError(fail("cannot pool a variable batch per feature",
                                      "inverse_indices of", missing[:8], f"keys {list(at)[:8]}",
                                      "pass those of every feature"))
     parts = torch.split(values, list(dims), dim=1)
-    return torch.cat([part.index_select(0, inverse[1][at[name]])
+    return torch.cat([part.index_select(0, samples[at[name]])
                       for part, name in zip(parts, names, strict=True)], dim=1)

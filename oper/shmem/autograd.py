@@ -1,18 +1,80 @@
-"""Lookups as autograd sees them: the backward pass updates the tables."""
+"""Lookups as autograd sees them: a backward pass updates the tables, once."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from oper.errors import InvalidInputError, fail
 from oper.shmem.batch import Lookup
-from oper.shmem.protocol import Tables
+from oper.shmem.group.turns import Turns
+from oper.shmem.passes import Backward
+
+_VERSION = attrgetter("_version")  # how often a tensor was changed in place
+
+
+class Trained(Protocol):
+    """Tables as their lookups' graph sees them; see `ShardedTables`."""
+
+    anchor: torch.Tensor
+    collected: CollectedPasses
+    turns: Turns
+    frozen: frozenset[str]
+    num_steps: int
+    num_published: int
+
+    def forward(self, batch: Lookup, collective: bool = False
+                ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def apply_all(self, parts: list[Backward]) -> None: ...
+    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
+                        ) -> torch.Tensor: ...
+
+
+class CollectedPasses:
+    """Lookups whose gradients a backward pass has brought, until it has brought all of them.
+
+    All lookups of the tables share one anchor, a leaf of the graph. Autograd accumulates its
+    gradient when the last lookup of the graph has been passed, and that is when the tables are
+    updated: once per backward pass, with the sum of its lookups' gradients, as parameters are. A
+    backward pass that is not to reach leaves (``torch.autograd.grad``, ``backward(inputs=...)``)
+    updates nothing.
+
+    Args:
+        tables: the tables, which are not kept alive.
+
+    Attributes:
+        parts: by graph task, the thread that ran its lookups and their passes so far.
+    """
+
+    def __init__(self, tables: Trained) -> None:
+        self._tables = weakref.ref(tables)
+        self.parts: dict[int, tuple[int, list[Backward]]] = {}
+        # A gradient that is there from the start is added to in place, which threads may do at
+        # once.
+        tables.anchor.grad = torch.zeros_like(tables.anchor)
+        tables.anchor.register_post_accumulate_grad_hook(self._apply)
+
+    def forget_failed(self) -> None:
+        """Drop what backward passes of this thread have left that ended with an error."""
+        if self.parts and torch._C._current_graph_task_id() == -1:
+            mine = threading.get_ident()
+            for task in [t for t, (thread, _) in list(self.parts.items()) if thread == mine]:
+                self.parts.pop(task, None)
+
+    def _apply(self, anchor: torch.Tensor) -> None:
+        if anchor.grad is None or anchor.grad.requires_grad:  # of a pass with create_graph=True
+            anchor.grad = torch.zeros_like(anchor)
+        tables = self._tables()
+        _, parts = self.parts.pop(torch._C._current_graph_task_id(), (0, []))
+        if tables is not None and parts:
+            tables.apply_all(parts)
 
 
 class _Lookup(torch.autograd.Function):
@@ -20,16 +82,23 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
-                tables: Tables, batch: Lookup) -> torch.Tensor:
+                tables: Trained, batch: Lookup) -> torch.Tensor:
         if batch.ids.is_inference() or (weights is not None and weights.is_inference()):
             # Copies, since nobody could notice changes of these.
             batch = replace(batch, ids=batch.ids.clone(), resolved=None,
                             weights=None if weights is None else weights.clone())
-        with tables.turns.lock:  # no other thread updates the rows in between
+        turns, trains = tables.turns, anchor.requires_grad
+        with turns.lock:  # no other thread updates the rows in between
             ctx.rows = (tables.num_steps, tables.num_published)
-            out, offsets = tables.forward(batch, collective=anchor.requires_grad)
+            if turns.is_alone or not trains:
+                out, offsets = tables.forward(batch, trains)
+            else:
+                turns.check()
+                out, offsets = tables.forward(batch, True)
+                turns.begin(offsets)
         ctx.call = (tables, batch, offsets, tables.frozen)
-        ctx.versions = batch.versions()
+        ctx.watched = (batch.ids,) if batch.weights is None else (batch.ids, batch.weights)
+        ctx.versions = (*map(_VERSION, ctx.watched),)
         ctx.thread = threading.get_ident()
         return out
 
@@ -38,8 +107,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor
                  ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         tables, batch, offsets, frozen = ctx.call
-        if batch.versions() != ctx.versions:
-            _refuse_changes(batch, ctx.versions)
+        if (*map(_VERSION, ctx.watched),) != ctx.versions:
+            _refuse_changes(ctx.watched, ctx.versions)
         weights = None
         if ctx.needs_input_grad[1]:
             with tables.turns.lock:
@@ -48,8 +117,9 @@ class _Lookup(torch.autograd.Function):
         if not (ctx.needs_input_grad[0]
                 and torch._C._will_engine_execute_node(ctx.next_functions[0][0])):
             return None, weights, None, None
-        tables.collected.add(torch._C._current_graph_task_id(),
-                             tables.passed(grads[0], batch, offsets, frozen), ctx.thread)
+        _, parts = tables.collected.parts.setdefault(torch._C._current_graph_task_id(),
+                                                     (ctx.thread, []))
+        parts.append(Backward(grads[0], batch, offsets, frozen))
         return tables.anchor.detach(), weights, None, None
 
 
@@ -59,7 +129,7 @@ class _Lookup(torch.autograd.Function):
 trained_lookup: Callable[..., torch.Tensor] = _Lookup.apply
 
 
-def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
+def _check_rows(tables: Trained, rows: tuple[int, int]) -> None:
     """Raise InvalidInputError unless the rows are as they were: `rows` = steps and publications."""
     since = tables.num_steps - rows[0] + tables.num_published - rows[1]
     if since:
@@ -69,10 +139,10 @@ def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
                  "take all gradients of a step in one backward pass"))
 
 
-def _refuse_changes(batch: Lookup, versions: tuple[int, int]) -> None:
+def _refuse_changes(watched: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Raise InvalidInputError for ids or weights that were written to after their lookup."""
-    changed = [name for name, before, now in zip(
-        ("ids", "per-sample weights"), versions, batch.versions(), strict=True) if before != now]
+    changed = [name for name, x, before in zip(
+        ("ids", "per-sample weights"), watched, versions, strict=False) if x._version != before]
     raise InvalidInputError(
         fail("cannot update the rows of a lookup", "changed in place since the lookup", changed,
              "ids and weights as they were looked up",

@@ -17,6 +17,7 @@ import torch
 
 from oper.errors import OperError, fail
 from oper.shmem.batch import Lookup
+from oper.shmem.passes import Backward
 from oper.shmem.protocol import Tables
 
 _NUMBERS = itertools.count(1)
@@ -68,7 +69,14 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
                    None if weights is None else weights.contiguous(), pooled)
     opened = _tables(tables)
     opened.collected.forget_failed()
-    out, offsets = opened.forward(batch, collective=trained)
+    if not trained and opened.lookups_at_once and opened.is_one_domain:
+        return opened.forward(batch)
+    with opened.turns.lock:
+        if trained:
+            opened.turns.check()
+        out, offsets = opened.forward(batch, collective=trained)
+        if trained:
+            opened.turns.begin(offsets)
     return out, offsets
 
 
@@ -94,8 +102,9 @@ def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
     of_weights = grad.new_empty(0)
     if weights_need_gradient:
         of_weights = opened.weight_gradient(grad, batch, offsets)
-    opened.collected.add(torch._C._current_graph_task_id(),
-                         opened.passed(grad, batch, offsets, frozenset()), threading.get_ident())
+    _, parts = opened.collected.parts.setdefault(torch._C._current_graph_task_id(),
+                                                 (threading.get_ident(), []))
+    parts.append(Backward(grad, batch, offsets))
     return grad.new_empty(0), of_weights
 
 

@@ -295,7 +295,9 @@ class DeviceTables(ShardedTables):
     # ---- steps -----------------------------------------------------------------------------------
 
     @on_device
-    def _forward(self, batch: Lookup, collective: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: Lookup, collective: bool = False
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+        collective |= self._exchange is not None and self.optimizers is not None
         known = self._known(batch)
         if known is None:
             batch = self.bounds.repair(batch)
@@ -411,7 +413,8 @@ class DeviceTables(ShardedTables):
 
     def _stage_optimizers(self, frozen: frozenset[str]) -> None:
         """Copy the optimizers' arguments to the device when they have changed."""
-        arguments = self._optimizer_arguments(frozen)
+        arguments = self._arguments.at(self.num_steps + 1, self._skipped, frozen,
+                                       self.param_groups, self._table_of)
         # Only rows of 16 bits are rounded by the number of the step.
         arguments[self._are_fp32, -1] = 0.0
         arguments = arguments[self.order].contiguous()

@@ -10,11 +10,9 @@ import torch
 
 from oper.directory import TableDirectory
 from oper.plan import Plan
-from oper.shmem.batch import Lookup
+from oper.shmem.autograd import Trained
 from oper.shmem.group.groups import Group
-from oper.shmem.group.turns import Turns
 from oper.shmem.optim.optimizers import Optimizer
-from oper.shmem.passes import Backward, CollectedPasses
 from oper.tables import TableSpec
 from oper.traffic import Traffic
 
@@ -36,7 +34,7 @@ class Collection(Protocol):
     def members(self) -> Sequence[int]: ...
 
 
-class Tables(Collection, Protocol):
+class Tables(Collection, Trained, Protocol):
     """The tables of one collection on one rank, as lookups, moves and measurements see them."""
 
     device: torch.device
@@ -44,24 +42,13 @@ class Tables(Collection, Protocol):
     features: list[tuple[str, str]]
     directories: list[TableDirectory]
     optimizers: Mapping[str, Optimizer] | None
-    frozen: frozenset[str]
-    turns: Turns
-    anchor: torch.Tensor
-    collected: CollectedPasses
     number: int
-    num_steps: int
-    num_published: int
     output_columns: int
+    lookups_at_once: bool
     pull: Any
 
     @property
     def page_kind(self) -> str: ...
-    def forward(self, batch: Lookup, collective: bool = False
-                ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def passed(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
-               frozen: frozenset[str]) -> Backward: ...
-    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
-                        ) -> torch.Tensor: ...
     def barrier(self) -> None: ...
     def all_gather(self, value: Any) -> list[Any]: ...
     def traffic(self, reset: bool = False) -> Traffic: ...

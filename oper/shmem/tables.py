@@ -16,7 +16,7 @@ import torch
 from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import Plan
-from oper.shmem.autograd import trained_lookup
+from oper.shmem.autograd import CollectedPasses, trained_lookup
 from oper.shmem.batch import (
     BAD_BATCH,
     BatchChecks,
@@ -43,7 +43,7 @@ from oper.shmem.optim.arguments import KernelArguments, feature_rows
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.optimizers import Optimizer, check_supported
 from oper.shmem.optim.rounding import rounding_key
-from oper.shmem.passes import Backward, CollectedPasses, as_one
+from oper.shmem.passes import Backward, as_one
 from oper.shmem.placement.layout import ArenaLayout, KernelMaps
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.protocol import Tables
@@ -221,7 +221,10 @@ class ShardedTables(MeasuredTables):
                     self.collected.forget_failed()
                 return trained_lookup(self.anchor if trains else self.anchor.detach(),
                                       batch.weights, self, batch)
-        return self.forward(batch)[0]
+        if self.lookups_at_once and self._exchange is None:
+            return self.forward(batch)[0]
+        with self.turns.lock:
+            return self.forward(batch)[0]
 
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,21 +236,10 @@ class ShardedTables(MeasuredTables):
                 otherwise every row is read directly. Between memory domains all ranks take part
                 anyway.
 
-        In turn with other threads where it is collective or a backward pass follows.
+        Threads that may do this at once with others, or with updates, hold `turns.lock`.
         """
-        if not collective and self._exchange is None and self.lookups_at_once:
-            return self._forward(batch, False)
-        with self.turns.lock:
-            is_awaited = collective and not self.turns.is_alone
-            if is_awaited:
-                self.turns.check()
-            between = self._exchange is not None and self.optimizers is not None
-            found = self._forward(batch, collective or between)
-            if is_awaited:
-                self.turns.begin(found[1])
-            return found
-
-    def _forward(self, batch: Lookup, collective: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._exchange is not None and self.optimizers is not None:
+            collective = True
         known = None if batch.resolved is None else self._known(batch)
         if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
             self._checks.check(batch)
@@ -312,48 +304,50 @@ class ShardedTables(MeasuredTables):
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
-        self.apply_all([self.passed(grad, batch, offsets, frozen)])
+        self.apply_all([Backward(grad, batch, offsets, frozen)])
 
-    def passed(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
-               frozen: frozenset[str]) -> Backward:
-        """A backward pass for `apply_all`; arguments as for `apply_gradients`."""
-        if self._clamp.is_active:
-            grad = self._clamp.apply(grad, batch, offsets)
-        return Backward(grad, batch, offsets, frozen | self.frozen)
-
-    @in_turn
     def apply_all(self, parts: list[Backward]) -> None:
         """As `apply_gradients`, of several lookups whose gradients are added up: one update."""
-        if not self.turns.is_alone:
-            self.turns.end(parts)
-        if os.getpid() != self._process or self._heap is None:
-            self._check_process()
-        if self._holds_gradients:  # longer than the caller's buffers stay as they are
-            self._pending += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
-                              for p in parts]
-            return
-        parts, self._pending = [*self._pending, *parts], []
-        passed = parts[0] if len(parts) == 1 else as_one(parts)
-        self._update(passed)
-        self.num_steps += 1
-        for name in passed.frozen:
-            self._skipped[name] += 1
-        for notify in self.on_update:
-            notify()
-        if self._migration is not None:
-            self._migration.note(passed.batch, passed.offsets)
-            if self._migration.advance():
-                self._migration = None
+        with self.turns.lock:
+            if not self.turns.is_alone:
+                self.turns.end(parts)
+            for part in parts:
+                part.frozen |= self.frozen
+                if self._clamp.is_active:
+                    part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
+            if os.getpid() != self._process or self._heap is None:
+                self._check_process()
+            if self._holds_gradients:  # longer than the caller's buffers stay as they are
+                self._pending += [
+                    Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
+                    for p in parts]
+                return
+            parts, self._pending = [*self._pending, *parts], []
+            passed = parts[0] if len(parts) == 1 else as_one(parts)
+            self._update(passed)
+            self.num_steps += 1
+            for name in passed.frozen:
+                self._skipped[name] += 1
+            for notify in self.on_update:
+                notify()
+            if self._migration is not None:
+                self._migration.note(passed.batch, passed.offsets)
+                if self._migration.advance():
+                    self._migration = None
 
     def _update(self, passed: Backward) -> None:
         """Reduce, exchange and update for one backward pass."""
         batch, offsets = passed.batch, passed.offsets
-        grad = rows_in_order(passed.grad, batch.pooled)
+        grad = passed.grad
+        if not grad.is_contiguous():
+            grad = rows_in_order(grad, batch.pooled)
+        arguments = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
+                                       self.param_groups, self._table_of)
         known = None if batch.resolved is None else self._known(batch)
         code, detail = self._backward_op(
             self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled, self._optimizer_arguments(passed.frozen), self.gradient_scale,
-            known and known.addresses, known and known.order)
+            batch.pooled, arguments, self.gradient_scale, known and known.addresses,
+            known and known.order)
         if code:
             self._raise(code, detail, batch, offsets)
 
@@ -391,12 +385,6 @@ class ShardedTables(MeasuredTables):
         if code:
             self._raise(code, detail, batch, offsets)
         return gradient
-
-    def _optimizer_arguments(self, frozen: frozenset[str]) -> torch.Tensor:
-        """float64 [T, 13], what every table's optimizer needs in the coming update, until the next
-        call."""
-        return self._arguments.at(self.num_steps + 1, self._skipped, frozen, self.param_groups,
-                                  self._table_of)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         code, detail = self._blame(code, detail)

@@ -22,7 +22,7 @@ from oper.integration import (
     torch_modules,
     torchrec_modules as edge,
 )
-from oper.shmem import batch, passes, tables as runtime
+from oper.shmem import autograd, tables as runtime
 
 _TABLES = runtime.ShardedTables
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -87,7 +87,7 @@ def freezing_counts_in_the_forward_pass_only() -> Any:
         finally:
             self.frozen = before
 
-    return _around(_TABLES, "passed", changed)
+    return _around(_TABLES, "apply_all", changed)
 
 
 @fault("write_weight", "initialise")
@@ -153,7 +153,7 @@ def copies_lose_their_rows() -> Any:
 @fault("change_inputs")
 def changed_ids_are_trained() -> Any:
     """The backward pass reads whatever the tensors hold by then."""
-    return mock.patch.object(batch.Lookup, "versions", lambda self: (0, 0))
+    return mock.patch.object(autograd, "_refuse_changes", lambda watched, versions: None)
 
 
 @fault("train")
@@ -194,12 +194,18 @@ def every_lookup_updates() -> Any:
 @fault("autograd_grad")
 def gradients_asked_for_train() -> Any:
     """``torch.autograd.grad`` updates what it passes."""
+    def changed(original: Any, ctx: Any, *grads: Any) -> Any:
+        found = original(ctx, *grads)
+        tables = ctx.call[0]
+        _, parts = tables.collected.parts.pop(torch._C._current_graph_task_id(), (0, []))
+        if parts:
+            tables.apply_all(parts)
+        return found
+
     patches = contextlib.ExitStack()
     patches.enter_context(mock.patch.object(torch._C, "_will_engine_execute_node",
                                             lambda node: True))
-    patches.enter_context(mock.patch.object(
-        passes.CollectedPasses, "add",
-        lambda self, task, part, thread: self._tables().apply_all([part])))
+    patches.enter_context(_around(autograd._Lookup, "backward", changed))
     return patches
 
 
@@ -233,13 +239,13 @@ def wrappers_wait_for_the_tables() -> Any:
 @fault("set_lr", "schedule")
 def learning_rates_stay() -> Any:
     """The groups that schedules write to are nobody's."""
-    def changed(original: Any, self: Any, frozen: Any) -> Any:
+    def changed(original: Any, self: Any, passed: Any) -> Any:
         groups = [dict(g, lr=self.optimizers[g["tables"][0]].lr) if g["tables"] else g
                   for g in self.param_groups]
         with mock.patch.object(self, "param_groups", groups):
-            return original(self, frozen)
+            return original(self, passed)
 
-    return _around(_TABLES, "_optimizer_arguments", changed)
+    return _around(_TABLES, "_update", changed)
 
 
 @fault("optimizer_state", "move_to_fresh")

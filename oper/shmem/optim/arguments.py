@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from oper.directory import TableDirectory
 from oper.errors import PlanError, fail
 from oper.shmem.optim.optimizers import Optimizer
 from oper.tables import OPTIMIZERS, TableSpec
+
+_RATE = itemgetter("lr")
 
 
 class KernelArguments:
@@ -44,7 +47,7 @@ class KernelArguments:
             groups: ``{"lr": ..., "tables": [names]}``.
             tables: table of each row, names may repeat.
         """
-        rates = [float(g["lr"]) for g in groups]
+        rates = [*map(float, map(_RATE, groups))]
         key = (rates, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
         if self._known is None or self._known[0] != key:
             rate = {name: r for r, g in zip(rates, groups, strict=True) for name in g["tables"]}

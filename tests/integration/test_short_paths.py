@@ -1,0 +1,78 @@
+"""How many functions of ours a batch passes through, from the module to the kernels and back."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+import oper
+
+_PACKAGE = str(Path(oper.__file__).parent)
+MOST_FRAMES, MOST_FILES = 5, 3
+
+
+def frames_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]]]:
+    """What `run` returns, and (file, function) of each call of ours, those of autograd's threads
+    included."""
+    seen: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(_PACKAGE):
+            seen.append((code.co_filename, code.co_qualname))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        found = run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return found, seen
+
+
+def bags() -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """A collection of three tables, and its input."""
+    names = ["a", "b", "c"]
+    collection = EmbeddingBagCollection(tables=[
+        EmbeddingBagConfig(name=f"table_{name}", num_embeddings=20, embedding_dim=8,
+                           feature_names=[name]) for name in names])
+    features = KeyedJaggedTensor.from_lengths_sync(
+        names, torch.arange(24) % 20, torch.full((12,), 2))
+    return collection, (features,)
+
+
+def bag() -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """One module of torch, and its input."""
+    return torch.nn.EmbeddingBag(20, 8, mode="sum"), (torch.arange(8).view(4, 2),)
+
+
+@pytest.mark.parametrize("make", [bags, bag])
+def test_frames_of_a_step(make: Callable[[], tuple[torch.nn.Module, tuple[Any, ...]]]) -> None:
+    module, inputs = make()
+    model = oper.shard(torch.nn.Sequential(module), optimizer=oper.RowWiseAdagrad(lr=0.1))
+
+    def values(out: Any) -> torch.Tensor:
+        return out if isinstance(out, torch.Tensor) else out.values()
+
+    for _ in range(2):  # what is known after the first batches
+        out = values(model(*inputs))
+        out.backward(torch.ones_like(out))
+    with torch.no_grad():
+        _, read = frames_of(lambda: model(*inputs))
+    out, forward = frames_of(lambda: values(model(*inputs)))
+    gradient = torch.ones_like(out)
+    before = model[0].tables.num_steps
+    _, backward = frames_of(lambda: out.backward(gradient))
+    assert model[0].tables.num_steps == before + 1
+    for name, seen in (("read", read), ("forward", forward), ("backward", backward)):
+        assert 0 < len(seen) <= MOST_FRAMES, (name, seen)
+        assert len({file for file, _ in seen}) <= MOST_FILES, (name, seen)
