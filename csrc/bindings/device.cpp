@@ -1,469 +1,475 @@
-// torch operators of the device back end, on libtorch's stable ABI.
-//
-// Every operator launches on the current stream and returns; none waits for the device. Python
-// holds the memory (arena, workspace, outputs); see oper/shmem/device_tables.py.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
+// The operators on batches of tables in device memory: a whole step each, launched on the current
+// stream. None waits for the device, but those between memory domains, and lookups without pooling
+// whose number of ids only the device knows.
+#include "bindings/device.h"
 
-#include <memory>
-#include <optional>
-#include <string>
+#include <algorithm>
+#include <cstring>
 #include <tuple>
-#include <vector>
 
-#include "common/handles.h"
-#include "device/context.h"
-#if !defined(OPER_EMULATED)
-#include "device/memory.h"
-#endif
-#include "common/description.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#include "common/lookup_schemas.h"
 
 namespace oper::device {
 namespace {
 
-struct Owned {
-  std::vector<Tensor> keep_alive;  // head maps
-  std::unique_ptr<Context> context;
+constexpr int64_t kMostIds = (int64_t{1} << 31) - 64;  // kernels look a group of lanes ahead
+constexpr int64_t kMeasuredEvery = 256;  // forward passes of tables that need no plan otherwise
+// Ids per distinct row from which fetching rows of peers once pays. To be measured between devices: a
+// row is then written and read once more in local memory, at ten times the speed of a link.
+constexpr double kDuplication = 1.5;
+
+struct Lookup {
+  const Tensor& ids;
+  const std::optional<Tensor>& weights;
+  const Tensor& key_of;
+  int64_t batch_size;
+  bool pooled;
 };
-
-Handles<Owned>& contexts() {
-  // Never freed: other threads may still be in an operator when the process ends.
-  static auto* instance = new Handles<Owned>;
-  return *instance;
-}
-
-Context& context_of(int64_t handle) { return *contexts().at(handle).context; }
-
-cudaStream_t stream_of(const Tensor& tensor) {
-#if defined(OPER_EMULATED)
-  (void)tensor;
-  return nullptr;
-#else
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-#endif
-}
-
-int64_t device_context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor owner_begin,
-                              Tensor tiers, Tensor maps, Tensor features, Tensor refreshes,
-                              Tensor touched, Tensor squares, Tensor outboxes, int64_t outbox_bytes,
-                              std::vector<Tensor> heads, Tensor pads, int64_t deadline_ms,
-                              int64_t arena, int64_t arena_bytes) {
-  Description d{};
-  d.tables = int64_data(tables);
-  d.owner_begin = int64_data(owner_begin);
-  d.tiers = int64_data(tiers);
-  d.maps = int64_data(maps);
-  d.features = int64_data(features);
-  d.refreshes = int64_data(refreshes);
-  d.touched = int64_data(touched);
-  d.squares = int64_data(squares);
-  d.outboxes = int64_data(outboxes);
-  d.pads = int64_data(pads);
-  d.num_tables = tables.size(0);
-  d.num_tiers = tiers.size(0);
-  d.num_maps = maps.numel() / 2;
-  d.num_features = features.size(0);
-  d.num_refreshes = refreshes.size(0);
-  for (const Tensor& head : heads) {
-    d.heads.push_back(head.data_ptr());
-    d.head_sizes.push_back(head.numel());
-  }
-  d.outbox_bytes = outbox_bytes;
-  d.arena_begin = arena;
-  d.arena_bytes = arena_bytes;
-  d.rank = static_cast<int32_t>(rank);
-  d.world_size = static_cast<int32_t>(world_size);
-  auto owned = std::make_unique<Owned>();
-  owned->keep_alive = heads;
-  owned->context = std::make_unique<Context>(d, deadline_ms);
-  return contexts().add(std::move(owned));
-}
-
-void device_context_close(int64_t handle) { contexts().close(handle); }
-
-// Code, rank and detail of the first error since creation; reads host memory only.
-std::tuple<int64_t, int64_t, int64_t> device_context_error(int64_t handle) {
-  const ErrorWord error = context_of(handle).error();
-  return {error.code, error.rank, error.detail};
-}
-
-// The plan's table number of every table in the order that `device_update` takes optimizers in.
-std::vector<int64_t> device_context_order(int64_t handle) {
-  const auto& order = context_of(handle).order();
-  return {order.begin(), order.end()};
-}
-
-// Whether one rank updates while it reduces, so that it needs no exchange.
-bool device_context_updates_at_once(int64_t handle) { return context_of(handle).updates_at_once(); }
-
-// Pairs and distinct rows of the last batch whose plan the device has made; reads host memory only.
-std::tuple<int64_t, int64_t> device_context_duplication(int64_t handle) {
-  const int64_t* found = context_of(handle).duplication();
-  return {found[0], found[1]};
-}
-
-// ---- batches ------------------------------------------------------------------------------------
-
-// What identifies a batch: ids (int64 or int32 [N]), bounds (int64 [num_keys * B + 1]), key_of
-// (int32 [F]), weights, by_pair (whether the plan tells where each id's row is staged), and
-// max_pairs, a bound on the ids of all features together.
-Batch make_batch(const Tensor& ids, const Tensor& bounds, const Tensor& key_of,
-                 const std::optional<Tensor>& weights, int64_t batch_size, bool pooled,
-                 bool by_pair, int64_t max_pairs) {
-  Batch batch{};
-  batch.ids = ids.data_ptr();
-  batch.ids_are_32_bit = ids.scalar_type() == ScalarType::Int;
-  batch.num_ids = ids.numel();
-  batch.bounds = int64_data(bounds);
-  batch.num_bounds = bounds.numel();
-  STD_TORCH_CHECK(key_of.scalar_type() == ScalarType::Int, "internal: key_of must be int32");
-  batch.key_of = static_cast<const int32_t*>(key_of.data_ptr());
-  batch.weights = weights.has_value() ? static_cast<const float*>(weights->data_ptr()) : nullptr;
-  batch.batch_size = batch_size;
-  batch.pooled = pooled;
-  batch.by_pair = by_pair || batch.weights != nullptr;
-  batch.max_pairs = max_pairs;
-  return batch;
-}
-
-// A batch of that size, of which only the workspace matters.
-Batch sized_batch(int64_t batch_size, int64_t max_pairs, bool weighted, bool by_pair) {
-  static const float some = 0.0f;
-  Batch batch{};
-  batch.batch_size = batch_size;
-  batch.max_pairs = max_pairs;
-  batch.weights = weighted ? &some : nullptr;
-  batch.by_pair = by_pair || weighted;
-  return batch;
-}
-
-int64_t device_workspace_bytes(int64_t handle, int64_t batch_size, int64_t max_pairs, bool weighted,
-                               bool by_pair) {
-  return carve(context_of(handle), sized_batch(batch_size, max_pairs, weighted, by_pair), nullptr)
-      .bytes;
-}
-
-int64_t device_bounds_scratch_bytes(int64_t count) { return bounds_scratch_bytes(count); }
-
-void device_bounds(int64_t handle, Tensor lengths, int64_t num_ids, Tensor bounds, Tensor scratch) {
-  make_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, lengths.numel(), num_ids,
-              static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(), scratch.numel(),
-              context_of(handle).view().error, stream_of(bounds));
-}
-
-// Everything that an operator on a batch needs.
-struct Call {
-  Context& context;
-  Batch batch;
-  Workspace work;
-  cudaStream_t stream;
-};
-
-Call make_call(int64_t handle, const Tensor& ids, const Tensor& bounds, const Tensor& key_of,
-               const std::optional<Tensor>& weights, int64_t batch_size, bool pooled, bool by_pair,
-               int64_t max_pairs, const Tensor& workspace) {
-  Context& context = context_of(handle);
-  const Batch batch =
-      make_batch(ids, bounds, key_of, weights, batch_size, pooled, by_pair, max_pairs);
-  const Workspace work = carve(context, batch, workspace.data_ptr());
-  STD_TORCH_CHECK(work.bytes <= workspace.numel(), "internal: the workspace is too small");
-  STD_TORCH_CHECK(
-      bits_for(static_cast<uint64_t>(context.view().num_features)) + work.plan.bag_bits <= 32,
-      "a batch of ", batch_size, " samples with ", context.view().num_features,
-      " features is too large: samples times features must stay below 2^32");
-  return {context, batch, work, stream_of(bounds)};
-}
-
-PushPlan with_memory(const Call& call, const Tensor& requests, const Tensor& partials,
-                     int64_t request_bytes, int64_t partial_bytes) {
-  PushPlan push = call.work.push;
-  push.requests = static_cast<char* const*>(requests.data_ptr());
-  push.partials = static_cast<char* const*>(partials.data_ptr());
-  push.request_bytes = request_bytes;
-  push.partial_bytes = partial_bytes;
-  return push;
-}
 
 float* float_data(const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, "internal: expected float32");
   return static_cast<float*>(tensor.data_ptr());
 }
 
-Output output_of(const Tensor& out) {
-  return {float_data(out), out.dim() == 2 ? out.stride(0) : 0};
+void at(Tables& tables, Point point, int64_t value = 0) {
+  if (tables.hook && tables.hook(static_cast<int64_t>(point), value) != 0)
+    throw Stopped{kPointFailed, 0};
 }
 
-// Rows of other memory domains that were received, or none.
-FarRows far_rows(const std::optional<Tensor>& stretches, const std::optional<Tensor>& rows,
-                 int64_t num_rows) {
-  if (!stretches.has_value() || !rows.has_value()) return {nullptr, 0, 0, nullptr};
-  return {int64_data(*stretches), stretches->size(0), num_rows,
-          static_cast<const char*>(rows->data_ptr())};
+void meet(const Call& call) {
+  if (call.tables.meets) return at(call.tables, Point::kMeet);
+  call.context.barrier(call.stream);
 }
 
-// Where rows are staged, once they are: those of peers in the first `near_bytes`.
-Staging stage_rows(const Call& call, const std::optional<Tensor>& staging, int64_t near_bytes,
-                   bool skip_pushed, const FarRows& far) {
-  if (!staging.has_value()) return {nullptr, 0};
+// Errors of earlier kernels; between domains the next exchange tells everybody.
+void stop_at_errors(const Tables& tables) {
+  const int64_t code = tables.context->error().code;
+  if (code != 0 && !tables.tells) throw Stopped{code, 0};
+}
+
+// ---- preparation ---------------------------------------------------------------------------------
+
+Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,
+                      cudaStream_t stream) {
+  const int64_t count = lengths.numel(), scratch_bytes = bounds_scratch_bytes(count);
+  Tensor bounds = tables.empty(count + 1, ScalarType::Long);
+  const Tensor scratch = tables.empty(scratch_bytes, ScalarType::Byte);
+  make_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, count, num_ids,
+              static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(), scratch_bytes,
+              tables.context->view().error, stream);
+  return bounds;
+}
+
+// Whether rows of peers are fetched once per batch; reads host memory only.
+bool pays_to_stage(const Tables& tables) {
+  if (tables.context->view().world_size == 1) return false;
+  if (tables.pull >= 0) return tables.pull > 0;
+  const int64_t* found = tables.context->duplication();
+  return static_cast<double>(found[0]) > kDuplication * static_cast<double>(found[1]);
+}
+
+Batch batch_of(const Lookup& x, const Prepared& prepared) {
+  Batch batch{};
+  batch.ids = x.ids.data_ptr();
+  batch.ids_are_32_bit = x.ids.scalar_type() == ScalarType::Int;
+  batch.num_ids = x.ids.numel();
+  batch.bounds = int64_data(prepared.bounds);
+  batch.num_bounds = prepared.bounds.numel();
+  batch.key_of = static_cast<const int32_t*>(prepared.keys->on_device.data_ptr());
+  batch.weights = x.weights ? static_cast<const float*>(x.weights->data_ptr()) : nullptr;
+  batch.batch_size = x.batch_size;
+  batch.pooled = x.pooled;
+  batch.by_pair = prepared.by_pair || x.weights;
+  batch.max_pairs = prepared.max_pairs;
+  return batch;
+}
+
+// Bounds and memory; nothing is resolved yet.
+std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor& bounds,
+                                  cudaStream_t stream) {
+  const Context& context = *tables.context;
+  auto made = std::make_shared<Prepared>();
+  made->bounds = bounds;
+  made->keys = &tables.key_map(x.key_of);
+  made->max_pairs = x.ids.numel() * made->keys->most;
+  if (x.ids.numel() >= kMostIds || made->max_pairs >= (int64_t{1} << 32) - 1)
+    throw Stopped{kTooManyIds, x.ids.numel()};
+  made->stages_near = pays_to_stage(tables);
+  made->by_pair = made->stages_near || tables.gathers;
+  made->made_on = stream;
+  made->workspace =
+      tables.empty(carve(context, batch_of(x, *made), nullptr).bytes, ScalarType::Byte);
+  return made;
+}
+
+Call call_of(Tables& tables, const Lookup& x, Prepared& prepared, cudaStream_t stream) {
+  prepared.use_on(stream);
+  const Batch batch = batch_of(x, prepared);
+  const Workspace work = carve(*tables.context, batch, prepared.workspace.data_ptr());
+  STD_TORCH_CHECK(work.bytes <= prepared.workspace.numel(), "internal: the workspace is too small");
+  STD_TORCH_CHECK(
+      bits_for(static_cast<uint64_t>(tables.context->view().num_features)) + work.plan.bag_bits <=
+          32,
+      "a batch of ", x.batch_size, " samples with ", tables.context->view().num_features,
+      " features is too large: samples times features must stay below 2^32");
+  return {tables, *tables.context, prepared, batch, work, stream};
+}
+
+// Resolves and sorts the ids, unless that is done.
+void plan(const Call& call) {
+  if (call.prepared.is_planned) return;
+  make_plan(call.context.view(), call.context.num_keys(), call.batch, call.work.plan, call.stream);
+  call.prepared.is_planned = true;
+}
+
+// What `lookup_resolve` has made, which Python holds as bytes.
+std::shared_ptr<Prepared> made_ahead(const std::optional<Tensor>& addresses) {
+  using Held = std::shared_ptr<Prepared>;
+  if (!addresses) return nullptr;
+  STD_TORCH_CHECK(addresses->numel() == static_cast<int64_t>(sizeof(Held)),
+                  "internal: not a resolved batch of tables in device memory");
+  return *static_cast<Held*>(addresses->data_ptr());
+}
+
+// Python sees which step is under way.
+class UnderWay {
+ public:
+  explicit UnderWay(const Call& call) : tables_(call.tables) {
+    // Both wait for the device.
+    if ((tables_.exchanges || tables_.counts) && is_captured(call.stream))
+      throw Stopped{kNotInGraphs, 0};
+    tables_.received = {};
+    tables_.current = &call;
+  }
+  ~UnderWay() {
+    tables_.current = nullptr;
+    tables_.received = {};
+  }
+
+ private:
+  Tables& tables_;
+};
+
+// ---- forward -------------------------------------------------------------------------------------
+
+// Room for the rows of peers.
+int64_t near_bytes(const Call& call) {
+  const int64_t most = call.context.max_row_bytes();
+  const int64_t max_pairs = call.batch.max_pairs, rows = call.context.duplication()[1];
+  const int64_t wanted = rows > 0 ? std::min(max_pairs, rows + rows / 4 + 1024) : max_pairs;
+  return std::min<int64_t>(wanted * ((most + kStagingUnit - 1) / kStagingUnit * kStagingUnit),
+                           call.tables.most_staging_bytes);
+}
+
+// Fetches what is to be read from staging memory: rows of peers, each once, and those of other
+// domains, which the point asks for. Where rows find no room they are read where they are.
+Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory) {
+  Tables& tables = call.tables;
   const View& view = call.context.view();
-  const Staging staged{static_cast<char*>(staging->data_ptr()), staging->numel()};
-  STD_TORCH_CHECK(staged.bytes / kStagingUnit < static_cast<int64_t>(kNotStaged),
+  const bool near = call.prepared.stages_near && point != Point::kWeightRows;
+  const int64_t first = near ? near_bytes(call) : 0;
+  at(tables, point, first);
+  const ReceivedRows& far = tables.received;
+  if (near) ++tables.num_staged;
+  if (first + far.num_bytes == 0) return {nullptr, 0};
+  *memory = tables.empty(first + far.num_bytes, ScalarType::Byte);
+  const Staging staging{static_cast<char*>((*memory)->data_ptr()), first + far.num_bytes};
+  STD_TORCH_CHECK(staging.bytes / kStagingUnit < static_cast<int64_t>(kNotStaged),
                   "internal: too much staging memory");
   clear_staging(call.batch, call.work.plan, call.stream);
-  place_far_rows(view, call.work.plan, far, staged, call.stream);
-  if (near_bytes > 0)
-    stage(view, call.context.classes(), call.batch, call.work.plan, {staged.data, near_bytes},
-          skip_pushed, call.stream);
-  return staged;
+  if (far.stretches)
+    place_far_rows(view, call.work.plan,
+                   {int64_data(*far.stretches), far.stretches->size(0), far.num_rows,
+                    static_cast<const char*>(far.rows->data_ptr())},
+                   staging, call.stream);
+  if (first > 0)
+    stage(view, call.context.classes(), call.batch, call.work.plan, {staging.data, first},
+          point == Point::kPulledRows, call.stream);
+  return staging;
 }
 
-void device_forward(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
-                    std::optional<Tensor> weights, int64_t batch_size, bool pooled, bool by_pair,
-                    int64_t max_pairs, Tensor workspace, Tensor out, bool skip_pushed,
-                    std::optional<Tensor> staging, int64_t near_bytes,
-                    std::optional<Tensor> stretches, std::optional<Tensor> received,
-                    int64_t num_far) {
-  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
-                              max_pairs, workspace);
-  const View& view = call.context.view();
-  if (!pooled) lay_out_features(view, call.batch, call.work.plan, call.stream);
-  const Staging staged =
-      stage_rows(call, staging, near_bytes, skip_pushed, far_rows(stretches, received, num_far));
-  pool(view, call.context.classes(), call.batch, call.work.plan, output_of(out), staged, skip_pushed,
-       call.stream);
+// Output rows of a batch; waits for the device where only it knows.
+int64_t output_rows(const Call& call, const Lookup& x) {
+  if (x.pooled) return x.batch_size;
+  const KeyMap& keys = *call.prepared.keys;
+  const int64_t num_keys = (call.batch.num_bounds - 1) / std::max<int64_t>(1, x.batch_size);
+  if (num_keys == 0 || (keys.is_whole && num_keys == static_cast<int64_t>(keys.keys.size())))
+    return x.ids.numel();
+  std::vector<int64_t> begin(static_cast<size_t>(num_keys) + 1);
+  check(cudaMemcpy2DAsync(begin.data(), 8, call.batch.bounds,
+                          static_cast<size_t>(8 * x.batch_size), 8, begin.size(),
+                          cudaMemcpyDeviceToHost, call.stream),
+        "cannot read the number of ids");
+  check(cudaStreamSynchronize(call.stream), "cannot read the number of ids");
+  int64_t rows = 0;
+  for (int64_t key : keys.keys)
+    rows += begin[static_cast<size_t>(key) + 1] - begin[static_cast<size_t>(key)];
+  return rows;
 }
 
-// Steps of push mode: 0 publish requests, 1 pool for the readers, 2 add the owners' sums.
-void device_push(int64_t handle, int64_t step, Tensor ids, Tensor bounds, Tensor key_of,
-                 std::optional<Tensor> weights, int64_t batch_size, int64_t max_pairs,
-                 Tensor workspace, Tensor out, Tensor requests, Tensor partials,
-                 int64_t request_bytes, int64_t partial_bytes) {
-  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, true, false,
-                              max_pairs, workspace);
-  const PushPlan push = with_memory(call, requests, partials, request_bytes, partial_bytes);
+// Owners pool what they hold of each bag; adds their sums to `out`.
+void forward_push(const Call& call, const Output& out) {
+  Tables& tables = call.tables;
   const View& view = call.context.view();
   const auto& classes = call.context.classes();
-  if (step == 0) publish_requests(view, call.batch, call.work.plan, push, call.stream);
-  if (step == 1) pool_for_readers(view, classes, push, call.stream);
-  if (step == 2)
-    add_partials(view, classes, call.batch, call.work.plan, push, output_of(out), call.stream);
+  // Not the batch plan's memory, which may hold a batch that was resolved ahead.
+  const Tensor memory = tables.empty(call.work.bytes, ScalarType::Byte);
+  const Workspace work = carve(call.context, call.batch, memory.data_ptr());
+  const auto push = [&] {
+    PushPlan made = work.push;
+    made.requests = static_cast<char* const*>(tables.requests->data_ptr());
+    made.partials = static_cast<char* const*>(tables.partials->data_ptr());
+    made.request_bytes = made.partial_bytes = tables.partial_bytes;
+    return made;
+  };
+  const std::optional<Tensor> requests = tables.requests, partials = tables.partials;
+  publish_requests(view, call.batch, work.plan, push(), call.stream);
+  at(tables, Point::kRequests);  // with other domains: puts mirrors in the place of both
+  meet(call);
+  pool_for_readers(view, classes, push(), call.stream);
+  at(tables, Point::kPartials);
+  meet(call);
+  add_partials(view, classes, call.batch, work.plan, push(), out, call.stream);
+  tables.requests = requests;
+  tables.partials = partials;
 }
 
-void device_weight_gradient(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
-                            std::optional<Tensor> weights, int64_t batch_size, bool pooled,
-                            bool by_pair, int64_t max_pairs, Tensor workspace, Tensor grad,
-                            Tensor out, std::optional<Tensor> staging,
-                            std::optional<Tensor> stretches, std::optional<Tensor> received,
-                            int64_t num_far) {
-  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
-                              max_pairs, workspace);
-  const Staging staged = stage_rows(call, staging, 0, false, far_rows(stretches, received, num_far));
-  weight_gradient(call.context.view(), call.batch, call.work.plan,
-                  {float_data(grad), grad.stride(0), 1.0f}, float_data(out), staged, call.stream);
+std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Lookup& x,
+                                                     const Tensor& lengths, bool collective,
+                                                     std::shared_ptr<Prepared> prepared) {
+  const cudaStream_t stream = stream_of(*tables.like);
+  stop_at_errors(tables);
+  if (!prepared)
+    prepared = prepare(tables, x, make_bounds_of(tables, lengths, x.ids.numel(), stream), stream);
+  const Call call = call_of(tables, x, *prepared, stream);
+  const UnderWay under_way(call);
+  const View& view = call.context.view();
+  const int64_t columns =
+      x.pooled ? call.context.output_columns() : call.context.unpooled_columns();
+  const Tensor out = torch::stable::new_empty(*tables.like, {output_rows(call, x), columns},
+                                              ScalarType::Float);
+  const Output output{static_cast<float*>(out.data_ptr()), columns};
+  // What is staged goes by the plan; now and then it is made for its duplication.
+  if (prepared->by_pair || tables.counts ||
+      (view.world_size > 1 && tables.num_forward % kMeasuredEvery == 0))
+    plan(call);
+  ++tables.num_forward;
+  const bool pushes = collective && call.context.has_push() && x.pooled;
+  if (!x.pooled) lay_out_features(view, call.batch, call.work.plan, stream);
+  std::optional<Tensor> memory;
+  const Staging staging = stage_rows(call, pushes ? Point::kPulledRows : Point::kRows, &memory);
+  pool(view, call.context.classes(), call.batch, call.work.plan, output, staging, pushes, stream);
+  if (pushes) forward_push(call, output);
+  if (collective) tables.kept = prepared;
+  return {out, prepared->bounds, 0, 0};
 }
 
-// Where in a workspace a planned batch, and the owner's lists of an update, are: bytes, in the order
-// of PLAN_PARTS in oper/shmem/device_batch.py; keys_are_wide and the lists' capacity are numbers.
-std::vector<int64_t> device_plan_parts(int64_t handle, int64_t batch_size, int64_t max_pairs,
-                                       bool weighted, bool by_pair) {
-  const Workspace work =
-      carve(context_of(handle), sized_batch(batch_size, max_pairs, weighted, by_pair), nullptr);
-  return work.parts;
-}
-
-// Rows of this rank for ranks of other domains, see AskedRows.
-void device_pack_rows(int64_t handle, Tensor stretches, Tensor slots, Tensor out) {
-  pack_rows(context_of(handle).view(),
-            {int64_data(stretches), stretches.size(0), slots.numel(),
-             static_cast<const uint32_t*>(slots.data_ptr()), static_cast<char*>(out.data_ptr())},
-            stream_of(out));
-}
-
-void device_plan(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
-                 std::optional<Tensor> weights, int64_t batch_size, bool pooled, bool by_pair,
-                 int64_t max_pairs, Tensor workspace) {
-  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
-                              max_pairs, workspace);
-  make_plan(call.context.view(), call.context.num_keys(), call.batch, call.work.plan, call.stream);
-}
-
-// float64 [T, 13] in the order of keys, host memory -> what the kernels read.
-void device_set_optimizers(int64_t handle, Tensor arguments, Tensor staging) {
-  Context& context = context_of(handle);
-  const double* data = static_cast<const double*>(arguments.data_ptr());
-  UpdateArgs* to = static_cast<UpdateArgs*>(staging.data_ptr());
-  const int64_t count = context.view().num_tables;
-  STD_TORCH_CHECK(staging.numel() >= count * static_cast<int64_t>(sizeof(UpdateArgs)),
-                  "internal: the staging buffer is too small");
-  for (int64_t t = 0; t < count; ++t) {
-    const double* x = data + t * kOptimizerWidth;
-    to[t] = {optimizer_args(x), rounding_key(x)};
+std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> offsets,
+    std::optional<Tensor> addresses) {
+  (void)offsets;  // beside the addresses
+  const auto tables = tables_of(handle);
+  const OnDevice on(*tables);
+  try {
+    if (!is_fit(ids, lengths, weights, key_of, batch_size)) throw Stopped{kBadBatch, -1};
+    return forward(*tables, {ids, weights, key_of, batch_size, pooled}, lengths, collective,
+                   made_ahead(addresses));
+  } catch (const Stopped& stopped) {
+    const Tensor none = tables->empty(0, ScalarType::Long);
+    return {none, none, stopped.code, stopped.detail};
   }
 }
 
-// Copies staged optimizer arguments; `like` names the device.
-void device_copy_optimizers(int64_t handle, Tensor staging, Tensor like) {
-  Context& context = context_of(handle);
-  check(cudaMemcpyAsync(context.optimizers(), staging.data_ptr(),
-                        static_cast<size_t>(context.view().num_tables) * sizeof(UpdateArgs),
-                        cudaMemcpyHostToDevice, stream_of(like)),
+// ---- ahead, and the gradient of weights ----------------------------------------------------------
+
+std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size, bool pooled, bool with_order) {
+  const auto tables = tables_of(handle);
+  const OnDevice on(*tables);
+  const Tensor none = tables->empty(0, ScalarType::Long);
+  try {
+    stop_at_errors(*tables);
+    const Lookup x{ids, weights, key_of, batch_size, pooled};
+    const cudaStream_t stream = stream_of(*tables->like);
+    auto prepared =
+        prepare(*tables, x, make_bounds_of(*tables, lengths, ids.numel(), stream), stream);
+    if (with_order) plan(call_of(*tables, x, *prepared, stream));
+    check(cudaEventCreateWithFlags(&prepared->ready, cudaEventDisableTiming),
+          "cannot create an event");
+    check(cudaEventRecord(prepared->ready, stream), "cannot record an event");
+    using Held = std::shared_ptr<Prepared>;
+    const int64_t sizes[] = {sizeof(Held)}, strides[] = {1};
+    const Tensor bounds = prepared->bounds;
+    const Tensor held = torch::stable::from_blob(
+        new Held(std::move(prepared)), {sizes, 1}, {strides, 1},
+        torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
+        [](void* data) { delete static_cast<Held*>(data); });
+    return {bounds, held, held, 0, 0};
+  } catch (const Stopped& stopped) {
+    return {none, none, none, stopped.code, stopped.detail};
+  }
+}
+
+// The work on a batch of a backward pass: done ahead, in the forward pass, or anew.
+std::shared_ptr<Prepared> known_or_new(Tables& tables, const Lookup& x, const Tensor& offsets,
+                                       const std::optional<Tensor>& addresses,
+                                       cudaStream_t stream) {
+  if (auto ahead = made_ahead(addresses)) return ahead;
+  if (tables.kept && tables.kept->bounds.data_ptr() == offsets.data_ptr()) return tables.kept;
+  return prepare(tables, x, offsets, stream);
+}
+
+std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids,
+                                                            Tensor offsets, Tensor weights,
+                                                            Tensor key_of, int64_t batch_size) {
+  const auto tables = tables_of(handle);
+  const OnDevice on(*tables);
+  const Tensor out = tables->empty(ids.numel(), ScalarType::Float);
+  try {
+    const cudaStream_t stream = stream_of(*tables->like);
+    const std::optional<Tensor> some = weights;
+    const Lookup x{ids, some, key_of, batch_size, true};
+    const auto prepared = known_or_new(*tables, x, offsets, std::nullopt, stream);
+    const Call call = call_of(*tables, x, *prepared, stream);
+    const UnderWay under_way(call);
+    if (prepared->by_pair || tables->counts) plan(call);
+    std::optional<Tensor> memory;
+    const Staging staging = stage_rows(call, Point::kWeightRows, &memory);
+    weight_gradient(call.context.view(), call.batch, call.work.plan,
+                    {float_data(grad), grad.stride(0), 1.0f}, float_data(out), staging, stream);
+    return {out, 0, 0};
+  } catch (const Stopped& stopped) {
+    return {out, stopped.code, stopped.detail};
+  }
+}
+
+// ---- backward ------------------------------------------------------------------------------------
+
+// Copies the optimizers' arguments to the device when they have changed.
+void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t stream) {
+  const Context& context = *tables.context;
+  const std::vector<int32_t>& order = context.order();
+  STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
+                      optimizers.numel() == static_cast<int64_t>(order.size()) * kOptimizerWidth,
+                  "internal: optimizers must be float64 [T, ", int64_t{kOptimizerWidth}, "]");
+  const double* from = static_cast<const double*>(optimizers.data_ptr());
+  std::vector<double> wanted;
+  std::vector<UpdateArgs> arguments;
+  for (size_t t = 0; t < order.size(); ++t) {
+    const double* x = from + order[t] * kOptimizerWidth;
+    wanted.insert(wanted.end(), x, x + kOptimizerWidth);
+    // Only rows of 16 bits are rounded by the number of the step.
+    if (context.are_fp32()[t]) wanted.back() = 0.0;
+    const double* kept = wanted.data() + t * kOptimizerWidth;
+    arguments.push_back({optimizer_args(kept), rounding_key(kept)});
+  }
+  if (wanted == tables.staged) return;
+  if (is_captured(stream)) throw Stopped{kNewArguments, 0};
+  // Pageable memory, which the driver has read when the call returns.
+  check(cudaMemcpyAsync(context.optimizers(), arguments.data(),
+                        arguments.size() * sizeof(UpdateArgs), cudaMemcpyHostToDevice, stream),
         "cannot copy the optimizer's arguments");
+  tables.staged = std::move(wanted);
 }
 
-void device_reduce(int64_t handle, Tensor ids, Tensor bounds, Tensor key_of,
-                   std::optional<Tensor> weights, int64_t batch_size, bool pooled, bool by_pair,
-                   int64_t max_pairs, Tensor workspace, Tensor grad, double scale) {
-  const Call call = make_call(handle, ids, bounds, key_of, weights, batch_size, pooled, by_pair,
-                              max_pairs, workspace);
-  reduce(call.context.view(), call.context.classes(), call.batch, call.work.plan,
-         {float_data(grad), grad.stride(0), static_cast<float>(scale)}, call.work.long_runs,
-         call.context.optimizers(), call.context.updates_at_once(), call.stream);
+Inbox inbox_of(Tables& tables, cudaStream_t stream) {
+  int64_t bytes = 0;
+  carve_inbox(*tables.context, nullptr, &bytes);
+  const bool is_new = !tables.inbox;
+  if (is_new) tables.inbox = tables.empty(bytes, ScalarType::Byte);
+  const Inbox inbox = carve_inbox(*tables.context, tables.inbox->data_ptr(), &bytes);
+  if (is_new)
+    check(cudaMemsetAsync(inbox.heads, 0xff, static_cast<size_t>(4 * tables.context->own_rows()),
+                          stream),
+          "cannot clear device memory");
+  return inbox;
 }
 
-// Steps at the owner: 0 collect what all ranks left, 1 and 2 sums of squares (rounds 0 and 1),
-// 3 update, 4 refresh replicas.
-void device_update(int64_t handle, int64_t step, Tensor bounds, int64_t batch_size,
-                   int64_t max_pairs, bool weighted, bool by_pair, Tensor workspace, double scale) {
-  Context& context = context_of(handle);
-  const Batch batch = sized_batch(batch_size, max_pairs, weighted, by_pair);
-  const Workspace work = carve(context, batch, workspace.data_ptr());
-  const cudaStream_t stream = stream_of(bounds);
-  const float factor = static_cast<float>(scale);
-  if (step == 0) collect(context.view(), work.inbox, stream);
-  if (step == 1 || step == 2)
-    merge_squares(context.view(), context.classes(), work.inbox, factor, context.optimizers(),
-                  static_cast<int32_t>(step - 1), stream);
-  if (step == 3)
-    merge_and_update(context.view(), context.classes(), work.inbox, factor, context.optimizers(),
-                     stream);
-  if (step == 4) refresh(context.view(), stream);
+// From the outboxes to updated rows and replicas.
+void exchange_gradients(Call& call, float scale) {
+  Tables& tables = call.tables;
+  const View& view = call.context.view();
+  const auto& classes = call.context.classes();
+  const UpdateArgs* optimizers = call.context.optimizers();
+  call.inbox = inbox_of(tables, call.stream);
+  const Inbox& inbox = *call.inbox;
+  // A step that does not come to its end leaves chains behind.
+  std::optional<Tensor> memory = std::move(tables.inbox);
+  tables.inbox = std::nullopt;
+  at(tables, Point::kGradients);
+  meet(call);
+  collect(view, inbox, call.stream);
+  at(tables, Point::kCollected);
+  for (int64_t round = 0; round < tables.num_squares; ++round) {
+    merge_squares(view, classes, inbox, scale, optimizers, static_cast<int32_t>(round),
+                  call.stream);
+    at(tables, Point::kSquares, round);
+    meet(call);
+  }
+  merge_and_update(view, classes, inbox, scale, optimizers, call.stream);
+  meet(call);
+  at(tables, Point::kUpdated);
+  refresh(view, call.stream);
+  if (tables.shares) meet(call);
+  tables.inbox = std::move(memory);
 }
 
-// View [rows, columns] of device memory; the caller keeps the mapping alive. Index -1: host memory.
-Tensor device_view(int64_t address, int64_t rows, int64_t columns, int64_t type, int64_t index) {
-  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
-  const ScalarType types[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
-  const auto kind =
-      index < 0 ? torch::headeronly::DeviceType::CPU : torch::headeronly::DeviceType::CUDA;
-  return torch::stable::from_blob(reinterpret_cast<void*>(address), {sizes, 2}, {strides, 2},
-                                  torch::stable::Device(kind, static_cast<int32_t>(index)),
-                                  types[type]);
+std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
+                                             Tensor offsets, std::optional<Tensor> weights,
+                                             Tensor key_of, int64_t batch_size, bool pooled,
+                                             Tensor optimizers, double gradient_scale,
+                                             std::optional<Tensor> addresses,
+                                             std::optional<Tensor> order) {
+  (void)order;  // is with the addresses
+  const auto tables = tables_of(handle);
+  const OnDevice on(*tables);
+  try {
+    const cudaStream_t stream = stream_of(*tables->like);
+    stop_at_errors(*tables);
+    const Lookup x{ids, weights, key_of, batch_size, pooled};
+    const auto prepared = known_or_new(*tables, x, offsets, addresses, stream);
+    tables->kept = nullptr;
+    Call call = call_of(*tables, x, *prepared, stream);
+    const UnderWay under_way(call);
+    plan(call);
+    stage_optimizers(*tables, optimizers, stream);
+    const bool at_once = call.context.updates_at_once();
+    if (at_once) at(*tables, Point::kCollected);
+    const float scale = static_cast<float>(gradient_scale);
+    reduce(call.context.view(), call.context.classes(), call.batch, call.work.plan,
+           {float_data(grad), grad.stride(0), scale}, call.work.long_runs,
+           call.context.optimizers(), at_once, stream);
+    if (!at_once) exchange_gradients(call, scale);
+    return {0, 0};
+  } catch (const Stopped& stopped) {
+    return {stopped.code, stopped.detail};
+  }
 }
-
-#if !defined(OPER_EMULATED)
-// Address of new memory, then the descriptors by which other processes attach it.
-std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
-                                          int64_t device) {
-  SharedMemory memory = create_shared({bytes, std::move(host_ranges)}, static_cast<int>(device));
-  memory.fds.insert(memory.fds.begin(), memory.address);
-  return memory.fds;
-}
-int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
-                             std::vector<int64_t> host_ranges, int64_t device) {
-  return attach_shared(fds, {bytes, std::move(host_ranges)}, static_cast<int>(device));
-}
-void device_memory_release(int64_t address, int64_t bytes, std::vector<int64_t> host_ranges) {
-  release_shared(address, {bytes, std::move(host_ranges)});
-}
-#endif
-
-void device_barrier(int64_t handle, Tensor like) { context_of(handle).barrier(stream_of(like)); }
 
 }  // namespace
 }  // namespace oper::device
 
-STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  m.def(
-      "device_context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, "
-      "Tensor tiers, Tensor maps, Tensor features, Tensor refreshes, Tensor touched, "
-      "Tensor squares, Tensor outboxes, int outbox_bytes, Tensor[] heads, Tensor pads, "
-      "int deadline_ms, int arena, int arena_bytes) -> int");
-  m.def("device_context_close(int handle) -> ()");
-  m.def("device_context_error(int handle) -> (int, int, int)");
-  m.def("device_context_order(int handle) -> int[]");
-  m.def("device_context_updates_at_once(int handle) -> bool");
-  m.def("device_context_duplication(int handle) -> (int, int)");
-  m.def(
-      "device_workspace_bytes(int handle, int batch_size, int max_pairs, bool weighted, "
-      "bool by_pair) -> int");
-  m.def("device_bounds_scratch_bytes(int count) -> int");
-  m.def(
-      "device_bounds(int handle, Tensor lengths, int num_ids, Tensor(a!) bounds, "
-      "Tensor(b!) scratch) -> ()");
-  m.def(
-      "device_forward(int handle, Tensor ids, Tensor bounds, Tensor key_of, Tensor? weights, "
-      "int batch_size, bool pooled, bool by_pair, int max_pairs, Tensor(a!) workspace, "
-      "Tensor(b!) out, bool skip_pushed, Tensor(c!)? staging, int near_bytes, "
-      "Tensor? stretches, Tensor? received, int num_far) -> ()");
-  m.def(
-      "device_push(int handle, int step, Tensor ids, Tensor bounds, Tensor key_of, "
-      "Tensor? weights, int batch_size, int max_pairs, Tensor(a!) workspace, Tensor(b!) out, "
-      "Tensor requests, Tensor partials, int request_bytes, int partial_bytes) -> ()");
-  m.def(
-      "device_weight_gradient(int handle, Tensor ids, Tensor bounds, Tensor key_of, "
-      "Tensor? weights, int batch_size, bool pooled, bool by_pair, int max_pairs, "
-      "Tensor(a!) workspace, Tensor grad, Tensor(b!) out, Tensor(c!)? staging, "
-      "Tensor? stretches, Tensor? received, int num_far) -> ()");
-  m.def(
-      "device_plan_parts(int handle, int batch_size, int max_pairs, bool weighted, bool by_pair) "
-      "-> int[]");
-  m.def(
-      "device_pack_rows(int handle, Tensor stretches, Tensor slots, Tensor(a!) out) -> ()");
-  m.def(
-      "device_plan(int handle, Tensor ids, Tensor bounds, Tensor key_of, Tensor? weights, "
-      "int batch_size, bool pooled, bool by_pair, int max_pairs, Tensor(a!) workspace) -> ()");
-  m.def("device_set_optimizers(int handle, Tensor arguments, Tensor(a!) staging) -> ()");
-  m.def("device_copy_optimizers(int handle, Tensor staging, Tensor like) -> ()");
-  m.def(
-      "device_reduce(int handle, Tensor ids, Tensor bounds, Tensor key_of, Tensor? weights, "
-      "int batch_size, bool pooled, bool by_pair, int max_pairs, Tensor(a!) workspace, "
-      "Tensor grad, float scale) -> ()");
-  m.def(
-      "device_update(int handle, int step, Tensor bounds, int batch_size, int max_pairs, "
-      "bool weighted, bool by_pair, Tensor(a!) workspace, float scale) -> ()");
-#if !defined(OPER_EMULATED)
-  m.def("device_memory_create(int bytes, int[] host_ranges, int device) -> int[]");
-  m.def("device_memory_attach(int[] fds, int bytes, int[] host_ranges, int device) -> int");
-  m.def("device_memory_release(int address, int bytes, int[] host_ranges) -> ()");
-#endif
-  m.def("device_view(int address, int rows, int columns, int type, int index) -> Tensor");
-  m.def("device_barrier(int handle, Tensor like) -> ()");
+// Tests without a GPU have their tensors where the host back end's are: another name for the same.
+#if defined(OPER_EMULATED)
+STABLE_TORCH_LIBRARY(oper_emulated, m) {
+  m.def(oper::kLookupForward);
+  m.def(oper::kLookupResolve);
+  m.def(oper::kLookupWeightGradient);
+  m.def(oper::kLookupBackward);
 }
-
-// The same for every device type: what the memory behind the tensors is decides.
-STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
-  m.impl("device_context_create", TORCH_BOX(&oper::device::device_context_create));
-  m.impl("device_context_close", TORCH_BOX(&oper::device::device_context_close));
-  m.impl("device_context_error", TORCH_BOX(&oper::device::device_context_error));
-  m.impl("device_context_order", TORCH_BOX(&oper::device::device_context_order));
-  m.impl("device_context_updates_at_once",
-         TORCH_BOX(&oper::device::device_context_updates_at_once));
-  m.impl("device_context_duplication", TORCH_BOX(&oper::device::device_context_duplication));
-  m.impl("device_workspace_bytes", TORCH_BOX(&oper::device::device_workspace_bytes));
-  m.impl("device_bounds_scratch_bytes", TORCH_BOX(&oper::device::device_bounds_scratch_bytes));
-  m.impl("device_bounds", TORCH_BOX(&oper::device::device_bounds));
-  m.impl("device_forward", TORCH_BOX(&oper::device::device_forward));
-  m.impl("device_push", TORCH_BOX(&oper::device::device_push));
-  m.impl("device_weight_gradient", TORCH_BOX(&oper::device::device_weight_gradient));
-  m.impl("device_plan", TORCH_BOX(&oper::device::device_plan));
-  m.impl("device_plan_parts", TORCH_BOX(&oper::device::device_plan_parts));
-  m.impl("device_pack_rows", TORCH_BOX(&oper::device::device_pack_rows));
-  m.impl("device_set_optimizers", TORCH_BOX(&oper::device::device_set_optimizers));
-  m.impl("device_copy_optimizers", TORCH_BOX(&oper::device::device_copy_optimizers));
-  m.impl("device_reduce", TORCH_BOX(&oper::device::device_reduce));
-  m.impl("device_update", TORCH_BOX(&oper::device::device_update));
-#if !defined(OPER_EMULATED)
-  m.impl("device_memory_create", TORCH_BOX(&oper::device::device_memory_create));
-  m.impl("device_memory_attach", TORCH_BOX(&oper::device::device_memory_attach));
-  m.impl("device_memory_release", TORCH_BOX(&oper::device::device_memory_release));
+STABLE_TORCH_LIBRARY_IMPL(oper_emulated, CompositeExplicitAutograd, m) {
+#else
+// Gradients are `ShardedTables`' business: straight to the kernels, without torch's search for them.
+STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCUDA, m) {
+  m.impl("lookup_forward", TORCH_BOX(&oper::device::lookup_forward));
+  m.impl("lookup_backward", TORCH_BOX(&oper::device::lookup_backward));
+}
+STABLE_TORCH_LIBRARY_IMPL(oper, CUDA, m) {
 #endif
-  m.impl("device_view", TORCH_BOX(&oper::device::device_view));
-  m.impl("device_barrier", TORCH_BOX(&oper::device::device_barrier));
+  m.impl("lookup_forward", TORCH_BOX(&oper::device::lookup_forward));
+  m.impl("lookup_resolve", TORCH_BOX(&oper::device::lookup_resolve));
+  m.impl("lookup_weight_gradient", TORCH_BOX(&oper::device::lookup_weight_gradient));
+  m.impl("lookup_backward", TORCH_BOX(&oper::device::lookup_backward));
 }

@@ -16,6 +16,7 @@
 
 #include "bindings/lookup.h"
 #include "common/description.h"
+#include "common/lookup_schemas.h"
 #include "host/interaction.h"
 #include "host/kernels/kernels.h"
 #include "host/memory.h"
@@ -48,7 +49,6 @@ void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), v
 
 // Status codes that Python turns into errors, after those of `Status`.
 constexpr int64_t kBadLengths = 5;  // a negative length, or lengths do not add up to the ids
-constexpr int64_t kBadBatch = 10;   // not what `is_fit` asks for
 
 template <class Length>
 bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out) {
@@ -118,30 +118,6 @@ Batch make_batch(const Context& context, const Lookup& lookup, int64_t* num_rows
   batch.out_stride = lookup.pooled ? context.output_columns : context.unpooled_columns;
   *num_rows = rows;
   return batch;
-}
-
-bool is_vector(const Tensor& value) { return value.dim() == 1 && value.is_contiguous(); }
-
-bool is_integers(const Tensor& value) {
-  const ScalarType type = value.scalar_type();
-  return (type == ScalarType::Long || type == ScalarType::Int) && is_vector(value);
-}
-
-// Whether a batch is what the kernels take for granted; `BatchChecks` in batch.py tells people why not.
-// It is looked at here, since Python that runs once per batch finds nothing of itself in the caches.
-bool is_fit(const Tensor& ids, const Tensor& lengths, const std::optional<Tensor>& weights,
-            const Tensor& key_of, int64_t batch_size) {
-  if (!is_integers(ids) || !is_integers(lengths) || batch_size < 0) return false;
-  if (key_of.scalar_type() != ScalarType::Long || !is_vector(key_of)) return false;
-  const int64_t num_keys = lengths.numel() / std::max<int64_t>(1, batch_size);
-  if (lengths.numel() % std::max<int64_t>(1, batch_size) != 0) return false;
-  if (batch_size == 0 && num_keys > 0) return false;
-  const int64_t* keys = int64_data(key_of);
-  for (int64_t f = 0; f < key_of.numel(); ++f)
-    if (keys[f] < 0 || (batch_size > 0 && keys[f] >= num_keys)) return false;
-  if (!weights.has_value()) return true;
-  return weights->scalar_type() == ScalarType::Float && is_vector(*weights) &&
-         weights->numel() == ids.numel();
 }
 
 // Bounds of bags, int64 [n + 1]; false when the lengths do not fit the ids.
@@ -383,23 +359,13 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def("segment_view(int address, int rows, int columns, int type=0) -> Tensor");
   m.def("kernel_name() -> str");
   m.def("last_level_cache_bytes() -> int");
-  m.def(
-      "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-      "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses) -> "
-      "(Tensor, Tensor, int, int)");
+  m.def(oper::kLookupForward);
   m.def(
       "lookup_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
       "Tensor dense) -> (Tensor, Tensor, int, int)");
-  m.def(
-      "lookup_resolve(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-      "int batch_size, bool pooled, bool with_order) -> (Tensor, Tensor, Tensor, int, int)");
-  m.def(
-      "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
-      "Tensor key_of, int batch_size) -> (Tensor, int, int)");
-  m.def(
-      "lookup_backward(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
-      "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale, "
-      "Tensor? addresses, Tensor? order) -> (int, int)");
+  m.def(oper::kLookupResolve);
+  m.def(oper::kLookupWeightGradient);
+  m.def(oper::kLookupBackward);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {

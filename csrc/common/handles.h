@@ -1,29 +1,39 @@
-// What the bindings of both back ends share: objects behind integer handles, and tensors of integers.
+// What the bindings of both back ends share: objects behind integer handles, tensors of
+// integers, and what they ask of a batch.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 namespace oper {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
 // Objects that Python holds by number.
 template <class Object>
 class Handles {
  public:
-  int64_t add(std::unique_ptr<Object> object) {
+  // `first`: their lowest number, so that one back end's are not taken for another's.
+  explicit Handles(int64_t first = 1) : next_(first) {}
+  int64_t add(std::shared_ptr<Object> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     objects_[next_] = std::move(object);
     return next_++;
   }
-  Object& at(int64_t handle) {
+  Object& at(int64_t handle) { return *share(handle); }
+  // Lives as long as the caller holds it, whoever closes it meanwhile.
+  std::shared_ptr<Object> share(int64_t handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = objects_.find(handle);
     STD_TORCH_CHECK(found != objects_.end(), "sharded tables used after they were closed");
-    return *found->second;
+    return found->second;
   }
   void close(int64_t handle) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -32,15 +42,44 @@ class Handles {
 
  private:
   std::mutex mutex_;
-  std::map<int64_t, std::unique_ptr<Object>> objects_;
-  int64_t next_ = 1;
+  std::map<int64_t, std::shared_ptr<Object>> objects_;
+  int64_t next_;
 };
 
-inline const int64_t* int64_data(const torch::stable::Tensor& tensor) {
+inline const int64_t* int64_data(const Tensor& tensor) {
   STD_TORCH_CHECK(
-      tensor.scalar_type() == torch::headeronly::ScalarType::Long && tensor.is_contiguous(),
+      tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous(),
       "internal: expected a contiguous int64 tensor");
   return static_cast<const int64_t*>(tensor.data_ptr());
+}
+
+constexpr int64_t kBadBatch = 10;  // status of a batch that is not what `is_fit` asks for
+
+inline bool is_vector(const Tensor& value) {
+  return value.dim() == 1 && value.is_contiguous();
+}
+
+inline bool is_integers(const Tensor& value) {
+  const ScalarType type = value.scalar_type();
+  return (type == ScalarType::Long || type == ScalarType::Int) && is_vector(value);
+}
+
+// Whether a batch is what the kernels take for granted; `BatchChecks` in batch.py tells people why not.
+// It is looked at here, since Python that runs once per batch finds nothing of itself in the caches.
+inline bool is_fit(const Tensor& ids, const Tensor& lengths,
+                   const std::optional<Tensor>& weights, const Tensor& key_of,
+                   int64_t batch_size) {
+  if (!is_integers(ids) || !is_integers(lengths) || batch_size < 0) return false;
+  if (key_of.scalar_type() != ScalarType::Long || !is_vector(key_of)) return false;
+  const int64_t num_keys = lengths.numel() / std::max<int64_t>(1, batch_size);
+  if (lengths.numel() % std::max<int64_t>(1, batch_size) != 0) return false;
+  if (batch_size == 0 && num_keys > 0) return false;
+  const int64_t* keys = int64_data(key_of);
+  for (int64_t f = 0; f < key_of.numel(); ++f)
+    if (keys[f] < 0 || (batch_size > 0 && keys[f] >= num_keys)) return false;
+  if (!weights.has_value()) return true;
+  return weights->scalar_type() == ScalarType::Float && is_vector(*weights) &&
+         weights->numel() == ids.numel();
 }
 
 }  // namespace oper

@@ -60,6 +60,31 @@ OPER_DEVICE int64_t lower_bound(int64_t n, int64_t key, KeyAt key_at) {
   return last_that(-1, n, [&](int64_t k) { return key_at(k) < key; }) + 1;
 }
 
+// One block of 256 threads: calls store(k, sum of value(j) over j < k) for every k in [0, n]; that of
+// n is thread 0's.
+template <class Value, class Store>
+OPER_DEVICE void block_sums(int64_t n, Value value, Store store) {
+  __shared__ int64_t sums[256];
+  const int me = static_cast<int>(threadIdx.x);
+  int64_t before = 0;
+  for (int64_t start = 0; start < n; start += 256) {
+    const int64_t k = start + me, own = k < n ? value(k) : 0;
+    sums[me] = own;
+    __syncthreads();
+    for (int distance = 1; distance < 256; distance *= 2) {
+      const int64_t more = me >= distance ? sums[me - distance] : 0;
+      __syncthreads();
+      sums[me] += more;
+      __syncthreads();
+    }
+    if (k < n) store(k, before + sums[me] - own);
+    before += sums[255];
+    __syncthreads();
+  }
+  if (me == 0) store(n, before);
+  __syncthreads();
+}
+
 // ---- pairs --------------------------------------------------------------------------------------
 
 // Calls body(feature number, id's index in the batch, bag, pair) for every id of every feature; a

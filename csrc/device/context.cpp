@@ -56,7 +56,7 @@ class Context::Builder {
   // Device addresses of the arrays.
   Table* tables_;
   Feature* features_;
-  int64_t *table_keys_, *maps_, *owner_begin_;
+  int64_t *table_keys_, *own_begin_, *maps_, *owner_begin_;
   Refresh* refreshes_;
   char** outboxes_;
   TierMap* tiers_;  // read and home of every tier
@@ -105,6 +105,7 @@ class Context::Builder {
     tables_ = carver.take<Table>(T);
     features_ = carver.take<Feature>(d_.num_features);
     table_keys_ = carver.take<int64_t>(T + 1);
+    own_begin_ = carver.take<int64_t>(T + 1);
     maps_ = carver.take<int64_t>(2 * d_.num_maps);
     owner_begin_ = carver.take<int64_t>(T * (W + 1));
     refreshes_ = carver.take<Refresh>(d_.num_refreshes);
@@ -168,6 +169,10 @@ class Context::Builder {
     out.key_begin = c_.num_keys_;
     host(table_keys_)[k] = c_.num_keys_;
     c_.num_keys_ += x[kNumRows];
+    const int64_t* owned = d_.owner_begin + t * (W + 1) + d_.rank;
+    host(own_begin_)[k] = c_.own_rows_;
+    c_.own_rows_ += owned[1] - owned[0];
+    c_.are_fp32_.push_back(static_cast<RowType>(x[kRowType]) == RowType::kFloat32);
     out.owner_begin = owner_begin_ + t * (W + 1);
     out.rows = reinterpret_cast<char*>(x[kRowAddress]);
     out.momentum1 = reinterpret_cast<float*>(x[kMomentum1]);
@@ -210,6 +215,7 @@ class Context::Builder {
       host(squares_)[k * W + r] = reinterpret_cast<float*>(d_.squares[t * W + r]);
     }
     c_.max_dim_ = std::max(c_.max_dim_, out.dim);
+    c_.max_row_bytes_ = std::max<int64_t>(c_.max_row_bytes_, bytes_of_row(out.type, out.dim));
     c_.min_dim_ = c_.min_dim_ == 0 ? out.dim : std::min(c_.min_dim_, out.dim);
     if (out.dim == out.row_columns) return 0;
     out.squares = squares_ + k * W;
@@ -226,18 +232,18 @@ class Context::Builder {
       const int64_t* x = d_.features + f * kFeatureWidth;
       const int32_t t = place_[static_cast<size_t>(x[kFeatureTable])];
       host(features_)[f] = {t, static_cast<int32_t>(x[kFeatureLogical]), x[kColumn]};
+      c_.logical_.push_back(static_cast<int32_t>(x[kFeatureLogical]));
+      c_.output_columns_ = std::max(c_.output_columns_, x[kColumn] + host(tables_)[t].dim);
+      c_.unpooled_columns_ = host(tables_)[t].row_columns;
     }
     int64_t listed = 0;
     for (RowClass& row_class : c_.classes_) {
       row_class.device_features = class_features_ + listed;
-      row_class.wide_output = row_class.lanes > 0;
       for (int64_t f = 0; f < d_.num_features; ++f) {
         const Feature& feature = host(features_)[f];
         if (feature.table < row_class.table_begin || feature.table >= row_class.table_end) continue;
         row_class.features.push_back(static_cast<int32_t>(f));
         host(class_features_)[listed++] = static_cast<int32_t>(f);
-        row_class.wide_output &=
-            feature.column % (row_class.type == RowType::kFloat32 ? 4 : 8) == 0;
       }
       for (int32_t t = row_class.table_begin; t < row_class.table_end; ++t)
         host(tables_)[t].row_class = row_class.index;
@@ -247,12 +253,14 @@ class Context::Builder {
   void finish() {
     const int64_t T = d_.num_tables;
     host(table_keys_)[T] = c_.num_keys_;
+    host(own_begin_)[T] = c_.own_rows_;
     bool has_replicas = false;
     for (int64_t t = 0; t < T; ++t) has_replicas |= host(tables_)[t].has_replicas;
     c_.updates_at_once_ = d_.world_size == 1 && !has_replicas && !c_.has_squares_;
     c_.view_.tables = tables_;
     c_.view_.features = features_;
     c_.view_.table_keys = table_keys_;
+    c_.view_.own_begin = own_begin_;
     c_.view_.refreshes = refreshes_;
     c_.view_.outboxes = outboxes_;
     c_.view_.outbox_bytes = d_.outbox_bytes;
@@ -265,13 +273,10 @@ class Context::Builder {
     c_.view_.rank = d_.rank;
     c_.view_.world_size = d_.world_size;
     c_.view_.error = {&c_.shared_->error, c_.claimed_};
-    int64_t own_rows = 0;
-    for (int64_t t = 0; t < T; ++t) {
-      const int64_t* begin = d_.owner_begin + t * (d_.world_size + 1) + d_.rank;
-      own_rows += begin[1] - begin[0];
-    }
     const int64_t row_bytes = 4 + 4 * static_cast<int64_t>(std::max(1, c_.min_dim_));
-    c_.inbox_capacity_ = std::max<int64_t>(1, std::min(own_rows, d_.outbox_bytes / row_bytes));
+    c_.inbox_capacity_ = std::max<int64_t>(
+        1, std::min({c_.own_rows_, d_.outbox_bytes / row_bytes,
+                     (int64_t{kNoEntry} - 1) / std::max(1, d_.world_size)}));
   }
 };
 
@@ -291,6 +296,14 @@ Context::Context(const Description& description, int64_t deadline_ms) : deadline
 Context::~Context() {
   cudaFree(memory_);
   cudaFreeHost(shared_);
+}
+
+void Context::forget_error(cudaStream_t stream) {
+  const int32_t code = shared_->error.code;
+  if (code == 0 || code == 2) return;
+  check(cudaMemsetAsync(claimed_, 0, sizeof(int), stream), "cannot forget an error");
+  // Kernels before this on the stream write nothing any more: they found it claimed.
+  shared_->error = {};
 }
 
 void Context::barrier(cudaStream_t stream) const {
@@ -313,7 +326,6 @@ Workspace carve(const Context& context, const Batch& batch, void* block) {
   w.plan.feature_begin = carver.take<int64_t>(F + 1);
   w.plan.output_begin = carver.take<int64_t>(F);
   w.plan.tile_begin = carver.take<int32_t>(F + 1);
-  w.parts = {wide, carver.used()};
   w.plan.keys = keys(wide);
   w.plan.spare_keys = keys(wide);
   w.plan.payloads = carver.take<uint32_t>(P);
@@ -322,9 +334,7 @@ Workspace carve(const Context& context, const Batch& batch, void* block) {
   w.plan.places = carver.take<uint32_t>(batch.by_pair ? P : 0);
   w.plan.staged = carver.take<uint32_t>(1);
   w.plan.pair_weights = carver.take<float>(batch.weights ? P : 0);
-  w.parts.push_back(carver.used());
   w.plan.run_begin = carver.take<uint32_t>(P + 1);
-  w.parts.push_back(carver.used());
   w.plan.num_runs = carver.take<int64_t>(1);
   w.plan.segments = carver.take<uint32_t>(T * W + 1);
   w.plan.sort_scratch_bytes = sort_scratch_bytes(std::max<int64_t>(P, 1));
@@ -337,16 +347,6 @@ Workspace carve(const Context& context, const Batch& batch, void* block) {
   w.long_runs.chunk_run = carver.take<uint32_t>(w.long_runs.capacity);
   w.long_runs.counts = carver.take<uint32_t>(2);
   w.long_runs.partials = carver.take<float>(w.long_runs.capacity * w.long_runs.stride);
-  if (!context.updates_at_once()) {
-    w.inbox.capacity = context.inbox_capacity();
-    w.parts.insert(w.parts.end(), {w.inbox.capacity, carver.used()});
-    w.inbox.list_begin = carver.take<int64_t>(W * (T + 1));
-    w.parts.push_back(carver.used());
-    w.inbox.keys = {wide ? static_cast<void*>(carver.take<uint64_t>(W * w.inbox.capacity))
-                         : static_cast<void*>(carver.take<uint32_t>(W * w.inbox.capacity)),
-                    wide};
-    w.inbox.peers = carver.take<uint32_t>(W * W * w.inbox.capacity);
-  }
   if (context.has_push()) {
     w.push.keys = keys(true);
     w.push.spare_keys = keys(true);
@@ -360,6 +360,19 @@ Workspace carve(const Context& context, const Batch& batch, void* block) {
   }
   w.bytes = carver.used();
   return w;
+}
+
+Inbox carve_inbox(const Context& context, void* block, int64_t* bytes) {
+  const int64_t W = context.view().world_size, capacity = context.inbox_capacity();
+  Carver carver(block);
+  Inbox inbox{};
+  inbox.capacity = capacity;
+  inbox.list_begin = carver.take<int64_t>(W * (context.view().num_tables + 1));
+  inbox.rows = carver.take<uint32_t>(W * capacity);
+  inbox.next = carver.take<uint32_t>(W * capacity);
+  inbox.heads = carver.take<uint32_t>(context.own_rows());
+  *bytes = carver.used();
+  return inbox;
 }
 
 }  // namespace oper::device

@@ -43,9 +43,19 @@ class Context {
   int32_t min_dim() const { return min_dim_; }
   bool updates_at_once() const { return updates_at_once_; }
   bool has_push() const { return has_push_; }
-  // Entries of one rank in the inbox.
+  int64_t output_columns() const { return output_columns_; }      // pooled
+  int64_t unpooled_columns() const { return unpooled_columns_; }
+  // Number of the collection's feature of every feature (of a column piece).
+  const std::vector<int32_t>& logical() const { return logical_; }
+  // Which tables have rows of fp32, in the order of keys.
+  const std::vector<bool>& are_fp32() const { return are_fp32_; }
+  // Entries of one rank in the inbox, and rows of this rank.
   int64_t inbox_capacity() const { return inbox_capacity_; }
+  int64_t own_rows() const { return own_rows_; }
+  int64_t max_row_bytes() const { return max_row_bytes_; }
   ErrorWord error() const { return shared_->error; }
+  // Forgets an error of one batch, so that the next ones' are found. A lost peer stays lost.
+  void forget_error(cudaStream_t stream);
   const int64_t* duplication() const { return shared_->duplication; }
   void barrier(cudaStream_t stream) const;
 
@@ -60,7 +70,11 @@ class Context {
   uint32_t** pads_ = nullptr;
   char* memory_ = nullptr;        // device
   HostWords* shared_ = nullptr;   // host, mapped
-  int64_t num_keys_ = 0, inbox_capacity_ = 0, deadline_ms_ = 0;
+  std::vector<int32_t> logical_;
+  std::vector<bool> are_fp32_;
+  int64_t num_keys_ = 0, inbox_capacity_ = 0, own_rows_ = 0, max_row_bytes_ = 0,
+          deadline_ms_ = 0;
+  int64_t output_columns_ = 0, unpooled_columns_ = 0;
   int32_t max_dim_ = 0, min_dim_ = 0;
   bool updates_at_once_ = false, has_push_ = false, has_squares_ = false;
 };
@@ -86,12 +100,11 @@ class Carver {
 struct Workspace {
   BatchPlan plan;
   LongRuns long_runs;
-  Inbox inbox;
   PushPlan push;
   int64_t bytes;
-  // Where parts of it are, see `device_plan_parts`.
-  std::vector<int64_t> parts;
 };
 Workspace carve(const Context& context, const Batch& batch, void* block);
+// What an owner needs between steps, out of `block`; `bytes`: what it takes.
+Inbox carve_inbox(const Context& context, void* block, int64_t* bytes);
 
 }  // namespace oper::device

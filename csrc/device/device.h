@@ -32,7 +32,6 @@ struct RowClass {
   int32_t lanes, vectors;
   int32_t index;                   // of this class; Table::row_class
   int32_t table_begin, table_end;  // in the order of keys
-  bool wide_output;                // pooled output columns are multiples of 16 bytes
   std::vector<int32_t> features;
   const int32_t* device_features;
 
@@ -88,11 +87,11 @@ struct Refresh {
 
 // In host memory that the device maps; `code` is written last.
 struct ErrorWord {
-  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not
-  // at the same exchange
+  // 0 ok, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not at the same
+  // exchange
   int32_t code;
-  int32_t rank;
-  int64_t detail;
+  int32_t rank;    // of whom; 4: number of the feature
+  int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all
 };
 
 // Where kernels leave errors: the first one to claim it writes the word.
@@ -130,6 +129,7 @@ struct View {
   const Table* tables;          // [T] in the order of keys
   const Feature* features;      // [F]
   const int64_t* table_keys;    // [T + 1] first key of each table
+  const int64_t* own_begin;     // [T + 1] first of this rank's rows of each table, among all its rows
   const Refresh* refreshes;
   char* const* outboxes;        // [W]
   int64_t outbox_bytes;
@@ -270,11 +270,14 @@ void reduce(const View& view, const std::vector<RowClass>& classes, const Batch&
                    const BatchPlan& plan, const Gradient& grad, const LongRuns& long_runs,
                    const UpdateArgs* optimizers, bool update_at_once, cudaStream_t stream);
 
-// What all ranks left for this one, matched by slot.
+// What all ranks left for this one: entries, in chains of those of one row. Entry number
+// r * capacity + i is the i-th of rank r's list.
+constexpr uint32_t kNoEntry = ~0u;
 struct Inbox {
   int64_t* list_begin;  // [W, T + 1] first entry of each table in each rank's list
-  Keys keys;            // [W, capacity]
-  uint32_t* peers;      // [W, capacity, W] index of the same key in the others' lists, or ~0
+  uint32_t* rows;       // [W * capacity] number of the row among all of this rank
+  uint32_t* next;       // [W * capacity] another entry of the same row, or kNoEntry
+  uint32_t* heads;      // [own rows] an entry of the row; kNoEntry between steps
   int64_t capacity;     // entries of one rank
 };
 void collect(const View& view, const Inbox& inbox, cudaStream_t stream);

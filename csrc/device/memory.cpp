@@ -59,7 +59,13 @@ std::vector<Part> cut(const ArenaParts& arena) {
 
 // The host memory nearest to a device, or node 0 where the driver does not say.
 int host_node(int device) {
-  int node = -1;
+  int node = -1, maps_it = 0;
+  OPER_DRIVER(cuDeviceGetAttribute, &maps_it,
+              CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device);
+  if (!maps_it)
+    throw std::runtime_error(
+        "this device or its driver cannot map host memory by virtual memory management: keep all "
+        "tiers in device memory");
   OPER_DRIVER(cuDeviceGetAttribute, &node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device);
   return node < 0 ? 0 : node;
 }

@@ -41,7 +41,7 @@ class Ahead:
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-ahead")
-        return self._thread.submit(self._tables.resolve, batch)
+        return self._thread.submit(self._tables.to_resolve(batch))
 
     def announce(self, ids: torch.Tensor, batch: Lookup) -> None:
         """Start a batch that `take` will be asked for by its tensor of ids."""

@@ -143,7 +143,9 @@ class _Context(Multistreamable):
         self.coming: Future[Lookup] | None = None
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing of ours lives on a stream."""
+        """Its features' memory is not used anew while kernels on that stream read it."""
+        if self.features is not None:
+            self.features.record_stream(stream)
 
 
 class _Entries(dict[str, torch.Tensor]):

@@ -62,7 +62,7 @@ class ResolvedIds:
     Attributes:
         handle: the placement that it is for.
         batch: the batch that it is for.
-        version: of the ids (`Lookup.versions`) before they were read.
+        versions: of ids and weights (`Lookup.versions`) before they were read.
         offsets: int64 [num_keys * B + 1], bounds of the bags.
         addresses: int64 [n + 64], where the rows of all features lie, feature after feature.
         order: uint8, the ids of every table sorted by owner and slot; empty for read-only tables.
@@ -70,7 +70,7 @@ class ResolvedIds:
 
     handle: int
     batch: Lookup
-    version: int
+    versions: tuple[int, int]
     offsets: torch.Tensor
     addresses: torch.Tensor
     order: torch.Tensor
@@ -79,7 +79,7 @@ class ResolvedIds:
         """Whether it still holds, for the same ids of a batch (weights may have changed)."""
         of = self.batch
         return (self.handle == handle and of.ids is batch.ids and of.lengths is batch.lengths
-                and self.version == batch.versions()[0]
+                and self.versions[0] == batch.versions()[0]
                 and of.key_of is batch.key_of and of.batch_size == batch.batch_size
                 and of.pooled == batch.pooled
                 and (of.weights is None) == (batch.weights is None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 from oper.environment import check_environment, setting
 from oper.errors import InvalidInputError, MissingDependencyError, fail
@@ -56,8 +57,8 @@ def register() -> None:
 
 
 @functools.cache
-def load_device() -> None:
-    """Register the operators of the device back end, ``torch.ops.oper.device_*``.
+def load_device() -> Any:
+    """Register the operators of the device back end; what holds those on batches.
 
     Raises:
         MissingDependencyError: torch has no CUDA, or the library is missing or does not load.
@@ -70,6 +71,7 @@ def load_device() -> None:
             fail("cannot use device memory", "torch", torch.__version__, "a CUDA build of torch",
                  "install one, or shard a model on the CPU"))
     _load("liboper_cuda.so", "the compiled CUDA extension, which needs nvcc", torch.__version__)
+    return torch.ops.oper
 
 
 def _load(name: str, what: str, torch_version: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import threading
 import weakref
@@ -71,6 +72,8 @@ class ShardedTables(MeasuredTables):
 
     pull: bool | PullCosts = False  # see `choose_pull`
     lookups_at_once = True  # those without gradients, see `Turns`
+    resolves_far = False  # whether ids are resolved ahead between memory domains, too
+    operators: Any = torch.ops.oper  # on batches
     # What a plan decides; the rest stays when the plan changes.
     _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
                                      "_layout", "_heap", "handle", "_addresses", "_exchange")
@@ -81,8 +84,8 @@ class ShardedTables(MeasuredTables):
                  ) -> None:
         load()
         # The packet of all overloads would look for it in every call.
-        self._forward_op: Any = torch.ops.oper.lookup_forward.default
-        self._backward_op: Any = torch.ops.oper.lookup_backward.default
+        self._forward_op: Any = self.operators.lookup_forward.default
+        self._backward_op: Any = self.operators.lookup_backward.default
         self.plan = plan
         self.group = group
         self.features = list(features)
@@ -246,8 +249,8 @@ class ShardedTables(MeasuredTables):
             meets = self._exchange is not None or (collective and self.has_push)
             if not batch.lengths.any() and not meets:
                 dim = self.output_columns if batch.pooled else self.directories[0].table.dim
-                return (torch.empty(0, dim),
-                        torch.zeros(batch.lengths.numel() + 1, dtype=torch.int64))
+                return (torch.empty(0, dim, device=self.device),
+                        batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
         out, offsets, code, detail = self._forward_op(
             self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, collective, known and known.offsets, known and known.addresses)
@@ -271,18 +274,23 @@ class ShardedTables(MeasuredTables):
         """
         self._checks.check(batch)
         batch = self.bounds.repair(batch)
-        if self._exchange is not None:  # rows of other domains have places in their batch only
+        # Rows of other domains have places in their batch only.
+        if self._exchange is not None and not self.resolves_far:
             return batch
-        version, _ = batch.versions()  # before the ids are read: they may change meanwhile
+        versions = batch.versions()  # before the ids are read: they may change meanwhile
         with self._resolving:
             handle = self.handle
-            offsets, addresses, order, code, detail = torch.ops.oper.lookup_resolve(
+            offsets, addresses, order, code, detail = self.operators.lookup_resolve(
                 handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
                 batch.pooled, self.optimizers is not None)
         if code:
             self._raise(code, detail, batch, offsets)
-        return replace(batch, resolved=ResolvedIds(handle, batch, version, offsets, addresses,
+        return replace(batch, resolved=ResolvedIds(handle, batch, versions, offsets, addresses,
                                                    order))
+
+    def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
+        """`resolve` of a batch that is there now, for another thread to call."""
+        return functools.partial(self.resolve, batch)
 
     def _known(self, batch: Lookup) -> ResolvedIds | None:
         known = batch.resolved
@@ -379,7 +387,7 @@ class ShardedTables(MeasuredTables):
         assert batch.weights is not None
         grad = self._clamp.apply(grad, batch, offsets)
         gradient: torch.Tensor
-        gradient, code, detail = torch.ops.oper.lookup_weight_gradient(
+        gradient, code, detail = self.operators.lookup_weight_gradient(
             self.handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
             batch.batch_size)
         if code:

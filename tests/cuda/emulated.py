@@ -27,7 +27,7 @@ FLAGS = ["-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off
 
 def sources() -> list[Path]:
     return [*sorted(ROOT.glob("csrc/device/kernels/*.cu")), ROOT / "csrc/device/context.cpp",
-            ROOT / "csrc/bindings/device.cpp"]
+            *sorted(ROOT.glob("csrc/bindings/device*.cpp")), ROOT / "tests/cuda/emulation.cpp"]
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def build() -> Path:
     """The emulated library; kept between runs while nothing that it is made of changes."""
     digest = hashlib.sha256(repr((FLAGS, torch.__version__)).encode())
     for pattern in ("csrc/device/*.*", "csrc/device/kernels/*", "csrc/common/*",
-                    "csrc/bindings/device.cpp", "tests/cuda/*.h"):
+                    "csrc/bindings/device*", "tests/cuda/emulation.*"):
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.read_bytes())
     folder = ROOT / "build" / f"emulated-{digest.hexdigest()[:12]}"
@@ -65,7 +65,7 @@ def _run(command: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-_load_device: Callable[[], None] = library.load_device
+_load_device: Callable[[], Any] = library.load_device
 
 
 @functools.cache
@@ -75,13 +75,13 @@ def has_gpu() -> bool:
 
 
 @functools.cache
-def load() -> None:
+def load() -> Any:
     """Stands in for `oper.shmem.library.load_device`."""
     if has_gpu():
-        _load_device()
-        return
+        return _load_device()
     library.load()
     torch.ops.load_library(str(build()))
+    return torch.ops.oper_emulated
 
 
 def replace_library() -> None:

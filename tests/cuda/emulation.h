@@ -47,7 +47,8 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
-constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToDevice = 3, cudaHostAllocMapped = 2;
+constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2,
+              cudaMemcpyDeviceToDevice = 3, cudaHostAllocMapped = 2;
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
   std::memcpy(to, from, bytes);
   return cudaSuccess;
@@ -62,6 +63,29 @@ inline cudaError_t cudaFree(void* data) {
   return cudaSuccess;
 }
 inline cudaError_t cudaFreeHost(void* data) { return cudaFree(data); }
+inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                                     size_t width, size_t height, int, cudaStream_t) {
+  for (size_t k = 0; k < height; ++k)
+    std::memcpy(static_cast<char*>(to) + k * to_pitch,
+                static_cast<const char*>(from) + k * from_pitch, width);
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+using cudaEvent_t = void*;
+constexpr int cudaEventDisableTiming = 2;
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, int) {
+  static char some;
+  *event = &some;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0 };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) {
+  return cudaSuccess;
+}
 inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
 
 namespace oper::emulation {
@@ -95,6 +119,8 @@ inline Machine& machine() {
 }
 
 inline thread_local EmulatedIndex thread_index, block_index, block_size, grid_size;
+
+inline thread_local int64_t num_launches = 0;
 
 [[noreturn]] inline void fail(const char* what) {
   std::fprintf(stderr, "emulation: %s (block %u, thread %u)\n", what, block_index.x,
@@ -206,6 +232,7 @@ template <class Kernel, class... Args>
 void launch(Kernel kernel, int64_t grid, int block, Args... args) {
   Machine& m = machine();
   if (grid < 1 || block < 1 || block > kMaxThreads) fail("a launch without blocks or threads");
+  ++num_launches;
   m.num_threads = block;
   block_size.x = static_cast<uint32_t>(block);
   grid_size.x = static_cast<uint32_t>(grid);
@@ -277,6 +304,12 @@ template <class T>
 T atomicAdd(T* at, T value) {
   const T before = *at;
   *at += value;
+  return before;
+}
+template <class T>
+T atomicExch(T* at, T value) {
+  const T before = *at;
+  *at = value;
   return before;
 }
 inline int atomicCAS(int* at, int expected, int value) {

@@ -97,20 +97,28 @@ def test_rows_of_16_bits(emulation: pytest.MonkeyPatch, world_size: int, dtype: 
 
 
 class _Staging:
-    """Tables that always fetch rows of peers once, and how often they did."""
+    """Tables that fetch rows of peers once, and in how many passes they did."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, room: int | None = None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, choice: bool | None = True,
+                 room: int | None = None) -> None:
         from oper.shmem.device_tables import DeviceTables
 
-        self.used = 0
-        wanted = DeviceTables._near_bytes
+        self.found: list[int] = []  # by rank
+        close = DeviceTables.close
 
-        def count(tables: DeviceTables, max_pairs: int) -> int:
-            self.used += 1
-            return wanted(tables, max_pairs) if room is None else room
+        def note(tables: DeviceTables) -> None:
+            self.found.append(torch.ops.oper.device_context_duplication(tables.handle)[2])
+            close(tables)
 
-        patch.setattr(DeviceTables, "_near_bytes", count)
-        patch.setattr(DeviceTables, "_pays_to_stage", lambda t: t.group.world_size > 1)
+        patch.setattr(DeviceTables, "close", note)
+        patch.setattr(DeviceTables, "deduplicate", choice)
+        if room is not None:
+            patch.setattr(DeviceTables, "most_staging_bytes", room)
+
+    @property
+    def used(self) -> int:
+        """By all ranks together."""
+        return sum(self.found)
 
 
 @pytest.mark.parametrize("room", [None, 48 * 16, 0])
@@ -119,7 +127,7 @@ class _Staging:
 def test_rows_fetched_once_give_the_hosts_bits(
         emulation: pytest.MonkeyPatch, world_size: int, weighted: bool, room: int | None) -> None:
     case = dlrm_case("rowwise_adagrad", weighted=weighted)
-    staging = _Staging(emulation, room)
+    staging = _Staging(emulation, room=room)
     assert_same(*both(emulation, case, plans_for(case.tables, world_size)["mixed1"],
                       OPTIMIZERS["rowwise_adagrad"]))
     assert staging.used
@@ -138,14 +146,10 @@ def test_rows_fetched_once_beside_push_and_columns(
 
 
 def test_duplication_decides_what_is_fetched_once(emulation: pytest.MonkeyPatch) -> None:
-    from oper.shmem.device_tables import DeviceTables
-
-    used = []
-    wanted = DeviceTables._near_bytes
-    emulation.setattr(DeviceTables, "_near_bytes", lambda t, n: used.append(n) or wanted(t, n))
+    staging = _Staging(emulation, None)
     case = Case((TableSpec("t", 400, 8, ("a",), "sum", "float32", "sgd"),), ("a",))
     for num_distinct, expected in [(400, 0), (40, 2 * 3)]:
-        used.clear()
+        staging.found.clear()
         steps = []
         for k in range(4):
             batches = []
@@ -159,7 +163,7 @@ def test_duplication_decides_what_is_fetched_once(emulation: pytest.MonkeyPatch)
         with emulation.context() as patch:
             patch.setattr(runtime_support, "ShardedTables", device_tables)
             assert_same(host, train_virtual(case, plan, steps, SGD(lr=0.1)))
-        assert len(used) == expected  # the first step measures
+        assert staging.used == expected  # the first step measures
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 4, 6, 16, 20, 31, 32, 48, 100, 128, 130, 256, 384, 512,
@@ -254,6 +258,51 @@ def test_bad_ids_and_lengths_are_named(on_device: None) -> None:
         tables.close()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_tables_go_on_after_a_refused_batch(emulation: pytest.MonkeyPatch, size: int) -> None:
+    """A bad id poisons nothing: the next batches train as if it had not been there."""
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    case = dlrm_case("rowwise_adagrad")
+    plan = plans_for(case.tables, size)["mixed1"]
+    steps = make_steps(case, size, 2)
+
+    def body(group: ThreadGroup, bad: bool) -> list[torch.Tensor]:
+        tables = open_tables(case, plan, group, OPTIMIZERS["rowwise_adagrad"])
+        batches = [steps[k][group.rank] for k in range(2)]
+        if bad:
+            good = batches[0].lookup(case)
+            with torch.no_grad():
+                tables.lookup(replace(good, ids=torch.full_like(good.ids, 10**6)))
+            with pytest.raises(InvalidInputError, match="id=1000000"):
+                tables.synchronize()  # type: ignore[attr-defined]
+        outputs = []
+        for batch in batches:
+            out = tables.lookup(batch.lookup(case))
+            runtime_support.rank_loss(out, batch.target).backward()
+            outputs.append(out.detach().cpu())
+        tables.barrier()
+        outputs += [tables.read(name) for name in tables.specs]
+        tables.close()
+        return outputs
+
+    for after, plain in zip(*(runtime_support.run_ranks(size, lambda g, b=b: body(g, b))
+                              for b in (True, False)), strict=True):
+        assert_bitwise(after, plain, "after an error")
+
+
+def test_weights_that_change_after_they_were_sorted(on_device: None) -> None:
+    """A batch that was resolved ahead is resolved anew where its weights were exchanged."""
+    case = dlrm_case("sgd", weighted=True)
+    plan = plans_for(case.tables, 1)["mixed0"]
+    batch = make_steps(case, 1, 1)[0][0].lookup(case)
+    assert batch.weights is not None
+    other = replace(batch, weights=batch.weights * 2)
+    tables = open_tables(case, plan, SingleGroup(), SGD(lr=0.1))
+    ahead = tables.resolve(batch)
+    plain = _run_of(open_tables(case, plan, SingleGroup(), SGD(lr=0.1)), other)
+    assert_bitwise(plain, _run_of(tables, replace(other, resolved=ahead.resolved)), "weights")
+
+
 def test_an_outbox_that_is_too_small_is_an_error(emulation: pytest.MonkeyPatch) -> None:
     emulation.setenv("OPER_OUTBOX_BYTES", "4096")
     emulation.setattr(runtime_support, "ShardedTables", device_tables)
@@ -284,12 +333,12 @@ def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.Monk
 
     def arrive(rank: int) -> None:
         for _ in range(50):
-            torch.ops.oper.device_barrier(tables[rank].handle, tables[rank]._requests)  # type: ignore
+            torch.ops.oper.device_barrier(tables[rank].handle)
 
     run(open_one)
     run(arrive)
     assert [torch.ops.oper.device_context_error(t.handle)[0] for t in tables] == [0, 0]
-    torch.ops.oper.device_barrier(tables[1].handle, tables[1]._requests)  # type: ignore
+    torch.ops.oper.device_barrier(tables[1].handle)
     with pytest.raises(DeadlineError, match="rank=0"):
         tables[1].synchronize()  # type: ignore[attr-defined]
     for t in tables:

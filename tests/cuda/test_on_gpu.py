@@ -240,3 +240,65 @@ def test_torch_modules_on_the_device() -> None:
         sharded.tables.synchronize()
         state = sharded.state_dict()
         assert set(state) == {"weight"}
+
+
+def _pipeline(rank: int, world_size: int, pipelined: bool) -> list[float]:
+    """Losses of TorchRec's pipeline, whose copies of batches come late."""
+    import torchrec
+    import torchrec.distributed as trec
+    from torchrec.datasets.utils import Batch
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    import oper
+
+    class Late(Batch):
+        """A batch whose copy waits on its stream for longer than all the rest of a step takes."""
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+            torch.cuda._sleep(100_000_000)
+            return super().to(device, non_blocking)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = torchrec.EmbeddingBagCollection(device=torch.device("cuda"), tables=[
+                torchrec.EmbeddingBagConfig(name="t", embedding_dim=16, num_embeddings=1000,
+                                            feature_names=["a"])])
+            self.dense = torch.nn.Linear(16, 1, device="cuda")
+
+        def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            loss = self.dense(self.bags(batch.sparse_features).values()).square().mean()
+            return loss, loss.detach()
+
+    def late(seed: int) -> Late:
+        g = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 1000, (4 * 64,), generator=g).pin_memory()
+        features = torchrec.KeyedJaggedTensor(["a"], ids, lengths=torch.full((64,), 4).pin_memory())
+        return Late(torch.zeros(64, 1).pin_memory(), features, torch.zeros(64).pin_memory())
+
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+    model = oper.shard(Model(), optimizer=oper.SGD(lr=0.5), batch_size=64)
+    wrapped = DistributedModelParallel(model, device=device, sharders=[],
+                                       plan=trec.types.ShardingPlan({}))
+    dense = torch.optim.SGD(model.dense.parameters(), lr=0.1)
+    batches = [late(k) for k in range(6)]
+    losses = []
+    if pipelined:
+        pipeline = TrainPipelineSparseDist(wrapped, dense, device, execute_all_batches=True)
+        iterator = iter(batches)
+        losses = [pipeline.progress(iterator) for _ in batches]
+    for batch in () if pipelined else batches:
+        dense.zero_grad()
+        loss, value = wrapped(batch.to(device))
+        loss.backward()
+        dense.step()
+        losses.append(value)
+    return [float(x) for x in losses]
+
+
+def test_torchrecs_pipeline_waits_for_late_copies() -> None:
+    pytest.importorskip("torchrec")
+    (late,), (plain,) = (run_world(1, _pipeline, p, env=SHARED_DEVICE) for p in (True, False))
+    assert late == pytest.approx(plain, rel=1e-5) and len(set(late)) > 1

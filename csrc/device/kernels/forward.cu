@@ -18,7 +18,7 @@ struct PoolArgs {
   const uint32_t* places;        // of each pair's row in `staging`, or null
   const char* staging;
   Output out;
-  bool wide_out;  // output parts are multiples of 16 bytes
+  bool wide_out;  // of columns that are multiples of four
   bool skip_pushed;
 };
 
@@ -31,13 +31,20 @@ struct Pool {
   const Group<Shape::G>& group;
   const Table& table;
   const uint32_t* places;  // by index of the id
+  int32_t feature;
   int dim;
   bool wide_rows;
 
   // `f`: the feature; `first`: index of its first id.
   OPER_DEVICE Pool(const PoolArgs& args, const Group<Shape::G>& lanes, const Table& t, int64_t f,
                    int64_t first)
-      : a(args), group(lanes), table(t), places(nullptr), dim(t.dim), wide_rows(Shape::E > 1) {
+      : a(args),
+        group(lanes),
+        table(t),
+        places(nullptr),
+        feature(args.view.features[f].logical),
+        dim(t.dim),
+        wide_rows(Shape::E > 1) {
     if (args.places != nullptr) places = args.places + (args.feature_begin[f] - first);
   }
 
@@ -103,7 +110,7 @@ struct Pool {
       return reinterpret_cast<int64_t>(a.staging + places[i] * kStagingUnit);
     const int64_t id = id_at(a.batch, i);
     if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(table.read.num_rows)) {
-      report(a.view.error, 4, a.view.rank, i);
+      report(a.view.error, 4, feature, id);
       return 0;
     }
     const int64_t position = position_of(table.read.head, id);
@@ -132,12 +139,13 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_bags(const PoolArgs 
         static_cast<int32_t>(bag + a.bags_per_group < B ? bag + a.bags_per_group : B);
     const bool divide = table.mean && !(a.skip_pushed && table.has_push);
     float* out = a.out.data + feature.column;
+    const bool wide = a.wide_out && feature.column % 4 == 0;
     pool.bags(
         bag, last, static_cast<int32_t>(bounds[bag]), static_cast<int32_t>(bounds[last]),
         [&](int32_t b) { return static_cast<int32_t>(bounds[b + 1]); },
         [&](int32_t b, Row<Shape>& sum, int32_t length) {
           if (divide && length > 1) sum.divide(static_cast<float>(length));
-          sum.store(out + b * a.out.stride, pool.dim, group.lane, a.wide_out);
+          sum.store(out + b * a.out.stride, pool.dim, group.lane, wide);
         });
   }
 }
@@ -159,11 +167,12 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_ids(const PoolArgs a
     const int32_t i = first + (static_cast<int32_t>(w) - a.tile_begin[f]) * kTile;
     const int32_t end = i + kTile < stop ? i + kTile : stop;
     float* out = a.out.data + table.piece_start;
+    const bool wide = a.wide_out && table.piece_start % 4 == 0;
     const int64_t shift = a.output_begin[f] - first;
     pool.bags(
         i, end, i, end, [&](int32_t b) { return b + 1; },
         [&](int32_t b, Row<Shape>& sum, int32_t) {
-          sum.store(out + (b + shift) * a.out.stride, pool.dim, group.lane, a.wide_out);
+          sum.store(out + (b + shift) * a.out.stride, pool.dim, group.lane, wide);
         });
   }
 }
@@ -246,7 +255,7 @@ void pool(const View& view, const std::vector<RowClass>& classes, const Batch& b
         staging.data ? plan.places : nullptr,
         staging.data,
         out,
-        (row_class.wide_output || !batch.pooled) && is_wide(out.data, out.stride),
+        is_wide(out.data, out.stride),
         skip_pushed};
     // Few bags: one group each, so that all are in flight at once. Many: bags of about kIdsPerGroup
     // ids, enough to fetch rows together, and few enough that the last groups end soon after the

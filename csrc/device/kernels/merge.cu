@@ -1,14 +1,12 @@
 // At the owner: merge what all ranks left, in rank order, and apply the optimizer once per row.
 //
-// The lists of all ranks are copied (keys only) and every entry is looked up in the others' lists.
-// The entry of the lowest rank that has a row sums the others' gradients and updates it.
+// The entries of all ranks' lists are chained by row. The one that a row's chain begins with sums the
+// gradients of all of them, in the order of ranks, and updates the row.
 #include "device/batch.cuh"
 #include "device/optimizer.cuh"
 
 namespace oper::device {
 namespace {
-
-constexpr uint32_t kAbsent = ~0u;
 
 struct MergeArgs {
   View view;
@@ -23,96 +21,89 @@ __global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox)
   const int64_t W = view.world_size, T = view.num_tables;
   int64_t* begin = inbox.list_begin + blockIdx.x * (T + 1);
   const uint32_t* segments = outbox_segments(view.outboxes[blockIdx.x]);
-  for (int64_t t = threadIdx.x; t < T; t += blockDim.x)
-    begin[t + 1] = static_cast<int64_t>(segments[t * W + view.rank + 1]) -
-                   segments[t * W + view.rank];
+  block_sums(
+      T,
+      [&](int64_t t) {
+        const uint32_t* segment = segments + t * W + view.rank;
+        return static_cast<int64_t>(segment[1]) - segment[0];
+      },
+      [&](int64_t t, int64_t before) { begin[t] = before; });
+  const int64_t count = begin[T];
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  begin[0] = 0;
-  for (int64_t t = 0; t < T; ++t) begin[t + 1] += begin[t];
-  if (begin[T] > inbox.capacity) {
-    report(view.error, 3, static_cast<int>(blockIdx.x), begin[T]);
-    for (int64_t t = 0; t <= T; ++t) begin[t] = 0;
-  }
+  if (count <= inbox.capacity) return;
+  if (threadIdx.x == 0) report(view.error, 3, static_cast<int>(blockIdx.x), count);
+  for (int64_t t = threadIdx.x; t <= T; t += 256) begin[t] = 0;
 }
 
-__global__ void __launch_bounds__(256) copy_keys_kernel(View view, Inbox inbox, int32_t source) {
+__global__ void __launch_bounds__(256) chain_kernel(View view, Inbox inbox) {
   const int64_t W = view.world_size, T = view.num_tables;
-  const int64_t* begin = inbox.list_begin + source * (T + 1);
-  char* box = view.outboxes[source];
-  const uint32_t* segments = outbox_segments(box);
-  const uint32_t* slots = reinterpret_cast<const uint32_t*>(
-      box + reinterpret_cast<const OutboxHeader*>(box)->slots_offset);
-  for (int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; e < begin[T];
-       e += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t t = last_at_most(begin, T, e);
-    const Table& table = view.tables[t];
-    const uint32_t slot = slots[segments[t * W + view.rank] + (e - begin[t])];
-    inbox.keys.set(source * inbox.capacity + e,
-                   table.key_begin + table.owner_begin[view.rank] + slot);
-  }
-}
-
-__global__ void __launch_bounds__(256) match_kernel(View view, Inbox inbox, int32_t source) {
-  const int32_t W = view.world_size;
-  const int64_t T = view.num_tables;
-  const int64_t count = inbox.list_begin[source * (T + 1) + T];
-  for (int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; e < count;
-       e += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t key = inbox.keys.at(source * inbox.capacity + e);
-    uint32_t* peers = inbox.peers + (source * inbox.capacity + e) * W;
-    for (int32_t r = 0; r < W; ++r) {
-      if (r == source) {
-        peers[r] = static_cast<uint32_t>(e);
-        continue;
-      }
-      const int64_t n = inbox.list_begin[r * (T + 1) + T];
-      const int64_t first = r * inbox.capacity;
-      const int64_t at =
-          lower_bound(n, key, [&](int64_t k) { return inbox.keys.at(first + k); });
-      peers[r] = at < n && inbox.keys.at(first + at) == key ? static_cast<uint32_t>(at) : kAbsent;
+  for (int64_t k = 0; k < W; ++k) {
+    const int64_t source = (view.rank + k) % W;  // no peer serves all ranks at once
+    const int64_t* begin = inbox.list_begin + source * (T + 1);
+    char* box = view.outboxes[source];
+    const uint32_t* segments = outbox_segments(box);
+    const uint32_t* slots = reinterpret_cast<const uint32_t*>(
+        box + reinterpret_cast<const OutboxHeader*>(box)->slots_offset);
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < begin[T];
+         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+      const int64_t t = last_at_most(begin, T, i);
+      const uint32_t slot = slots[segments[t * W + view.rank] + (i - begin[t])];
+      const uint32_t row = static_cast<uint32_t>(view.own_begin[t] + slot);
+      const uint32_t entry = static_cast<uint32_t>(source * inbox.capacity + i);
+      inbox.rows[entry] = row;
+      inbox.next[entry] = atomicExch(inbox.heads + row, entry);
     }
   }
 }
 
+// The reduced gradient of an entry, in its rank's outbox.
+OPER_DEVICE const float* entry_row(const MergeArgs& a, int64_t t, uint32_t entry) {
+  const int64_t W = a.view.world_size, T = a.view.num_tables;
+  const int64_t source = entry / a.inbox.capacity, i = entry % a.inbox.capacity;
+  char* box = a.view.outboxes[source];
+  const uint32_t* segments = outbox_segments(box);
+  const int64_t in_table = static_cast<int64_t>(segments[t * W + a.view.rank]) - segments[t * W] +
+                           (i - a.inbox.list_begin[source * (T + 1) + t]);
+  return reinterpret_cast<const float*>(
+             box + reinterpret_cast<const OutboxHeader*>(box)->rows_offset) +
+         outbox_offsets(box, a.view)[t] + in_table * a.view.tables[t].dim;
+}
+
+// The lowest entry of a chain that is not below `least`: entries ascend with ranks.
+OPER_DEVICE uint32_t next_in_order(const Inbox& inbox, uint32_t head, uint32_t least) {
+  uint32_t found = kNoEntry;
+  for (uint32_t e = head; e != kNoEntry; e = inbox.next[e])
+    if (e >= least && e < found) found = e;
+  return found;
+}
+
 // Calls body(table index, slot, gradient) for every row of the class that any rank has a gradient
-// of; the gradient is summed in rank order and scaled.
+// of; the gradient is summed in rank order and scaled. `is_last`: the chains are not needed again.
 template <class Shape, class Body>
-OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& group, Body body) {
-  const int32_t W = a.view.world_size;
+OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& group, bool is_last,
+                                 Body body) {
   const int64_t T = a.view.num_tables;
-  for (int32_t source = 0; source < W; ++source) {
+  for (int32_t source = 0; source < a.view.world_size; ++source) {
     const int64_t* begin = a.inbox.list_begin + source * (T + 1);
     const int64_t last = begin[a.table_end];
-    for (int64_t e = begin[a.table_begin] + group.index(); e < last; e += group.count()) {
-      const uint32_t* peers = a.inbox.peers + (source * a.inbox.capacity + e) * W;
-      bool leads = true;
-      for (int32_t r = 0; r < source; ++r) leads = leads && peers[r] == kAbsent;
-      if (!leads) continue;
-      const int32_t t = static_cast<int32_t>(last_at_most(begin, T, e));
-      const Table& table = a.view.tables[t];
-      Row<Shape> sum, next;
-      for (int32_t r = source; r < W; ++r) {
-        if (peers[r] == kAbsent) continue;
-        char* box = a.view.outboxes[r];
-        const uint32_t* segments = outbox_segments(box);
-        const int64_t in_table = static_cast<int64_t>(segments[t * W + a.view.rank]) -
-                                 segments[static_cast<int64_t>(t) * W] +
-                                 (peers[r] - a.inbox.list_begin[r * (T + 1) + t]);
-        const float* row =
-            reinterpret_cast<const float*>(
-                box + reinterpret_cast<const OutboxHeader*>(box)->rows_offset) +
-            outbox_offsets(box, a.view)[t] + in_table * table.dim;
-        if (r == source) {
-          sum.load(row, table.dim, group.lane, Shape::E > 1);
-        } else {
-          next.load(row, table.dim, group.lane, Shape::E > 1);
-          sum.add(next);
-        }
+    for (int64_t i = begin[a.table_begin] + group.index(); i < last; i += group.count()) {
+      const uint32_t head = static_cast<uint32_t>(source * a.inbox.capacity + i);
+      const uint32_t row = a.inbox.rows[head];
+      // One lane looks, since another group may end this chain meanwhile.
+      const uint32_t leads = group.lane == 0 ? a.inbox.heads[row] == head : 0;
+      if (!group.shuffle(leads, 0)) continue;
+      const int32_t t = static_cast<int32_t>(last_at_most(begin, T, i));
+      const int dim = a.view.tables[t].dim;
+      uint32_t entry = next_in_order(a.inbox, head, 0);
+      Row<Shape> sum, more;
+      sum.load(entry_row(a, t, entry), dim, group.lane, Shape::E > 1);
+      while ((entry = next_in_order(a.inbox, head, entry + 1)) != kNoEntry) {
+        more.load(entry_row(a, t, entry), dim, group.lane, Shape::E > 1);
+        sum.add(more);
       }
       if (a.gradient_scale != 1.0f) sum.scale(a.gradient_scale);
-      const int64_t key = a.inbox.keys.at(source * a.inbox.capacity + e);
-      body(t, key - table.key_begin - table.owner_begin[a.view.rank], sum);
+      if (is_last && group.lane == 0) a.inbox.heads[row] = kNoEntry;
+      body(t, row - a.view.own_begin[t], sum);
     }
   }
 }
@@ -149,7 +140,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) squares_kernel(const Merg
   __shared__ float buffers[256 * Shape::V * Shape::E];
   float* buffer = buffers + threadIdx.x / Shape::G * (Shape::G * Shape::V * Shape::E);
   const Group<Shape::G> group;
-  for_merged_rows<Shape>(a, group, [&](int32_t t, int64_t slot, Row<Shape>& g) {
+  for_merged_rows<Shape>(a, group, false, [&](int32_t t, int64_t slot, Row<Shape>& g) {
     const Table& table = a.view.tables[t];
     const RowOptimizer<Shape> optimizer(a.view, table, a.optimizers[t], group, buffer);
     const int32_t rounds = (optimizer.clips() ? 1 : 0) +
@@ -168,7 +159,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const Merge
   __shared__ float buffers[256 * Shape::V * Shape::E];
   float* buffer = buffers + threadIdx.x / Shape::G * (Shape::G * Shape::V * Shape::E);
   const Group<Shape::G> group;
-  for_merged_rows<Shape>(a, group, [&](int32_t t, int64_t slot, Row<Shape>& g) {
+  for_merged_rows<Shape>(a, group, true, [&](int32_t t, int64_t slot, Row<Shape>& g) {
     const Table& table = a.view.tables[t];
     const RowOptimizer<Shape> optimizer(a.view, table, a.optimizers[t], group, buffer);
     clip_and_decay(a.view, table, slot, optimizer, g);
@@ -222,13 +213,7 @@ void for_classes(const View& view, const std::vector<RowClass>& classes, const I
 
 void collect(const View& view, const Inbox& inbox, cudaStream_t stream) {
   OPER_LAUNCH(list_begin_kernel, view.world_size, 256, stream, view, inbox);
-  const int blocks = blocks_for(inbox.capacity, 256);
-  // Every rank begins with another peer, so that no peer serves all at once.
-  for (int32_t r = 0; r < view.world_size; ++r)
-    OPER_LAUNCH(copy_keys_kernel, blocks, 256, stream, view, inbox,
-                (view.rank + r) % view.world_size);
-  for (int32_t r = 0; r < view.world_size; ++r)
-    OPER_LAUNCH(match_kernel, blocks, 256, stream, view, inbox, r);
+  OPER_LAUNCH(chain_kernel, blocks_for(inbox.capacity, 256), 256, stream, view, inbox);
 }
 
 void merge_squares(const View& view, const std::vector<RowClass>& classes, const Inbox& inbox,

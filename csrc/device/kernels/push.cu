@@ -60,29 +60,32 @@ __global__ void __launch_bounds__(256) request_keys_kernel(View view, Batch batc
   });
 }
 
-// One thread: bounds of the segments, and where everything of the request lies.
-__global__ void open_request_kernel(View view, Batch batch, PushPlan push) {
-  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+// One block: bounds of the segments, and where everything of the request lies.
+__global__ void __launch_bounds__(256) open_request_kernel(View view, Batch batch, PushPlan push) {
   const int64_t W = view.world_size, T = view.num_tables;
   char* request = push.requests[view.rank];
   RequestHeader* header = reinterpret_cast<RequestHeader*>(request);
   uint32_t* segments = const_cast<uint32_t*>(request_segments(request));
   int64_t* offsets = request_offsets(request, view);
   auto key_of_run = [&](int64_t run) { return push.keys.at(push.run_begin[run]); };
-  for (int64_t k = 0; k <= T * W; ++k)
+  for (int64_t k = threadIdx.x; k <= T * W; k += 256)
     segments[k] = static_cast<uint32_t>(lower_bound(*push.num_runs, k << 32, key_of_run));
+  __syncthreads();
   const int64_t part = push.partial_bytes / W / 16 * 4;  // floats
-  bool fits = true;
-  for (int64_t owner = 0; owner < W; ++owner) {
-    int64_t floats = 0;
-    for (int64_t t = 0; t < T; ++t) {
-      offsets[t * W + owner] = floats;
-      floats += (static_cast<int64_t>(segments[t * W + owner + 1]) - segments[t * W + owner]) *
-                view.tables[t].dim;
-      floats = (floats + 3) / 4 * 4;
-    }
-    fits = fits && floats <= part;
-  }
+  bool fits = true;                                      // as thread 0 finds
+  for (int64_t owner = 0; owner < W; ++owner)
+    block_sums(
+        T,
+        [&](int64_t t) {
+          const int64_t runs =
+              static_cast<int64_t>(segments[t * W + owner + 1]) - segments[t * W + owner];
+          return (runs * view.tables[t].dim + 3) / 4 * 4;
+        },
+        [&](int64_t t, int64_t floats) {
+          if (t < T) offsets[t * W + owner] = floats;
+          fits = fits && floats <= part;
+        });
+  if (threadIdx.x != 0) return;
   const int64_t runs = segments[T * W];
   const int64_t pairs = lower_bound(batch.max_pairs, T * W << 32,
                                     [&](int64_t p) { return push.keys.at(p); });
@@ -128,7 +131,6 @@ struct PushArgs {
   View view;
   PushPlan push;
   int32_t table_begin, table_end;
-  int32_t reader;
 };
 
 OPER_DEVICE float* partial_sums(const PushPlan& push, const View& view, int32_t owner,
@@ -138,12 +140,12 @@ OPER_DEVICE float* partial_sums(const PushPlan& push, const View& view, int32_t 
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(256, kBlocks<Shape>) pool_requests_kernel(const PushArgs a) {
+OPER_DEVICE void pool_request(const PushArgs& a, int32_t reader) {
   using T = typename Shape::T;
   constexpr int kInFlight = Shape::V >= 8 ? 1 : 4 / Shape::V > 0 ? 4 / Shape::V : 1;
   const Group<Shape::G> group;
   const int64_t W = a.view.world_size;
-  char* request = a.push.requests[a.reader];
+  char* request = a.push.requests[reader];
   const RequestHeader* header = reinterpret_cast<const RequestHeader*>(request);
   const uint32_t* segments = request_segments(request);
   const uint32_t* slots = reinterpret_cast<const uint32_t*>(request + header->slots_offset);
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_requests_kernel(cons
       header->weights_offset
           ? reinterpret_cast<const float*>(request + header->weights_offset)
           : nullptr;
-  float* partials = partial_sums(a.push, a.view, a.view.rank, a.reader);
+  float* partials = partial_sums(a.push, a.view, a.view.rank, reader);
   for (int32_t t = a.table_begin; t < a.table_end; ++t) {
     const Table& table = a.view.tables[t];
     if (!table.has_push) continue;
@@ -190,6 +192,13 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_requests_kernel(cons
   }
 }
 
+// Every owner begins with another reader.
+template <class Shape>
+__global__ void __launch_bounds__(256, kBlocks<Shape>) pool_requests_kernel(const PushArgs a) {
+  const int32_t W = a.view.world_size;
+  for (int32_t k = 0; k < W; ++k) pool_request<Shape>(a, (a.view.rank + k) % W);
+}
+
 struct AddArgs {
   View view;
   Batch batch;
@@ -219,13 +228,14 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) add_partials_kernel(const
          run += group.count()) {
       const uint32_t where = run_bags[run];
       const int64_t bag = where & ((1u << a.bag_bits) - 1u);
-      float* to = a.out.data + bag * a.out.stride +
-                a.view.features[where >> a.bag_bits].column;
+      const int64_t column = a.view.features[where >> a.bag_bits].column;
+      float* to = a.out.data + bag * a.out.stride + column;
+      const bool wide = a.wide_out && column % 4 == 0;
       Row<Shape> sum, part;
-      sum.load(to, table.dim, group.lane, a.wide_out);
+      sum.load(to, table.dim, group.lane, wide);
       part.load(from + (run - first_run) * table.dim, table.dim, group.lane, Shape::E > 1);
       sum.add(part);
-      sum.store(to, table.dim, group.lane, a.wide_out);
+      sum.store(to, table.dim, group.lane, wide);
     }
   }
 }
@@ -245,10 +255,11 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) divide_kernel(const AddAr
     const int64_t length = bound[1] - bound[0];
     if (length < 2) continue;
     float* to = a.out.data + bag * a.out.stride + feature.column;
+    const bool wide = a.wide_out && feature.column % 4 == 0;
     Row<Shape> sum;
-    sum.load(to, table.dim, group.lane, a.wide_out);
+    sum.load(to, table.dim, group.lane, wide);
     sum.divide(static_cast<float>(length));
-    sum.store(to, table.dim, group.lane, a.wide_out);
+    sum.store(to, table.dim, group.lane, wide);
   }
 }
 
@@ -275,22 +286,20 @@ void publish_requests(const View& view, const Batch& batch, const BatchPlan& pla
   // Feature and bag ascend within a segment already: the sort is stable and skips these bits.
   const uint64_t segments = static_cast<uint64_t>(view.num_tables) * view.world_size;
   sort_into_runs(push, batch.max_pairs, 32, 32 + bits_for(segments + 1), stream);
-  OPER_LAUNCH(open_request_kernel, 1, 32, stream, view, batch, push);
+  OPER_LAUNCH(open_request_kernel, 1, 256, stream, view, batch, push);
   OPER_LAUNCH(fill_request_kernel, blocks_for(std::max<int64_t>(batch.max_pairs, 1), 256), 256,
               stream, view, batch, plan, push);
 }
 
 void pool_for_readers(const View& view, const std::vector<RowClass>& classes,
                       const PushPlan& push, cudaStream_t stream) {
-  for (const RowClass& row_class : classes)
-    for (int32_t k = 0; k < view.world_size; ++k) {
-      const PushArgs args{view, push, row_class.table_begin, row_class.table_end,
-                          (view.rank + k) % view.world_size};
-      const int blocks = blocks_for(1 << 16, 256 / row_class.group_lanes());
-      with_shape(row_class, [&](auto shape) {
-        OPER_LAUNCH(pool_requests_kernel<decltype(shape)>, blocks, 256, stream, args);
-      });
-    }
+  for (const RowClass& row_class : classes) {
+    const PushArgs args{view, push, row_class.table_begin, row_class.table_end};
+    const int blocks = blocks_for(1 << 16, 256 / row_class.group_lanes());
+    with_shape(row_class, [&](auto shape) {
+      OPER_LAUNCH(pool_requests_kernel<decltype(shape)>, blocks, 256, stream, args);
+    });
+  }
 }
 
 void add_partials(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
@@ -304,7 +313,7 @@ void add_partials(const View& view, const std::vector<RowClass>& classes, const 
                        row_class.table_begin,
                        row_class.table_end,
                        plan.bag_bits,
-                       row_class.wide_output && is_wide(out.data, out.stride)};
+                       is_wide(out.data, out.stride)};
     with_shape(row_class, [&](auto shape) { launch_add<decltype(shape)>(args, stream); });
   }
 }

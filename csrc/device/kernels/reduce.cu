@@ -17,7 +17,7 @@ struct ReduceArgs {
   LongRuns long_runs;
   const UpdateArgs* optimizers;  // [T]
   int32_t table_begin, table_end;
-  bool wide_grad;
+  bool wide_grad;  // of columns that are multiples of four
   int32_t runs_per_group;  // at most the group's lanes
 };
 
@@ -68,7 +68,7 @@ OPER_DEVICE void sum_pairs(const ReduceArgs& a, const Table& table, int64_t begi
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int64_t from = group.shuffle(at, (j + u) % Shape::G);
-        if (j + u < n) rows[u].load(a.grad.data + from, dim, group.lane, a.wide_grad);
+        if (j + u < n) rows[u].load(a.grad.data + from, dim, group.lane, a.wide_grad && from % 4 == 0);
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -243,27 +243,29 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const Re
   }
 }
 
-// One thread: the header of this rank's outbox, or an error when the batch does not fit.
-__global__ void open_outbox_kernel(View view, BatchPlan plan) {
-  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+// One block: the header of this rank's outbox, or an error when the batch does not fit.
+__global__ void __launch_bounds__(256) open_outbox_kernel(View view, BatchPlan plan) {
   const int64_t W = view.world_size, T = view.num_tables;
   char* box = view.outboxes[view.rank];
-  OutboxHeader* header = reinterpret_cast<OutboxHeader*>(box);
   int64_t* offsets = outbox_offsets(box, view);
-  int64_t floats = 0;
-  for (int64_t t = 0; t < T; ++t) {
-    offsets[t] = floats;
-    floats += (static_cast<int64_t>(plan.segments[(t + 1) * W]) - plan.segments[t * W]) *
-              view.tables[t].dim;
-    floats = (floats + 3) / 4 * 4;
-  }
-  header->num_runs = plan.segments[T * W];
-  header->slots_offset = outbox_header_bytes(view);
-  header->rows_offset = (header->slots_offset + header->num_runs * 4 + 15) / 16 * 16;
-  if (header->rows_offset + floats * 4 > view.outbox_bytes) {
-    header->num_runs = -1;
-    report(view.error, 3, view.rank, header->rows_offset + floats * 4);
-  }
+  const auto floats_of = [&](int64_t t) {
+    const int64_t rows = static_cast<int64_t>(plan.segments[(t + 1) * W]) - plan.segments[t * W];
+    return (rows * view.tables[t].dim + 3) / 4 * 4;
+  };
+  block_sums(T, floats_of, [&](int64_t t, int64_t floats) {
+    if (t < T) {
+      offsets[t] = floats;
+      return;
+    }
+    OutboxHeader* header = reinterpret_cast<OutboxHeader*>(box);
+    header->num_runs = plan.segments[T * W];
+    header->slots_offset = outbox_header_bytes(view);
+    header->rows_offset = (header->slots_offset + header->num_runs * 4 + 15) / 16 * 16;
+    if (header->rows_offset + floats * 4 > view.outbox_bytes) {
+      header->num_runs = -1;
+      report(view.error, 3, view.rank, header->rows_offset + floats * 4);
+    }
+  });
 }
 
 __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan plan) {
@@ -310,7 +312,7 @@ void reduce(const View& view, const std::vector<RowClass>& classes, const Batch&
                    const BatchPlan& plan, const Gradient& grad, const LongRuns& long_runs,
                    const UpdateArgs* optimizers, bool update_at_once, cudaStream_t stream) {
   if (!update_at_once) {
-    OPER_LAUNCH(open_outbox_kernel, 1, 32, stream, view, plan);
+    OPER_LAUNCH(open_outbox_kernel, 1, 256, stream, view, plan);
     OPER_LAUNCH(fill_outbox_kernel, blocks_for(std::max<int64_t>(batch.max_pairs, 1), 256), 256,
                 stream, view, plan);
   }
@@ -323,8 +325,7 @@ void reduce(const View& view, const std::vector<RowClass>& classes, const Batch&
                           optimizers,
                           row_class.table_begin,
                           row_class.table_end,
-                          (row_class.wide_output || !batch.pooled) &&
-                              is_wide(grad.data, grad.stride),
+                          is_wide(grad.data, grad.stride),
                           runs_per_group(row_class, batch)};
     with_shape(row_class, [&](auto shape) {
       using S = decltype(shape);

@@ -9,55 +9,28 @@
 namespace oper::device {
 namespace {
 
-// One block. Exclusive sums over the features in chunks of the block's threads.
+// One block.
 __global__ void __launch_bounds__(256) lay_out_kernel(View view, Batch batch, BatchPlan plan) {
-  __shared__ int64_t pairs[256], tiles[256];
-  __shared__ int64_t pair_base, tile_base;
-  if (threadIdx.x == 0) pair_base = tile_base = 0;
   const int64_t B = batch.batch_size;
-  for (int32_t start = 0; start < view.num_features; start += 256) {
-    const int32_t f = start + static_cast<int32_t>(threadIdx.x);
-    int64_t n = 0;
-    if (f < view.num_features) {
-      const int64_t key = batch.key_of[view.features[f].logical];
-      n = batch.bounds[(key + 1) * B] - batch.bounds[key * B];
-    }
-    pairs[threadIdx.x] = n;
-    tiles[threadIdx.x] =
-        f >= view.num_features ? 0 : ((batch.pooled ? B : n) + kTile - 1) / kTile;
-    __syncthreads();
-    for (int distance = 1; distance < 256; distance *= 2) {
-      const int at = static_cast<int>(threadIdx.x) - distance;
-      const int64_t more_pairs = at >= 0 ? pairs[at] : 0;
-      const int64_t more_tiles = at >= 0 ? tiles[at] : 0;
-      __syncthreads();
-      pairs[threadIdx.x] += more_pairs;
-      tiles[threadIdx.x] += more_tiles;
-      __syncthreads();
-    }
-    if (f < view.num_features) {
-      plan.feature_begin[f + 1] = pair_base + pairs[threadIdx.x];
-      plan.tile_begin[f + 1] = static_cast<int32_t>(tile_base + tiles[threadIdx.x]);
-    }
-    __syncthreads();
-    if (threadIdx.x == 255) {
-      pair_base += pairs[255];
-      tile_base += tiles[255];
-    }
-    __syncthreads();
-  }
-  if (threadIdx.x != 0) return;
-  plan.feature_begin[0] = 0;
-  plan.tile_begin[0] = 0;
+  const auto count = [&](int64_t f) {
+    const int64_t key = batch.key_of[view.features[f].logical];
+    return batch.bounds[(key + 1) * B] - batch.bounds[key * B];
+  };
   // Column pieces of one feature of the collection share their output rows.
-  int64_t rows = 0, first = 0;
-  for (int32_t f = 0; f < view.num_features; ++f) {
-    if (f == 0 || view.features[f].logical != view.features[f - 1].logical) {
-      first = rows;
-      rows += plan.feature_begin[f + 1] - plan.feature_begin[f];
-    }
-    plan.output_begin[f] = first;
-  }
+  const auto is_first = [&](int64_t f) {
+    return f == 0 || view.features[f].logical != view.features[f - 1].logical;
+  };
+  const int32_t F = view.num_features;
+  block_sums(F, count, [&](int64_t f, int64_t before) { plan.feature_begin[f] = before; });
+  block_sums(
+      F, [&](int64_t f) { return ((batch.pooled ? B : count(f)) + kTile - 1) / kTile; },
+      [&](int64_t f, int64_t before) { plan.tile_begin[f] = static_cast<int32_t>(before); });
+  if (batch.pooled) return;
+  block_sums(
+      F, [&](int64_t f) { return is_first(f) ? count(f) : 0; },
+      [&](int64_t f, int64_t before) {
+        if (f < F) plan.output_begin[f] = is_first(f) ? before : before - count(f);
+      });
 }
 
 __global__ void __launch_bounds__(256, 4) resolve_kernel(View view, Batch batch, BatchPlan plan) {
@@ -72,7 +45,7 @@ __global__ void __launch_bounds__(256, 4) resolve_kernel(View view, Batch batch,
     const Table& table = view.tables[view.features[f].table];
     const int64_t id = id_at(batch, at);
     const bool good = static_cast<uint64_t>(id) < static_cast<uint64_t>(table.home.num_rows);
-    if (!good) report(view.error, 4, view.rank, at);
+    if (!good) report(view.error, 4, view.features[f].logical, id);
     plan.keys.set(p, good ? table.key_begin + locate(table.home, id) : num_keys);
     const uint32_t where =
         batch.pooled ? static_cast<uint32_t>(f) << plan.bag_bits | static_cast<uint32_t>(bag)
@@ -87,30 +60,28 @@ __global__ void __launch_bounds__(256, 4) resolve_kernel(View view, Batch batch,
   });
 }
 
-// First run of every table and owner, and behind the last.
-__global__ void __launch_bounds__(256) segments_kernel(View view, BatchPlan plan) {
+// First run of every table and owner, and behind the last; and where the last run ends: at the first
+// pair past the valid ones.
+__global__ void __launch_bounds__(256) segments_kernel(View view, Batch batch, BatchPlan plan) {
   const int64_t W = view.world_size;
   const int64_t count = view.num_tables * W;
   const int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t num_keys = view.table_keys[view.num_tables];
+  if (k == count + 1) {
+    const int64_t pairs =
+        lower_bound(batch.max_pairs, num_keys, [&](int64_t p) { return plan.keys.at(p); });
+    plan.run_begin[*plan.num_runs] = static_cast<uint32_t>(pairs);
+    view.duplication[0] = pairs;
+    view.duplication[1] = *plan.num_runs;
+  }
   if (k > count) return;
-  int64_t key = view.table_keys[view.num_tables];
+  int64_t key = num_keys;
   if (k < count) {
     const Table& table = view.tables[k / W];
     key = table.key_begin + table.owner_begin[k % W];
   }
   plan.segments[k] = static_cast<uint32_t>(lower_bound(
       *plan.num_runs, key, [&](int64_t run) { return plan.keys.at(plan.run_begin[run]); }));
-}
-
-// Where the last run ends: the first pair past the valid ones.
-__global__ void __launch_bounds__(256) close_runs_kernel(View view, Batch batch, BatchPlan plan) {
-  if (blockIdx.x != 0 || threadIdx.x != 0) return;
-  const int64_t num_keys = view.table_keys[view.num_tables];
-  const int64_t pairs =
-      lower_bound(batch.max_pairs, num_keys, [&](int64_t p) { return plan.keys.at(p); });
-  plan.run_begin[*plan.num_runs] = static_cast<uint32_t>(pairs);
-  view.duplication[0] = pairs;
-  view.duplication[1] = *plan.num_runs;
 }
 
 }  // namespace
@@ -129,9 +100,9 @@ void make_plan(const View& view, int64_t num_keys, const Batch& batch, const Bat
   OPER_LAUNCH(resolve_kernel, blocks_for(std::max<int64_t>(tiles, 1), 8), 256, stream, view, batch,
               plan);
   sort_into_runs(plan, batch.max_pairs, 0, bits_for(static_cast<uint64_t>(num_keys) + 1), stream);
-  OPER_LAUNCH(close_runs_kernel, 1, 32, stream, view, batch, plan);
-  const int64_t segments = static_cast<int64_t>(view.num_tables) * view.world_size + 1;
-  OPER_LAUNCH(segments_kernel, static_cast<int>((segments + 255) / 256), 256, stream, view, plan);
+  const int64_t segments = static_cast<int64_t>(view.num_tables) * view.world_size + 2;
+  OPER_LAUNCH(segments_kernel, static_cast<int>((segments + 255) / 256), 256, stream, view, batch,
+              plan);
 }
 
 }  // namespace oper::device

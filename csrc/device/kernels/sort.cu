@@ -132,6 +132,8 @@ int64_t resident_threads() {
 
 void sort_into_runs(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
                     cudaStream_t) {
+  // A histogram, its sums and a pass for every 8 bits; two kernels select.
+  emulation::num_launches += 2 + (last_bit - first_bit + 7) / 8 + 2;
   emulation::sort_pairs(pairs.keys, pairs.payloads, count, first_bit, last_bit);
   *pairs.num_runs = 0;
   for (int64_t i = 0; i < count; ++i)
@@ -141,6 +143,7 @@ void sort_into_runs(const SortedPairs& pairs, int64_t count, int first_bit, int 
 
 void sum_lengths(const Lengths& lengths, int64_t* bounds, void*, int64_t, const ErrorSink& error,
                  cudaStream_t) {
+  emulation::num_launches += 2;
   const LengthAt length_at{lengths, error};
   const WriteBound write_bound{lengths, bounds, error};
   int64_t sum = 0;

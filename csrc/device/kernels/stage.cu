@@ -34,58 +34,59 @@ OPER_DEVICE int64_t far_row(const StageArgs& a, const Table& table, int64_t run)
   return row >= a.view.arena_begin && row < a.view.arena_end ? 0 : address;
 }
 
+// Rows that a group fetches together, at most one for each of its lanes: a lane finds its own.
+template <class Shape>
+constexpr int kStaged = Shape::V >= 8 ? 1 : 8 / Shape::V < Shape::G ? 8 / Shape::V : Shape::G;
+
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArgs a) {
   using T = typename Shape::T;
-  constexpr int kInFlight = Shape::V >= 8 ? 1 : 8 / Shape::V;
   const Group<Shape::G> group;
   const int64_t W = a.view.world_size;
   const uint32_t* segments = a.plan.segments;
   const int64_t begin = segments[a.table_begin * W], end = segments[a.table_end * W];
   const int64_t limit = a.staging.bytes / kStagingUnit;
-  for (int64_t w = begin + group.index() * kInFlight; w < end; w += group.count() * kInFlight) {
-    RawRow<Shape, T> rows[kInFlight];
-    uint32_t places[kInFlight];
-    int64_t runs[kInFlight];
-    int32_t dims[kInFlight];
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      places[u] = kNotStaged;
-      runs[u] = -1;
-      if (w + u >= end) continue;
+  for (int64_t w = begin + group.index() * kStaged<Shape>; w < end;
+       w += group.count() * kStaged<Shape>) {
+    int64_t own_from = 0, own_run = 0;
+    uint32_t own_place = kNotStaged;
+    int32_t own_dim = 0;
+    if (group.lane < kStaged<Shape> && w + group.lane < end) {
+      const int64_t at = w + group.lane;
       // The table of this run, and within it the run that is as far behind the next rank's first.
       const int64_t t = last_that(a.table_begin, a.table_end,
-                                  [&](int64_t k) { return segments[k * W] <= w + u; });
+                                  [&](int64_t k) { return segments[k * W] <= at; });
       const Table& table = a.view.tables[t];
       const int64_t first = segments[t * W], count = segments[(t + 1) * W] - first;
       const int64_t shift = segments[t * W + a.view.rank + 1] - first;
-      const int64_t run = first + (w + u - first + shift) % count;
-      int64_t from = 0;
-      uint32_t place = kNotStaged;
-      if (group.lane == 0) {
-        from = far_row(a, table, run);
-        if (from != 0) {
-          const uint32_t units =
-              static_cast<uint32_t>((table.dim * sizeof(T) + kStagingUnit - 1) / kStagingUnit);
-          place = atomicAdd(a.plan.staged, units);
-          if (static_cast<int64_t>(place) + units > limit) place = kNotStaged;
-        }
+      own_run = first + (at - first + shift) % count;
+      own_dim = table.dim;
+      own_from = far_row(a, table, own_run);
+      if (own_from != 0) {
+        const uint32_t units =
+            static_cast<uint32_t>((table.dim * sizeof(T) + kStagingUnit - 1) / kStagingUnit);
+        own_place = atomicAdd(a.plan.staged, units);
+        if (static_cast<int64_t>(own_place) + units > limit) own_place = kNotStaged;
       }
-      from = group.shuffle(from, 0);
-      places[u] = group.shuffle(place, 0);
-      runs[u] = run;
-      dims[u] = table.dim;
-      if (places[u] != kNotStaged)
-        rows[u].load(reinterpret_cast<const T*>(from), table.dim, group.lane, Shape::E > 1);
+    }
+    RawRow<Shape, T> rows[kStaged<Shape>];
+#pragma unroll
+    for (int u = 0; u < kStaged<Shape>; ++u) {
+      const int64_t from = group.shuffle(own_from, u);
+      const int32_t dim = group.shuffle(own_dim, u);
+      if (group.shuffle(own_place, u) != kNotStaged)
+        rows[u].load(reinterpret_cast<const T*>(from), dim, group.lane, Shape::E > 1);
     }
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      if (places[u] == kNotStaged) continue;
-      T* to = reinterpret_cast<T*>(a.staging.data + places[u] * kStagingUnit);
-      rows[u].store(to, dims[u], group.lane);
-      const int64_t last = a.plan.run_begin[runs[u] + 1];
-      for (int64_t p = a.plan.run_begin[runs[u]] + group.lane; p < last; p += Shape::G)
-        a.plan.places[a.plan.payloads[p]] = places[u];
+    for (int u = 0; u < kStaged<Shape>; ++u) {
+      const uint32_t place = group.shuffle(own_place, u);
+      const int64_t run = group.shuffle(own_run, u);
+      const int32_t dim = group.shuffle(own_dim, u);
+      if (place == kNotStaged) continue;
+      rows[u].store(reinterpret_cast<T*>(a.staging.data + place * kStagingUnit), dim, group.lane);
+      const int64_t last = a.plan.run_begin[run + 1];
+      for (int64_t p = a.plan.run_begin[run] + group.lane; p < last; p += Shape::G)
+        a.plan.places[a.plan.payloads[p]] = place;
     }
   }
 }
@@ -104,9 +105,8 @@ void stage(const View& view, const std::vector<RowClass>& classes, const Batch& 
         view, batch, plan, staging, row_class.table_begin, row_class.table_end, skip_pushed};
     with_shape(row_class, [&](auto shape) {
       using S = decltype(shape);
-      constexpr int64_t kInFlight = S::V >= 8 ? 1 : 8 / S::V;
-      OPER_LAUNCH(stage_rows<S>, blocks_for((batch.max_pairs + kInFlight) / kInFlight, 256 / S::G),
-                  256, stream, args);
+      OPER_LAUNCH(stage_rows<S>,
+                  blocks_for(batch.max_pairs / kStaged<S> + 1, 256 / S::G), 256, stream, args);
     });
   }
 }

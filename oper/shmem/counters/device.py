@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from oper.shmem.device_batch import Prepared, key_ranges
+from oper.shmem.device_batch import StepArrays, key_ranges
 from oper.shmem.exchange.device import DeviceRows
 from oper.shmem.exchange.device_push import Request
 from oper.shmem.placement.layout import nearest_replica
@@ -57,10 +57,9 @@ class DeviceCounters:
     def _add(self, kind: str, table: int, peer: int, count: int) -> None:
         self.traffic.counts[KIND[kind], self._order[table], peer] += count
 
-    def rows(self, kind: str, batch: Prepared, without_pushed: bool) -> None:
+    def rows(self, kind: str, step: StepArrays, without_pushed: bool) -> None:
         """Rows read one by one: of a forward pass, or for the gradient of weights."""
-        batch.plan()
-        keys, begin = batch.runs()
+        keys, begin = step.runs()
         first, last = begin[torch.searchsorted(keys, self._bounds)].cpu().numpy()
         skipped = self._pushed & without_pushed
         for k in np.flatnonzero((last > first) & ~skipped).tolist():
@@ -86,24 +85,24 @@ class DeviceCounters:
                 for owner in range(self._size):
                     self._add("partial_sums", k, owner, int(sums[k, owner]))
 
-    def gradients(self, work: Prepared) -> None:
+    def gradients(self, step: StepArrays) -> None:
         """Reduced rows that this owner finds, and those that it updates."""
         tables = self._tables
         self.traffic = replace(self.traffic, num_backward=self.traffic.num_backward + 1)
         if tables.updates_at_once:
-            keys, _ = work.runs()
+            keys, _ = step.runs()
             ends = np.cumsum([0, *(d.table.num_rows for d in self._of_key)])
             at = torch.searchsorted(keys, torch.from_numpy(ends).to(keys.device)).tolist()
             for k, n in enumerate(np.diff(at).tolist()):
                 self._add("gradient_rows", k, self._rank, n)
                 self._add("updated_rows", k, self._rank, n)
             return
-        lists = work.lists(self._size, len(self._order))
+        lists = step.lists(self._size)
         for k, d in enumerate(self._of_key):
             rounds = tables.rounds_of_squares(d.table.name) if d.dim != d.table.dim else 0
             for r in range(self._size):
                 self._add("gradient_rows", k, r, int(lists[r, k + 1] - lists[r, k]) * (1 + rounds))
-            slots = work.merged_slots(self._of_key, k, self._rank)
+            slots = step.merged_slots(self._of_key, k, self._rank)
             self._add("updated_rows", k, self._rank, slots.size)
             if rounds:
                 self._squares(k, slots)

@@ -24,7 +24,7 @@ import torch
 
 from oper.directory import TableDirectory, needs_across
 from oper.shmem.batch import raise_status
-from oper.shmem.device_batch import Prepared, key_ranges, unsigned
+from oper.shmem.device_batch import StepArrays, key_ranges, unsigned
 from oper.shmem.exchange.host import Exchange, wire_format
 from oper.shmem.group.desync import STATE_ACCESS, Spot
 from oper.shmem.group.groups import Group
@@ -86,10 +86,6 @@ class FarRows:
     received: torch.Tensor
     num_rows: int
     num_bytes: int
-
-    def arguments(self) -> tuple[Any, ...]:
-        """For the operators that read them."""
-        return self.stretches, self.received, self.num_rows
 
 
 @dataclass(slots=True)
@@ -280,16 +276,16 @@ class DeviceExchange(Exchange):
 
     # ---- forward: distinct rows ------------------------------------------------------------------
 
-    def gather(self, prepared: Prepared, skip_pushed: bool, first_byte: int) -> FarRows | None:
+    def gather(self, step: StepArrays, skip_pushed: bool, first_byte: int) -> FarRows | None:
         """Fetch the rows of other domains that a planned batch reads, each once. Collective.
 
         Args:
-            prepared: the batch, planned.
+            step: the step, whose batch is planned.
             skip_pushed: without rows of pushed tiers.
             first_byte: where in the staging memory they begin, a multiple of 16.
         """
         x = self._pulled if skip_pushed else self._read
-        keys, _ = prepared.runs()
+        keys, _ = step.runs()
         first, last = torch.searchsorted(keys, x.bounds).cpu().numpy()
         counts = np.zeros((self._size, len(self._order)), np.int64)
         np.add.at(counts, (x.rank, x.table), last - first)
@@ -425,10 +421,10 @@ class DeviceExchange(Exchange):
 
     # ---- backward: squares of column pieces ------------------------------------------------------
 
-    def send_squares(self, work: Prepared, round_number: int) -> None:
+    def send_squares(self, step: StepArrays, round_number: int) -> None:
         """Give far owners of a row's other pieces this one's sums of squares. Collective."""
         tables, directories = self._tables, self._tables.directories
-        lists = {t: work.merged_slots(self._of_key, self._order.index(t), self._rank)
+        lists = {t: step.merged_slots(self._of_key, self._order.index(t), self._rank)
                  for t, d in enumerate(directories)
                  if d.dim != d.table.dim and round_number < tables.rounds_of_squares(d.table.name)}
         counts = np.zeros((self._size, len(self._order)), np.int64)

@@ -50,7 +50,7 @@ class Request:
         runs, slots_at, begin_at, _, weights_at = _HEADER.unpack(own[:_HEADER.size].tobytes())
         segments = own[_HEADER.size:][:4 * (T * W + 1)].view(np.uint32).astype(np.int64)
         if runs:
-            begin = unsigned(tables.arenas.memory(address + begin_at, runs + 1).view(torch.uint8))
+            begin = unsigned(tables.arenas.memory(address + begin_at, runs + 1))
         else:
             begin = torch.zeros(1, dtype=torch.int64, device=tables.device)
             segments[:] = 0
@@ -80,16 +80,14 @@ class PushMessages:
     Args:
         exchange: of the tables.
         tables: the tables; their kernels have published this rank's requests.
-        weighted: whether the batch has weights.
 
     Attributes:
         requests, partials: int64 [W], on the device: addresses of what all ranks ask and sum.
     """
 
-    def __init__(self, exchange: DeviceExchange, tables: DeviceRows, weighted: bool) -> None:
+    def __init__(self, exchange: DeviceExchange, tables: DeviceRows) -> None:
         self._exchange = exchange
         self._tables = tables
-        self._weighted = weighted
         self._keep: list[torch.Tensor] = []
         self.requests = tables.arenas.requests.copy()
         self.partials = tables.arenas.partials.copy()
@@ -100,7 +98,7 @@ class PushMessages:
         x, own = self._exchange, self._own
         counts = own.num_pairs().T.copy()
         counts[[r for r in range(counts.shape[0]) if r not in x.far]] = 0
-        asked, weighted = x.meet(Meeting.REQUESTS, counts, self._weighted)
+        asked, weighted = x.meet(Meeting.REQUESTS, counts, own.weights is not None)
         sent, wanted = {}, {}
         for r in x.far:
             parts = [slice(a, b) for a, b in zip(own.first_pair[:, r].tolist(),

@@ -16,6 +16,7 @@ from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup
 from oper.shmem.group.liveness import Watch
 from oper.shmem.settings import deadline_s
 
+_POLL_S = 20e-6  # between looks at a collective on a device, which nobody can wait for
 _SLICE = timedelta(milliseconds=200)  # how often a waiting rank looks whether its peers still live
 _NAMING_S = 3.0  # how long after an error of the back end the dead peer is looked for
 
@@ -183,6 +184,8 @@ class CollectiveTransport:
                 self._fail(self._watch.loss, "it will not take part")
             if time.monotonic() - start > self._deadline_s:
                 self._fail(self._watch.behind(self._whole.rank))
+            if self._device.type != "cpu":
+                time.sleep(_POLL_S)
 
     def _fail(self, verdict: Verdict, detail: str = "", cause: BaseException | None = None
               ) -> NoReturn:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 
 from oper.directory import TableDirectory
 from oper.shmem.device_batch import unsigned
@@ -14,6 +16,9 @@ from oper.shmem.group.groups import Group
 from oper.shmem.memory.device_heap import PART_BYTES, DeviceHeap
 from oper.shmem.placement.layout import ROW_TYPES, ArenaLayout
 
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
 _SMALL_BYTES = 64 << 10  # of an outbox that is not used
 
 
@@ -84,8 +89,9 @@ class DeviceArenas:
     def segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
         """Memory that this rank can address as [rows, columns], mapped."""
         index = self._device.index if self._device.type == "cuda" else -1
-        view: torch.Tensor = torch.ops.oper.device_view(
-            address, rows, columns, ROW_TYPES.index(dtype), index)
+        # Peers' memory, too, is this device's to read: DLPack says so, and torch believes it.
+        managed = torch.ops.oper.device_view(address, rows, columns, ROW_TYPES.index(dtype), index)
+        view: torch.Tensor = torch.utils.dlpack.from_dlpack(_capsule(managed, b"dltensor", None))
         return view
 
     def memory(self, address: int, count: int) -> torch.Tensor:
@@ -102,4 +108,4 @@ class DeviceArenas:
         """Slots of replicated rows that the last step has updated on a near rank, int64; waits."""
         at = self.addresses[rank] + int(self.layout.touched[piece, rank])
         count = int(self.memory(at, 1).view(torch.int32))
-        return unsigned(self.memory(at + 4, count).view(torch.uint8))
+        return unsigned(self.memory(at + 4, count))

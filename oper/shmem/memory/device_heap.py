@@ -139,6 +139,9 @@ class DeviceHeap:
         try:
             handle = symmetric.rendezvous(arena, group=self._name())  # type: ignore[arg-type]
             addresses = [int(a) for a in handle.buffer_ptrs]
+            # A part of a larger block would begin elsewhere in it, which only the others know.
+            if addresses[self._group.rank] != arena.data_ptr():
+                reason = "torch has put the arena inside of another block"
         except (AttributeError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
         reasons = [r for r in self._whole.all_gather(reason) if r]

@@ -38,11 +38,12 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
     return -(-needed // _HUGE) * _HUGE
 
 
-def reserved_bytes(directories: Sequence[TableDirectory], is_trained: bool) -> int:
-    """Address space for an outbox: no more than the tables need, nor than `OPER_OUTBOX_BYTES`, by
-    default a quarter of the machine's memory."""
+def reserved_bytes(directories: Sequence[TableDirectory], is_trained: bool,
+                   default: int | None = None) -> int:
+    """Address space for an outbox: no more than the tables need, nor than `OPER_OUTBOX_BYTES`, or
+    else `default`, or a quarter of the machine's memory."""
     if not is_trained:
         return _SMALL
     needed = needed_bytes(directories)
-    most = outbox_bytes()
+    most = outbox_bytes(default)
     return most if needed is None else min(most, needed)

@@ -1,0 +1,143 @@
+// What the operators of tables in device memory keep between calls.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "common/description.h"
+#include "common/handles.h"
+#include "device/context.h"
+
+namespace oper::device {
+
+// Thrown by a step that cannot go on; its operator returns both.
+struct Stopped {
+  int64_t code, detail;
+};
+// Codes beside those of ErrorWord, see `raise_found` in oper/shmem/device_steps.py.
+enum Code : int64_t {
+  kPointFailed = 11,   // a point has kept its error
+  kNotInGraphs = 12,   // the step waits for the device, which a graph cannot
+  kNewArguments = 13,  // an update whose optimizers have changed, in a graph
+  kTooManyIds = 14
+};
+
+// Where a step calls Python: as oper/shmem/device_steps.py numbers them. `value` is the number of
+// bytes that are staged before other domains' rows, or the round of squares.
+enum class Point : int64_t {
+  kMeet,  // order this rank's later kernels after all ranks' earlier ones
+  kRows, kPulledRows, kWeightRows,  // before rows are read; kPulledRows: owners pool pushed ones
+  kRequests, kPartials,             // push: after requests, and sums, are there
+  kGradients, kCollected, kSquares, kUpdated
+};
+using Hook = int64_t (*)(int64_t point, int64_t value);  // not 0: it has kept an error
+
+// Which key carries each feature, as kernels take it.
+struct KeyMap {
+  std::vector<int64_t> keys;  // [F of the collection]
+  Tensor on_device;           // int32 [F]
+  int64_t most;               // features, with those of column pieces, that share a key
+  bool is_whole;              // every key has one feature
+};
+
+// A batch's id-only work: what it takes of memory, and how far it is. Where it was made ahead, Python
+// holds it as a tensor of these bytes.
+struct Prepared {
+  Tensor bounds;     // int64 [num_keys * B + 1]
+  Tensor workspace;  // of the batch plan
+  const KeyMap* keys;
+  int64_t max_pairs;  // bound on the ids of all features together
+  bool stages_near;   // rows of peers are to be staged
+  bool by_pair;       // rows are staged at all
+  bool is_planned = false;
+  cudaStream_t made_on = nullptr, used_on = nullptr;
+  cudaEvent_t ready = nullptr;  // made ahead: after it, other streams may use it
+
+  Prepared() = default;
+  Prepared(const Prepared&) = delete;
+  Prepared& operator=(const Prepared&) = delete;
+  ~Prepared();
+  // What was made ahead may be used anew on its own stream only after all uses elsewhere.
+  void use_on(cudaStream_t stream);
+};
+
+// Rows that other domains have sent for the step under way.
+struct ReceivedRows {
+  std::optional<Tensor> stretches, rows;
+  int64_t num_rows = 0, num_bytes = 0;
+};
+
+struct Call;
+
+struct Tables {
+  std::vector<Tensor> keep_alive;  // head maps
+  std::unique_ptr<Context> context;
+  std::optional<Tensor> like;      // on the tables' device
+  Hook hook = nullptr;
+  bool meets = false;         // ranks are threads of one process, whom the hook orders
+  bool exchanges = false;     // other domains take part in steps
+  bool tells = false;         // and are told there what has failed
+  bool gathers = false;       // rows of other domains are read
+  bool shares = false;        // neighbours read this rank's replicas
+  bool counts = false;
+  int64_t num_squares = 0;    // rounds of sums of squares in a step
+  std::optional<Tensor> requests, partials;  // int64 [W], addresses
+  int64_t partial_bytes = 0;
+  // Rows of peers: fetched once per batch (1), never (0), or where that pays (-1).
+  int64_t pull = -1, most_staging_bytes = int64_t{1} << 30, num_staged = 0;
+  int64_t num_forward = 0;
+  std::vector<double> staged;       // the optimizers' arguments on the device
+  std::optional<Tensor> inbox;      // memory of it
+  std::shared_ptr<Prepared> kept;   // of the last forward pass that was collective
+  // Of the step under way.
+  ReceivedRows received;
+  const Call* current = nullptr;
+
+  const KeyMap& key_map(const Tensor& key_of);
+  Tensor empty(int64_t count, ScalarType type) const;
+
+ private:
+  std::mutex keys_lock_;  // batches may be resolved while another is trained
+  std::deque<KeyMap> keys_;
+};
+
+// Everything that kernels need of a batch in a step.
+struct Call {
+  Tables& tables;
+  const Context& context;
+  Prepared& prepared;
+  Batch batch;
+  Workspace work;
+  cudaStream_t stream;
+  std::optional<Inbox> inbox = std::nullopt;  // within an update
+};
+
+Handles<Tables>& tables_of_device();
+inline std::shared_ptr<Tables> tables_of(int64_t handle) {
+  return tables_of_device().share(handle);
+}
+
+cudaStream_t stream_of(const Tensor& tensor);
+bool is_captured(cudaStream_t stream);
+
+// Launches go to the tables' device while this lives.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tables& tables);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = -1;
+};
+
+}  // namespace oper::device

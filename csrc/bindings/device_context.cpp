@@ -1,0 +1,364 @@
+// torch operators that make, ask and close tables in device memory, on libtorch's stable ABI. Python
+// holds their memory; see oper/shmem/device_tables.py.
+#include <algorithm>
+#include <set>
+#include <tuple>
+
+#include "bindings/device.h"
+#if !defined(OPER_EMULATED)
+#include "device/memory.h"
+#endif
+
+namespace oper::device {
+
+Handles<Tables>& tables_of_device() {
+  // Never freed: other threads may still be in an operator when the process ends. No handle of the
+  // host back end is one of these.
+  static auto* instance = new Handles<Tables>(int64_t{1} << 32);
+  return *instance;
+}
+
+cudaStream_t stream_of(const Tensor& tensor) {
+#if defined(OPER_EMULATED)
+  (void)tensor;
+  return nullptr;
+#else
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+#endif
+}
+
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "cannot ask a stream for its graph");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+OnDevice::OnDevice(const Tables& tables) {
+#if !defined(OPER_EMULATED)
+  check(cudaGetDevice(&before_), "cannot ask for the device");
+  check(cudaSetDevice(tables.like->get_device_index()), "cannot choose the tables' device");
+#else
+  (void)tables;
+#endif
+}
+
+OnDevice::~OnDevice() {
+  if (before_ >= 0) cudaSetDevice(before_);
+}
+
+void Prepared::use_on(cudaStream_t stream) {
+  if (ready == nullptr || stream == made_on) return;
+  check(cudaStreamWaitEvent(stream, ready, 0), "cannot wait for a batch that was resolved ahead");
+  used_on = stream;
+}
+
+Prepared::~Prepared() {
+  if (ready == nullptr) return;
+  // Their memory goes back to the stream that it came from.
+  if (used_on != nullptr && cudaEventRecord(ready, used_on) == cudaSuccess)
+    cudaStreamWaitEvent(made_on, ready, 0);
+  cudaEventDestroy(ready);
+}
+
+Tensor Tables::empty(int64_t count, ScalarType type) const {
+  return torch::stable::new_empty(*like, {count}, type);
+}
+
+const KeyMap& Tables::key_map(const Tensor& key_of) {
+  const int64_t* data = int64_data(key_of);
+  const std::vector<int64_t> keys(data, data + key_of.numel());
+  const std::lock_guard<std::mutex> lock(keys_lock_);
+  for (const KeyMap& known : keys_)
+    if (known.keys == keys) return known;
+  std::vector<int32_t> narrow(keys.begin(), keys.end());
+  std::vector<int64_t> uses;
+  for (int32_t logical : context->logical()) {
+    const size_t key = static_cast<size_t>(keys.at(static_cast<size_t>(logical)));
+    uses.resize(std::max(uses.size(), key + 1), 0);
+    ++uses[key];
+  }
+  const std::set<int64_t> distinct(keys.begin(), keys.end());
+  const bool is_whole = distinct.size() == keys.size() &&
+                        (keys.empty() || *distinct.rbegin() + 1 == key_of.numel());
+  Tensor on_device = empty(key_of.numel(), ScalarType::Int);
+  check(cudaMemcpy(on_device.data_ptr(), narrow.data(), 4 * narrow.size(), cudaMemcpyHostToDevice),
+        "cannot copy the features' keys");
+  keys_.push_back({keys, on_device, uses.empty() ? 1 : *std::max_element(uses.begin(), uses.end()),
+                   is_whole});
+  return keys_.back();
+}
+
+namespace {
+
+// `like`: an empty tensor on the tables' device.
+int64_t device_context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor owner_begin,
+                              Tensor tiers, Tensor maps, Tensor features, Tensor refreshes,
+                              Tensor touched, Tensor squares, Tensor outboxes, int64_t outbox_bytes,
+                              std::vector<Tensor> heads, Tensor pads, int64_t deadline_ms,
+                              int64_t arena, int64_t arena_bytes, Tensor like) {
+  Description d{};
+  d.tables = int64_data(tables);
+  d.owner_begin = int64_data(owner_begin);
+  d.tiers = int64_data(tiers);
+  d.maps = int64_data(maps);
+  d.features = int64_data(features);
+  d.refreshes = int64_data(refreshes);
+  d.touched = int64_data(touched);
+  d.squares = int64_data(squares);
+  d.outboxes = int64_data(outboxes);
+  d.pads = int64_data(pads);
+  d.num_tables = tables.size(0);
+  d.num_tiers = tiers.size(0);
+  d.num_maps = maps.numel() / 2;
+  d.num_features = features.size(0);
+  d.num_refreshes = refreshes.size(0);
+  for (const Tensor& head : heads) {
+    d.heads.push_back(head.data_ptr());
+    d.head_sizes.push_back(head.numel());
+  }
+  d.outbox_bytes = outbox_bytes;
+  d.arena_begin = arena;
+  d.arena_bytes = arena_bytes;
+  d.rank = static_cast<int32_t>(rank);
+  d.world_size = static_cast<int32_t>(world_size);
+  auto made = std::make_shared<Tables>();
+  made->keep_alive = heads;
+  made->like = like;
+  const OnDevice on(*made);
+  made->context = std::make_unique<Context>(d, deadline_ms);
+  return tables_of_device().add(std::move(made));
+}
+
+void device_context_close(int64_t handle) { tables_of_device().close(handle); }
+
+// `hook`: address of a function, see Hook, or 0; the others as in `Tables`.
+void device_context_set_points(int64_t handle, int64_t hook, bool meets, bool exchanges, bool tells,
+                               bool gathers, bool shares, bool counts, int64_t num_squares) {
+  const auto tables = tables_of(handle);
+  tables->hook = reinterpret_cast<Hook>(hook);
+  tables->meets = meets;
+  tables->exchanges = exchanges;
+  tables->tells = tells;
+  tables->gathers = gathers;
+  tables->shares = shares;
+  tables->counts = counts;
+  tables->num_squares = num_squares;
+}
+
+// Where push mode has its messages, int64 [W] each on the device: for good, or within a step for that.
+void device_context_set_push(int64_t handle, Tensor requests, Tensor partials, int64_t bytes) {
+  const auto tables = tables_of(handle);
+  tables->requests = requests;
+  tables->partials = partials;
+  tables->partial_bytes = bytes;
+}
+
+void device_context_set_pull(int64_t handle, int64_t pull, int64_t most_staging_bytes) {
+  const auto tables = tables_of(handle);
+  tables->pull = pull;
+  tables->most_staging_bytes = most_staging_bytes;
+}
+
+// Within a step: rows of other domains, see FarRows.
+void device_receive_rows(int64_t handle, Tensor stretches, Tensor rows, int64_t num_rows,
+                         int64_t num_bytes) {
+  tables_of(handle)->received = {stretches, rows, num_rows, num_bytes};
+}
+
+// Code, rank and detail of the first error; reads host memory only.
+std::tuple<int64_t, int64_t, int64_t> device_context_error(int64_t handle) {
+  const ErrorWord error = tables_of(handle)->context->error();
+  return {error.code, error.rank, error.detail};
+}
+
+void device_context_forget_error(int64_t handle) {
+  const auto tables = tables_of(handle);
+  const OnDevice on(*tables);
+  tables->context->forget_error(stream_of(*tables->like));
+}
+
+// The plan's table number of every table in the order of keys.
+std::vector<int64_t> device_context_order(int64_t handle) {
+  const auto tables = tables_of(handle);
+  const auto& order = tables->context->order();
+  return {order.begin(), order.end()};
+}
+
+// Whether one rank updates while it reduces, so that it needs no exchange.
+bool device_context_updates_at_once(int64_t handle) {
+  return tables_of(handle)->context->updates_at_once();
+}
+
+// Pairs and distinct rows of the last batch whose plan the device has made, and in how many passes
+// rows of peers were fetched once; reads host memory only.
+std::tuple<int64_t, int64_t, int64_t> device_context_duplication(int64_t handle) {
+  const auto tables = tables_of(handle);
+  const int64_t* found = tables->context->duplication();
+  return {found[0], found[1], tables->num_staged};
+}
+
+Tensor own_view(const Tables& tables, const void* data, int64_t count, ScalarType type) {
+  const int64_t sizes[] = {count}, strides[] = {1};
+#if defined(OPER_EMULATED)
+  const auto kind = torch::headeronly::DeviceType::CPU;
+#else
+  const auto kind = torch::headeronly::DeviceType::CUDA;
+#endif
+  return torch::stable::from_blob(
+      const_cast<void*>(data), {sizes, 1}, {strides, 1},
+      torch::stable::Device(kind, static_cast<int32_t>(tables.like->get_device_index())), type);
+}
+
+// Within a step: keys of its plan's pairs (int64, or uint32 as bits of int32), where runs begin, their
+// number; then, within an update, where lists begin, int64 [W * (T + 1)], and their rows.
+std::vector<Tensor> device_arrays(int64_t handle) {
+  const auto tables = tables_of(handle);
+  STD_TORCH_CHECK(tables->current != nullptr, "internal: no step is under way");
+  const Call& call = *tables->current;
+  const BatchPlan& plan = call.work.plan;
+  const int64_t pairs = call.batch.max_pairs;
+  std::vector<Tensor> found = {
+      own_view(*tables, plan.keys.data, pairs, plan.keys.wide ? ScalarType::Long : ScalarType::Int),
+      own_view(*tables, plan.run_begin, pairs + 1, ScalarType::Int),
+      own_view(*tables, plan.num_runs, 1, ScalarType::Long)};
+  if (call.inbox) {
+    const int64_t W = call.context.view().world_size, T = call.context.view().num_tables;
+    found.push_back(own_view(*tables, call.inbox->list_begin, W * (T + 1), ScalarType::Long));
+    found.push_back(own_view(*tables, call.inbox->rows, W * call.inbox->capacity, ScalarType::Int));
+  }
+  return found;
+}
+
+// Rows of this rank for ranks of other domains, see AskedRows.
+void device_pack_rows(int64_t handle, Tensor stretches, Tensor slots, Tensor out) {
+  const auto tables = tables_of(handle);
+  const OnDevice on(*tables);
+  pack_rows(tables->context->view(),
+            {int64_data(stretches), stretches.size(0), slots.numel(),
+             static_cast<const uint32_t*>(slots.data_ptr()), static_cast<char*>(out.data_ptr())},
+            stream_of(out));
+}
+
+// DLPack's DLManagedTensor, whose header torch keeps from users of its stable interface.
+struct ManagedTensor {
+  void* data;
+  int32_t device_type, device_index, num_dims;
+  uint8_t type, bits;
+  uint16_t lanes;
+  int64_t *sizes, *strides;
+  uint64_t byte_offset;
+  void* context;
+  void (*deleter)(ManagedTensor*);
+};
+
+// A ManagedTensor [rows, columns] of memory that a device can address, whatever device has it: torch
+// takes the device that it names, where `from_blob` refuses a pointer of another one. `type`: a
+// RowType; `index` -1: host memory. The caller keeps the mapping alive.
+int64_t device_view(int64_t address, int64_t rows, int64_t columns, int64_t type, int64_t index) {
+  constexpr int32_t kCpu = 1, kCuda = 2;
+  constexpr uint8_t kFloat = 2, kBfloat = 4;
+  struct View {
+    ManagedTensor managed;
+    int64_t sizes[2], strides[2];
+  };
+  View* view = new View{{}, {rows, columns}, {columns, 1}};
+  const auto kind = static_cast<RowType>(type);
+  view->managed = {reinterpret_cast<void*>(address),
+                   index < 0 ? kCpu : kCuda,
+                   static_cast<int32_t>(std::max<int64_t>(index, 0)),
+                   2,
+                   kind == RowType::kBFloat16 ? kBfloat : kFloat,
+                   static_cast<uint8_t>(kind == RowType::kFloat32 ? 32 : 16),
+                   1,
+                   view->sizes,
+                   view->strides,
+                   0,
+                   view,
+                   [](ManagedTensor* self) { delete static_cast<View*>(self->context); }};
+  return reinterpret_cast<int64_t>(&view->managed);
+}
+
+#if !defined(OPER_EMULATED)
+// Address of new memory, then the descriptors by which other processes attach it.
+std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
+                                          int64_t device) {
+  SharedMemory memory = create_shared({bytes, std::move(host_ranges)}, static_cast<int>(device));
+  memory.fds.insert(memory.fds.begin(), memory.address);
+  return memory.fds;
+}
+int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
+                             std::vector<int64_t> host_ranges, int64_t device) {
+  return attach_shared(fds, {bytes, std::move(host_ranges)}, static_cast<int>(device));
+}
+void device_memory_release(int64_t address, int64_t bytes, std::vector<int64_t> host_ranges) {
+  release_shared(address, {bytes, std::move(host_ranges)});
+}
+#endif
+
+void device_barrier(int64_t handle) {
+  const auto tables = tables_of(handle);
+  const OnDevice on(*tables);
+  tables->context->barrier(stream_of(*tables->like));
+}
+
+}  // namespace
+}  // namespace oper::device
+
+STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
+  m.def(
+      "device_context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, "
+      "Tensor tiers, Tensor maps, Tensor features, Tensor refreshes, Tensor touched, "
+      "Tensor squares, Tensor outboxes, int outbox_bytes, Tensor[] heads, Tensor pads, "
+      "int deadline_ms, int arena, int arena_bytes, Tensor like) -> int");
+  m.def("device_context_close(int handle) -> ()");
+  m.def(
+      "device_context_set_points(int handle, int hook, bool meets, bool exchanges, bool tells, "
+      "bool gathers, bool shares, bool counts, int num_squares) -> ()");
+  m.def(
+      "device_context_set_push(int handle, Tensor requests, Tensor partials, int bytes) -> ()");
+  m.def("device_context_set_pull(int handle, int pull, int most_staging_bytes) -> ()");
+  m.def("device_context_error(int handle) -> (int, int, int)");
+  m.def("device_context_forget_error(int handle) -> ()");
+  m.def("device_context_order(int handle) -> int[]");
+  m.def("device_context_updates_at_once(int handle) -> bool");
+  m.def("device_context_duplication(int handle) -> (int, int, int)");
+  m.def("device_arrays(int handle) -> Tensor[]");
+  m.def(
+      "device_receive_rows(int handle, Tensor stretches, Tensor rows, int num_rows, "
+      "int num_bytes) -> ()");
+  m.def("device_pack_rows(int handle, Tensor stretches, Tensor slots, Tensor(a!) out) -> ()");
+#if !defined(OPER_EMULATED)
+  m.def("device_memory_create(int bytes, int[] host_ranges, int device) -> int[]");
+  m.def("device_memory_attach(int[] fds, int bytes, int[] host_ranges, int device) -> int");
+  m.def("device_memory_release(int address, int bytes, int[] host_ranges) -> ()");
+#endif
+  m.def("device_view(int address, int rows, int columns, int type, int index) -> int");
+  m.def("device_barrier(int handle) -> ()");
+}
+
+// The same for every device type: what the memory behind the tensors is decides.
+STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
+  m.impl("device_context_create", TORCH_BOX(&oper::device::device_context_create));
+  m.impl("device_context_close", TORCH_BOX(&oper::device::device_context_close));
+  m.impl("device_context_set_points", TORCH_BOX(&oper::device::device_context_set_points));
+  m.impl("device_context_set_push", TORCH_BOX(&oper::device::device_context_set_push));
+  m.impl("device_context_set_pull", TORCH_BOX(&oper::device::device_context_set_pull));
+  m.impl("device_context_error", TORCH_BOX(&oper::device::device_context_error));
+  m.impl("device_context_forget_error", TORCH_BOX(&oper::device::device_context_forget_error));
+  m.impl("device_context_order", TORCH_BOX(&oper::device::device_context_order));
+  m.impl("device_context_updates_at_once",
+         TORCH_BOX(&oper::device::device_context_updates_at_once));
+  m.impl("device_context_duplication", TORCH_BOX(&oper::device::device_context_duplication));
+  m.impl("device_arrays", TORCH_BOX(&oper::device::device_arrays));
+  m.impl("device_receive_rows", TORCH_BOX(&oper::device::device_receive_rows));
+  m.impl("device_pack_rows", TORCH_BOX(&oper::device::device_pack_rows));
+#if !defined(OPER_EMULATED)
+  m.impl("device_memory_create", TORCH_BOX(&oper::device::device_memory_create));
+  m.impl("device_memory_attach", TORCH_BOX(&oper::device::device_memory_attach));
+  m.impl("device_memory_release", TORCH_BOX(&oper::device::device_memory_release));
+#endif
+  m.impl("device_view", TORCH_BOX(&oper::device::device_view));
+  m.impl("device_barrier", TORCH_BOX(&oper::device::device_barrier));
+}

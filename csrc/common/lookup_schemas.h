@@ -1,0 +1,26 @@
+// Schemas of the operators on batches, which both back ends implement: the dispatcher chooses by where
+// the batch is. Codes are those of `raise_status` in oper/shmem/batch.py.
+#pragma once
+
+namespace oper {
+
+// Embeddings, bounds of the bags, code, detail. `offsets` and `addresses`: what `lookup_resolve` gave.
+constexpr char kLookupForward[] =
+    "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+    "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses) -> "
+    "(Tensor, Tensor, int, int)";
+// Bounds of the bags, then what only the back end can read: where the rows are, and their order for
+// the backward pass.
+constexpr char kLookupResolve[] =
+    "lookup_resolve(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+    "int batch_size, bool pooled, bool with_order) -> (Tensor, Tensor, Tensor, int, int)";
+constexpr char kLookupWeightGradient[] =
+    "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
+    "Tensor key_of, int batch_size) -> (Tensor, int, int)";
+// `optimizers`: float64 [T, kOptimizerWidth] in host memory.
+constexpr char kLookupBackward[] =
+    "lookup_backward(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
+    "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale, "
+    "Tensor? addresses, Tensor? order) -> (int, int)";
+
+}  // namespace oper

@@ -1,0 +1,194 @@
+"""What Python does in the middle of steps on a device: meetings, other domains, counting.
+
+The operators of a batch are whole steps (csrc/bindings/device.cpp). At some points they call back,
+where ranks are threads of this process, where other memory domains take part, or where reads are
+counted; else they never do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import torch
+
+from oper.errors import InvalidInputError, OperError, fail
+from oper.shmem.batch import raise_status
+from oper.shmem.counters.device import DeviceCounters
+from oper.shmem.device_batch import StepArrays
+from oper.shmem.exchange.device import DeviceExchange, DeviceRows
+from oper.shmem.exchange.device_push import PushMessages
+from oper.tables import TableSpec
+
+_HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_POINT_FAILED, _NOT_IN_GRAPHS, _NEW_ARGUMENTS, _TOO_MANY_IDS = range(11, 15)
+_MOST_IDS = 2**31 - 64
+
+
+class Point(enum.IntEnum):
+    """As csrc/bindings/device.h numbers them."""
+
+    MEET, ROWS, PULLED_ROWS, WEIGHT_ROWS, REQUESTS, PARTIALS, GRADIENTS, COLLECTED, SQUARES, \
+        UPDATED = range(10)
+
+
+class DeviceSteps:
+    """Python's part of the steps of one rank's tables.
+
+    Args:
+        tables: the tables.
+        exchange: theirs, or None in one memory domain.
+
+    Attributes:
+        counters: of what is read, or None: nothing is counted.
+    """
+
+    def __init__(self, tables: DeviceRows, exchange: DeviceExchange | None) -> None:
+        self._tables = tables
+        self._exchange = exchange
+        self.counters: DeviceCounters | None = None
+        self._messages: PushMessages | None = None
+        self._error: BaseException | None = None
+        self._function = _HOOK(self._call)
+
+    def attach(self, handle: int) -> None:
+        """Tell the operators of this handle where to call."""
+        self._handle = handle
+        tables, x = self._tables, self._exchange
+        meets = tables.group.is_local and tables.group.world_size > 1
+        calls = meets or x is not None or self.counters is not None
+        address = ctypes.cast(self._function, ctypes.c_void_p).value if calls else 0
+        gathers = x is not None and x.needs.gathers
+        torch.ops.oper.device_context_set_points(
+            handle, address, meets, x is not None,
+            x is not None and (tables.optimizers is not None or gathers), gathers,
+            x is not None and x.needs.shares, self.counters is not None, tables.num_squares)
+        self._set_push(None)
+
+    def _set_push(self, messages: PushMessages | None) -> None:
+        arenas = self._tables.arenas
+        torch.ops.oper.device_context_set_push(self._handle, *(
+            torch.from_numpy(a).to(self._tables.device) for a in (
+                (messages or arenas).requests, (messages or arenas).partials)),
+            arenas.partial_bytes)
+
+    def _call(self, point: int, value: int) -> int:
+        try:
+            self._at(Point(point), value)
+        except BaseException as error:
+            self._error = error
+            return 1
+        return 0
+
+    def _at(self, point: Point, value: int) -> None:
+        if point == Point.MEET:
+            self.meet()
+        elif point in (Point.ROWS, Point.PULLED_ROWS, Point.WEIGHT_ROWS):
+            self._rows(point, value)
+        elif point in (Point.REQUESTS, Point.PARTIALS):
+            self._push(point)
+        else:
+            self._backward(point, value)
+
+    def _rows(self, point: Point, first_byte: int) -> None:
+        without_pushed = point == Point.PULLED_ROWS
+        if self.counters is not None:
+            kind = "weight_rows" if point == Point.WEIGHT_ROWS else "rows"
+            self.counters.rows(kind, StepArrays(self._handle), without_pushed)
+        if self._exchange is not None and self._exchange.needs.gathers:
+            far = self._exchange.gather(StepArrays(self._handle), without_pushed, first_byte)
+            if far is not None:
+                torch.ops.oper.device_receive_rows(
+                    self._handle, far.stretches, far.received, far.num_rows, far.num_bytes)
+
+    def _push(self, point: Point) -> None:
+        if point == Point.REQUESTS:
+            if self._exchange is not None:
+                self._messages = PushMessages(self._exchange, self._tables)
+                self._messages.exchange_requests()
+                self._set_push(self._messages)
+            return
+        if self.counters is not None:
+            self.counters.requests((self._messages or self._tables.arenas).requests)
+        if self._messages is not None:
+            self._messages.exchange_partials()
+            self._set_push(self._messages)
+
+    def _backward(self, point: Point, value: int) -> None:
+        x, counters = self._exchange, self.counters
+        if point == Point.GRADIENTS and x is not None:
+            x.send_gradients()
+        elif point == Point.COLLECTED and counters is not None:
+            counters.gradients(StepArrays(self._handle))
+        elif point == Point.SQUARES and x is not None:
+            x.send_squares(StepArrays(self._handle), value)
+        elif point == Point.UPDATED:
+            if x is not None:
+                x.send_refreshes()
+            if counters is not None:
+                counters.refreshes()
+
+    def meet(self) -> None:
+        """Order this rank's later kernels after all ranks' earlier ones, without waiting for them.
+
+        Virtual ranks share a device: kernels that spin for each other could block each other, so
+        events order their streams.
+        """
+        device, event = self._tables.device, None
+        if device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+        for other in self._tables.group.all_gather(event):
+            if other is not None:
+                torch.cuda.current_stream(device).wait_event(other)
+
+    def raise_kept(self) -> None:
+        """Raise what a point of the last step has met."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
+    """Raise what a step says that could not go on, unless kernels have found an error."""
+    if code == _NOT_IN_GRAPHS:
+        raise OperError(
+            fail("cannot capture a lookup in a graph", "tables", "several domains, or counted",
+                 "one domain, nothing counted: both wait for the device",
+                 "run such steps outside of graphs"))
+    if code == _NEW_ARGUMENTS:
+        raise OperError(
+            fail("cannot capture an update of the tables in a graph", "optimizers", optimizers,
+                 "arguments that stay the same: fp32 rows, no Adam or LAMB, a learning rate that "
+                 "an earlier step has used", "run such steps outside of graphs"))
+    if code == _TOO_MANY_IDS:
+        raise OperError(fail("cannot look up", "ids", detail, f"< {_MOST_IDS}, and < 2^32 with "
+                             "those of column pieces", "use smaller batches"))
+
+
+def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]],
+                specs: Mapping[str, TableSpec], outbox_bytes: int) -> NoReturn:
+    """Raise what kernels have found: code, rank and detail, see ErrorWord in csrc/device/device.h.
+
+    It may be of an earlier batch than the last.
+    """
+    code, rank, detail = found
+    if code == 4:
+        feature, table = features[rank]
+        raise InvalidInputError(
+            fail(f"lookup of feature {feature!r} in table {table!r}", "id", detail,
+                 f"0 <= id < {specs[table].num_rows}", "map ids to rows first, or enlarge the "
+                 "table; the other ids of that batch may have been trained"))
+    if code == 5:
+        raise InvalidInputError(
+            fail("bag lengths do not fit the ids", "a length, or the sum of all", detail,
+                 "no length below 0, and as many ids as their sum",
+                 "make lengths and ids of the same bags"))
+    if code == 8:
+        raise OperError(
+            fail("rows of another memory domain are not where they should be", "rank, detail",
+                 (rank, detail), "the same plan and the same calls on all ranks",
+                 "a lookup without gradients is collective across memory domains as well"))
+    raise_status(code, rank if code in (1, 2) else detail, outbox_bytes, None)

@@ -1,0 +1,118 @@
+"""A step on a device takes few kernels, and no more of Python than one on the host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from oper.plan import uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group.groups import SingleGroup, ThreadGroup
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.tables import TableSpec
+from tests import runtime_support
+from tests.cuda.emulated import ROOT, device_tables, has_gpu
+from tests.runtime_support import Case, open_tables, run_ranks
+
+OPTIMIZER = RowWiseAdagrad(lr=0.1)
+pytestmark = pytest.mark.skipif(has_gpu(), reason="the emulation counts")
+
+
+def one_class(num_rows: int = 2**18) -> Case:
+    """Two tables of one shape of rows."""
+    tables = tuple(TableSpec(n, num_rows, 16, (n,), "sum", "float32", "rowwise_adagrad")
+                   for n in ("a", "b"))
+    return Case(tables, ("a", "b"))
+
+
+def batch_of(case: Case, size: int, seed: int = 0) -> Lookup:
+    """Bags of four ids: more than are summed in one go of a long run."""
+    g = torch.Generator().manual_seed(seed)
+    return Lookup(torch.randint(0, 2**18, (8 * size,), generator=g),
+                  torch.full((2 * size,), 4), case.key_of, size)
+
+
+def launches(size: int) -> list[tuple[int, int]]:
+    """Kernels of a forward and a backward pass, by rank; of the second step."""
+    case = one_class()
+    plan = uniform_plan(case.tables, size, "striped")
+
+    def body(group: ThreadGroup) -> tuple[int, int]:
+        tables: Any = open_tables(case, plan, group, OPTIMIZER)
+        batch = batch_of(case, 64, group.rank)
+        found = (0, 0)
+        for _ in range(2):
+            torch.ops.oper_emulated.take_launches()
+            out, offsets = tables.forward(batch, collective=True)
+            forward = torch.ops.oper_emulated.take_launches()
+            tables.apply_gradients(torch.ones_like(out), batch, offsets)
+            found = forward, torch.ops.oper_emulated.take_launches()
+        tables.barrier()
+        tables.close()
+        return found
+
+    return run_ranks(size, body)
+
+
+def test_few_kernels_on_one_rank(on_device: None) -> None:
+    ((forward, backward),) = launches(1)
+    assert 0 < forward <= 3
+    assert 0 < backward <= 14
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_few_kernels_on_several_ranks(on_device: None, size: int) -> None:
+    """Beside two barriers, which virtual ranks have none of."""
+    for forward, backward in launches(size):
+        assert 0 < forward + backward + 2 <= 30
+
+
+@contextmanager
+def frames() -> Iterator[list[str]]:
+    """Functions of ours that are called meanwhile."""
+    ours = str(ROOT / "oper")
+    found: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def step_of(case: Case) -> tuple[list[str], list[str]]:
+    """Our functions and our operators in a step of one rank."""
+    tables = open_tables(case, uniform_plan(case.tables, 1, "striped"), SingleGroup(), OPTIMIZER)
+    batch = batch_of(case, 64)
+
+    def step() -> None:
+        tables.lookup(batch).sum().backward()
+
+    step()
+    with frames() as called:
+        step()
+    with torch.autograd.profiler.profile() as profile:
+        step()
+    tables.close()
+    return called, [e.name for e in profile.function_events if e.name.startswith("oper")]
+
+
+def test_as_little_python_as_on_the_host(emulation: pytest.MonkeyPatch) -> None:
+    case = one_class()
+    host, host_ops = step_of(case)
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    device, device_ops = step_of(case)
+    assert len(host) > 5 and len(host_ops) >= 2, "both are seen"
+    assert len(device) <= len(host) + 2, device
+    assert len(device_ops) <= len(host_ops) + 2, device_ops
