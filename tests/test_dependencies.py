@@ -26,10 +26,10 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "oper.report": ("report",),
     "oper.data.loading.kjt": ("torchrec",),
     "oper.data.preprocessing.workers": ("data",),
-    "oper.search.heuristic.oracle": ("plan",),
     "oper.search.peers": ("bench", "report"),
     "oper.bench": ("bench",),
     "tests": ("test",),
+    "tests.search.oracle": ("plan",),
     "tests.fuzz.__main__": ("fuzz",),
     "examples": ("torchrec",),
 }

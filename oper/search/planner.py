@@ -19,10 +19,8 @@ from oper.search.cost.model import evaluate
 from oper.search.explain.infeasible import explain_bound, explain_plan
 from oper.search.heuristic.groups import plan_with_groups
 from oper.search.heuristic.placing import table_plan
-from oper.search.heuristic.search import EFFORTS, Effort, Found, improved, search
-from oper.search.heuristic.state import State
+from oper.search.heuristic.search import EFFORTS, Effort, Found, search
 from oper.search.peers.baselines import replicate_or_partition
-from oper.search.peers.markov import markov_chain, no_plan_found
 from oper.search.problem.constraints import Constraints, check_constraints, violations
 from oper.search.problem.overlap import overlap_to_json
 from oper.search.problem.space import used_features
@@ -31,18 +29,9 @@ from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
 
-_FEW = 20  # tables, up to which a search begins from nodes of large pieces
-_MANY = 200  # tables, above which less is tried
-_LEAST_NODES = 8  # then
-_SHALLOW = 16  # times fewer nodes before the first search
+_LEAST_NODES = 8  # however many tables there are
 _CLOSE = 1e-6  # a gap up to which no simpler plan is looked at
-_BEHIND = 1.01  # a part in which a search stays so far behind is searched no more
-_RISEN = 1.05  # unless its bound has risen so far since, and with it where a search begins
-_SETTLED = 3e-3  # what steps of searches that find no more differ by
-_ENOUGH = 0.03  # gap above which a search has a third turn, and bounds are raised for longer
-_NOTHING_LEFT = 0.2  # of the target gap: a part this close to its own bound is searched once
 _Proof = dict[str, Any]  # see `_proof`
-SEARCHES = ("relaxation", "markov-chain")
 
 
 def make_plan(
@@ -59,7 +48,6 @@ def make_plan(
     seed: int = 0,
     allow: Iterable[str] | None = None,
     overlap: Mapping[str, Any] | None = None,
-    search: str = "relaxation",
 ) -> Plan:
     """Plan where every row lives, with a certified lower bound of the modelled step.
 
@@ -80,8 +68,6 @@ def make_plan(
             topology, and host memory where the rows do not fit without it.
         overlap: dense compute that phases may hide behind, ``{phase: microseconds}``, see
             `oper.search.problem.overlap`; by default nothing hides.
-        search: ``"relaxation"``, or ``"markov-chain"`` for comparison, see
-            `oper.search.peers.markov`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -91,12 +77,11 @@ def make_plan(
     problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
                            allow=allow, constraints=constraints)
     return plan_problem(with_overlap(problem, overlap), effort=effort, time_budget_s=time_budget_s,
-                        target_gap=target_gap, seed=seed, search=search)
+                        target_gap=target_gap, seed=seed)
 
 
 def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float | None = None,
-                 target_gap: float = 0.01, seed: int = 0, search: str = "relaxation",
-                 start: Plan | None = None) -> Plan:
+                 target_gap: float = 0.01, seed: int = 0, start: Plan | None = None) -> Plan:
     """Plan a problem that is already stated; arguments and errors as `make_plan`.
 
     Args:
@@ -118,19 +103,15 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)
-    if search not in SEARCHES:
-        raise InvalidInputError(fail("cannot search", "search", search, f"one of {SEARCHES}",
-                                     "choose one of these"))
-    make = _plan if search == "relaxation" else _chained
     try:
-        plan, proof = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
+        plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
     except PlanInfeasibleError:
         if not problem.last_resort:
             raise
         problem = problem.in_need()
-        plan, proof = plan_with_groups(problem, lambda p: make(p, budget, target_gap, seed))
+        plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
     check_constraints(plan, problem.constraints)
-    notes = {**plan.notes, "effort": effort, "seed": seed, "search": search,
+    notes = {**plan.notes, "effort": effort, "seed": seed,
              "allow": sorted(problem.allow)}
     if problem.constraints != Constraints():
         notes["constraints"] = problem.constraints.to_json()
@@ -223,17 +204,6 @@ def _proved_us(proof: _Proof) -> float:
     return float(min(proof["bound_us"], np.inf if cutoff_us is None else cutoff_us))
 
 
-def _chained(problem: Problem, budget: Effort, target_gap: float, seed: int
-             ) -> tuple[Plan, _Proof]:
-    """The Markov chain's plan with the bound of the space."""
-    parts = _subspaces(problem, budget.deadline)
-    plan = markov_chain(problem, seed, budget.max_trials, deadline=budget.deadline,
-                        goal_us=parts[0].lower_bound_us * (1 + target_gap))
-    if plan is None:
-        raise PlanInfeasibleError(no_plan_found(problem, budget.max_trials))
-    return replace(plan, step_us=evaluate(plan, problem).step_us), _proof(parts)
-
-
 def _subspaces(problem: Problem, deadline: float | None) -> list[Subspace]:
     """The parts of the space; raises PlanInfeasibleError where none fits the memory."""
     parts = subspaces(problem, deadline)
@@ -243,76 +213,48 @@ def _subspaces(problem: Problem, deadline: float | None) -> list[Subspace]:
 
 
 def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, seed: int
-                     ) -> tuple[Subspace, State]:
-    """The best placement of all parts of the space, and bounds tightened around it."""
-    best: tuple[Subspace, Found] | None = None
+                     ) -> tuple[Subspace, Found]:
+    """The best placement of all parts of the space, and bounds tightened around it.
+
+    Every part that may hold the best plan is searched from its best node; the best part again from
+    several, once a known step has made its tree smaller.
+    """
     num_tables = len(parts[0].bound.relaxation.tables)
-    nodes = round(budget.max_boxes * 100 / max(50, num_tables))  # each time; more tables, fewer
-    relaxation = parts[0].bound.relaxation
-    # Prices of several classes across hosts take longer.
-    slow = len(relaxation.classes.ranks) > 1 and len(set(relaxation.model.machine.host)) > 1
-    # Nodes from which it begins. Large ones are good starts where tables are few, small ones where
-    # pieces are many: begin from one of the former and, when a step is known, from the latter.
-    turns, shallow = [1, budget.num_starts], max(2, nodes // _SHALLOW)
-    if num_tables > _FEW:
-        turns = [1, budget.num_starts, 1][:2 if slow else 3]
-        shallow = nodes // 2 if slow else nodes
-    if num_tables > _MANY:
-        nodes = shallow = max(nodes, _LEAST_NODES)
-        moves = budget.max_moves * _MANY // num_tables
-        budget, turns = replace(budget, max_moves=moves), [1]
+    nodes = max(_LEAST_NODES, round(budget.max_nodes * 100 / max(50, num_tables)))
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
-    tighten(parts, shallow, np.inf, np.inf, first)
-    # Steps found in parts, their bounds then, and whether it was much the same step again.
-    seen: dict[int, tuple[float, float, bool]] = {}
-    for turn, num_starts in enumerate(turns):
-        if best is not None:
-            known = best[1].step_us
-            tighten(parts, nodes, known, known / (1 + target_gap), budget.deadline,
-                     Subspace.prove)
-        for part in sorted(parts, key=lambda x: x.lower_bound_us):
-            known = np.inf if best is None else best[1].step_us
-            lower_us = min(x.lower_bound_us for x in parts)
-            # A part whose own bound is above what is already found cannot hold a better plan.
-            enough = max(target_gap, _ENOUGH) if turn == len(turns) - 1 else target_gap
-            if best is not None and (budget.over() or known <= max(
-                    part.lower_bound_us, lower_us * (1 + enough))):
-                continue
-            if known <= part.lower_bound_us or any(part.is_part_of(x) for x in parts):
-                continue
-            step, bound, settled = seen.get(id(part), (0.0, 0.0, False))
-            behind = step > _BEHIND * known and part.lower_bound_us < _RISEN * bound
-            at_best = 0 < step < part.lower_bound_us * (1 + _NOTHING_LEFT * target_gap)
-            if behind or settled or at_best:
-                continue
-            starts = part.lowest(num_starts)
-            looks = budget.num_looks // (2 if turn == 0 and len(turns) > 1 else 1)
-            found = search(starts, replace(budget, num_looks=looks), lower_us, target_gap,
-                           seed + turn)
-            again = num_tables <= _FEW and found.spread < _SETTLED and (
-                abs(found.step_us / max(step, 1e-9) - 1) < _SETTLED)
-            seen[id(part)] = min(found.step_us, step or np.inf), part.lower_bound_us, again
-            if best is None or found.score < best[1].score:
-                best = part, found
-    assert best is not None
-    part, found = best
-    if found.is_annealed and (num_tables <= _FEW or not found.state.evaluation.fits):
+    tighten(parts, nodes // 2, np.inf, np.inf, first)
+    best: tuple[Subspace, Found] | None = None
+
+    def is_enough() -> bool:
         lower_us = min(x.lower_bound_us for x in parts)
-        found = improved(found, budget, lower_us * (1 + target_gap), seed)
-    known = found.step_us
-    # Nodes of few tables take less time than one search more.
-    left = nodes if num_tables <= _FEW else nodes // (4 if num_tables <= _MANY else 2)
-    tighten(parts, left, known, known / (1 + target_gap), budget.deadline, Subspace.prove)
-    if num_tables <= _MANY:
-        left, enough = nodes * (2 if num_tables <= _FEW else 1), max(target_gap, _ENOUGH)
-        tighten(parts, left, known, known / (1 + enough), budget.deadline, Subspace.prove)
-    return part, found.state
+        return best is not None and (
+            budget.over() or best[1].step_us <= lower_us * (1 + target_gap))
+
+    for part in sorted(parts, key=lambda x: x.lower_bound_us):
+        known = np.inf if best is None else best[1].step_us
+        if is_enough() or known <= part.lower_bound_us or any(part.is_part_of(x) for x in parts):
+            continue
+        lower_us = min(x.lower_bound_us for x in parts)
+        found = search(part.lowest(1), budget, lower_us, target_gap, seed)
+        if best is None or found.score < best[1].score:
+            best = part, found
+    assert best is not None
+    for turn in range(2):
+        part, found = best
+        tighten(parts, nodes, found.step_us, found.step_us / (1 + target_gap), budget.deadline,
+                Subspace.prove)
+        if turn == 1 or is_enough() or found.step_us <= part.lower_bound_us:
+            break
+        again = search(part.lowest(budget.num_starts), budget,
+                       min(x.lower_bound_us for x in parts), target_gap, seed + 1)
+        best = part, min(found, again, key=lambda x: x.score)
+    return best
 
 
-def _assemble(problem: Problem, bound: Bound, state: State) -> Plan:
+def _assemble(problem: Problem, bound: Bound, found: Found) -> Plan:
     free = {t.spec.name: table_plan(t, pieces)
-            for t, pieces in zip(bound.relaxation.tables, state.pieces, strict=True)}
+            for t, pieces in zip(bound.relaxation.tables, found.placements, strict=True)}
     entries = []
     for t in problem.tables:
         entry = free.get(t.spec.name)

@@ -48,8 +48,6 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start", metavar="PLAN",
                         help="start from a plan of the same tables and ranks; the new one is "
                              "never slower")
-    parser.add_argument("--search", choices=("relaxation", "markov-chain"), default="relaxation",
-                        help="relaxation (default), or FlexFlow's Markov chain, for comparison")
     parser.add_argument("--request-rate", type=number(above=True), metavar="R",
                         help="with --latency-bound, for inference: samples per second; chooses "
                              "replicas and batching with the least memory")
@@ -74,7 +72,7 @@ def run_plan(args: argparse.Namespace) -> int:
         constraints=None if args.constraints is None else read_constraints(args.constraints))
     problem = with_overlap(problem, parse_argument(args.overlap))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
-                        target_gap=args.target_gap, seed=args.seed, search=args.search,
+                        target_gap=args.target_gap, seed=args.seed,
                         start=None if args.start is None else Plan.load(args.start))
     plan.save(args.output)
     if args.json:

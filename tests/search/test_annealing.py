@@ -13,9 +13,8 @@ from oper.search.bound.master import lower_bound
 from oper.search.bound.options import PUSH
 from oper.search.cost.model import evaluate
 from oper.search.heuristic.annealing import Annealing, Packed
-from oper.search.heuristic.placing import Placer
+from oper.search.heuristic.placing import Placer, evaluated
 from oper.search.heuristic.recipes import RecipeBook
-from oper.search.heuristic.state import State
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem, make_problem
@@ -64,11 +63,11 @@ def test_columns_of_a_table_may_have_two_recipes_and_cost_what_they_say() -> Non
     _check(stated, annealed, found)
     assert any(len(parts) == 2 for parts in found.parts)
     assert all(parts[0].recipe != parts[1].recipe for parts in found.parts if len(parts) == 2)
-    placed = Placer(annealed.relaxation, annealed.book.total).lay(found.parts, found.units)
+    placed = Placer(annealed.relaxation, annealed.book.total).place(found.parts, found.units)
     relaxation = annealed.relaxation
-    state = State(relaxation.model, relaxation.tables, relaxation.base_tally, placed)
+    evaluation = evaluated(relaxation, placed)
     # Stripes are not quite even.
-    assert state.evaluation.step_us == pytest.approx(found.step_us, rel=0.02)
+    assert evaluation.step_us == pytest.approx(found.step_us, rel=0.02)
 
 
 def _hosts(num_hosts: int, per_host: int) -> Topology:
@@ -97,10 +96,10 @@ def test_what_the_search_adds_up_is_what_the_cost_model_says(topology: Topology,
                                            batch_size=256, allow=allow - {"per_host"}))
         found = annealed.run(20_000, 0.0, seed)
         relaxation = annealed.relaxation
-        placed = Placer(relaxation, annealed.book.total).lay(found.parts, found.units)
-        state = State(relaxation.model, relaxation.tables, relaxation.base_tally, placed)
+        placed = Placer(relaxation, annealed.book.total).place(found.parts, found.units)
+        evaluation = evaluated(relaxation, placed)
         # Stripes of few rows are not quite even; of two recipes only one may have several tiers.
-        assert state.evaluation.step_us == pytest.approx(found.step_us, rel=0.02)
+        assert evaluation.step_us == pytest.approx(found.step_us, rel=0.02)
 
 
 def test_the_modelled_step_is_the_evaluated_one() -> None:
@@ -110,10 +109,10 @@ def test_the_modelled_step_is_the_evaluated_one() -> None:
     assert many.step_us <= few.step_us
     # Stripes by weights among them, whose hottest rows go to owners in the order of the pattern.
     relaxation = annealed.relaxation
-    placed = Placer(relaxation, annealed.book.total).lay(many.parts, many.units)
-    state = State(relaxation.model, relaxation.tables, relaxation.base_tally, placed)
+    placed = Placer(relaxation, annealed.book.total).place(many.parts, many.units)
+    evaluation = evaluated(relaxation, placed)
     assert any(weights for parts in many.parts for p in parts for _, _, weights in p.shards)
-    assert state.evaluation.step_us == pytest.approx(many.step_us, rel=0.01)
+    assert evaluation.step_us == pytest.approx(many.step_us, rel=0.01)
     plan = plan_problem(stated, seed=5)
     step = evaluate(plan, stated).step_us
     assert step <= many.step_us * 1.03

@@ -15,10 +15,10 @@ from oper.search.bound.master import lower_bound, solve_node
 from oper.search.bound.node import Node
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, evaluate
-from oper.search.heuristic.oracle import best_of_candidates, relaxed_by_cvxpy
-from oper.search.heuristic.state import State
+from oper.search.heuristic.placing import evaluated
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
+from tests.search.oracle import best_of_candidates, relaxed_by_cvxpy
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
               "unequal": gpus(4, slow=2), "one": host(1)}
@@ -187,8 +187,8 @@ def test_bound_optimum_and_search_are_in_order_with_push_columns_and_unequal_ran
         candidates.append([entry.pieces, *(some[i] for i in rng.permutation(len(some))[:120])])
     optimum, picks = best_of_candidates(relaxation, candidates)
     chosen = [c[n] for c, n in zip(candidates, picks, strict=True)]
-    state = State(relaxation.model, relaxation.tables, relaxation.base_tally, chosen)
-    assert state.evaluation.step_us == pytest.approx(optimum, rel=1e-6)
+    evaluation = evaluated(relaxation, chosen)
+    assert evaluation.step_us == pytest.approx(optimum, rel=1e-6)
     assert optimum <= plan.step_us * (1 + 1e-6)
     assert plan.notes["relaxation_us"] <= optimum * (1 + 1e-9)
     assert plan.lower_bound_us <= optimum * (1 + 1e-9)

@@ -26,11 +26,11 @@ from oper.search.bound.owner_rows import neighbourhoods
 from oper.search.bound.relaxation import Relaxation
 from oper.search.bound.subspaces import _load_apart
 from oper.search.cost.model import CostModel, evaluate
-from oper.search.heuristic.oracle import best_of_candidates
 from oper.search.planner import plan_problem, proved
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem
+from tests.search.oracle import best_of_candidates
 
 LOADS = [(0, GROUPS.index("cross_in")), (0, GROUPS.index("cross_out")),
          (2, GROUPS.index("cross_in"))]

@@ -29,12 +29,11 @@ def stated(held, *, in_order=True, allow=None, memory=80e9, **more):
                              batch_size=256, constraints=value, allow=allow, **more)
 
 
-@pytest.mark.parametrize("search", ["relaxation", "markov-chain"])
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("allow", [EXECUTABLE, EVERYTHING])
-def test_one_tier_of_several_is_pinned_and_the_others_are_planned(search, in_order, allow):
+def test_one_tier_of_several_is_pinned_and_the_others_are_planned(in_order, allow):
     big, problem = stated({"pinned": [OWNED, COLD]}, in_order=in_order, allow=allow)
-    plan = plan_problem(problem, search=search, time_budget_s=1.0)
+    plan = plan_problem(problem, time_budget_s=1.0)
     for piece in plan.table(big).pieces:
         assert {(x.start, x.stop) for x in piece.tiers} >= {(3, 40), (60, 100)}
         assert Tier(3, 40, "owned", (2,)) in piece.tiers
@@ -47,17 +46,15 @@ def test_one_tier_of_several_is_pinned_and_the_others_are_planned(search, in_ord
     assert read == problem.constraints
 
 
-@pytest.mark.parametrize("search", ["relaxation", "markov-chain"])
-def test_some_rows_without_replicas(search):
+def test_some_rows_without_replicas():
     _, free = stated(None, objective="inference")
     big, problem = stated({"replicate": [[5, 50]]}, objective="inference")
     assert any(x.placement == "replicated" and x.start < 50
                for x in plan_problem(free).table(big).tiers)
-    plan = plan_problem(problem, search=search, time_budget_s=1.0)
+    plan = plan_problem(problem, time_budget_s=1.0)
     for x in plan.table(big).tiers:
         assert x.placement != "replicated" or x.stop <= 5 or x.start >= 50
-    if search == "relaxation":  # the rest stays replicated: there is room
-        assert any(x.placement == "replicated" for x in plan.table(big).tiers)
+    assert any(x.placement == "replicated" for x in plan.table(big).tiers), "there is room"
 
 
 @pytest.mark.parametrize(("held", "word"), [

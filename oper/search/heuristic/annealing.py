@@ -18,8 +18,9 @@ import numpy as np
 from oper.plan import MAX_PATTERN
 from oper.search import native
 from oper.search.bound.master import Bound
-from oper.search.bound.options import PUSH, SHARD
+from oper.search.bound.options import PUSH, SHARD, row_makers
 from oper.search.bound.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS, own_load
+from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.heuristic.recipes import Recipe, RecipeBook
 from oper.search.problem.machine import GROUPS, by_group
@@ -73,6 +74,16 @@ class Packed:
     arrays: dict[str, np.ndarray]
 
 
+def dealt_options(relaxation: Relaxation) -> np.ndarray:
+    """By which options rows of each table are dealt to owners one by one: pushed ones, and pulled
+    ones of a table that no stripe may divide; bool [T, M]."""
+    pushed = np.array([o.kind == PUSH for o in relaxation.options], bool)
+    pulled = np.array([o.kind == SHARD for o in relaxation.options], bool)
+    whole = ["striped" not in relaxation.problem.placements_of(t.spec.name)
+             for t in relaxation.tables]
+    return pushed | (np.array(whole, bool)[:, None] & pulled)
+
+
 class Loads:
     """Loads of ranks: microseconds by (phase, group of terms), and the share of memory at the end.
 
@@ -86,7 +97,7 @@ class Loads:
     """
 
     def __init__(self, book: RecipeBook) -> None:
-        self.relaxation = book.relaxation
+        self.relaxation, self.full = book.relaxation, book.full
         self.model = self.relaxation.model
         self.class_of = self.relaxation.classes.of_rank
         ranks = self.relaxation.classes.ranks
@@ -97,7 +108,8 @@ class Loads:
             self.num_classes, NUM_ROWS, -1)
         machine = self.model.machine
         for c, r in enumerate(ranks):
-            room = machine.capacity_bytes[machine.domain[r[0]]] / machine.num_near[r[0]]
+            room = book.full * machine.capacity_bytes[machine.domain[r[0]]]
+            room /= machine.num_near[r[0]]
             self.own_unit[c, HELD, -1] = 1.0 / max(room, 1e-3)
         self.piece_us = np.zeros(self.num_loads)  # of a piece, in every phase that looks at tables
         for p, name in enumerate(self.model.phases):
@@ -118,7 +130,8 @@ class Loads:
         machine, classes = self.model.machine, self.relaxation.classes
         memory = self.relaxation.rows.first_memory
         for c, ranks in enumerate(classes.ranks):
-            out[..., c, -1] = rows[..., memory + classes.of_domain[machine.domain[ranks[0]]]]
+            share = rows[..., memory + classes.of_domain[machine.domain[ranks[0]]]]
+            out[..., c, -1] = share / self.full
         return out
 
     def base(self, num_tables: int) -> np.ndarray:
@@ -134,7 +147,8 @@ class Loads:
         out[:, :-1] = groups.reshape(-1, self.class_of.size).T
         out[:, :-1] -= num_tables * self.piece_us[:-1]
         machine = model.machine
-        held = machine.per_domain(tally.rows[HELD]) / np.maximum(machine.capacity_bytes, 1e-3)
+        held = machine.per_domain(tally.rows[HELD]) / np.maximum(
+            self.full * machine.capacity_bytes, 1e-3)
         out[:, -1] = held[machine.domain]
         return out
 
@@ -149,7 +163,7 @@ class Annealing:
 
     def __init__(self, book: RecipeBook, bound: Bound) -> None:
         self.book, self.bound, self.loads = book, bound, Loads(book)
-        self.relaxation = book.relaxation
+        self.relaxation, self.dealt = book.relaxation, dealt_options(book.relaxation)
         self.recipes = [self._ordered(k) for k in range(len(book.recipes))]
         self.first = np.concatenate([[0], np.cumsum([len(r) for r in self.recipes])])
         arrays = self._arrays()
@@ -157,31 +171,35 @@ class Annealing:
         self.arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
 
     def _ordered(self, k: int) -> list[int]:
-        """Recipes of table `k`, neighbours alike: by how much they push, then replicate."""
+        """Recipes of table `k`, neighbours alike: by how much they deal, then replicate."""
         amount = self.book.amounts[k]
-        push = np.array([o.kind == PUSH for o in self.relaxation.options], bool)
-        return np.lexsort((amount[:, 0, IDS], amount[:, push, IDS].sum(axis=1))).tolist()
+        dealt = amount[:, self.dealt[k], IDS].sum(axis=1)
+        return np.lexsort((amount[:, 0, IDS], dealt)).tolist()
 
     def _arrays(self) -> dict[str, np.ndarray]:
         relaxation, loads = self.relaxation, self.loads
         amount = np.concatenate([self.book.amounts[k][r] for k, r in enumerate(self.recipes)])
         table = np.repeat(np.arange(len(self.recipes)), np.diff(self.first))
-        push = np.array([o.kind == PUSH for o in relaxation.options], bool)
-        features = amount[:, push].sum(axis=1)  # [N, 4]
-        stay = np.where(push[:, None], 0.0, amount)
+        dealt = np.where(self.dealt[table][..., None], amount, 0.0)
+        features, stay = dealt.sum(axis=1), amount - dealt  # [N, 4], [N, O, 4]
+        pushed_ids = dealt[:, relaxation.pushes, IDS].sum(axis=1)
         one = np.ones(amount.shape[:2])
         whole = relaxation.resources_of(stay, table, one, one)
         once = np.einsum("nof,nofr->nr", stay, relaxation.per_stream[table])
         tables, class_of = relaxation.tables, loads.class_of
-        per_table = self._per_table()
-        rows = [np.einsum("nf,ncfq->ncq", features, x[table]) for x in per_table]
-        of_ids = features[:, IDS, None, None] * per_table[0][table][:, :, IDS]
+        rows = [np.zeros((table.size, loads.num_classes, NUM_ROWS))] * 5
+        for kind in {relaxation.options[o].kind for o in np.flatnonzero(self.dealt.any(axis=0))}:
+            of_kind = [o.kind == kind for o in relaxation.options]
+            part, made = dealt[:, of_kind].sum(axis=1), self._per_table(kind)
+            of_ids = part[:, IDS, None, None] * made[0][table][:, :, IDS]
+            rows = [x + y for x, y in zip(rows, [*(np.einsum("nf,ncfq->ncq", part, x[table])
+                                                   for x in made), of_ids], strict=True)]
         head_at, head = self._heads()
-        fill, fill_once = self._fill(amount, table)
+        fill, fill_once = self._fill(stay, table)
         size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
         shares = np.linspace(0.0, 1.0, _SHARES + 1)
         sums = np.stack([loads.model.partial_bytes(tables[k], 1, f * shares)
-                         for k, f in zip(table.tolist(), features[:, IDS], strict=True)])
+                         for k, f in zip(table.tolist(), pushed_ids, strict=True)])
         order = np.argsort(class_of, kind="stable")
         places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
         split = np.array([loads.model.problem.may_split(t) for t in tables], bool)
@@ -189,7 +207,7 @@ class Annealing:
         may = np.stack([self._may(k) for k in range(len(tables))])[:, order]
         may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
         columns = dim[table][:, None, None]
-        piece, asked = self._unseen(features[:, IDS], table)
+        piece, asked = self._unseen(pushed_ids, table)
         num_rows = np.array([t.spec.num_rows for t in tables], float)
         parts = 2 if may_split.any() else 1
         of_parts = {"first": self.first[:-1], "num_recipes": np.diff(self.first),
@@ -205,13 +223,14 @@ class Annealing:
             "fill": (fill - fill_once) / columns, "fill_once": fill_once,
             "column": np.einsum("ncq,cqg->ncg", rows[0], loads.own_unit),
             "stream": np.einsum("ncq,cqg->ncg", rows[1], loads.own_unit),
-            "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit),
-            "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit)
+            "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit)
             + np.einsum("ncq,dqg->ncdg", rows[2], loads.own_unit),
-            "column_ids": np.einsum("ncq,cqg->ncg", of_ids, loads.own_unit),
+            "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit)
+            + np.einsum("ncq,dqg->ncdg", rows[3], loads.own_unit),
+            "column_ids": np.einsum("ncq,cqg->ncg", rows[4], loads.own_unit),
             "head_at": head_at, "head": head, "asked": asked,
             "whole": (features[:, ROWS] >= num_rows[table] * (1 - 1e-12)).astype(np.uint8),
-            "sums": sums, "pushes": (features[:, IDS] > 0).astype(np.uint8),
+            "sums": sums, "pushes": (features[:, ROWS] > 0).astype(np.uint8),
             **{n: np.concatenate([x] * parts) for n, x in of_parts.items()}}
 
     def _unseen(self, pushed_ids: np.ndarray, table: np.ndarray
@@ -243,8 +262,8 @@ class Annealing:
         """The hottest rows that each recipe pushes: their places in its first pushed tier (int64
         [N, H]) and their shares of the lookups of all that it pushes (float64 [N, H], 0 = none)."""
         at, head = [], []
-        pushes = [o.kind == PUSH for o in self.relaxation.options]
         for k, t in enumerate(self.relaxation.tables):
+            pushes = self.dealt[k]
             recipes = [self.book.recipes[k][r] for r in self.recipes[k]]
             ends = [(0, *r.stops) for r in recipes]
             which = [next((n for n, o in enumerate(r.options) if pushes[o]), -1) for r in recipes]
@@ -285,31 +304,33 @@ class Annealing:
             out[:, :, option.rank_class] += rows @ self.loads.own_unit[option.rank_class]
         return out[0], out[1]
 
-    def _per_table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tally rows by class of the owner and feature, of a column and of an id stream beyond what
-        all ranks do alike, and the latter, which every id stream costs; [T, C, 4, 20] each."""
+    def _per_table(self, kind: str) -> list[np.ndarray]:
+        """Tally rows by class of the owner and feature of dealt rows of a kind: what their owner
+        does beyond what all ranks do alike, for a column and for an id stream, and the latter;
+        [T, C, 4, 20] each of the four."""
         ranks, world = [int(r[0]) for r in self.relaxation.classes.ranks], self.loads.class_of.size
-        each = np.arange(len(ranks))
+        each, model = np.arange(len(ranks)), self.loads.model
         owner = np.zeros((len(ranks), NUM_FEATURES, NUM_FEATURES, world))
         for c, r in enumerate(ranks):
             owner[c, np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), r] = 1.0
-        column, stream, alike = [], [], []
+        out: list[list[np.ndarray]] = [[], [], [], []]
         for t in self.relaxation.tables:
-            made = [self.loads.model.push_rows(t, w, owner) for w in (t.spec.dim, 2 * t.spec.dim)]
-            once, cut = (x[each, ..., ranks] for x in (
-                made[0], self.loads.model.cut_rows(t, made[0], made[1])))
-            # What a rank does that owns nothing depends on no width.
-            reader = (made[0][each, ..., [(r + 1) % world for r in ranks]] if world > 1
-                      else np.zeros_like(once))
-            column.append((once - cut) / t.spec.dim)
-            stream.append(cut - reader)
-            alike.append(reader)
-        return np.stack(column), np.stack(stream), np.stack(alike)
+            once, twice = (row_makers(model)[kind](t, w, owner) for w in (t.spec.dim,
+                                                                          2 * t.spec.dim))
+            cut = model.cut_rows(t, once, twice)
+            mine, others = ([x[each, ..., at] for x in (once - cut, cut)]
+                            for at in (ranks, [(r + 1) % world for r in ranks]))
+            if world == 1:
+                others = [np.zeros_like(x) for x in mine]
+            for n, rows in enumerate([*(a - b for a, b in zip(mine, others, strict=True)),
+                                      *others]):
+                out[n].append(rows / (1 if n % 2 else t.spec.dim))
+        return [np.stack(x) for x in out]
 
     def _may(self, k: int) -> np.ndarray:
-        """Ranks that may own pushed rows of table `k`; bool [W]."""
+        """Ranks that may own dealt rows of table `k`; bool [W]."""
         good = [o.rank_class for n, o in enumerate(self.relaxation.options)
-                if o.kind == PUSH and self.relaxation.allowed[k, n]]
+                if self.dealt[k, n] and self.relaxation.allowed[k, n]]
         return np.isin(self.loads.class_of, good)
 
     def _begin(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -368,7 +389,8 @@ class Annealing:
             parts[k].append(part)
         units = np.zeros(world, np.int64)
         units[arrays["rank_of"]] = arrays["units"]
-        pushed = sum(bool(part.shards) for every in parts for part in every)
+        pushed = sum(bool(self.relaxation.pushes[list(part.recipe.options)].any())
+                     for every in parts for part in every)
         split = sum(sum(max(1, len(part.shards)) for part in every) - 1
                     for t, every in zip(self.relaxation.tables, parts, strict=True)
                     if t.spec.optimizer in ROW_WISE)

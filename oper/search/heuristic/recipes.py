@@ -73,9 +73,11 @@ class RecipeBook:
         amounts: per table, float64 [N, O, 4], features by option.
         pick: per table, index of the chosen recipe.
         total: float64 [R], resources of the chosen recipes, base included.
+        full: the share of every memory that counts as full: all but what stripes that are not quite
+            even may take, and `reserve`.
     """
 
-    def __init__(self, bound: Bound) -> None:
+    def __init__(self, bound: Bound, reserve: float = 0.0) -> None:
         self.relaxation, self.node, self.prices = bound.relaxation, bound.node, bound.prices
         num_tables = len(self.relaxation.tables)
         self.recipes: list[list[Recipe]] = [[] for _ in range(num_tables)]
@@ -89,7 +91,7 @@ class RecipeBook:
         self._phases = [(rows, weight[rows, p]) for p in range(weight.shape[1])
                         for rows in [np.flatnonzero((weight[:, p] > 0) & ~several)]]
         self._several = np.flatnonzero(several)
-        self._full = 1.0 - self._rounding()
+        self.full = 1.0 - self._rounding() - reserve
         self._from_pool(bound)
         self.total = self.node.base - self.relaxation.pinned + sum(
             (r[p] for r, p in zip(self.resources, self.pick, strict=True)),
@@ -230,7 +232,7 @@ class RecipeBook:
             weight = self.relaxation.phase_weight[self._several]
             lack = (totals[:, self._several] - times @ weight.T) / weight.max(axis=1)
             step += np.maximum(lack.max(axis=1), 0.0)
-        over = np.maximum(totals[:, self.relaxation.phase_of == -1] - self._full, 0.0).sum(axis=1)
+        over = np.maximum(totals[:, self.relaxation.phase_of == -1] - self.full, 0.0).sum(axis=1)
         # The mean of the rows breaks ties among plans of equal peaks.
         return step * (1.0 + _OVERFLOW * over) + 1e-7 * totals.mean(axis=1)
 

@@ -1,4 +1,4 @@
-"""A Markov-chain search over the whole space, for comparison with the relaxation-guided one.
+"""A Markov-chain search over the whole space, as a peer of the relaxation-guided one.
 
 FlexFlow (Jia, Zaharia, Aiken 2019) searches its SOAP space with the Metropolis-Hastings algorithm:
 a proposal gives one operator another configuration, drawn at random, and is taken when it lowers
@@ -9,61 +9,67 @@ the cost model. The chain knows no bound and no bottleneck.
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import numpy as np
 
-from oper.errors import fail
 from oper.plan import Piece, Plan, Tier
 from oper.search.bound.pieces import MIN_COLUMNS
-from oper.search.cost.model import CostModel
+from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.tally import Tally
-from oper.search.heuristic.placing import Placement, table_plan
-from oper.search.heuristic.state import State
+from oper.search.heuristic.placing import Placement, table_plan, table_tally
 from oper.search.problem.pins import impose
 from oper.search.problem.statement import Problem, TableProblem
 
 _BETA = 50.0  # per cost of the first placement: one that is 2 % of it worse is taken in 1 of e
+_OVERFLOW = 1e3  # a placement that misses memory by x is charged as 1 + 1e3 x of its step
 _MAX_TIERS = 3
 _MAX_PIECES = 4
 
 
-def markov_chain(problem: Problem, seed: int, num_proposals: int, *, goal_us: float = 0.0,
-                 deadline: float | None = None) -> Plan | None:
+def markov_chain(problem: Problem, seed: int, num_proposals: int) -> Plan | None:
     """The best plan that the chain meets, or None where it meets none that fits.
 
     Args:
         problem: the problem; groups of tables are not looked at.
-        seed: equal seeds give equal plans unless a deadline cuts the chain short.
+        seed: equal seeds give equal plans.
         num_proposals: its length.
-        goal_us: it ends at a plan that fits with at most this step.
-        deadline: `time.monotonic()` value at which it ends.
     """
     rng = np.random.default_rng(seed)
     model = CostModel(problem)
-    tables, base = _free(model)
-    state = State(model, tables, base, [_start(problem, t) for t in tables])
-    best, beta = state.copy(), _BETA / max(state.score, 1e-30)
+    tables, total = _free(model)
+    pieces = [_start(problem, t) for t in tables]
+    tallies = [table_tally(model, t, x) for t, x in zip(tables, pieces, strict=True)]
+    for tally in tallies:
+        total = total.plus(tally)
+    found = model.evaluation(total)
+    best, least, cost = (list(pieces), found), _cost(found), _cost(found)
+    beta = _BETA / max(cost, 1e-30)
     for _ in range(num_proposals if tables else 0):
-        done = best.evaluation.fits and best.evaluation.step_us <= goal_us
-        if done or (deadline is not None and time.monotonic() > deadline):
-            break
         k = int(rng.integers(len(tables)))
-        change = {k: _proposal(problem, tables[k], rng)}
-        attempt = state.attempt(change)
-        if attempt[0] <= state.score or rng.random() < np.exp(beta * (state.score - attempt[0])):
-            state.apply(change, attempt)
-            if state.score < best.score:
-                best = state.copy()
-    if not best.evaluation.fits:
+        proposed = _proposal(problem, tables[k], rng)
+        tally = table_tally(model, tables[k], proposed)
+        after = total.plus(tallies[k], -1).plus(tally)
+        found = model.evaluation(after)
+        new = _cost(found)
+        if new <= cost or rng.random() < np.exp(beta * (cost - new)):
+            pieces[k], tallies[k], total, cost = proposed, tally, after, new
+            if cost < least:
+                best, least = (list(pieces), found), cost
+    if not best[1].fits:
         return None
-    pieces = {t.spec.name: p for t, p in zip(tables, best.pieces, strict=True)}
-    entries = tuple(table_plan(t, pieces.get(t.spec.name) or _pinned(problem, t))
+    placed = {t.spec.name: p for t, p in zip(tables, best[0], strict=True)}
+    entries = tuple(table_plan(t, placed.get(t.spec.name) or _pinned(problem, t))
                     for t in problem.tables)
     return Plan(problem.machine.world_size, entries, problem.objective, problem.batch_size,
-                problem.topology.name, best.evaluation.step_us,
+                problem.topology.name, best[1].step_us,
                 notes={"constants": problem.topology.source})
+
+
+def _cost(found: Evaluation) -> float:
+    """The step (us), dearer when memory overflows."""
+    over = float(np.maximum(found.memory_used() - 1.0, 0.0).sum())
+    return found.step_us * (1.0 + _OVERFLOW * over)
 
 
 def _free(model: CostModel) -> tuple[tuple[TableProblem, ...], Tally]:
@@ -138,10 +144,3 @@ def _tier(problem: Problem, t: TableProblem, rng: np.random.Generator, start: in
     size = len(owners) if rng.random() < 0.5 else int(rng.integers(1, len(owners) + 1))
     return Tier(start, stop, place, tuple(int(r) for r in rng.permutation(owners)[:size]),
                 mode=mode, memory=memory)
-
-
-def no_plan_found(problem: Problem, num_proposals: int) -> str:
-    """What to say when the chain met no plan that fits."""
-    return fail(f"the Markov chain met no plan that fits {problem.topology.name!r}",
-                "proposals", num_proposals, "a plan within memory",
-                "search longer, or leave the default search to tell what fits")
