@@ -3,6 +3,7 @@
 #   PYTHON      interpreter that .venv is made from (3.11 or newer)
 #   TORCH_SPEC  what pip is asked for when .venv has no torch yet, e.g. "torch==2.13.0"
 #   DATA        make demo: a click log in the Criteo format (.txt or .gz) instead of a synthetic one
+#   JOBS        tests that make test runs at once
 #   ARGS        more arguments for pytest (make test), `oper demo` (make demo), or the fault injection
 #               (make test-faults, e.g. ARGS="--tries 3 --only kill")
 
@@ -13,8 +14,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 DATA ?=
 ARGS ?=
 
-# Tests that share nothing with each other but the processors, and measure no time: two at once.
-SIDE_BY_SIDE := $(addprefix tests/,analysis data fuzz report rl_rec search)
+# Tests run beside each other, a file at a time; most wait for processes of their own half of the
+# time. Those marked `alone` follow one by one.
+JOBS ?= 3
 
 # A machine without a GPU must not fetch gigabytes of CUDA libraries. On Linux on x86-64 the plain
 # name means the CUDA build, so ask for the CPU build by its full version there.
@@ -74,8 +76,8 @@ demo: setup
 test: setup
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=1; \
-	$(BIN)/python -m pytest -m "not slow" $(addprefix --ignore=,$(SIDE_BY_SIDE)) || status=1; \
+	$(BIN)/python -m pytest -m "not slow and not alone" -n $(JOBS) --dist loadfile || status=1; \
+	$(BIN)/python -m pytest -m "alone and not slow" || status=1; \
 	exit $$status
 else
 	@$(BIN)/python -m pytest $(ARGS)

@@ -1,71 +1,120 @@
-"""The CUDA library, compiled for all architectures beside the other tests.
-
-It takes minutes of one core, while most tests wait for their processes half of the time. So it
-starts when tests have been collected, at the lowest priority, and the tests that look at it are the
-last to run (see the hooks in `tests/conftest.py`).
-"""
+"""Compiled forms of csrc/device for the tests, kept in ``build/`` between runs."""
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import hashlib
 import os
+import shlex
 import shutil
-import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("80", "90")
-_OUT = ROOT / "build" / "cuda-check"
+_SOURCES = ("csrc/device/*.*", "csrc/device/kernels/*", "csrc/common/*",
+            "csrc/bindings/device*", "tests/cuda/emulation.*")
+_DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL", "-Icsrc"]
+_NVCC_FLAGS = ["-std=c++20", "--fmad=false", "-cudart", "shared", "-DUSE_CUDA", "-Xcompiler",
+               "-fPIC,-fvisibility=hidden,-ffp-contract=off", *_DEFINES]
+_CXX_FLAGS = ["-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+              "-Wno-psabi", "-DOPER_EMULATED", "-Itests/cuda", *_DEFINES]
 
 
-def find_nvcc() -> str | None:
-    """The path of nvcc, from PATH, CUDA_HOME or /usr/local/cuda."""
+def _run(command: Sequence[str], env: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def _kept(name: str, make: Callable[[Path], None], *recipe: object) -> Path:
+    """The file that `make` writes to a path; made again when a source or `recipe` changes.
+
+    Test processes that ask for it at the same time wait for the first one.
+    """
+    digest = hashlib.sha256(repr((recipe, torch.__version__)).encode())
+    for pattern in _SOURCES:
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    folder = ROOT / "build" / "tests" / digest.hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / name).exists():
+            make(folder / f"{name}.part")
+            (folder / f"{name}.part").replace(folder / name)
+    return folder / name
+
+
+def _library(name: str, command: list[str], as_cpp: list[str], tail: list[str]) -> Path:
+    sources = [*sorted(ROOT.glob("csrc/device/kernels/*.cu")),
+               *sorted(ROOT.glob("csrc/device/*.cpp")),
+               *sorted(ROOT.glob("csrc/bindings/device*.cpp"))]
+    if as_cpp:  # the host compiler: its memory is of `emulation.h`
+        sources.remove(ROOT / "csrc/device/memory.cpp")
+        sources.append(ROOT / "tests/cuda/emulation.cpp")
+    includes = [f for path in include_paths() for f in ("-isystem", path)]
+
+    def make(target: Path) -> None:
+        def compile_one(source: Path) -> str:
+            out = target.with_name(f"{source.name}.o")
+            _run([*command, *includes, *as_cpp, "-c", str(source), "-o", str(out)])
+            return str(out)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, sources))
+        _run([*command, "-shared", *objects, *(f"-L{p}" for p in library_paths()),
+              *tail, "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(target)])
+
+    return _kept(name, make, command, tail)
+
+
+@functools.cache
+def emulated_library() -> Path:
+    """csrc/device compiled by the host's compiler against ``emulation.h``."""
+    return _library("liboper_emulated.so",
+                    [*shlex.split(os.environ.get("CXX", "g++")), *_CXX_FLAGS], ["-x", "c++"],
+                    ["-Wl,--no-as-needed"])
+
+
+def find_nvcc() -> str:
+    """The path of nvcc, from PATH, CUDA_HOME or /usr/local/cuda; skips the test without one."""
     homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    return shutil.which("nvcc") or shutil.which(
+    found = shutil.which("nvcc") or shutil.which(
         "nvcc", path=os.pathsep.join(f"{home}/bin" for home in homes))
+    if found is None:
+        pytest.skip("no nvcc in CUDA_HOME, /usr/local/cuda or PATH")
+    return found
 
 
-class Compilation:
-    """One build of the CUDA library from this tree, in processes of its own."""
-
-    def __init__(self) -> None:
-        _OUT.mkdir(parents=True, exist_ok=True)
-        self._log = _OUT / "compiler.log"
-        environment = os.environ | {"OPER_CUDA": "1", "OPER_CUDA_ARCHS": ";".join(ARCHS)}
-        low = [path, "-n", "19"] if (path := shutil.which("nice")) else []
-        # A group of its own, so that the compilers end with it; not a session of its own, beside
-        # which its priority would not count.
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*low, sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(_OUT)],
-                cwd=ROOT, env=environment, process_group=0, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log)
-
-    def library(self) -> Path:
-        """The library, once it is built."""
-        status = self._process.wait()
-        assert status == 0, self._log.read_text(encoding="utf-8", errors="replace")[-4000:]
-        return _OUT / "oper" / "_lib" / "liboper_cuda.so"
-
-    def end(self) -> None:
-        """End it if it still runs."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+@functools.cache
+def unoptimized_library() -> Path:
+    """The CUDA library as PTX that is not optimized: built in seconds, not minutes."""
+    ptx = ["-gencode", f"arch=compute_{ARCHS[-1]},code=compute_{ARCHS[-1]}", "-Xcicc", "-O0", "-O2"]
+    return _library("liboper_cuda.so", [find_nvcc(), *_NVCC_FLAGS, *ptx], [], ["-lcudart"])
 
 
-_running: list[Compilation] = []
+@functools.cache
+def shipped_library() -> Path:
+    """The CUDA library as it is shipped, for all architectures."""
+    find_nvcc()
+    out = ROOT / "build" / "cuda-check"
+    _run([sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(out)],
+         os.environ | {"OPER_CUDA": "1", "OPER_CUDA_ARCHS": ";".join(ARCHS)})
+    return out / "oper" / "_lib" / "liboper_cuda.so"
 
 
-def start() -> Compilation | None:
-    """The build of this session, begun if it was not; None without a compiler."""
-    if not _running and find_nvcc() is not None:
-        _running.append(Compilation())
-    return _running[0] if _running else None
-
-
-def end() -> None:
-    """End the build of this session, if there is one."""
-    while _running:
-        _running.pop().end()
+@functools.cache
+def lookup_kernels(arch: str) -> Path:
+    """Machine code of ``forward.cu``, the kernels of the lookup, optimized as it is shipped."""
+    command = [find_nvcc(), *_NVCC_FLAGS, "-O3", f"-arch=sm_{arch}", "--cubin",
+               *(f for path in include_paths() for f in ("-isystem", path)),
+               "csrc/device/kernels/forward.cu", "-o"]
+    return _kept("forward.cubin", lambda target: _run([*command, str(target)]), command)

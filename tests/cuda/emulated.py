@@ -3,67 +3,15 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
-import shlex
-import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from oper.shmem import library
 from oper.shmem.batch import Lookup
-
-ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ["-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-psabi",
-         "-DOPER_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL", "-Icsrc",
-         "-Itests/cuda"]
-
-
-def sources() -> list[Path]:
-    return [*sorted(ROOT.glob("csrc/device/kernels/*.cu")), ROOT / "csrc/device/context.cpp",
-            *sorted(ROOT.glob("csrc/bindings/device*.cpp")), ROOT / "tests/cuda/emulation.cpp"]
-
-
-@functools.cache
-def build() -> Path:
-    """The emulated library; kept between runs while nothing that it is made of changes."""
-    digest = hashlib.sha256(repr((FLAGS, torch.__version__)).encode())
-    for pattern in ("csrc/device/*.*", "csrc/device/kernels/*", "csrc/common/*",
-                    "csrc/bindings/device*", "tests/cuda/emulation.*"):
-        for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.read_bytes())
-    folder = ROOT / "build" / f"emulated-{digest.hexdigest()[:12]}"
-    library = folder / "liboper_emulated.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
-    includes = [f for path in include_paths() for f in ("-isystem", path)]
-
-    def compile_one(source: Path) -> str:
-        out = folder / f"{source.name}.o"
-        _run([*compiler, *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", str(out)])
-        return str(out)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources()))
-    part = folder / f"{os.getpid()}.so"
-    _run([*compiler, "-shared", *objects, *(f"-L{p}" for p in library_paths()),
-          "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(part)])
-    part.replace(library)
-    return library
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-
+from tests.cuda.compiler import emulated_library
 
 _load_device: Callable[[], Any] = library.load_device
 
@@ -80,7 +28,7 @@ def load() -> Any:
     if has_gpu():
         return _load_device()
     library.load()
-    torch.ops.load_library(str(build()))
+    torch.ops.load_library(str(emulated_library()))
     return torch.ops.oper_emulated
 
 

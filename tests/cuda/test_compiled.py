@@ -7,26 +7,24 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.cuda import compiler
-from tests.cuda.compiler import ARCHS, ROOT
+from tests.cuda.compiler import (
+    ARCHS,
+    ROOT,
+    lookup_kernels,
+    shipped_library,
+    unoptimized_library,
+)
 
 # Kernels that move the rows, and the shapes of the usual tables: rows of whole 16-byte parts.
 HOT = re.compile(r"(pool_bags|pool_ids|stage_rows|reduce_runs|reduce_chunks|update_kernel)")
 UPDATES = re.compile(r"update_kernel|Lb1E")  # at the owner, or of a single rank
 SCALAR = re.compile(r"Li1ELi32E")  # element by element: dims that are no multiple of 16 bytes
-
-
-def library() -> Path:
-    """The CUDA library, built for all architectures from this tree."""
-    compilation = compiler.start()
-    if compilation is None:
-        pytest.skip("no nvcc in CUDA_HOME, /usr/local/cuda or PATH")
-    return compilation.library()
 
 
 def tool(name: str, *arguments: str) -> str:
@@ -43,20 +41,28 @@ def tool(name: str, *arguments: str) -> str:
                           env=env).stdout
 
 
-def usage(arch: str) -> dict[str, dict[str, int]]:
+def usage(binary: Path, arch: str) -> dict[str, dict[str, int]]:
     """Registers, stack and local bytes of every kernel."""
-    text = tool("cuobjdump", "-arch", f"sm_{arch}", "-res-usage", str(library()))
+    text = tool("cuobjdump", "-arch", f"sm_{arch}", "-res-usage", str(binary))
     found = {}
     for name, line in re.findall(r"Function (\S+):\s*\n\s*(REG:[^\n]*)", text):
         found[name] = {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", line)}
     return found
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+# The kernels of the update take the compiler minutes.
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=pytest.mark.slow) for a in ARCHS])
 def test_hot_kernels_keep_rows_in_registers(arch: str) -> None:
-    kernels = usage(arch)
+    check_registers(usage(shipped_library(), arch), at_least=100)
+
+
+def test_kernels_of_the_lookup_keep_rows_in_registers() -> None:
+    check_registers(usage(lookup_kernels(ARCHS[-1]), ARCHS[-1]), at_least=50)
+
+
+def check_registers(kernels: dict[str, dict[str, int]], at_least: int) -> None:
     hot = {n: u for n, u in kernels.items() if HOT.search(n) and not SCALAR.search(n)}
-    assert len(hot) > 100, sorted(kernels)[:5]
+    assert len(hot) >= at_least, sorted(kernels)[:5]
     # Updates of 16-bit rows keep the random numbers of their rounding on the stack, and one shape a
     # few registers more; fp32 rows and all lookups nothing.
     spilling = {n: u for n, u in hot.items() if u["LOCAL"] or u["STACK"] > (
@@ -67,7 +73,7 @@ def test_hot_kernels_keep_rows_in_registers(arch: str) -> None:
 @cache
 def _sass(arch: str) -> dict[str, str]:
     """Machine code of every kernel."""
-    text = tool("cuobjdump", "-arch", f"sm_{arch}", "-sass", str(library()))
+    text = tool("cuobjdump", "-arch", f"sm_{arch}", "-sass", str(lookup_kernels(arch)))
     parts = re.split(r"\n\s*Function : (\S+)", text)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -83,7 +89,7 @@ def _loads(arch: str, kernel: str) -> dict[str, int]:
     return widths
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [pytest.param("80", marks=pytest.mark.slow), "90"])
 @pytest.mark.parametrize("shape", ["IfLi4ELi32ELi1E", "IfLi4ELi16ELi1E",
                                    "INS_7Float16ELi8ELi16ELi1E"])
 def test_rows_are_loaded_in_parts_of_16_bytes(arch: str, shape: str) -> None:
@@ -92,7 +98,9 @@ def test_rows_are_loaded_in_parts_of_16_bytes(arch: str, shape: str) -> None:
     assert widths.get("128", 0) >= 8, widths
 
 
-def test_torch_symbols_are_in_the_stable_interface() -> None:
+@pytest.mark.parametrize("library", [
+    unoptimized_library, pytest.param(shipped_library, marks=pytest.mark.slow)])
+def test_torch_symbols_are_in_the_stable_interface(library: Callable[[], Path]) -> None:
     allowed = set((ROOT / "tests/cuda/torch_symbols.txt").read_text(encoding="ascii").split())
     if shutil.which("nm") is None:
         pytest.skip("no nm; it comes with binutils")

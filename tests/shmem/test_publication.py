@@ -23,6 +23,7 @@ from oper.shmem.publication.publisher import Publisher, Rows
 from oper.shmem.publication.reader import PublishedTables, Reader, shared_pss_bytes
 from oper.tables import TableSpec
 from tests.support import ROOT, wait_for
+from tests.world_support import leftovers
 
 SPECS = [TableSpec("a", 30000, 64, ("f",), "sum", "float32", "none"),
          TableSpec("b", 900, 32, ("g",), "mean", "int8", "none")]
@@ -238,7 +239,6 @@ time.sleep(600)
 
 def test_a_killed_publisher_leaves_its_readers_alone_and_nothing_behind(
         name: str, processes: list[Process]) -> None:
-    before = set(os.listdir("/dev/shm"))
     processes.append(Process(name, code=PUBLISHER))
     reader = Reader(name)
     assert reader.publisher_pid == processes[0].run.pid
@@ -251,8 +251,8 @@ def test_a_killed_publisher_leaves_its_readers_alone_and_nothing_behind(
     with reader.pinned():
         assert (tables.lookup(batch) == 1).all()
     assert reader.verify() == 1
-    left = set(os.listdir("/dev/shm")) - before
-    assert not [n for n in left if "oper" in n or name in n], "others may keep theirs there"
+    assert leftovers([processes[0].run.pid]) == []
+    assert not [n for n in os.listdir("/dev/shm") if name in n]
     with pytest.raises(OperError, match="no such publication"):
         Reader(name, timeout_s=0.1)
     # The name is free again at once.
