@@ -62,9 +62,23 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                              "settings has left; a run that is alive is never replaced")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     own = parser.add_argument_group("files of your own (recipes csv and parquet)")
-    own.add_argument("--sparse", metavar="A,B", help="id columns; A:| for fields like 3|17|4")
-    own.add_argument("--label", metavar="NAME", help="column of 0 and 1")
-    own.add_argument("--dense", metavar="A,B", help="number columns")
+    own.add_argument("--sparse", metavar="A,B",
+                     help="id columns; A:| for fields like 3|17|4, A:integral for ids written "
+                          "17850.0, A:int, A:uint64, A:hex32, A:bins=18/30 for numbers by bins")
+    own.add_argument("--label", metavar="NAME", help="column of 0 and 1, or with")
+    own.add_argument("--threshold", type=float, metavar="X", help="1 for numbers from X on")
+    own.add_argument("--among", metavar="A,B", help="1 for these texts")
+    own.add_argument("--dense", metavar="A,B", help="number columns; A:log1p = log(1 + max(A, 0))")
+    own.add_argument("--cross", action="append", metavar="A*B=N", default=[],
+                     help="a further id column: the ids of A and B, hashed into N rows")
+    own.add_argument("--join", metavar="FILE",
+                     help="a side table (CSV with a header, or Parquet), of the items say")
+    own.add_argument("--join-on", metavar="A[=B]", default="",
+                     help="id column that its rows are found by, called B in FILE")
+    own.add_argument("--join-sparse", metavar="A,B", help="its columns to add, as --sparse")
+    own.add_argument("--join-dense", metavar="A,B", help="its columns to add, as --dense")
+    own.add_argument("--encoding", choices=("utf-8", "latin-1"), default="utf-8",
+                     help="of CSV files")
     own.add_argument("--time", metavar="NAME", help="time column to split by")
     own.add_argument("--time-format", default="unix", metavar="F",
                      choices=("unix", "unix_ms", "iso", "iso_zone"),
@@ -100,9 +114,11 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     from oper.data.generic import GENERIC, Choice, check_generic_inputs, generic_recipe
     from oper.data.recipe import load_recipe
 
-    own = {n: getattr(args, n) for n in ("sparse", "label", "dense", "time")}
+    own = {n: getattr(args, n) for n in ("sparse", "label", "dense", "time", "threshold", "among",
+                                         "join")}
     if args.recipe not in GENERIC:
-        given = [f"--{n}" for n, value in {**own, "filter": args.filter or None}.items()
+        given = [f"--{n}" for n, value in {**own, "filter": args.filter or None,
+                                           "cross": args.cross or None}.items()
                  if value is not None]
         if given:
             raise InvalidInputError(
@@ -112,7 +128,8 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     check_generic_inputs(args.recipe, args.inputs)
     return generic_recipe(args.recipe, Choice(
         _names(own["sparse"]), own["label"], _names(own["dense"]), own["time"], args.time_format,
-        _separator(args.separator), args.filter))
+        _separator(args.separator), args.filter, args.threshold, _names(args.among), args.encoding,
+        args.join, args.join_on, _names(args.join_sparse), _names(args.join_dense), args.cross))
 
 
 def _separator(text: str) -> str:

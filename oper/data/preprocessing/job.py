@@ -73,6 +73,7 @@ class Job:
     finished: FinishedVocabulary | None = None
     _began: bool = False
     _is_large: bool = False
+    _stage: Stage | None = None
     _vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     _first_rows: list[int] = field(default_factory=list)
     _spans: list[tuple[int, int, int]] = field(default_factory=list)
@@ -88,7 +89,9 @@ class Job:
     @property
     def stage(self) -> Stage:
         """The units that have been read."""
-        return Stage(self.work / "stage", self.recipe, self._is_large)
+        if self._stage is None:
+            self._stage = Stage(self.work / "stage", self.recipe, self._is_large)
+        return self._stage
 
     @property
     def shares(self) -> tuple[Fraction, Fraction]:
@@ -114,7 +117,8 @@ class Job:
     def identity(self) -> str:
         """A digest of everything that the output depends on."""
         about = [FOLDER_VERSION, asdict(self.recipe), [u.to_json() for u in self.units],
-                 [(store.full_name(p), *store.stamp(p)) for p in self.paths],
+                 [(store.full_name(p), *store.stamp(p)) for p in [
+                     *self.paths, *(join.file for join in self.recipe.joins)]],
                  [str(x) for x in self.shares], self.min_count, self.options.max_bad,
                  self.options.max_rows, self.options.hash_rows, self.options.row_group_rows,
                  self.options.part_rows]
@@ -193,7 +197,7 @@ class Job:
         split = self._split()
         if not is_done(tasks, "counted"):
             self._share("counting", {f"count-{k:03d}": self._counter(k, split) for k in range(
-                len(self.recipe.names("sparse")))}, [])
+                len(self.recipe.sparse))}, [])
             share({"counted": lambda: None}, tasks)
         if split.by == "rows":
             # What has been written is removed at once, but after it is marked as done.
@@ -271,7 +275,7 @@ class Job:
 
         With a finished vocabulary these are the counts of the values that it lacks.
         """
-        name = self.recipe.names("sparse")[column]
+        name = self.recipe.sparse[column]
         folder = self.work / "vocabulary" / f"{column:03d}"
         folder.mkdir(parents=True, exist_ok=True)
         known = self.finished.unpack(name, folder) if self.finished else None
@@ -317,7 +321,7 @@ class Job:
     def vocabulary(self, name: str) -> Vocabulary:
         """The vocabulary of a column, once counted."""
         if name not in self._vocabularies:
-            number = self.recipe.names("sparse").index(name)
+            number = self.recipe.sparse.index(name)
             self._vocabularies[name] = Vocabulary(self.work / "vocabulary" / f"{number:03d}")
         return self._vocabularies[name]
 
@@ -354,7 +358,7 @@ class Job:
         for k in range(len(self.units if split.by == "rows" else self._spans)):
             found = json.loads((self.work / "stage" / f"{k:06d}.rows.json").read_text())
             rows = {s: rows[s] + found[s] for s in SPLITS}
-        columns = self.recipe.names("sparse")
+        columns = self.recipe.sparse
         unseen = {} if self.finished is None else {
             name: json.loads((self.work / "stage" / f"unseen-{k:03d}.json").read_text())
             for k, name in enumerate(columns)}

@@ -76,12 +76,18 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         found[unit.path] += record["rows"] + record["bad"]
     inputs = [{"path": store.full_name(p), "bytes": store.size(p), "rows": found[p],
                **_about(p)} for p in job.paths]
-    sparse = recipe.names("sparse")
+    sparse = recipe.sparse
     chunk = next((c for r in records for c in r["chunks"]), None)
     multi = [n for n, bag in zip(sparse, chunk["bags"] if chunk else [], strict=False) if bag]
     tables = {name: asdict(facts) for name, facts in job.facts.items()}
     valid, test = job.shares
+    joins = [{"file": store.full_name(join.file), "key": join.key,
+              "unmatched_rows": sum(r["unmatched"][k] for r in records)}
+             for k, join in enumerate(recipe.joins)]
     found_problems = _problems(recipe, rows, {"valid": valid, "test": test}, tables, split)
+    found_problems += [f"the side table {j['file']!r} has no row for {j['unmatched_rows']} of the "
+                       f"{sum(rows.values())} rows, by column {j['key']!r}" for j in joins
+                       if 2 * j["unmatched_rows"] > sum(rows.values())]
     return {
         "kind": FOLDER_KIND, "version": FOLDER_VERSION, "job": job.digest,
         "recipe": {"name": recipe.name, "title": recipe.title,
@@ -98,10 +104,13 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
                   "valid": str(valid), "test": str(test),
                   "first_valid_row" if split.by == "rows" else "first_valid_second":
                       split.first_valid, "buckets": split.buckets},
-        "columns": {"label": recipe.label, "dense": list(recipe.names("dense")),
+        "columns": {"label": recipe.label, "dense": list(recipe.dense),
                     "sparse": list(sparse), "multi_hot": multi, "bucket": recipe.bucket_column,
                     "time": recipe.time},
-        "dense_transforms": {c.name: c.transform for c in recipe.columns if c.kind == "dense"},
+        "dense_transforms": {c.name: c.transform for c in (
+            *recipe.columns, *(c for join in recipe.joins for c in join.columns))
+            if c.kind == "dense"},
+        **({"joins": joins} if joins else {}),
         "min_count": job.min_count, "max_rows": options.max_rows, "hash_rows": options.hash_rows,
         "ids_in_hotness_order": options.hash_rows is None and job.finished is None,
         "tables": tables,
