@@ -8,7 +8,7 @@ from typing import Any
 
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
-from oper.data.recipe import KINDS, TRANSFORMS, Recipe, recipe_from_dict
+from oper.data.recipe import KINDS, TRANSFORMS, Layout, Recipe, recipe_from_dict
 from oper.errors import InvalidInputError, fail
 
 GENERIC = ("csv", "parquet")
@@ -95,16 +95,25 @@ def generic_recipe(kind: str, choice: Choice) -> Recipe:
         with store.open_input(choice.join) as file:
             if file.read(4) == b"PAR1":
                 value["join"] |= {"format": "parquet", "header": False, "quote": ""}
-    if kind == "csv":
-        if choice.filter:
-            raise InvalidInputError(fail(what, "filter", list(choice.filter),
-                                         "none: only Parquet files are filtered",
-                                         "filter them before"))
-        value |= {"separator": choice.separator, "header": True, "quote": '"',
-                  "encoding": choice.encoding}
-    else:
-        value |= {"format": "parquet", "filter": list(choice.filter)}
+    if kind == "csv" and choice.filter:
+        raise InvalidInputError(fail(what, "filter", list(choice.filter),
+                                     "none: only Parquet files are filtered",
+                                     "filter them before"))
+    value |= _form(kind, choice.separator, choice.encoding)
+    if choice.filter:
+        value["filter"] = list(choice.filter)
     return recipe_from_dict(value, what)
+
+
+def _form(kind: str, separator: str, encoding: str) -> dict[str, Any]:
+    """Keys of a layout of such files."""
+    return {"format": "parquet"} if kind == "parquet" else {
+        "separator": separator, "header": True, "quote": '"', "encoding": encoding}
+
+
+def file_layout(kind: str, separator: str, encoding: str) -> Layout:
+    """The layout of files of which no column is chosen yet."""
+    return Layout(kind, (), **_form(kind, separator, encoding))
 
 
 def _columns(dense: Sequence[str], sparse: Sequence[str]) -> list[dict[str, Any]]:

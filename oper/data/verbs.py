@@ -12,6 +12,7 @@ from oper.files import check_local
 from oper.flags import whole
 
 if TYPE_CHECKING:
+    from oper.data.preprocessing.options import PreprocessOptions
     from oper.data.recipe import Recipe
     from oper.stats import AccessStats
 
@@ -24,7 +25,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                         help="log files, plain or packed (gzip, zstd, bzip2), or folders of them, "
                              "in order of time; a quoted pattern is expanded in the order of its "
                              "numbers; s3://, gs:// and other stores too; - reads a pipe")
-    parser.add_argument("-o", "--output", "--out", required=True, metavar="DIR",
+    parser.add_argument("-o", "--output", "--out", metavar="DIR",
                         help="folder to write, here or in a store; an interrupted run goes on "
                              "from DIR's sibling .DIR.work when the command is given again")
     parser.add_argument("--min-count", type=whole(1), metavar="N",
@@ -55,6 +56,10 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compression", choices=("none", "zstd"), default="none",
                         help="of the Parquet files: none (the default, quickest to read) or zstd "
                              "(about half as large)")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="write nothing: print what is made of the first 10,000 rows "
+                             "(columns, types, split, problems) and what the whole log would need; "
+                             "recipes csv and parquet without --sparse: the files' columns")
     parser.add_argument("--no-disk-check", action="store_true",
                         help="begin even if the disk is estimated to be too small")
     parser.add_argument("--force", action="store_true",
@@ -93,6 +98,10 @@ def run_preprocess(args: argparse.Namespace) -> int:
     """Run ``oper preprocess``; raises OperError."""
     from oper.data import PreprocessOptions, preprocess
 
+    if args.dry_run == (args.output is not None):
+        raise UsageError(fail("cannot preprocess", "-o, --dry-run", (args.output, args.dry_run),
+                              "one of them", "name a folder to write, or make a dry run"))
+
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
         max_rows=args.max_rows, hash_rows=args.hash_rows,
@@ -100,6 +109,8 @@ def run_preprocess(args: argparse.Namespace) -> int:
         num_workers=args.workers, num_ray_workers=args.ray or 0,
         compression=args.compression, check_disk=not args.no_disk_check,
         show_progress=sys.stderr.isatty())
+    if args.dry_run:
+        return _dry_run(args, options)
     manifest = preprocess(_recipe(args), args.inputs, args.output, options)
     for line in manifest["bad_rows"]["first"]:
         print(f"left out: {line}", file=sys.stderr)
@@ -108,6 +119,54 @@ def run_preprocess(args: argparse.Namespace) -> int:
     else:
         _print_manifest(manifest, args.output)
     return 0
+
+
+def _dry_run(args: argparse.Namespace, options: PreprocessOptions) -> int:
+    from oper.data.generic import GENERIC, file_layout
+    from oper.data.preprocessing.trial import dry_run, looks_of
+    from oper.data.reading.estimate import Needs
+    from oper.data.reading.lines import expand_inputs
+
+    if args.recipe in GENERIC and not args.sparse:
+        path = expand_inputs(args.inputs)[0]
+        looks = looks_of(path, file_layout(args.recipe, _separator(args.separator), args.encoding))
+        found: dict[str, Any] = {"columns": [{"name": n, **look} for n, look in looks.items()]}
+    else:
+        found = dry_run(_recipe(args), args.inputs, options)
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    _print_columns(found)
+    if "plan" not in found:
+        print("name the id columns with --sparse, a label with --label, numbers with --dense")
+        return 0
+    rows = found["rows"]
+    print(f"layout {found['layout']}; of the first rows {rows['train']:,} train, "
+          f"{rows['valid']:,} valid, {rows['test']:,} test, {found['bad_rows']['count']:,} "
+          f"malformed; split by {found['split']['by']}")
+    print(f"whole log: {Needs(**found['plan']).text()}")
+    return 0
+
+
+_MISSING = {"type": "", "missing": None, "distinct": None, "example": ""}  # nothing is known
+
+
+def _print_columns(found: dict[str, Any]) -> None:
+    """The columns of a dry run."""
+    lines = [("column", "kind", "read as", "looks like", "missing", "distinct", "table rows",
+              "example")]
+    for c in found["columns"]:
+        look = {**_MISSING, **c}
+        table = found.get("tables", {}).get(c["name"], {})
+        read = " ".join(x for x in (c.get("parse", ""), c.get("transform", "none")) if x != "none")
+        lines.append((c["name"], c.get("kind", ""), read, look["type"],
+                      "" if look["missing"] is None else f"{look['missing']:.1%}",
+                      "" if look["distinct"] is None else f"{look['distinct']:,}",
+                      f"{table['num_rows']:,}" if table else "", look["example"]))
+    keep = [k for k in range(len(lines[0])) if any(line[k] for line in lines[1:])]
+    widths = [max(len(line[k]) for line in lines) for k in keep]
+    for line in lines:
+        print("  ".join(line[k].ljust(w) for k, w in zip(keep, widths, strict=True)).rstrip())
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

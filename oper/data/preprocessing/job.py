@@ -47,7 +47,7 @@ from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
-
+_PLAN = "plan.json"  # in a work folder: what the job was estimated to need
 
 
 def occupied(target: str, is_ours: bool) -> InvalidInputError:
@@ -166,19 +166,21 @@ class Job:
         return self._folder().joined()
 
     def _begin(self, work: Path) -> None:
-        self._estimate()
+        needs = self._estimate()
         for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary",
                      *(["out/unseen"] if self.finished else [])):
             (work / name).mkdir(parents=True)
+        write_text(work / _PLAN, json.dumps(asdict(needs)))
 
-    def _estimate(self) -> None:
-        need = estimate.disk_need(self.recipe, self.units)
+    def _estimate(self) -> estimate.Needs:
+        need = estimate.needs(self.recipe, self.units)
         free = shutil.disk_usage(self.target.parent).free
         _log.info("%s", need.text(free))
-        if need.total > free and self.options.check_disk:
+        if need.disk_bytes > free and self.options.check_disk:
             raise InvalidInputError(
                 fail("cannot preprocess", "free bytes of the disk", free,
-                     f"about {need.total} at the peak", "free some, or pass --no-disk-check"))
+                     f"about {need.disk_bytes} at the peak", "free some, or pass --no-disk-check"))
+        return need
 
     def run(self) -> None:
         """Take part in the job until it is done."""
@@ -365,5 +367,6 @@ class Job:
         return describe(Outcome(
             self.recipe, self.paths, self.units, self.options, self.identity(), self.shares,
             self.min_count, self.work / "out",
-            {name: self.vocabulary(name).facts for name in columns}, self.finished, unseen),
+            {name: self.vocabulary(name).facts for name in columns},
+            json.loads((self.work / _PLAN).read_text()), self.finished, unseen),
             split, records, rows)

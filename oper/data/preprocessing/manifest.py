@@ -43,6 +43,7 @@ class Outcome:
         min_count: values seen less often share row 0.
         folder: the output.
         facts: of each sparse column's vocabulary.
+        plan: what it was estimated to need.
         finished: the vocabulary that was applied.
         unseen: by sparse column what that lacks.
     """
@@ -56,6 +57,7 @@ class Outcome:
     min_count: int
     folder: Path
     facts: dict[str, VocabularyFacts]
+    plan: dict[str, Any]
     finished: FinishedVocabulary | None
     unseen: dict[str, Any]
 
@@ -93,7 +95,7 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         "recipe": {"name": recipe.name, "title": recipe.title,
                    "layouts": sorted({u.layout for u in job.units})},
         "synthetic": any(i.get("synthetic") for i in inputs),
-        "inputs": inputs,
+        "inputs": inputs, "plan": job.plan,
         "rows": rows, "row_group_rows": options.row_group_rows,
         "parts": _parts(job.folder),
         "bad_rows": {"count": sum(r["bad"] for r in records), "max_bad": options.max_bad,
