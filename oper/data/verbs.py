@@ -244,6 +244,9 @@ def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
                         help="values seen fewer than N times over all days stay unseen (default: "
                              "that of DIR)")
     parser.add_argument("--max-rows", type=whole(2), metavar="N", help="at most N rows per table")
+    parser.add_argument("--reorder", action="store_true",
+                        help="number all rows anew, in frequency order, and write where each has "
+                             "gone (NEW/remap), for 'oper train' and oper.load_checkpoint")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
 
@@ -251,7 +254,8 @@ def run_vocabulary(args: argparse.Namespace) -> int:
     """Run ``oper vocabulary``; raises OperError."""
     from oper.data.vocabulary.finished import extend
 
-    manifest = extend(args.vocabulary, args.folders, args.output, args.min_count, args.max_rows)
+    manifest = extend(args.vocabulary, args.folders, args.output, args.min_count, args.max_rows,
+                      args.reorder)
     if args.json:
         print(json.dumps(manifest))
         return 0

@@ -24,7 +24,7 @@ from oper.data.reading.readers import Unit
 from oper.data.reading.rows import MAX_EXAMPLES
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import VocabularyFacts
-from oper.data.vocabulary.finished import FinishedVocabulary
+from oper.data.vocabulary.finished import FinishedVocabulary, numbering_of
 from oper.errors import FileFormatError
 from oper.files import read_json
 
@@ -115,7 +115,7 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         **({"joins": joins} if joins else {}),
         "min_count": job.min_count, "max_rows": options.max_rows, "hash_rows": options.hash_rows,
         "ids_in_hotness_order": options.hash_rows is None and job.finished is None,
-        "tables": tables,
+        "numbering": _numbering(job), "tables": tables,
         **({} if job.finished is None else {
             "vocabulary": {"path": os.path.abspath(job.finished.path),
                            "digest": job.finished.digest}, "unseen": job.unseen}),
@@ -123,6 +123,15 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         "versions": {"oper": oper.__version__, "python": platform.python_version(),
                      "numpy": np.__version__, "pyarrow": pa.__version__},
     }
+
+
+def _numbering(job: Outcome) -> str:
+    """Tells which rows the values of the columns have: a model goes on with equal ones only."""
+    if job.finished is not None:
+        return job.finished.numbering
+    if job.options.hash_rows is not None:
+        return f"hashes, {job.options.hash_rows} rows"
+    return numbering_of(job.folder / "vocabulary")
 
 
 def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
