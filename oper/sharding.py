@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from oper.environment import check_environment
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan, one_copy_per_domain
+from oper.remap import load_remap
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -205,7 +206,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
-            bytes_per_step: int | None = None) -> None:
+            bytes_per_step: int | None = None, *,
+            remap: str | os.PathLike[str] | None = None) -> None:
     """Move a sharded model's tables to another plan while it is trained. Collective.
 
     Rows, replicas and optimizer states move; outputs, losses and the optimizer go on as before:
@@ -218,9 +220,12 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
         bytes_per_step: bytes that every rank copies in a training step at most, beside the rows
             that this step has just changed; several collections share it evenly. None = move
             everything now.
+        remap: what ``oper vocabulary extend --reorder`` wrote: rows get the numbers that it says,
+            between two batches, and `plan` is one for these. Without `bytes_per_step`; tables that
+            grow start from a checkpoint instead (`oper.load_checkpoint`).
 
     Raises:
-        InvalidInputError: nothing to move, or a move is under way.
+        InvalidInputError: nothing to move, a move is under way, or a re-map that does not fit.
         PlanError: the plan does not fit; the old one goes on.
         OperError: there is no memory for both plans' arenas; likewise.
     """
@@ -230,7 +235,16 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
                                          "a Plan or a plan file",
                                          "pass the plan that oper.replan found, or a plan file"))
         plan = Plan.load(plan)
+    from oper.shmem.renumbering import check_renumbering, renumber
+
     found = _tables_of(model, "nothing to move to another plan")
+    rows = {} if remap is None else load_remap(remap)
+    if rows and bytes_per_step is not None:
+        raise InvalidInputError(fail("cannot move tables to another plan", "bytes_per_step",
+                                     bytes_per_step, "None with a re-map",
+                                     "rows are renumbered between two batches: leave it out"))
+    for tables in found:
+        check_renumbering(tables, rows)
     budget = bytes_per_step
     if isinstance(budget, int) and budget > 0:  # the tables themselves refuse others
         budget = max(1, budget // len(found))
@@ -246,6 +260,7 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
     if budget is None:
         for tables in found:
             tables.finish_migration()
+            renumber(tables, rows)
 
 
 def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, objective: str,

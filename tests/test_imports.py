@@ -20,7 +20,7 @@ MODULES = {
 }
 
 LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "plan", "directory",
-                    "native", "traffic", "locks", "environment",
+                    "native", "remap", "traffic", "locks", "environment",
                     "flags"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
-from oper.data.recipe import Recipe, recipe_from_dict
+from oper.data.recipe import KINDS, TRANSFORMS, Layout, Recipe, recipe_from_dict
 from oper.errors import InvalidInputError, fail
 
 GENERIC = ("csv", "parquet")
@@ -20,14 +20,22 @@ class Choice:
 
     Attributes:
         sparse: names of the id columns; ``NAME:c`` for fields that hold several ids with the
-            character c between them. Ids are texts in CSV files; in Parquet files integers, texts
-            or lists of these.
+            character c between them, ``NAME:PARSE`` for ids that are no texts (see
+            `oper.data.recipe.Column`), ``NAME:bins=18/30`` for numbers by their bins. In Parquet
+            files ids are integers, texts or lists of these.
         label: a column of 0 and 1; None = none.
-        dense: number columns.
+        dense: number columns; ``NAME:log1p`` transforms one.
         time: a time column to split by; None = the order of the rows.
         time_format: ``"unix"``, ``"unix_ms"``, ``"iso"`` or ``"iso_zone"``.
         separator: of CSV files.
         filter: of Parquet files, see `oper.data.recipe.Layout`.
+        threshold: the label is 1 for numbers from here on.
+        among: the label is 1 for these texts.
+        encoding: of CSV files, ``"utf-8"`` or ``"latin-1"``.
+        join: a side table to add columns of: its file; CSV with a header, or Parquet.
+        join_on: the id column that its rows are found by, ``NAME`` or ``NAME=NAME_IN_FILE``.
+        join_sparse, join_dense: columns to add, as `sparse` and `dense`.
+        cross: ``A*B=N``: hashes of the ids of several columns into N rows.
     """
 
     sparse: Sequence[str]
@@ -37,6 +45,14 @@ class Choice:
     time_format: str = "unix"
     separator: str = ","
     filter: Sequence[str] = ()
+    threshold: float | None = None
+    among: Sequence[str] = ()
+    encoding: str = "utf-8"
+    join: str | None = None
+    join_on: str = ""
+    join_sparse: Sequence[str] = ()
+    join_dense: Sequence[str] = ()
+    cross: Sequence[str] = ()
 
 
 def generic_recipe(kind: str, choice: Choice) -> Recipe:
@@ -45,30 +61,95 @@ def generic_recipe(kind: str, choice: Choice) -> Recipe:
         raise InvalidInputError(
             fail(f"cannot read {kind} files", "sparse columns", list(choice.sparse),
                  "at least one", "name the id columns with --sparse a,b,c"))
+    what = f"cannot read {kind} files"
+    for name, given, ok, needs in (
+            ("threshold, among", (choice.threshold, list(choice.among)),
+             (choice.threshold is None) + (not choice.among) + (choice.label is not None) > 1,
+             "one of them, with a label"),
+            ("join, join-on", (choice.join, choice.join_on),
+             bool(choice.join) == bool(choice.join_on) == bool(
+                 choice.join_sparse or choice.join_dense),
+             "a file, its key and columns, or none of them")):
+        if not ok:
+            raise InvalidInputError(
+                fail(what, name, given, needs, "give the others, or leave it out"))
     columns: list[dict[str, Any]] = []
     if choice.label is not None:
         columns.append({"name": "label", "kind": "label", "source": [choice.label]})
+        if choice.threshold is not None:
+            columns[-1] |= {"parse": "threshold", "threshold": choice.threshold}
+        elif choice.among:
+            columns[-1] |= {"parse": "among", "positive": list(choice.among)}
     if choice.time is not None:
         columns.append({"name": "time", "kind": "time", "parse": choice.time_format,
                         "source": [choice.time]})
-    columns += [{"name": n, "kind": "dense", "parse": "float"} for n in choice.dense]
-    for name in choice.sparse:
-        plain, _, multi = name.rpartition(":") if len(name) > 2 and name[-2] == ":" else (
-            name, "", "")
-        columns.append({"name": plain, "kind": "sparse", "parse": "string",
-                        **({"multi": multi} if multi else {})})
+    columns += _columns(choice.dense, choice.sparse)
     split: Mapping[str, Any] = {"by": "time" if choice.time else "rows", "valid": "1/10",
                                 "buckets": 10, "bucket_column": "bucket"}
-    value: dict[str, Any] = {"name": kind, "column": columns, "split": split}
-    if kind == "csv":
-        if choice.filter:
-            raise InvalidInputError(fail("cannot read csv files", "filter", list(choice.filter),
-                                         "none: only Parquet files are filtered",
-                                         "filter them before"))
-        value |= {"separator": choice.separator, "header": True, "quote": '"'}
-    else:
-        value |= {"format": "parquet", "filter": list(choice.filter)}
-    return recipe_from_dict(value, f"cannot read {kind} files")
+    value: dict[str, Any] = {"name": kind, "column": columns, "split": split,
+                             "cross": [_cross(what, text) for text in choice.cross]}
+    if choice.join is not None:
+        key, _, on = choice.join_on.partition("=")
+        value["join"] = {"file": choice.join, "key": key, "on": on or key,
+                         "column": _columns(choice.join_dense, choice.join_sparse)}
+        with store.open_input(choice.join) as file:
+            if file.read(4) == b"PAR1":
+                value["join"] |= {"format": "parquet", "header": False, "quote": ""}
+    if kind == "csv" and choice.filter:
+        raise InvalidInputError(fail(what, "filter", list(choice.filter),
+                                     "none: only Parquet files are filtered",
+                                     "filter them before"))
+    value |= _form(kind, choice.separator, choice.encoding)
+    if choice.filter:
+        value["filter"] = list(choice.filter)
+    return recipe_from_dict(value, what)
+
+
+def _form(kind: str, separator: str, encoding: str) -> dict[str, Any]:
+    """Keys of a layout of such files."""
+    return {"format": "parquet"} if kind == "parquet" else {
+        "separator": separator, "header": True, "quote": '"', "encoding": encoding}
+
+
+def file_layout(kind: str, separator: str, encoding: str) -> Layout:
+    """The layout of files of which no column is chosen yet."""
+    return Layout(kind, (), **_form(kind, separator, encoding))
+
+
+def _columns(dense: Sequence[str], sparse: Sequence[str]) -> list[dict[str, Any]]:
+    """Entries of a recipe for columns as `Choice` names them."""
+    found: list[dict[str, Any]] = []
+    for text in dense:
+        name, _, transform = text.rpartition(":")
+        found.append({"name": name, "kind": "dense", "parse": "float", "transform": transform}
+                     if name and transform in TRANSFORMS else
+                     {"name": text, "kind": "dense", "parse": "float"})
+    for text in sparse:
+        entry: dict[str, Any] = {"kind": "sparse", "parse": "string"}
+        if len(text) > 2 and text[-2] == ":":
+            text, entry["multi"] = text[:-2], text[-1]
+        name, _, parse = text.rpartition(":")
+        if name and parse in KINDS["sparse"]:
+            text, entry["parse"] = name, parse
+        elif name and parse.startswith("bins="):
+            text, entry["parse"] = name, "bins"
+            entry["bins"] = [_number(x) for x in parse.removeprefix("bins=").split("/")]
+        found.append({"name": text, **entry})
+    return found
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # which a recipe refuses by name
+
+
+def _cross(what: str, text: str) -> dict[str, Any]:
+    names, _, rows = text.rpartition("=")
+    if not names or not rows.isdigit():
+        raise InvalidInputError(fail(what, "cross", text, "A*B=N", "name the columns and the rows"))
+    return {"name": names.replace("*", "_x_"), "of": names.split("*"), "rows": int(rows)}
 
 
 def check_generic_inputs(kind: str, inputs: Sequence[str]) -> None:

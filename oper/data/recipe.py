@@ -16,7 +16,7 @@ from oper.files import datasets_root, read_toml
 KINDS = {  # kind of column: ways to parse it, the first one being the default
     "label": ("binary", "threshold", "among"),
     "dense": ("int", "float"),
-    "sparse": ("hex32", "uint32", "uint64", "int", "integral", "string"),
+    "sparse": ("hex32", "uint32", "uint64", "int", "integral", "string", "bins"),
     "time": ("unix", "unix_ms", "iso", "iso_zone", "yymmddhh"),
     "skip": ("",),
 }
@@ -36,7 +36,8 @@ class Column:
             ``"among"`` (1 for the texts in `positive`). Numbers are ``"int"`` (decimal) or
             ``"float"``; ids ``"hex32"`` (8 lower-case hexadecimal digits), ``"uint32"``,
             ``"uint64"``, ``"int"`` (decimal, of that many bits), ``"integral"`` (decimal, also
-            written 17850.0) or ``"string"``. Times are ``"unix"`` (seconds), ``"unix_ms"``,
+            written 17850.0), ``"string"``, or ``"bins"`` (numbers by the bin of `bins` that they
+            fall into). Times are ``"unix"`` (seconds), ``"unix_ms"``,
             ``"iso"`` (ISO 8601 without a zone, taken as UTC), ``"iso_zone"`` or ``"yymmddhh"``.
         transform: of a dense column: ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
         source: names that the column has in files with a header; its own name by default.
@@ -44,6 +45,7 @@ class Column:
         threshold: see `parse`.
         positive: see `parse`.
         multi: character between the ids of one field; empty = one id per field.
+        bins: ascending lower bounds: a number's id is how many of them are not above it.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Column:
     threshold: float = 1.0
     positive: tuple[str, ...] = ()
     multi: str = ""
+    bins: tuple[float, ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -100,6 +103,43 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Join:
+    """Columns of a side table, such as that of the items, for the rows of the log.
+
+    Attributes:
+        file: the table; it is held in memory.
+        key: the sparse column of the log that its rows are found by, each at most once. A row of
+            the log whose key it lacks has missing fields.
+        layout: of the file. Its sparse column called `key` has the keys, its other sparse and dense
+            columns are added to the log's.
+    """
+
+    file: str
+    key: str
+    layout: Layout
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Those that are added."""
+        return tuple(c for c in self.layout.columns if c.kind != "skip" and c.name != self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Cross:
+    """A sparse column whose values are hashes of the values of others, taken together.
+
+    Attributes:
+        name: of the column.
+        of: sparse columns of one id each.
+        rows: number of different hashes.
+    """
+
+    name: str
+    of: tuple[str, ...]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """How one data set is read.
 
@@ -115,6 +155,7 @@ class Recipe:
         bucket_seconds: length of a time bucket instead (by time), from midnight UTC.
         bucket_column: name of the bucket's column in the output.
         min_count: values seen less often in the training part share row 0.
+        joins, crosses: further columns, made of those of the layouts; crosses also of joined ones.
     """
 
     name: str
@@ -127,6 +168,8 @@ class Recipe:
     bucket_seconds: int = 0
     bucket_column: str = "bucket"
     min_count: int = 2
+    joins: tuple[Join, ...] = ()
+    crosses: tuple[Cross, ...] = ()
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -134,8 +177,22 @@ class Recipe:
         return self.layouts[0].columns
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Names of the columns of one kind, in order."""
+        """Names of the columns of one kind that the log itself has, in order."""
         return tuple(c.name for c in self.columns if c.kind == kind)
+
+    def _joined(self, kind: str) -> tuple[str, ...]:
+        return tuple(c.name for join in self.joins for c in join.columns if c.kind == kind)
+
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """Names of all dense columns: those of the log, then joined ones."""
+        return self.names("dense") + self._joined("dense")
+
+    @property
+    def sparse(self) -> tuple[str, ...]:
+        """Names of all sparse columns: those of the log, then joined ones, then crosses."""
+        return (self.names("sparse") + self._joined("sparse")
+                + tuple(cross.name for cross in self.crosses))
 
     @property
     def label(self) -> str:
@@ -192,7 +249,11 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"no such recipe: recipe={name_or_path!r}, expected a .toml file or one of "
             f"{', '.join([*known, 'csv', 'parquet'])}; correct the name")
     value = read_toml(path, f"cannot read {str(path)!r} as a recipe")
-    return recipe_from_dict(value, f"invalid recipe {str(path)!r}")
+    recipe = recipe_from_dict(value, f"invalid recipe {str(path)!r}")
+    # Side tables are named from where the recipe is.
+    return dataclasses.replace(recipe, joins=tuple(
+        join if "://" in join.file else dataclasses.replace(join, file=str(path.parent / join.file))
+        for join in recipe.joins))
 
 
 _LAYOUT_KEYS = {"format", "separator", "header", "quote", "escape", "encoding", "first", "ask",
@@ -205,11 +266,10 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
     The file holds ``name`` and either ``column`` tables, for files of one layout, or ``layout``
     tables, each with a name and columns of its own.
     """
-    common = {"title", "split", "vocabulary"}
+    common = {"title", "split", "vocabulary", "join", "cross"}
     if isinstance(value, dict) and "layout" in value:
         _check_keys(what, value, {"name", "layout"}, common)
-        entries = value["layout"] if isinstance(value["layout"], list) else [value["layout"]]
-        layouts = tuple(_layout(what, entry) for entry in entries)
+        layouts = tuple(_layout(what, entry) for entry in _list(value["layout"]))
     else:
         _check_keys(what, value, {"name", "column"}, common | _LAYOUT_KEYS)
         layouts = (_layout(what, {"name": "default", "column": value["column"],
@@ -225,15 +285,41 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
         test=parse_share(split.get("test", "0"), what, "test"),
         buckets=split.get("buckets", 1), bucket_seconds=split.get("bucket_seconds", 0),
         bucket_column=str(split.get("bucket_column", "bucket")),
-        min_count=vocabulary.get("min_count", 2))
+        min_count=vocabulary.get("min_count", 2),
+        joins=tuple(_join(what, entry, layouts[0]) for entry in _list(value.get("join", []))),
+        crosses=tuple(_cross(what, entry) for entry in _list(value.get("cross", []))))
     check_recipe(what, recipe)
     return recipe
 
 
+def _list(entries: Any) -> list[Any]:
+    """The entries of a table of TOML that may stand alone."""
+    return entries if isinstance(entries, list) else [entries]
+
+
+def _join(what: str, entry: Any, log: Layout) -> Join:
+    _check_keys(what, entry, {"file", "key", "column"}, _LAYOUT_KEYS | {"on"})
+    key = str(entry["key"])
+    layout = _layout(what, {"name": "join", "separator": ",", "header": True, "quote": '"',
+                            **{k: v for k, v in entry.items() if k not in ("file", "key", "on")}})
+    held = [c for c in log.columns if c.name == key and c.kind == "sparse" and not c.multi]
+    if len(held) != 1:
+        raise InvalidInputError(fail(what, "key of a join", key, "a sparse column of one id each, "
+                                     f"of {[c.name for c in log.of('sparse')]}", "name one"))
+    if not any(c.name == key for c in layout.columns):
+        column = dataclasses.replace(held[0], source=(str(entry.get("on", key)),))
+        layout = dataclasses.replace(layout, columns=(column, *layout.columns))
+    return Join(str(entry["file"]), key, layout)
+
+
+def _cross(what: str, entry: Any) -> Cross:
+    _check_keys(what, entry, {"name", "of", "rows"}, set())
+    return Cross(str(entry["name"]), _texts(what, "of", entry["of"]), entry["rows"])
+
+
 def _layout(what: str, entry: Any) -> Layout:
     _check_keys(what, entry, {"name", "column"}, _LAYOUT_KEYS)
-    entries = entry["column"] if isinstance(entry["column"], list) else [entry["column"]]
-    columns = tuple(c for e in entries for c in _columns(what, e))
+    columns = tuple(c for e in _list(entry["column"]) for c in _columns(what, e))
     options: dict[str, Any] = {k: v for k, v in entry.items() if k in _LAYOUT_KEYS}
     if "filter" in options:
         options["filter"] = _texts(what, "filter", options["filter"])
@@ -275,6 +361,13 @@ def _columns(what: str, entry: Any) -> list[Column]:
                                for k in ("source", "missing", "positive") if k in entry}
     if "threshold" in entry:
         options["threshold"] = _number(what, "threshold", entry["threshold"])
+    if "bins" in entry or parse == "bins":
+        bins = tuple(_number(what, "bins", x) for x in _list(entry.get("bins", [])))
+        if parse != "bins" or not bins or list(bins) != sorted(set(bins)):
+            raise InvalidInputError(
+                fail(what, "bins", bins, 'ascending numbers, with parse = "bins"',
+                     "give the lower bounds of the bins"))
+        options["bins"] = bins
     names = [str(entry["name"])]
     if "first" in entry or "last" in entry:
         first, last = entry.get("first"), entry.get("last")
@@ -322,6 +415,21 @@ def check_recipe(what: str, recipe: Recipe) -> None:
     ]
     outputs = [tuple(c.name for k in ("label", "dense", "sparse") for c in x.of(k))
                for x in recipe.layouts]
+    derived = [*(c.name for join in recipe.joins for c in join.columns),
+               *(cross.name for cross in recipe.crosses)]
+    one_id_each = {n for n in recipe.sparse if n not in {c.name for c in recipe.crosses}} - {
+        c.name for c in (*recipe.columns, *(c for j in recipe.joins for c in j.columns)) if c.multi}
+    checks += [
+        ("columns", derived, len({*derived, *outputs[0]}) == len(derived) + len(outputs[0])
+         and not any(set(n) & set("/\0") for n in derived), "unique names without '/'"),
+        ("kinds of joined columns", [c.kind for j in recipe.joins for c in j.columns],
+         all(c.kind in ("sparse", "dense") for j in recipe.joins for c in j.columns),
+         "sparse and dense ones"),
+        ("cross", [(c.of, c.rows) for c in recipe.crosses], all(
+            len(c.of) > 1 and set(c.of) <= one_id_each and type(c.rows) is int
+            and 1 <= c.rows < 1 << 31 for c in recipe.crosses),
+         "sparse columns of one id each, two or more, and rows in 1..2^31 - 1"),
+    ]
     for layout, output in zip(recipe.layouts, outputs, strict=True):
         checks += [*_layout_checks(layout, recipe), (
             "columns", output, sorted(output) == sorted(outputs[0]),

@@ -12,6 +12,7 @@ from oper.files import check_local
 from oper.flags import whole
 
 if TYPE_CHECKING:
+    from oper.data.preprocessing.options import PreprocessOptions
     from oper.data.recipe import Recipe
     from oper.stats import AccessStats
 
@@ -24,7 +25,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                         help="log files, plain or packed (gzip, zstd, bzip2), or folders of them, "
                              "in order of time; a quoted pattern is expanded in the order of its "
                              "numbers; s3://, gs:// and other stores too; - reads a pipe")
-    parser.add_argument("-o", "--output", "--out", required=True, metavar="DIR",
+    parser.add_argument("-o", "--output", "--out", metavar="DIR",
                         help="folder to write, here or in a store; an interrupted run goes on "
                              "from DIR's sibling .DIR.work when the command is given again")
     parser.add_argument("--min-count", type=whole(1), metavar="N",
@@ -55,6 +56,10 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compression", choices=("none", "zstd"), default="none",
                         help="of the Parquet files: none (the default, quickest to read) or zstd "
                              "(about half as large)")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="write nothing: print what is made of the first 10,000 rows "
+                             "(columns, types, split, problems) and what the whole log would need; "
+                             "recipes csv and parquet without --sparse: the files' columns")
     parser.add_argument("--no-disk-check", action="store_true",
                         help="begin even if the disk is estimated to be too small")
     parser.add_argument("--force", action="store_true",
@@ -62,9 +67,23 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                              "settings has left; a run that is alive is never replaced")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     own = parser.add_argument_group("files of your own (recipes csv and parquet)")
-    own.add_argument("--sparse", metavar="A,B", help="id columns; A:| for fields like 3|17|4")
-    own.add_argument("--label", metavar="NAME", help="column of 0 and 1")
-    own.add_argument("--dense", metavar="A,B", help="number columns")
+    own.add_argument("--sparse", metavar="A,B",
+                     help="id columns; A:| for fields like 3|17|4, A:integral for ids written "
+                          "17850.0, A:int, A:uint64, A:hex32, A:bins=18/30 for numbers by bins")
+    own.add_argument("--label", metavar="NAME", help="column of 0 and 1, or with")
+    own.add_argument("--threshold", type=float, metavar="X", help="1 for numbers from X on")
+    own.add_argument("--among", metavar="A,B", help="1 for these texts")
+    own.add_argument("--dense", metavar="A,B", help="number columns; A:log1p = log(1 + max(A, 0))")
+    own.add_argument("--cross", action="append", metavar="A*B=N", default=[],
+                     help="a further id column: the ids of A and B, hashed into N rows")
+    own.add_argument("--join", metavar="FILE",
+                     help="a side table (CSV with a header, or Parquet), of the items say")
+    own.add_argument("--join-on", metavar="A[=B]", default="",
+                     help="id column that its rows are found by, called B in FILE")
+    own.add_argument("--join-sparse", metavar="A,B", help="its columns to add, as --sparse")
+    own.add_argument("--join-dense", metavar="A,B", help="its columns to add, as --dense")
+    own.add_argument("--encoding", choices=("utf-8", "latin-1"), default="utf-8",
+                     help="of CSV files")
     own.add_argument("--time", metavar="NAME", help="time column to split by")
     own.add_argument("--time-format", default="unix", metavar="F",
                      choices=("unix", "unix_ms", "iso", "iso_zone"),
@@ -79,6 +98,10 @@ def run_preprocess(args: argparse.Namespace) -> int:
     """Run ``oper preprocess``; raises OperError."""
     from oper.data import PreprocessOptions, preprocess
 
+    if args.dry_run == (args.output is not None):
+        raise UsageError(fail("cannot preprocess", "-o, --dry-run", (args.output, args.dry_run),
+                              "one of them", "name a folder to write, or make a dry run"))
+
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
         max_rows=args.max_rows, hash_rows=args.hash_rows,
@@ -86,6 +109,8 @@ def run_preprocess(args: argparse.Namespace) -> int:
         num_workers=args.workers, num_ray_workers=args.ray or 0,
         compression=args.compression, check_disk=not args.no_disk_check,
         show_progress=sys.stderr.isatty())
+    if args.dry_run:
+        return _dry_run(args, options)
     manifest = preprocess(_recipe(args), args.inputs, args.output, options)
     for line in manifest["bad_rows"]["first"]:
         print(f"left out: {line}", file=sys.stderr)
@@ -96,13 +121,63 @@ def run_preprocess(args: argparse.Namespace) -> int:
     return 0
 
 
+def _dry_run(args: argparse.Namespace, options: PreprocessOptions) -> int:
+    from oper.data.generic import GENERIC, file_layout
+    from oper.data.preprocessing.trial import dry_run, looks_of
+    from oper.data.reading.estimate import Needs
+    from oper.data.reading.lines import expand_inputs
+
+    if args.recipe in GENERIC and not args.sparse:
+        path = expand_inputs(args.inputs)[0]
+        looks = looks_of(path, file_layout(args.recipe, _separator(args.separator), args.encoding))
+        found: dict[str, Any] = {"columns": [{"name": n, **look} for n, look in looks.items()]}
+    else:
+        found = dry_run(_recipe(args), args.inputs, options)
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    _print_columns(found)
+    if "plan" not in found:
+        print("name the id columns with --sparse, a label with --label, numbers with --dense")
+        return 0
+    rows = found["rows"]
+    print(f"layout {found['layout']}; of the first rows {rows['train']:,} train, "
+          f"{rows['valid']:,} valid, {rows['test']:,} test, {found['bad_rows']['count']:,} "
+          f"malformed; split by {found['split']['by']}")
+    print(f"whole log: {Needs(**found['plan']).text()}")
+    return 0
+
+
+_MISSING = {"type": "", "missing": None, "distinct": None, "example": ""}  # nothing is known
+
+
+def _print_columns(found: dict[str, Any]) -> None:
+    """The columns of a dry run."""
+    lines = [("column", "kind", "read as", "looks like", "missing", "distinct", "table rows",
+              "example")]
+    for c in found["columns"]:
+        look = {**_MISSING, **c}
+        table = found.get("tables", {}).get(c["name"], {})
+        read = " ".join(x for x in (c.get("parse", ""), c.get("transform", "none")) if x != "none")
+        lines.append((c["name"], c.get("kind", ""), read, look["type"],
+                      "" if look["missing"] is None else f"{look['missing']:.1%}",
+                      "" if look["distinct"] is None else f"{look['distinct']:,}",
+                      f"{table['num_rows']:,}" if table else "", look["example"]))
+    keep = [k for k in range(len(lines[0])) if any(line[k] for line in lines[1:])]
+    widths = [max(len(line[k]) for line in lines) for k in keep]
+    for line in lines:
+        print("  ".join(line[k].ljust(w) for k, w in zip(keep, widths, strict=True)).rstrip())
+
+
 def _recipe(args: argparse.Namespace) -> Recipe:
     from oper.data.generic import GENERIC, Choice, check_generic_inputs, generic_recipe
     from oper.data.recipe import load_recipe
 
-    own = {n: getattr(args, n) for n in ("sparse", "label", "dense", "time")}
+    own = {n: getattr(args, n) for n in ("sparse", "label", "dense", "time", "threshold", "among",
+                                         "join")}
     if args.recipe not in GENERIC:
-        given = [f"--{n}" for n, value in {**own, "filter": args.filter or None}.items()
+        given = [f"--{n}" for n, value in {**own, "filter": args.filter or None,
+                                           "cross": args.cross or None}.items()
                  if value is not None]
         if given:
             raise InvalidInputError(
@@ -112,7 +187,8 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     check_generic_inputs(args.recipe, args.inputs)
     return generic_recipe(args.recipe, Choice(
         _names(own["sparse"]), own["label"], _names(own["dense"]), own["time"], args.time_format,
-        _separator(args.separator), args.filter))
+        _separator(args.separator), args.filter, args.threshold, _names(args.among), args.encoding,
+        args.join, args.join_on, _names(args.join_sparse), _names(args.join_dense), args.cross))
 
 
 def _separator(text: str) -> str:
@@ -168,6 +244,9 @@ def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
                         help="values seen fewer than N times over all days stay unseen (default: "
                              "that of DIR)")
     parser.add_argument("--max-rows", type=whole(2), metavar="N", help="at most N rows per table")
+    parser.add_argument("--reorder", action="store_true",
+                        help="number all rows anew, in frequency order, and write where each has "
+                             "gone (NEW/remap), for 'oper train' and oper.load_checkpoint")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
 
@@ -175,7 +254,8 @@ def run_vocabulary(args: argparse.Namespace) -> int:
     """Run ``oper vocabulary``; raises OperError."""
     from oper.data.vocabulary.finished import extend
 
-    manifest = extend(args.vocabulary, args.folders, args.output, args.min_count, args.max_rows)
+    manifest = extend(args.vocabulary, args.folders, args.output, args.min_count, args.max_rows,
+                      args.reorder)
     if args.json:
         print(json.dumps(manifest))
         return 0

@@ -33,7 +33,7 @@ _TABLE_OPTIONS = ("momentum", "weight_decay", "initial_accumulator_value")
 DENSE_OPTIMIZERS = ("adagrad", "sgd", "adam")
 TABLE_DEVICES = ("cpu", "meta")
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-PATHS = ("data", "out", "stats", "plan", "topology", "start")
+PATHS = ("data", "out", "stats", "plan", "topology", "start", "remap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,8 @@ class TrainConfig:
         start: folder of an earlier run (its `out`) whose last checkpoint the model starts from,
             optimizer states included: the next day, say. Tables may have grown (``oper vocabulary
             extend``). Needs ``sharding="oper"``.
+        remap: the vocabulary that ``oper vocabulary extend --reorder`` wrote between the run of
+            `start` and this one: rows go where it says.
         delta_every: steps between deltas (0 = none): the rows that have changed since, written
             while training goes on; needs `checkpoint_every`.
         tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
@@ -156,6 +158,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     delta_every: int = 0
     start: str = ""
+    remap: str = ""
     tables_on: str = "cpu"
     model_name: str = "dlrm"
     model: Any = field(default_factory=DLRMConfig)
@@ -178,6 +181,8 @@ class TrainConfig:
             _at_least(name, getattr(self, name), least)
         if self.seed >= 2**63:
             raise _bad("seed", self.seed, "< 2^63, which torch takes")
+        if self.remap and not self.start:
+            raise _bad("remap", self.remap, "nothing without start")
         for name in ("stats", "plan", "topology", "start"):
             if getattr(self, name) and self.sharding != "oper":
                 raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from oper.data import Folder
 from oper.errors import FileFormatError, InvalidInputError, OperError, PeerLostError, fail
 from oper.files import write_text
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
@@ -114,9 +115,16 @@ class Checkpoints:
     def _extra(self, step: int) -> dict[str, Any]:
         data = io.BytesIO()
         torch.save([o.state_dict() for o in self._engine.optimizers], data)
-        return {"step": step, "global_batch_size": self._config.batch_size * ranks()[1],
+        return {"step": step, "numbering": self._numbering(),
+                "global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle,
                 "dense": torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)}
+
+    def _numbering(self) -> str:
+        """Which rows the data's values have, as its manifest says; empty where it does not."""
+        if not self._config.data:
+            return ""
+        return str(Folder.open(self._config.data).manifest.get("numbering", ""))
 
     def load(self) -> int:
         """Load the last checkpoint; returns the steps that led to it. Collective.
@@ -143,7 +151,15 @@ class Checkpoints:
         Weights and optimizer states are taken; learning rates and the like are this run's own.
         """
         folder = Path(out) / CHECKPOINT
-        extra = load_checkpoint(folder, self._engine.module, self._tables, grown=True)
+        extra = load_checkpoint(folder, self._engine.module, self._tables, grown=True,
+                                remap=self._config.remap or None)
+        old, new = str(extra.get("numbering", "")), self._numbering()
+        if old and new and (old == new) == bool(self._config.remap):
+            raise InvalidInputError(fail(
+                f"cannot start from {str(folder)!r}", "numbering of the rows", old,
+                f"{new} of {self._config.data!r}" if old != new else "another one, with a re-map",
+                "set remap to what 'oper vocabulary extend --reorder' wrote in between, or take "
+                "data of one vocabulary" if old != new else "leave remap out: rows are the same"))
         own = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
                for o in self._engine.optimizers]
         step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")

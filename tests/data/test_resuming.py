@@ -23,7 +23,7 @@ from oper.data import PreprocessOptions, SyntheticLog, load_recipe, preprocess, 
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import job, run as preprocessing
 from oper.data.reading.detect import plan_units
-from oper.data.reading.estimate import disk_need
+from oper.data.reading.estimate import needs
 from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_values
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
@@ -325,9 +325,9 @@ def test_workers_on_a_ray_cluster_share_the_work(
 def test_disk_estimate_refuses_before_work(
     tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    need = disk_need(KAGGLE, plan_units(KAGGLE, [log], None, 1 << 28))
+    need = needs(KAGGLE, plan_units(KAGGLE, [log], None, 1 << 28))
     assert need.rows == pytest.approx(1500, rel=0.05)
-    usage = type("usage", (), {"free": need.total - 1})
+    usage = type("usage", (), {"free": need.disk_bytes - 1})
     monkeypatch.setattr(preprocessing.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InvalidInputError, match="free bytes"):
         preprocess(KAGGLE, [log], tmp_path / "out")
@@ -360,10 +360,10 @@ def test_disk_estimate_counts_every_id_of_a_bag(
     monkeypatch.setattr(preprocessing.Job, "_count", lambda job, *a: (
         work.append(size_of(job.work)), count(job, *a)))
     preprocess(recipe, [str(path)], tmp_path / "out", PreprocessOptions(valid="0"))
-    need = disk_need(recipe, plan_units(recipe, [str(path)], None, 1 << 28))
+    need = needs(recipe, plan_units(recipe, [str(path)], None, 1 << 28))
     rows = size_of(tmp_path / "out" / "train")
-    assert rows < need.output < 1.4 * rows
-    assert 0.8 * work[0] < need.work < 2 * work[0]
+    assert rows < need.output_bytes < 1.4 * rows
+    assert 0.8 * work[0] < need.work_bytes < 2 * work[0]
 
 
 def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:

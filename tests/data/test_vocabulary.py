@@ -17,6 +17,7 @@ from oper.data import Folder, PreprocessOptions, analyze_folder, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.vocabulary.finished import FinishedVocabulary, extend
 from oper.errors import FileFormatError, InvalidInputError
+from oper.remap import load_remap
 from tests.data.test_verbs import run
 
 RECIPE = generic_recipe("csv", Choice(["user", "item", "tags:|"], "clicked", time="ts"))
@@ -235,3 +236,42 @@ def test_verbs_and_statistics_over_days(
                         strict=True)) == counts
         assert table.num_rows == parts[2].tables[name].num_rows
         assert int(table.tail_num_rows.sum()) + table.head_ids.size == table.num_rows
+
+
+def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
+    make(tmp_path, "day0", "d0")
+    for day in ("day1", "day2"):
+        make(tmp_path, day, day, vocabulary=tmp_path / "d0")
+    later = [tmp_path / "day1", tmp_path / "day2"]
+    stable = extend(tmp_path / "d0", later, tmp_path / "v1", min_count=3)
+    manifest = extend(tmp_path / "d0", later, tmp_path / "v2", min_count=3, reorder=True)
+    rows = {d: json.loads((tmp_path / d / "manifest.json").read_text())["rows"]["train"]
+            for d in ("d0", "day1", "day2")}
+    seen = [r for d, f in (("day0", "d0"), ("day1", "day1"), ("day2", "day2"))
+            for r in days[d][:rows[f]]]
+    remap = load_remap(tmp_path / "v2")
+    for name, values in (("user", [r[0] for r in seen]), ("item", [r[1] or None for r in seen]),
+                         ("tags", [t for r in seen for t in r[2].split("|") if t])):
+        before, after = (ids_of(tmp_path / v, name) for v in ("v1", "v2"))
+        assert after == {v: remap[name][k] for v, k in before.items()}
+        # Rows by count over all days, ties by value, a missing field first. What the first day saw
+        # too rarely for a row of its own counts from the second on.
+        first = Counter(values)
+        old = ids_of(tmp_path / "d0", name)
+        day0 = Counter([r[0] for r in days["day0"][:rows["d0"]]] if name == "user" else
+                       [r[1] or None for r in days["day0"][:rows["d0"]]] if name == "item" else
+                       [t for r in days["day0"][:rows["d0"]] for t in r[2].split("|") if t])
+        count = {v: first[v] - (0 if v in old else day0[v]) for v in after}
+        assert sorted(after, key=lambda v: after[v]) == sorted(
+            after, key=lambda v: (-count[v], v is not None, (v or "").encode()))
+        assert manifest["tables"][name]["missing_id"] == after.get(None, 0)
+    assert stable["numbering"] == json.loads(
+        (tmp_path / "d0" / "manifest.json").read_text())["numbering"] != manifest["numbering"]
+    assert make(tmp_path, "day2", "again", vocabulary=tmp_path / "v2")["numbering"] == manifest[
+        "numbering"]
+    with pytest.raises(FileFormatError, match="re-map"):
+        load_remap(tmp_path / "v1")
+    damaged = tmp_path / "v2" / "remap" / "user.npy"
+    np.save(damaged, np.zeros(5, np.int32))
+    with pytest.raises(FileFormatError, match="each number once"):
+        load_remap(tmp_path / "v2")

@@ -47,7 +47,7 @@ from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
-
+_PLAN = "plan.json"  # in a work folder: what the job was estimated to need
 
 
 def occupied(target: str, is_ours: bool) -> InvalidInputError:
@@ -73,6 +73,7 @@ class Job:
     finished: FinishedVocabulary | None = None
     _began: bool = False
     _is_large: bool = False
+    _stage: Stage | None = None
     _vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     _first_rows: list[int] = field(default_factory=list)
     _spans: list[tuple[int, int, int]] = field(default_factory=list)
@@ -88,7 +89,9 @@ class Job:
     @property
     def stage(self) -> Stage:
         """The units that have been read."""
-        return Stage(self.work / "stage", self.recipe, self._is_large)
+        if self._stage is None:
+            self._stage = Stage(self.work / "stage", self.recipe, self._is_large)
+        return self._stage
 
     @property
     def shares(self) -> tuple[Fraction, Fraction]:
@@ -114,7 +117,8 @@ class Job:
     def identity(self) -> str:
         """A digest of everything that the output depends on."""
         about = [FOLDER_VERSION, asdict(self.recipe), [u.to_json() for u in self.units],
-                 [(store.full_name(p), *store.stamp(p)) for p in self.paths],
+                 [(store.full_name(p), *store.stamp(p)) for p in [
+                     *self.paths, *(join.file for join in self.recipe.joins)]],
                  [str(x) for x in self.shares], self.min_count, self.options.max_bad,
                  self.options.max_rows, self.options.hash_rows, self.options.row_group_rows,
                  self.options.part_rows]
@@ -162,19 +166,21 @@ class Job:
         return self._folder().joined()
 
     def _begin(self, work: Path) -> None:
-        self._estimate()
+        needs = self._estimate()
         for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary",
                      *(["out/unseen"] if self.finished else [])):
             (work / name).mkdir(parents=True)
+        write_text(work / _PLAN, json.dumps(asdict(needs)))
 
-    def _estimate(self) -> None:
-        need = estimate.disk_need(self.recipe, self.units)
+    def _estimate(self) -> estimate.Needs:
+        need = estimate.needs(self.recipe, self.units)
         free = shutil.disk_usage(self.target.parent).free
         _log.info("%s", need.text(free))
-        if need.total > free and self.options.check_disk:
+        if need.disk_bytes > free and self.options.check_disk:
             raise InvalidInputError(
                 fail("cannot preprocess", "free bytes of the disk", free,
-                     f"about {need.total} at the peak", "free some, or pass --no-disk-check"))
+                     f"about {need.disk_bytes} at the peak", "free some, or pass --no-disk-check"))
+        return need
 
     def run(self) -> None:
         """Take part in the job until it is done."""
@@ -193,7 +199,7 @@ class Job:
         split = self._split()
         if not is_done(tasks, "counted"):
             self._share("counting", {f"count-{k:03d}": self._counter(k, split) for k in range(
-                len(self.recipe.names("sparse")))}, [])
+                len(self.recipe.sparse))}, [])
             share({"counted": lambda: None}, tasks)
         if split.by == "rows":
             # What has been written is removed at once, but after it is marked as done.
@@ -271,7 +277,7 @@ class Job:
 
         With a finished vocabulary these are the counts of the values that it lacks.
         """
-        name = self.recipe.names("sparse")[column]
+        name = self.recipe.sparse[column]
         folder = self.work / "vocabulary" / f"{column:03d}"
         folder.mkdir(parents=True, exist_ok=True)
         known = self.finished.unpack(name, folder) if self.finished else None
@@ -317,7 +323,7 @@ class Job:
     def vocabulary(self, name: str) -> Vocabulary:
         """The vocabulary of a column, once counted."""
         if name not in self._vocabularies:
-            number = self.recipe.names("sparse").index(name)
+            number = self.recipe.sparse.index(name)
             self._vocabularies[name] = Vocabulary(self.work / "vocabulary" / f"{number:03d}")
         return self._vocabularies[name]
 
@@ -354,12 +360,13 @@ class Job:
         for k in range(len(self.units if split.by == "rows" else self._spans)):
             found = json.loads((self.work / "stage" / f"{k:06d}.rows.json").read_text())
             rows = {s: rows[s] + found[s] for s in SPLITS}
-        columns = self.recipe.names("sparse")
+        columns = self.recipe.sparse
         unseen = {} if self.finished is None else {
             name: json.loads((self.work / "stage" / f"unseen-{k:03d}.json").read_text())
             for k, name in enumerate(columns)}
         return describe(Outcome(
             self.recipe, self.paths, self.units, self.options, self.identity(), self.shares,
             self.min_count, self.work / "out",
-            {name: self.vocabulary(name).facts for name in columns}, self.finished, unseen),
+            {name: self.vocabulary(name).facts for name in columns},
+            json.loads((self.work / _PLAN).read_text()), self.finished, unseen),
             split, records, rows)

@@ -24,7 +24,7 @@ from oper.data.reading.readers import Unit
 from oper.data.reading.rows import MAX_EXAMPLES
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import VocabularyFacts
-from oper.data.vocabulary.finished import FinishedVocabulary
+from oper.data.vocabulary.finished import FinishedVocabulary, numbering_of
 from oper.errors import FileFormatError
 from oper.files import read_json
 
@@ -43,6 +43,7 @@ class Outcome:
         min_count: values seen less often share row 0.
         folder: the output.
         facts: of each sparse column's vocabulary.
+        plan: what it was estimated to need.
         finished: the vocabulary that was applied.
         unseen: by sparse column what that lacks.
     """
@@ -56,6 +57,7 @@ class Outcome:
     min_count: int
     folder: Path
     facts: dict[str, VocabularyFacts]
+    plan: dict[str, Any]
     finished: FinishedVocabulary | None
     unseen: dict[str, Any]
 
@@ -76,18 +78,24 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         found[unit.path] += record["rows"] + record["bad"]
     inputs = [{"path": store.full_name(p), "bytes": store.size(p), "rows": found[p],
                **_about(p)} for p in job.paths]
-    sparse = recipe.names("sparse")
+    sparse = recipe.sparse
     chunk = next((c for r in records for c in r["chunks"]), None)
     multi = [n for n, bag in zip(sparse, chunk["bags"] if chunk else [], strict=False) if bag]
     tables = {name: asdict(facts) for name, facts in job.facts.items()}
     valid, test = job.shares
+    joins = [{"file": store.full_name(join.file), "key": join.key,
+              "unmatched_rows": sum(r["unmatched"][k] for r in records)}
+             for k, join in enumerate(recipe.joins)]
     found_problems = _problems(recipe, rows, {"valid": valid, "test": test}, tables, split)
+    found_problems += [f"the side table {j['file']!r} has no row for {j['unmatched_rows']} of the "
+                       f"{sum(rows.values())} rows, by column {j['key']!r}" for j in joins
+                       if 2 * j["unmatched_rows"] > sum(rows.values())]
     return {
         "kind": FOLDER_KIND, "version": FOLDER_VERSION, "job": job.digest,
         "recipe": {"name": recipe.name, "title": recipe.title,
                    "layouts": sorted({u.layout for u in job.units})},
         "synthetic": any(i.get("synthetic") for i in inputs),
-        "inputs": inputs,
+        "inputs": inputs, "plan": job.plan,
         "rows": rows, "row_group_rows": options.row_group_rows,
         "parts": _parts(job.folder),
         "bad_rows": {"count": sum(r["bad"] for r in records), "max_bad": options.max_bad,
@@ -98,13 +106,16 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
                   "valid": str(valid), "test": str(test),
                   "first_valid_row" if split.by == "rows" else "first_valid_second":
                       split.first_valid, "buckets": split.buckets},
-        "columns": {"label": recipe.label, "dense": list(recipe.names("dense")),
+        "columns": {"label": recipe.label, "dense": list(recipe.dense),
                     "sparse": list(sparse), "multi_hot": multi, "bucket": recipe.bucket_column,
                     "time": recipe.time},
-        "dense_transforms": {c.name: c.transform for c in recipe.columns if c.kind == "dense"},
+        "dense_transforms": {c.name: c.transform for c in (
+            *recipe.columns, *(c for join in recipe.joins for c in join.columns))
+            if c.kind == "dense"},
+        **({"joins": joins} if joins else {}),
         "min_count": job.min_count, "max_rows": options.max_rows, "hash_rows": options.hash_rows,
         "ids_in_hotness_order": options.hash_rows is None and job.finished is None,
-        "tables": tables,
+        "numbering": _numbering(job), "tables": tables,
         **({} if job.finished is None else {
             "vocabulary": {"path": os.path.abspath(job.finished.path),
                            "digest": job.finished.digest}, "unseen": job.unseen}),
@@ -112,6 +123,15 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         "versions": {"oper": oper.__version__, "python": platform.python_version(),
                      "numpy": np.__version__, "pyarrow": pa.__version__},
     }
+
+
+def _numbering(job: Outcome) -> str:
+    """Tells which rows the values of the columns have: a model goes on with equal ones only."""
+    if job.finished is not None:
+        return job.finished.numbering
+    if job.options.hash_rows is not None:
+        return f"hashes, {job.options.hash_rows} rows"
+    return numbering_of(job.folder / "vocabulary")
 
 
 def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],

@@ -124,7 +124,7 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
         return _told(job.read_manifest())
     job.check_target()
     if job.finished is not None:
-        check_columns(job.finished, recipe.names("sparse"))
+        check_columns(job.finished, recipe.sparse)
     check_first_rows(recipe, units, options.max_bad)
     try:
         with (job.opened(), workers.local(job, options.num_workers - 1),

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from oper import native
 from oper.data.arrays import as_numpy, save
 from oper.data.reading.columns import Ids
+from oper.data.reading.derived import Derived
 from oper.data.reading.pagecache import Passing
 from oper.data.reading.readers import Unit, read_unit, where
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
@@ -89,7 +90,7 @@ class Stage:
     def __init__(self, folder: Path, recipe: Recipe, is_large: bool = False) -> None:
         """Files are written to and read from `folder`; a large log passes the page cache by."""
         self._folder, self._is_large = folder, is_large
-        self._recipe = recipe
+        self._recipe, self._derived = recipe, Derived(recipe)
         self._expected: dict[int, int] = {}  # distinct values of the columns of the last chunk
 
     def record(self, number: int) -> dict[str, Any]:
@@ -115,14 +116,16 @@ class Stage:
         bad: list[BadRow] = []
         chunks: list[dict[str, Any]] = []
         minutes: list[np.ndarray] = []
-        size = piece_rows(self._recipe.names("dense"), self._recipe.names("sparse"))
+        size = piece_rows(self._recipe.dense, self._recipe.sparse)
+        self._derived.unmatched = [0] * len(self._recipe.joins)
         with contextlib.closing(self._passing(unit)) as passing:
             for rows in _chunks(read_unit(unit, self._recipe, passing.advance, reuse=True), size):
                 num_bad += rows.num_bad
                 bad += rows.bad[:MAX_EXAMPLES - len(bad)]
                 if num_bad > max_bad:
                     too_many_bad(num_bad, max_bad, [where(unit, self._recipe, b) for b in bad[:3]])
-                chunks.append(self._write_chunk(number, len(chunks), rows, num_rows))
+                chunks.append(self._write_chunk(number, len(chunks), self._derived.add(rows),
+                                                num_rows))
                 if rows.time is not None:
                     minutes.append(rows.time // 60)
                 num_rows += rows.labels.size
@@ -132,6 +135,7 @@ class Stage:
                 save(file, array)
         self.note(f"{number:06d}.json", {
             "rows": num_rows, "bad": num_bad, "chunks": chunks,
+            "unmatched": self._derived.unmatched,
             "first": [where(unit, self._recipe, b) for b in bad]})
 
     def _passing(self, unit: Unit) -> Passing:

@@ -183,7 +183,7 @@ class Writer:
         return self._write(number, self._in_order(self._between(near, first, last), first, last))
 
     def _write(self, number: int, tables: Iterable[pa.Table]) -> dict[str, int]:
-        rows = {n: self.vocabulary(n).facts.num_rows for n in self.recipe.names("sparse")}
+        rows = {n: self.vocabulary(n).facts.num_rows for n in self.recipe.sparse}
         writers = [_PartWriter(self.output / s, number, self.options, rows) for s in SPLITS]
         for table in tables:
             parts = table.column(_PART).to_numpy()
@@ -212,7 +212,7 @@ class Writer:
         num_rows = sum(x.stop - x.start for x in stretches)
         if last - first <= 1:
             yield from (self._table(x, 0) for x in stretches)
-        elif num_rows > piece_rows(self.recipe.names("dense"), self.recipe.names("sparse")):
+        elif num_rows > piece_rows(self.recipe.dense, self.recipe.sparse):
             middle = (first + last) // 2
             for start, stop in ((first, middle), (middle, last)):
                 yield from self._in_order(self._between(stretches, start, stop), start, stop)
@@ -231,8 +231,8 @@ class Writer:
         labels, dense = self.stage.numbers(x.unit, x.chunk, x.about)
         columns: dict[str, Any] = {
             self.recipe.label: labels[rows], self.recipe.bucket_column: self.split.bucket(place)}
-        columns.update(zip(self.recipe.names("dense"), dense[:, rows], strict=True))
-        for k, name in enumerate(self.recipe.names("sparse")):
+        columns.update(zip(self.recipe.dense, dense[:, rows], strict=True))
+        for k, name in enumerate(self.recipe.sparse):
             columns[name] = self._ids(x, k, name)
         if self.recipe.time:
             columns[self.recipe.time] = times[rows]

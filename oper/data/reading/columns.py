@@ -20,12 +20,14 @@ _ARROW_TYPES = {
     "hex32": pa.binary(8), "uint32": pa.int64(), "uint64": pa.uint64(), "int": pa.int64(),
     "integral": pa.float64(), "float": pa.float64(), "string": pa.binary(), "binary": pa.binary(),
     "threshold": pa.float64(), "among": pa.binary(), "unix": pa.float64(), "unix_ms": pa.float64(),
-    "iso": pa.timestamp("us"), "iso_zone": pa.timestamp("us", "UTC"), "yymmddhh": pa.int64(),
+    "bins": pa.float64(), "iso": pa.timestamp("us"), "iso_zone": pa.timestamp("us", "UTC"),
+    "yymmddhh": pa.int64(),
 }
 EXPECTED = {
     "hex32": "8 digits 0-9a-f or nothing", "uint32": "an integer from 0 to 4294967295 or nothing",
     "uint64": "an integer of at most 64 bits or nothing", "int": "an integer or nothing",
     "integral": "a whole number or nothing", "float": "a finite number or nothing",
+    "bins": "a finite number or nothing",
     "string": "text of at most 1024 bytes, none of them 0", "binary": "0 or 1",
     "threshold": "a number", "among": "text",
     "unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
@@ -178,9 +180,13 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
         return _whole(column, array.dictionary_decode())
     if pa.types.is_boolean(kind):
         return array.cast(pa.int64())
-    if column.parse == "integral" and pa.types.is_floating(kind):
+    if column.parse in ("integral", "bins") and pa.types.is_floating(kind):
         values = _floats(column, array)
-        _require(bool(((values == np.rint(values)) & (np.abs(values) < _TOP_WHOLE)).all()), column)
+        if column.parse == "bins":
+            values = np.searchsorted(np.array(column.bins), values, "right")
+        else:
+            _require(bool(((values == np.rint(values)) & (np.abs(values) < _TOP_WHOLE)).all()),
+                     column)
         return pa.array(values.astype(np.int64), mask=array.is_null().to_numpy(
             zero_copy_only=False))
     if column.parse == "uint32" and len(array):

@@ -1,4 +1,4 @@
-"""How much disk a preprocessing job will need, from the first lines of its files."""
+"""The disk, memory and time that a job will need, from the first lines of its files."""
 
 from __future__ import annotations
 
@@ -11,49 +11,63 @@ from typing import Any
 from oper.data.reading import store
 from oper.data.reading.lines import open_text
 from oper.data.reading.readers import Unit, num_arrays_rows, open_parquet
+from oper.data.reading.rows import piece_rows
 from oper.data.reading.text import split_line, text_layout
 from oper.data.recipe import Column, Layout, Recipe
 from oper.tables import format_bytes
 
 _SAMPLE_BYTES = 1 << 22
 _SAMPLE_LINES = 1000  # that fields are looked at of
+# One core on Criteo text (39 fields at 200 MB/s), and on text that pyarrow parses; gzip.
+_FIELD_S, _OTHER_FIELD_S, _UNPACKED_BYTES_PER_S = 30e-9, 90e-9, 300e6
+_LEAST_MEMORY = 160 << 20  # of a worker: the interpreter, pyarrow, and a block
 
 
 @dataclass(frozen=True, slots=True)
-class DiskNeed:
-    """Estimated bytes.
+class Needs:
+    """Estimated from the first rows of every file.
 
     Attributes:
         rows: of the log.
-        work: of the work folder when all units have been read.
-        output: of what is kept.
+        work_bytes: of disk for the work folder when all units have been read.
+        output_bytes: of disk for what is kept, not compressed.
+        memory_bytes: of each worker at its peak.
+        core_seconds: processor time of all workers together, modelled: what a field takes on the
+            machine on which the constants were measured.
     """
 
     rows: int
-    work: int
-    output: int
+    work_bytes: int
+    output_bytes: int
+    memory_bytes: int
+    core_seconds: float
 
     @property
-    def total(self) -> int:
+    def disk_bytes(self) -> int:
         """At most at the peak; where the split is by rows, a unit's share of the work goes once the
         unit is written."""
-        return self.work + self.output
+        return self.work_bytes + self.output_bytes
 
-    def text(self, free: int) -> str:
-        """For a person."""
-        return (f"about {self.rows:,} rows; disk: about {format_bytes(self.work)} while working, "
-                f"{format_bytes(self.output)} to keep; {format_bytes(free)} free")
+    def text(self, free: int | None = None) -> str:
+        """For a person; `free` are bytes of the disk."""
+        return (f"about {self.rows:,} rows; disk: about {format_bytes(self.work_bytes)} while "
+                f"working, {format_bytes(self.output_bytes)} to keep"
+                + ("" if free is None else f"; {format_bytes(free)} free")
+                + f"; memory: about {format_bytes(self.memory_bytes)} for each worker; time: about "
+                + (f"{self.core_seconds / 60:,.0f} minutes" if self.core_seconds > 99 else
+                   f"{self.core_seconds:.0f} seconds") + " of one core (modelled)")
 
 
-def disk_need(recipe: Recipe, units: Sequence[Unit]) -> DiskNeed:
-    """The need of a job, assuming that its rows are like the first ones of each file."""
-    rows, work, output = 0, 0.0, 0.0
+def needs(recipe: Recipe, units: Sequence[Unit]) -> Needs:
+    """The needs of a job, assuming that its rows are like the first ones of each file."""
+    rows, work, output, seconds = 0, 0.0, 0.0, 0.0
     paths = dict.fromkeys(u.path for u in units)
     layouts = {u.path: recipe.layout(u.layout) for u in units}
-    num_dense = len(recipe.names("dense"))
+    num_dense, num_added = len(recipe.dense), len(recipe.sparse) - len(recipe.names("sparse"))
     for path in paths:
-        found = _sampled(path, layouts[path], recipe)
-        count, ids = found.rows, found.ids
+        layout = layouts[path]
+        found = _sampled(path, layout, recipe)
+        count, ids = found.rows, found.ids + num_added
         rows += count
         # Codes of 1 to 4 bytes; distinct values with counts at most as large as the text itself.
         work += count * (9 + 4 * num_dense + 4 * found.num_bags + 3 * ids
@@ -61,17 +75,24 @@ def disk_need(recipe: Recipe, units: Sequence[Unit]) -> DiskNeed:
         # Parquet tells by about a quarter of a byte per id where bags begin.
         output += count * (2 + 5 * bool(recipe.time) + 4 * num_dense + 4 * ids
                            + (0.25 * ids if found.num_bags else 0))
-    return DiskNeed(rows, int(work), int(output))
+        plain = layout.format == "text" and not layout.quote and len(layout.separator) == 1
+        seconds += count * ((num_dense + ids + 1) * (_FIELD_S if plain else _OTHER_FIELD_S)
+                            + found.row_bytes * found.unpacked / _UNPACKED_BYTES_PER_S)
+    held = piece_rows(recipe.dense, recipe.sparse) * 8 * (num_dense + len(recipe.sparse) + 4)
+    return Needs(rows, int(work), int(output), _LEAST_MEMORY + min(held, 12 * (rows + 1) * (
+        num_dense + len(recipe.sparse))), round(seconds, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """About a file: rows, bytes of a row, ids of a row over all columns, columns of bags."""
+    """About a file: rows, bytes of a row, ids of a row over all columns, columns of bags,
+    whether it is to be unpacked."""
 
     rows: int
     row_bytes: float
     ids: float
     num_bags: int
+    unpacked: bool = False
 
 
 def _sampled(path: str, layout: Layout, recipe: Recipe) -> _Sampled:
@@ -93,7 +114,7 @@ def _sampled(path: str, layout: Layout, recipe: Recipe) -> _Sampled:
     bags = [c for c in sparse if c.multi]
     ids_of_bags = _ids_of_bags(sample, layout, recipe, path) if bags else 0.0
     return _Sampled(int(size * ratio * lines / max(1, len(sample))), len(sample) / lines,
-                    len(sparse) - len(bags) + ids_of_bags, len(bags))
+                    len(sparse) - len(bags) + ids_of_bags, len(bags), text is not raw)
 
 
 def _values(meta: Any, column: Column) -> int:

@@ -47,9 +47,8 @@ def _advice(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
             f"pass --time-format {parse}" if recipe.name in GENERIC
             else f'set parse = "{parse}" for column {column.name!r} in the recipe')
     else:
-        parse = _other_parse(column, bad.value)
-        found = parse and (f"use a recipe file in which column {column.name!r} has {parse}"
-                           if recipe.name in GENERIC else
+        flag, parse = _other_parse(column, bad.value)
+        found = parse and (f"pass {flag}" if recipe.name in GENERIC else
                            f"set {parse} for column {column.name!r} in the recipe")
     return f"{found or 'correct the log'}, or raise --max-bad"
 
@@ -82,19 +81,22 @@ def _time_parse(column: Column, value: str) -> str:
     return found if found != column.parse else ""
 
 
-def _other_parse(column: Column, value: str) -> str:
-    """What a column should have for a value that is malformed in it; empty where nothing fits."""
+def _other_parse(column: Column, value: str) -> tuple[str, str]:
+    """What a column should have for a value that is malformed in it, as a flag of the command line
+    and in a recipe; empty where nothing fits."""
     number = _number(value)
+    if column.kind == "label" and number is not None:
+        return ("--threshold with the least number that is a 1",
+                'parse = "threshold" and threshold = the least number that is a 1')
     if column.kind == "label":
-        if number is not None:
-            return 'parse = "threshold" and threshold = the least number that is a 1'
-        return f'parse = "among" and positive = the texts that are a 1, such as {value!r}'
+        return (f"--among with the texts that are a 1, such as {value!r}",
+                f'parse = "among" and positive = the texts that are a 1, such as {value!r}')
     if column.kind == "dense" and number is not None and column.parse == "int":
-        return 'parse = "float"'
+        return "", 'parse = "float"'
     if column.kind == "sparse" and column.parse not in ("integral", "string"):
-        return 'parse = "integral"' if number is not None and number == int(number) else (
-            'parse = "string"')
-    return ""
+        parse = "integral" if number is not None and number == int(number) else "string"
+        return f"--sparse {column.name}:{parse}", f'parse = "{parse}"'
+    return "", ""
 
 
 def _number(text: str) -> float | None:

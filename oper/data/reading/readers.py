@@ -118,8 +118,8 @@ def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None
         if column.kind == "sparse" and is_fraction and column.parse in ("string", "hex32"):
             raise InvalidInputError(
                 fail(f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
-                     "integers, texts or lists of these", 'for ids written as 17850.0 use a recipe '
-                     'file in which the column has parse = "integral", or convert them'))
+                     "integers, texts or lists of these", "for ids written as 17850.0 pass "
+                     f'--sparse {column.name}:integral, or set parse = "integral" in the recipe'))
 
 
 def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:

@@ -47,8 +47,19 @@ class TextLayout:
     @property
     def separator(self) -> str:
         """One character."""
-        text = self.layout.separator
-        return text if len(text) == 1 else _UNIT_SEPARATOR
+        return _separator(self.layout)
+
+
+def _separator(layout: Layout) -> str:
+    return layout.separator if len(layout.separator) == 1 else _UNIT_SEPARATOR
+
+
+def parse_options(layout: Layout, **more: Any) -> pacsv.ParseOptions:
+    """How pyarrow splits lines of a layout that `unified` has gone through."""
+    return pacsv.ParseOptions(
+        delimiter=_separator(layout), quote_char=layout.quote or False,
+        double_quote=not layout.escape, escape_char=layout.escape or False,
+        newlines_in_values=bool(layout.quote), ignore_empty_lines=False, **more)
 
 
 def split_line(line: str, layout: Layout) -> list[str]:
@@ -123,7 +134,7 @@ def separator_advice(separator: str) -> str:
 
 def parse_block(block: Block, text: TextLayout) -> Rows:
     """The rows of a block of lines; malformed rows are left out and reported."""
-    data = _unified(block.data, text)
+    data = unified(block.data, text.layout)
     try:
         if _is_odd(data, text):
             raise MalformedError("")
@@ -135,9 +146,8 @@ def parse_block(block: Block, text: TextLayout) -> Rows:
         return _row_by_row(data, text, block)
 
 
-def _unified(data: bytes, text: TextLayout) -> bytes:
+def unified(data: bytes, layout: Layout) -> bytes:
     """UTF-8 with separators of one character."""
-    layout = text.layout
     if layout.encoding == "latin-1" and not data.isascii():
         data = data.decode("latin-1").encode()
     if len(layout.separator) > 1:
@@ -166,10 +176,7 @@ def _convert(data: bytes, text: TextLayout, first_row: int, rows: np.ndarray | N
     table = pacsv.read_csv(
         pa.BufferReader(data),
         pacsv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),
-        pacsv.ParseOptions(
-            delimiter=text.separator, quote_char=layout.quote or False,
-            double_quote=not layout.escape, escape_char=layout.escape or False,
-            newlines_in_values=bool(layout.quote), ignore_empty_lines=False),
+        parse_options(layout),
         pacsv.ConvertOptions(
             check_utf8=False, column_types={k: convert.arrow_type(c) for k, c in used.items()},
             include_columns=list(used), null_values=[""], strings_can_be_null=True))

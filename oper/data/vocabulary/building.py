@@ -59,11 +59,11 @@ class VocabularyFacts:
     num_collisions: int = 0
 
 
-def hash_values(values: np.ndarray, num_rows: int) -> np.ndarray:
-    """Ids of raw values by hashing: int32 [K], 1 + (64-bit hash mod (num_rows - 1)).
+def hash64(values: np.ndarray) -> np.ndarray:
+    """A hash of each raw value, uint64 [K], which never changes.
 
     Integers go through the finalizer of splitmix64; texts fold their bytes through it, eight at a
-    time. The hash of a value never changes.
+    time.
     """
     if values.dtype.kind == "S":
         width = -(-values.dtype.itemsize // 8) * 8
@@ -72,10 +72,13 @@ def hash_values(values: np.ndarray, num_rows: int) -> np.ndarray:
         state = np.full(values.size, 0x9E3779B97F4A7C15, np.uint64)
         for word in words.T:  # words of zeros, past the end of a text, change nothing
             state = np.where(word != 0, mix64(state ^ word), state)
-    else:
-        state = mix64(values.astype(np.int64).view(np.uint64)
-                      if values.dtype.kind == "i" else values)
-    return (1 + mix64(state + np.uint64(1)) % np.uint64(num_rows - 1)).astype(np.int32)
+        return state
+    return mix64(values.astype(np.int64).view(np.uint64) if values.dtype.kind == "i" else values)
+
+
+def hash_values(values: np.ndarray, num_rows: int) -> np.ndarray:
+    """Ids of raw values by hashing: int32 [K], 1 + (64-bit hash mod (num_rows - 1))."""
+    return (1 + mix64(hash64(values) + np.uint64(1)) % np.uint64(num_rows - 1)).astype(np.int32)
 
 
 class Vocabulary:

@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from oper import remap
 from oper.data.arrays import as_numpy
-from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST
+from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, Folder
 from oper.data.vocabulary.building import (
     Parts,
     Vocabulary,
@@ -49,6 +50,7 @@ class FinishedVocabulary:
         min_count: values seen less often share row 0.
         digest: of the manifest; tells vocabularies apart.
         recipe: name of the recipe that they were made by.
+        numbering: tells which rows its values have: equal in all extensions but reordered ones.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class FinishedVocabulary:
     min_count: int
     digest: str
     recipe: str
+    numbering: str
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> FinishedVocabulary:
@@ -79,7 +82,7 @@ class FinishedVocabulary:
             found = FinishedVocabulary(
                 folder, columns, facts, int(value["min_count"]),
                 hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:32],
-                str(value["recipe"]["name"]))
+                str(value["recipe"]["name"]), str(value.get("numbering", "")))
         except (FileNotFoundError, NotADirectoryError):
             raise FileFormatError(fail(what, "manifest", MANIFEST, "an existing file", todo)
                                   ) from None
@@ -170,12 +173,15 @@ def check_columns(finished: FinishedVocabulary, columns: Sequence[str]) -> None:
 
 def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str]],
            output: str | os.PathLike[str], min_count: int | None = None,
-           max_rows: int | None = None) -> dict[str, Any]:
+           max_rows: int | None = None, reorder: bool = False) -> dict[str, Any]:
     """Write a vocabulary with further values behind the old ones; returns its manifest.
 
     Every old value keeps its row. New values, by count over all `folders` together, descending,
     ties by value, get the rows behind. Rows are therefore in frequency order within each
     extension only: a plan finds the hot ones by their ids, as in any table without that order.
+
+    With `reorder` all rows are numbered anew, by count in the vocabulary and all `folders`
+    together, and ``remap/COLUMN.npy`` says where each row has gone, see `oper.remap`.
 
     Args:
         path: the vocabulary.
@@ -183,6 +189,7 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
         output: the folder to write.
         min_count: values seen less often stay unseen; None = the vocabulary's.
         max_rows: at most so many rows per table, old ones included; None = no limit.
+        reorder: put all rows into frequency order. Counts of a column's rows are held in memory.
 
     Raises:
         InvalidInputError: hashed columns, folders of another vocabulary, or `output` exists.
@@ -207,13 +214,18 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
         out = Path(work) / "out"
         (out / "vocabulary").mkdir(parents=True)
-        facts = {n: _extend_column(old, n, [s / "unseen" / f"{n}.parquet" for s in sources],
-                                   Path(work), (least, max_rows)) for n in old.columns}
+        facts = {n: _extend_column(old, n, sources, Path(work), (least, max_rows))
+                 for n in old.columns}
+        numbering = old.numbering
+        if reorder:
+            (out / remap.FOLDER).mkdir()
+            facts = {n: _reorder_column(out, n, sources, f) for n, f in facts.items()}
+            numbering = numbering_of(out / "vocabulary")
         manifest = {
             "kind": VOCABULARY_KIND, "version": VOCABULARY_VERSION, "recipe": {"name": old.recipe},
             "columns": {"sparse": list(old.columns)}, "min_count": least, "max_rows": max_rows,
             "extends": {"path": os.path.abspath(path), "digest": old.digest},
-            "folders": [os.path.abspath(f) for f in folders],
+            "numbering": numbering, "folders": [os.path.abspath(f) for f in folders],
             "tables": {n: asdict(f) for n, f in facts.items()},
             "new_rows": {n: f.num_rows - old.facts[n].num_rows for n, f in facts.items()}}
         write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -233,7 +245,39 @@ def _source(what: str, old: FinishedVocabulary, folder: Path) -> Path:
     return folder
 
 
-def _extend_column(old: FinishedVocabulary, name: str, unseen: Sequence[Path], work: Path,
+def numbering_of(folder: Path) -> str:
+    """A digest of the vocabularies in a folder: which rows their values have."""
+    state = hashlib.sha256()
+    for path in sorted(folder.glob("*.parquet")):
+        state.update(path.name.encode())
+        with path.open("rb") as file:
+            while piece := file.read(1 << 22):
+                state.update(piece)
+    return state.hexdigest()[:32]
+
+
+def _reorder_column(out: Path, name: str, sources: Sequence[Path], facts: VocabularyFacts
+                    ) -> VocabularyFacts:
+    """Number the rows of a column's extended file in ``out`` by their counts; writes the re-map."""
+    path = out / "vocabulary" / f"{name}.parquet"
+    table = pq.read_table(path)  # by ascending value, a missing field first
+    ids = table.column("id").to_numpy()
+    counts = np.zeros(facts.num_rows, np.int64)
+    counts[ids] = table.column("count").to_numpy()
+    for folder in map(Folder.open, sources):
+        for part in folder.parts("train"):
+            found = folder.read_part(part, (name,)).column(name)
+            found = found.combine_chunks().flatten() if pa.types.is_list(found.type) else found
+            counts += np.bincount(found.to_numpy(), minlength=facts.num_rows)
+    rows = np.zeros(facts.num_rows, np.int32)  # ids of 0 were counted and stay where they are
+    rows[ids[np.argsort(-counts[ids], kind="stable")]] = np.arange(1, facts.num_rows)
+    np.save(out / remap.FOLDER / f"{name}.npy", rows)
+    pq.write_table(pa.table([table.column("value"), rows[ids], counts[ids]], schema=table.schema),
+                   path, compression="lz4", use_dictionary=False, write_statistics=False)
+    return replace(facts, missing_id=int(rows[facts.missing_id]))
+
+
+def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], work: Path,
                    limits: tuple[int, int | None]) -> VocabularyFacts:
     """Write one column's extended file into ``work/out``."""
     known, new = work / "known", work / "new"
@@ -242,7 +286,7 @@ def _extend_column(old: FinishedVocabulary, name: str, unseen: Sequence[Path], w
         folder.mkdir()
     before = old.unpack(name, known)
     merger, num_missing = RunMerger(new), 0
-    for path in unseen:
+    for path in (s / "unseen" / f"{name}.parquet" for s in sources):
         try:
             for batch in pq.ParquetFile(path).iter_batches(_BATCH_ROWS):
                 values, counts = batch.column(0), batch.column(2).to_numpy()

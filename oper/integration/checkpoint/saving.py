@@ -44,7 +44,9 @@ from oper.integration.checkpoint.files import (
 )
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_on_demand
 from oper.integration.checkpoint.planners import LoadPlanner, SavePlanner
+from oper.remap import Remap, load_remap
 from oper.shmem.group.groups import default_group
+from oper.shmem.renumbering import check_renumbering, renumber
 from oper.shmem.rows import LogicalRows
 
 _log = logging.getLogger(__name__)
@@ -97,7 +99,8 @@ def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any]
 
 
 def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
-                    grown: bool = False) -> dict[str, Any]:
+                    grown: bool = False, remap: str | os.PathLike[str] | None = None
+                    ) -> dict[str, Any]:
     """Load what `save_checkpoint` wrote, under any plan and on any number of ranks. Collective.
 
     Every file is compared with its checksum before anything is loaded. Deltas of the checkpoint
@@ -109,6 +112,8 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         grown: the model's tables may have more rows than the checkpoint's, as after ``oper
             vocabulary extend``. Rows behind the saved ones, and their optimizer states, stay as
             they are. Needs ranks that share memory.
+        remap: what ``oper vocabulary extend --reorder`` wrote since: rows go where it says, after
+            they were loaded as with `grown`.
 
     Returns:
         ``extra`` as it was saved, {} without.
@@ -119,7 +124,8 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         OperError: a rank could not read; the tables then hold a mixture.
         PeerLostError, DeadlineError: a rank has ended or did not come in time; likewise.
     """
-    return restore(folder, model, optimizer, grown=grown).extra
+    rows = None if remap is None else load_remap(remap)
+    return restore(folder, model, optimizer, grown=grown or rows is not None, remap=rows).extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +154,15 @@ class Restored:
 
 
 def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None,
-            newest_rows: bool = False, grown: bool = False) -> Restored:
+            newest_rows: bool = False, grown: bool = False, remap: Remap | None = None
+            ) -> Restored:
     """As `load_checkpoint`; see `DeltaCheckpoints.load`. Collective."""
     place = Path(folder).absolute()
     path = complete(place)
     ranks = Ranks(model, "cannot load a checkpoint", path)
+    numbers = remap or {}
+    for t in tables_of(model) if numbers else ():
+        check_renumbering(t, numbers)
     ranks.step(lambda: check_files(path, ranks.rank, ranks.world_size))
     deltas: list[Delta] = ranks.step(
         lambda: find(path, place) if ranks.first else [])[0]
@@ -169,6 +179,8 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
         ranks.step(lambda: _put_rows([*deltas, *rest], tables))
         for t in tables:
             t.publish()
+    for t in tables_of(model) if numbers else ():
+        renumber(t, numbers)
     if extra is None:
         extra = dict(state.get("extra", {}))
     step = deltas[-1].step if deltas else extra.get("step", 0)

@@ -1,0 +1,140 @@
+"""A dry run: the first rows of a log go through all of preprocessing, and nothing is kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import csv as pacsv, json as pajson
+
+from oper.data.preprocessing import job
+from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.preprocessing.run import preprocess
+from oper.data.reading import store
+from oper.data.reading.detect import find_inputs, plan_units
+from oper.data.reading.estimate import needs
+from oper.data.reading.lines import Quoting, Span, first_line, read_blocks
+from oper.data.reading.readers import open_parquet
+from oper.data.reading.text import parse_options, text_layout, unified
+from oper.data.recipe import Column, Layout, Recipe
+from oper.errors import InvalidInputError, fail
+
+ROWS = 10_000
+_BLOCK_BYTES = 1 << 17
+
+
+def dry_run(recipe: Recipe, inputs: Sequence[str], options: PreprocessOptions) -> dict[str, Any]:
+    """What preprocessing makes of about the first 10,000 rows, and what the whole log needs.
+
+    Returns:
+        ``rows`` by part, ``bad_rows``, ``split``, ``tables`` and ``problems`` as a manifest of
+        these rows has them; ``columns``, a list of what is known of each column's fields there; and
+        ``plan``, see `oper.data.reading.estimate.Needs`.
+
+    Raises:
+        InvalidInputError, FileFormatError: as of `preprocess`; the log is one of arrays.
+    """
+    with (tempfile.TemporaryDirectory(prefix="oper-dry-run-") as work,
+          store.spooled(inputs, Path(work) / "out") as names):
+        paths = find_inputs(recipe, names)
+        units = plan_units(recipe, paths, options.layout, options.unit_bytes)
+        layouts = {u.path: recipe.layout(u.layout) for u in units}
+        copies, left = [], ROWS
+        for k, path in enumerate(paths):
+            if left > 0:
+                copies.append(_first_rows(path, layouts[path], Path(work) / str(k), left))
+                left -= copies[-1][1]
+        told, level = logging.getLogger(job.__name__), logging.getLogger(job.__name__).level
+        told.setLevel(logging.WARNING)  # what the copies need is of no interest
+        try:
+            manifest = preprocess(recipe, [c for c, _ in copies], Path(work) / "out", replace(
+                options, num_workers=1, num_ray_workers=0, show_progress=False))
+        finally:
+            told.setLevel(level)
+        layout = layouts[paths[0]]
+        looks = looks_of(copies[0][0], layout, recipe)
+        derived = [(c, False) for join in recipe.joins for c in join.columns] + [
+            (Column(c.name, "sparse", "cross"), False) for c in recipe.crosses]
+        columns = [
+            {"name": c.name, "kind": c.kind, "parse": c.parse, "transform": c.transform,
+             **(next((looks[n] for n in c.sources if n in looks), {}) if own else {})}
+            for c, own in [*((c, True) for c in layout.columns if c.kind != "skip"), *derived]]
+        return {**{n: manifest[n] for n in ("rows", "bad_rows", "split", "tables", "problems")},
+                "layout": layout.name, "columns": columns,
+                "plan": asdict(needs(recipe, units))}
+
+
+def looks_of(path: str, layout: Layout, recipe: Recipe | None = None) -> dict[str, dict[str, Any]]:
+    """By column of a file's first rows: ``type`` as pyarrow infers it, ``missing`` (share),
+    ``distinct``, and an ``example``. None of a format without columns of its own."""
+    table = _table(path, layout, recipe)
+    found = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        is_list = pa.types.is_list(column.type) or pa.types.is_struct(column.type)
+        known = column.drop_null()
+        found[name] = {
+            "type": str(column.type), "missing": column.null_count / max(1, len(column)),
+            "distinct": None if is_list else len(known.unique()),
+            "example": str(known[0].as_py())[:40] if len(known) else ""}
+    return found
+
+
+def _table(path: str, layout: Layout, recipe: Recipe | None) -> pa.Table:
+    """The first rows as pyarrow reads them, with the file's own names or the recipe's."""
+    if layout.format == "parquet":
+        batches = list(open_parquet(path).iter_batches(ROWS))[:1]
+        return pa.Table.from_batches(batches) if batches else pa.table({})
+    if layout.format not in ("text", "jsonl"):
+        return pa.table({})
+    data = b"".join(_first_lines(path, layout, ROWS))
+    if layout.format == "jsonl":
+        return pajson.read_json(pa.BufferReader(data), pajson.ReadOptions(
+            use_threads=False, block_size=len(data) + 1))
+    names = None
+    if recipe is not None and not layout.header:
+        text = text_layout(recipe, layout, first_line(path, layout.encoding), path)
+        names = [c.sources[0] for c in text.columns]
+    return pacsv.read_csv(
+        pa.BufferReader(unified(data, layout)), pacsv.ReadOptions(
+            use_threads=False, block_size=len(data) + 1, column_names=names),
+        parse_options(layout, invalid_row_handler=lambda _: "skip"),
+        pacsv.ConvertOptions(strings_can_be_null=True))
+
+
+def _first_lines(path: str, layout: Layout, num_rows: int) -> list[bytes]:
+    """Blocks of whole records until there are so many, the header with them."""
+    blocks: list[bytes] = []
+    found = 0
+    for block in read_blocks(Span(path), False, lambda _: None,
+                             Quoting(layout.quote, layout.escape), _BLOCK_BYTES):
+        blocks.append(block.data)
+        found += block.num_lines
+        if found >= num_rows:
+            break
+    return blocks
+
+
+def _first_rows(path: str, layout: Layout, folder: Path, num_rows: int) -> tuple[str, int]:
+    """A copy of the first rows of a file, as plain text or Parquet, and how many it has, about."""
+    if layout.format == "npy":
+        raise InvalidInputError(fail("cannot make a dry run", "format", "npy", "text or Parquet",
+                                     "leave --dry-run out: such files say themselves what they hold"
+                                     ))
+    # Folders NAME=VALUE of the path are columns.
+    partition = [p for p in path.split("/")[:-1] if "=" in p]
+    target = folder.joinpath(*partition) / os.path.basename(path.partition("?")[0])
+    target.parent.mkdir(parents=True)
+    if layout.format == "parquet":
+        table = _table(path, layout, None)
+        pq.write_table(table, target)
+        return str(target), table.num_rows
+    blocks = _first_lines(path, layout, num_rows)
+    target.write_bytes(b"".join(blocks))
+    return str(target), sum(b.count(b"\n") for b in blocks)

@@ -1,0 +1,117 @@
+"""Columns that are made of those of the log: joined from side tables, or crossed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from oper.data.arrays import as_numpy
+from oper.data.generate.ids import mix64
+from oper.data.reading.columns import Ids
+from oper.data.reading.detect import find_inputs, plan_units
+from oper.data.reading.readers import read_unit, where
+from oper.data.reading.rows import Rows, concat, in_order
+from oper.data.recipe import Cross, Join, Recipe
+from oper.data.vocabulary.building import hash64
+from oper.errors import FileFormatError, InvalidInputError, fail
+
+
+class Derived:
+    """Adds a recipe's joined and crossed columns to rows; side tables are read once, when needed.
+
+    Attributes:
+        unmatched: by join the rows that were seen whose key its table lacks, missing keys included.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._tables: list[_SideTable] | None = None
+        self.unmatched = [0] * len(recipe.joins)
+
+    def add(self, rows: Rows) -> Rows:
+        """The same rows with all columns of the recipe.
+
+        Raises:
+            FileFormatError: a side table has malformed rows, or a key twice.
+            InvalidInputError: a key column or a crossed one has several ids per row.
+        """
+        recipe = self._recipe
+        if self._tables is None:
+            self._tables = [_SideTable(join) for join in recipe.joins]
+        parsed = recipe.names("sparse")
+        for k, (join, table) in enumerate(zip(recipe.joins, self._tables, strict=True)):
+            found, num_unmatched = table.of(_single(rows.sparse[parsed.index(join.key)], join.key))
+            self.unmatched[k] += num_unmatched
+            rows = replace(rows, dense=np.concatenate([rows.dense, found.dense]),
+                           sparse=(*rows.sparse, *found.sparse))
+        every = dict(zip(recipe.sparse, rows.sparse, strict=False))
+        crosses = [_crossed(cross, every) for cross in recipe.crosses]
+        return replace(rows, sparse=(*rows.sparse, *crosses))
+
+
+class _SideTable:
+    """The rows of a side table, and one of missing fields behind them."""
+
+    def __init__(self, join: Join) -> None:
+        recipe = Recipe(join.file, join.file, (join.layout,))
+        parts = []
+        for unit in plan_units(recipe, find_inputs(recipe, [join.file]), None, 1 << 62):
+            for rows in read_unit(unit, recipe, lambda _: None):
+                if rows.num_bad:
+                    raise FileFormatError(
+                        fail("cannot join a side table", "malformed rows", rows.num_bad, "none",
+                             f"correct the file; the first: {where(unit, recipe, rows.bad[0])}"))
+                parts.append(rows)
+        if not parts:
+            raise FileFormatError(fail("cannot join a side table", "rows", 0, "at least one",
+                                       f"pass another file than {join.file!r}"))
+        at = recipe.names("sparse").index(join.key)
+        table = concat(parts)
+        self._keys = _single(table.sparse[at], join.key)
+        distinct = pc.count_distinct(self._keys, mode="only_valid").as_py()
+        if distinct < len(self._keys) - self._keys.null_count:
+            raise FileFormatError(
+                fail(f"cannot join {join.file!r}", f"different keys {join.key!r}", distinct,
+                     f"{len(self._keys) - self._keys.null_count}, one row each",
+                     "leave one row of each key in the file"))
+        kept = replace(table, sparse=tuple(x for k, x in enumerate(table.sparse) if k != at))
+        self._rows = concat([kept, _missing_row(kept)])
+
+    def of(self, keys: pa.Array) -> tuple[Rows, int]:
+        """Rows of these keys, and how many of them the table lacks."""
+        known = self._keys if keys.type == self._keys.type else self._keys.cast(keys.type)
+        at = pc.index_in(keys, value_set=known, skip_nulls=True)
+        last = self._rows.labels.size - 1
+        return in_order(self._rows, at.fill_null(last).to_numpy().astype(np.int64)), at.null_count
+
+
+def _missing_row(like: Rows) -> Rows:
+    """One row of missing fields, with the columns of others."""
+    none = [Ids(pa.nulls(1, x.values.type)) if x.lengths is None else Ids(
+        x.values[:0], np.zeros(1, np.int32)) for x in like.sparse]
+    return Rows(1, np.zeros(1, np.int64), np.zeros(1, np.int8),
+                np.zeros((like.dense.shape[0], 1), np.float32), tuple(none))
+
+
+def _single(ids: Ids, name: str) -> pa.Array:
+    """The values of a column of one id each; raises InvalidInputError."""
+    if ids.lengths is not None:
+        raise InvalidInputError(fail("cannot join or cross a column", "column", name,
+                                     "one id per row", "name a column without lists"))
+    return ids.values
+
+
+def _crossed(cross: Cross, columns: dict[str, Ids]) -> Ids:
+    """Hashes of the values of several columns, integers below ``cross.rows``."""
+    names: Sequence[str] = cross.of
+    state = np.zeros(len(columns[names[0]].values), np.uint64)
+    for name in names:
+        values = _single(columns[name], name).dictionary_encode()
+        hashes = np.append(hash64(as_numpy(values.dictionary)), np.uint64(0))  # the last: missing
+        codes = values.indices.fill_null(len(values.dictionary)).to_numpy()
+        state = mix64(state + hashes[codes] + np.uint64(1))
+    return Ids(pa.array((state % np.uint64(cross.rows)).astype(np.int64)))

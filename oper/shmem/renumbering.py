@@ -1,0 +1,69 @@
+"""Rows of sharded tables that get other numbers, with their optimizer states."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.remap import Remap, of_table
+from oper.shmem.optim.optimizers import STATE_PARTS
+from oper.shmem.rows import CHUNK_ROWS, LogicalRows, put_rows
+
+
+def check_renumbering(tables: LogicalRows, remap: Remap) -> None:
+    """Raise InvalidInputError where a re-map does not fit tables; nothing changes."""
+    for name, spec in tables.specs.items():
+        if of_table(spec, remap) is not None and tables.optimizers is None:
+            raise InvalidInputError(fail(f"cannot renumber table {name!r}", "optimizer", None,
+                                         "tables that are trained", "publish them after training"))
+
+
+def renumber(tables: LogicalRows, remap: Remap) -> None:
+    """Move every row r, with its optimizer state, to row ``remap[feature][r]``. Collective.
+
+    Each rank keeps a second copy of its part of one table at a time. Values do not change.
+
+    Args:
+        tables: between two batches.
+        remap: by feature int [num_rows], see `oper.remap`.
+
+    Raises:
+        InvalidInputError: the re-map does not fit; nothing has changed then.
+    """
+    check_renumbering(tables, remap)
+    rank = tables.group.rank
+    for name, spec in tables.specs.items():
+        new_rows = of_table(spec, remap)
+        if new_rows is None:
+            continue
+        old_rows = np.argsort(new_rows)  # of each new row
+        parts = ["rows", *(part for part, _ in STATE_PARTS[spec.optimizer])]
+        moved = []
+        for piece in tables.pieces[name]:
+            directory = tables.directories[piece]
+            owner, slots = directory.locate(directory.position_of(np.arange(spec.num_rows)))
+            mine = np.flatnonzero(owner == rank)
+            for part in parts:
+                moved.append((part, piece, torch.from_numpy(slots[mine]),
+                              _gathered(tables, (name, part, piece), old_rows[mine])))
+        tables.barrier()  # everybody has read
+        for part, piece, places, values in moved:
+            if places.numel():
+                put_rows(tables.view(part, piece, rank), places, values,
+                         torch.arange(places.numel()))
+        tables.publish()
+
+
+def _gathered(tables: LogicalRows, place: tuple[str, str, int], ids: np.ndarray) -> torch.Tensor:
+    """A copy of rows int64 [n] of a piece: [n, its columns]."""
+    name, part, piece = place
+    columns = tables.columns(part, piece)
+    out = torch.empty(ids.size, columns.stop - columns.start, dtype=tables.dtype(name, part))
+
+    def gather(at: int) -> None:
+        tables.gather_piece(piece, ids[at:at + CHUNK_ROWS], part, columns,
+                            out[at:at + CHUNK_ROWS])
+
+    tables.in_rounds(range(0, ids.size, CHUNK_ROWS), gather)
+    return out

@@ -1,0 +1,184 @@
+"""Columns made of others (side tables, crosses, bins), from recipes and from the command line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
+from oper.data.generic import Choice, generic_recipe
+from oper.errors import FileFormatError, InvalidInputError, OperError
+from tests.support import run_oper
+
+ALL = PreprocessOptions(valid="0", test="0", min_count=1)
+ITEMS = {"i1": ("toys", "1.5", "a|b"), "i2": ("books", "", ""), "i3": ("", "8", "c")}
+
+
+def raw(folder: Path) -> dict[str, list[Any]]:
+    """The training part's columns, raw values in place of ids."""
+    found = pq.read_table(folder / "train").to_pydict()
+    for name in Folder.open(folder).sparse:
+        pairs = pq.read_table(folder / "vocabulary" / f"{name}.parquet").to_pydict()
+        value = dict(zip(pairs["id"], pairs["value"], strict=True))
+        found[name] = [[value[i] for i in x] if isinstance(x, list) else value[x]
+                       for x in found[name]]
+    return found
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> tuple[Path, list[list[str]]]:
+    rng = random.Random(3)
+    rows = [[rng.choice(["u1", "u2", ""]), rng.choice([*ITEMS, "i9", ""]),
+             str(rng.randint(1, 5)), rng.choice(["17", "18", "29.5", "30", ""])]
+            for _ in range(300)]
+    (tmp_path / "log.csv").write_text("user,item,stars,age\n" + "".join(
+        ",".join(r) + "\n" for r in rows))
+    (tmp_path / "items.csv").write_text("id,genre,price,tags\n" + "".join(
+        f'{k},{g},{p},"{t}"\n' for k, (g, p, t) in ITEMS.items()))
+    return tmp_path, rows
+
+
+def test_the_command_line_makes_them(log: tuple[Path, list[list[str]]]) -> None:
+    folder, rows = log
+    done = run_oper(
+        "preprocess", "csv", str(folder / "log.csv"), "-o", str(folder / "out"), "--label", "stars",
+        "--threshold", "4", "--sparse", "user,item,age:bins=18/30", "--join",
+        str(folder / "items.csv"), "--join-on", "item=id", "--join-sparse", "genre,tags:|",
+        "--join-dense", "price:log1p", "--cross", "user*genre=1000003", "--valid", "0",
+        "--min-count", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads(done.stdout)
+    lacking = sum(r[1] not in ITEMS for r in rows)
+    assert manifest["joins"] == [{"file": str(folder / "items.csv"), "key": "item",
+                                  "unmatched_rows": lacking}]
+    assert manifest["columns"]["sparse"] == ["user", "item", "age", "genre", "tags", "user_x_genre"]
+    assert manifest["dense_transforms"] == {"price": "log1p"}
+    found = raw(folder / "out")
+    side = [ITEMS.get(r[1], ("", "", "")) for r in rows]
+    assert found["label"] == [int(r[2]) >= 4 for r in rows]
+    assert found["age"] == [None if not r[3] else (float(r[3]) >= 18) + (float(r[3]) >= 30)
+                            for r in rows]
+    assert found["genre"] == [s[0] or None for s in side]
+    assert found["tags"] == [s[2].split("|") if s[2] else [] for s in side]
+    np.testing.assert_allclose(found["price"], np.log1p([float(s[1] or 0) for s in side]), 1e-6)
+    # Equal pairs have equal hashes, different ones different ones (of a million).
+    pairs = list(zip([r[0] for r in rows], [s[0] for s in side], strict=True))
+    assert len(set(pairs)) == len(set(found["user_x_genre"])) == len(
+        set(zip(pairs, found["user_x_genre"], strict=True)))
+    assert all(0 <= x < 1_000_003 for x in found["user_x_genre"])
+
+
+def test_a_recipe_file_says_the_same(log: tuple[Path, list[list[str]]]) -> None:
+    folder, _ = log
+    (folder / "mine.toml").write_text("""
+name = "mine"
+separator = ","
+header = true
+quote = '"'
+[split]
+buckets = 10
+[[column]]
+name = "label"
+kind = "label"
+source = ["stars"]
+parse = "among"
+positive = ["4", "5"]
+[[column]]
+name = "user"
+kind = "sparse"
+parse = "string"
+[[column]]
+name = "item"
+kind = "sparse"
+parse = "string"
+[[column]]
+name = "age"
+kind = "sparse"
+parse = "bins"
+bins = [18, 30]
+[[join]]
+file = "items.csv"
+key = "item"
+on = "id"
+[[join.column]]
+name = "price"
+kind = "dense"
+parse = "float"
+transform = "log1p"
+[[join.column]]
+name = "genre"
+kind = "sparse"
+parse = "string"
+[[join.column]]
+name = "tags"
+kind = "sparse"
+parse = "string"
+multi = "|"
+[[cross]]
+name = "user_x_genre"
+of = ["user", "genre"]
+rows = 1000003
+""")
+    choice = Choice(["user", "item", "age:bins=18/30"], "stars", threshold=4.0,
+                    join=str(folder / "items.csv"), join_on="item=id",
+                    join_sparse=["genre", "tags:|"], join_dense=["price:log1p"],
+                    cross=["user*genre=1000003"])
+    # As Parquet, the side table gives the same.
+    names = ("id", "genre", "price", "tags")
+    pq.write_table(pa.table({n: [(k, *v)[j] for k, v in ITEMS.items()]
+                             for j, n in enumerate(names)}), folder / "items.parquet")
+    parquet = Choice(["user", "item", "age:bins=18/30"], "stars", threshold=4.0,
+                     join=str(folder / "items.parquet"), join_on="item=id",
+                     join_sparse=["genre", "tags:|"], cross=["user*genre=1000003"])
+    outs = [folder / n for n in ("a", "b", "c")]
+    for out, recipe in zip(outs, (load_recipe(str(folder / "mine.toml")),
+                                  generic_recipe("csv", choice), generic_recipe("csv", parquet)),
+                           strict=True):
+        preprocess(recipe, [str(folder / "log.csv")], out, ALL)
+    one, two, three = map(raw, outs)
+    assert one == two
+    assert {n: one[n] for n in one if n != "price"}.keys() >= three.keys()
+    assert one["genre"] == three["genre"] and one["user_x_genre"] == three["user_x_genre"]
+
+
+def test_what_cannot_be_joined_or_crossed(log: tuple[Path, list[list[str]]]) -> None:
+    folder, _ = log
+    (folder / "twice.csv").write_text("id,genre\ni1,a\ni1,b\n")
+    cases: list[tuple[dict[str, Any], type[OperError], str]] = [
+        ({"join": str(folder / "twice.csv"), "join_on": "item=id", "join_sparse": ["genre"]},
+         FileFormatError, "different keys 'item'=1"),
+        ({"join": str(folder / "items.csv"), "join_on": "nobody", "join_sparse": ["genre"]},
+         InvalidInputError, "key of a join='nobody'"),
+        ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["nothing"]},
+         FileFormatError, "nothing"),
+        ({"join": str(folder / "items.csv")}, InvalidInputError, "its key and columns"),
+        ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["user"]},
+         InvalidInputError, "unique names"),
+        ({"cross": ["user*nothing=10"]}, InvalidInputError, "of one id each"),
+        ({"cross": ["user*item"]}, InvalidInputError, "A\\*B=N"),
+        ({"sparse": ["user", "age:bins=30/18"]}, InvalidInputError, "ascending numbers"),
+        ({"sparse": ["user", "age:bins=x"]}, InvalidInputError, "a finite number"),
+        ({"threshold": 4.0, "label": None}, InvalidInputError, "with a label"),
+    ]
+    for k, (words, error, text) in enumerate(cases):
+        with pytest.raises(error, match=text):
+            preprocess(generic_recipe("csv", Choice(**{
+                "sparse": ["user", "item"], "label": "stars", "threshold": 4.0, **words})),
+                [str(folder / "log.csv")], folder / f"out{k}", ALL)
+        assert not (folder / f"out{k}").exists()
+
+
+def test_a_side_table_that_matches_little_is_a_problem(log: tuple[Path, list[list[str]]]) -> None:
+    folder, _ = log
+    (folder / "few.csv").write_text("id,genre\ni1,a\n")
+    manifest = preprocess(generic_recipe("csv", Choice(
+        ["item"], join=str(folder / "few.csv"), join_on="item=id", join_sparse=["genre"])),
+        [str(folder / "log.csv")], folder / "out", ALL)
+    assert any("few.csv" in p for p in manifest["problems"])
