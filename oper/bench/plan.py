@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oper.bench import memory, plan_workloads, record
+from oper.bench import plan_workloads
+from oper.bench.core import memory, record
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload
 from oper.errors import InvalidInputError, fail

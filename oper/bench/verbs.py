@@ -9,7 +9,7 @@ import shlex
 import sys
 from typing import Any
 
-from oper.bench import record
+from oper.bench.core import record
 from oper.errors import InvalidInputError, fail
 from oper.files import check_target
 
@@ -17,15 +17,17 @@ from oper.files import check_target
 # record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments,
 # ``ordered(args, cases)`` where some come first, ``totals(entries)`` where the record has more than
 # its cases. One with ``on_device = True`` also has cases for a GPU, which are in
-# `oper.bench.device`.
+# `oper.bench.device.suite`.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
-    "train": ("oper.bench.train", "training steps in two processes, and TorchRec's plans"),
-    "lookup": ("oper.bench.lookup",
+    "train": ("oper.bench.tables.train", "training steps in two processes, and TorchRec's plans"),
+    "lookup": ("oper.bench.tables.lookup",
                "lookups and updates, and those of torch, fbgemm and bare gathers"),
-    "serve": ("oper.bench.serve", "inference under MLPerf LoadGen, and that of TorchRec and torch"),
-    "data": ("oper.bench.data", "preprocessing, counting, merging, the collector's overhead"),
-    "simulator": ("oper.bench.simulator", "policies of a simulated shop, learned from a log"),
-    "recommenders": ("oper.bench.recommenders",
+    "serve": ("oper.bench.serve.suite",
+              "inference under MLPerf LoadGen, and that of TorchRec and torch"),
+    "data": ("oper.bench.data.suite", "preprocessing, counting, merging, the collector's overhead"),
+    "simulator": ("oper.bench.quality.simulator",
+                  "policies of a simulated shop, learned from a log"),
+    "recommenders": ("oper.bench.quality.recommenders",
                      "recommenders on real logs: full ranking, with intervals"),
     "cluster": ("oper.bench.cluster.grid", "plans executed on hosts that are joined by limited "
                                            "links, beside peers' and TorchRec's"),
@@ -69,7 +71,7 @@ def run_bench(args: argparse.Namespace) -> int:
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
     run, report, every = module.run, module.report, module.cases(args.quick)
     if getattr(args, "device", "") == "cuda":
-        from oper.bench import device
+        from oper.bench.device import suite as device
 
         every, report = device.cases(args.quick, args.benchmark), device.report
 
@@ -77,7 +79,7 @@ def run_bench(args: argparse.Namespace) -> int:
             return device.run(chosen, args.device)
 
     if getattr(args, "model", ""):
-        from oper.bench import model_steps
+        from oper.bench.tables import model_steps
 
         run, report = model_steps.run, model_steps.report
         every = model_steps.cases(args.quick, args.model)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from oper.bench import train_case
+from oper.bench.tables import train_case
 
 
 def run_case(value: dict[str, Any], progress: train_case.Progress) -> dict[str, Any]:

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from oper import cli
-from oper.bench import record
-from oper.bench.calibrate import as_toml
+from oper.bench.calibrate.calibrate import as_toml
 from oper.bench.cluster import grid, network
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.network import Links, cluster, why_no_quota, why_not
-from oper.bench.workload import NO_ID, Workload, bags_of, batch_ids, make_kjt
+from oper.bench.core import record
+from oper.bench.core.workload import NO_ID, Workload, bags_of, batch_ids, make_kjt
 from oper.errors import InvalidInputError
 from oper.report.bench_page import bench_page
 from oper.topology import Topology

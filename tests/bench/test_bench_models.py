@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from oper.bench.model_case import Case, plan_kinds
+from oper.bench.tables.model_case import Case, plan_kinds
 from oper.train.tasks import RecommenderTask
 from tests.support import run_oper
 

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("torchrec")
 
-from oper.bench import train
-from oper.bench.launch import run_workers
-from oper.bench.train_case import Case
-from oper.bench.workload import Workload
+from oper.bench.core.launch import run_workers
+from oper.bench.core.workload import Workload
+from oper.bench.tables import train
+from oper.bench.tables.train_case import Case
 
 TINY = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
 KEYS = {"name", "ratio_step", "ratio_forward", "oper_step_ms", "oper_forward_ms",
@@ -23,7 +23,7 @@ def _case(name: str, whole_model: bool) -> Case:
 
 def test_ranks_that_share_no_memory() -> None:
     case = replace(_case("ebc", False), exchange="collective")
-    (entry,) = run_workers("oper.bench.train_case:run_case", [case.to_json()], 2)
+    (entry,) = run_workers("oper.bench.tables.train_case:run_case", [case.to_json()], 2)
     assert entry["verified"] is True, entry["plans"]
     assert "ceiling" not in entry["plans"] and entry["exchange"] == "collective"
     sent = sum(entry["oper_sent_bytes_per_step"].values())
@@ -36,7 +36,8 @@ def test_ranks_that_share_no_memory() -> None:
 
 def test_two_processes_measure_and_verify() -> None:
     cases = [_case("ebc", False), _case("dlrm", True)]
-    entries = list(run_workers("oper.bench.train_case:run_case", [c.to_json() for c in cases], 2))
+    entries = list(run_workers("oper.bench.tables.train_case:run_case",
+                               [c.to_json() for c in cases], 2))
     assert [e["name"] for e in entries] == ["ebc", "dlrm"]
     for entry in entries:
         assert set(entry) >= KEYS

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from oper.bench import record
 from oper.bench.cluster.constants import measured_topology
 from oper.bench.cluster.contenders import (
     Contender,
@@ -24,11 +23,9 @@ from oper.bench.cluster.contenders import (
     set_gradient,
 )
 from oper.bench.cluster.network import Links, num_dropped, read_counters, set_rates
-from oper.bench.planning import gather, slowest, total
-from oper.bench.sides import Side, make_collection
-from oper.bench.torchrec_peer import BagsOnly
-from oper.bench.verify import Checks, KeptReference, Verdict, verify
-from oper.bench.workload import (
+from oper.bench.core import record
+from oper.bench.core.planning import gather, slowest, total
+from oper.bench.core.workload import (
     TIMED,
     Workload,
     bags_of,
@@ -36,6 +33,9 @@ from oper.bench.workload import (
     make_batch,
     timed_ids,
 )
+from oper.bench.tables.sides import Side, make_collection
+from oper.bench.tables.torchrec_peer import BagsOnly
+from oper.bench.tables.verify import Checks, KeptReference, Verdict, verify
 from oper.integration.torchrec_plans import from_torchrec
 from oper.rl_rec.intervals import difference
 from oper.search.cost.model import evaluate
