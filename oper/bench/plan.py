@@ -41,6 +41,7 @@ _WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
     "drawn": plan_workloads.drawn,
 }
 CONSTANTS = ("published", "measured")
+CASE_OPTIONS = ("constants", "seeds")
 TARGET_GAP, TARGET_SECONDS = 0.03, 10.0  # what every case is held to
 _TORCHREC = "torchrec: "  # before the name of a proposer, among the peers
 _QUICK = {"criteo-kaggle/8", "synthetic-100/8", "few-tables/16"}

@@ -152,7 +152,6 @@ def test_the_grid() -> None:
     assert len({c.name for c in every}) == len(every)
     assert all(c.work.batch_size == 4096 and len(c.work.num_rows) == 26 and
                max(c.work.num_rows) == 200_000 for c in every)
-    assert Case.from_json(every[-1].to_json()) == every[-1]
     shapes = [c.links.shape for c in every]  # cases of one cluster follow each other
     assert len(set(shapes)) == 1 + sum(a != b for a, b in itertools.pairwise(shapes))
 

@@ -118,9 +118,10 @@ def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
 
 def test_a_failing_worker_shows_its_log() -> None:
     from oper.bench.core.launch import run_workers
+    from tests.bench import broken
 
-    with pytest.raises(OperError, match=r"a benchmark process has failed(.|\n)*no_such_module"):
-        list(run_workers("no_such_module:f", [{}], 1))
+    with pytest.raises(OperError, match=r"a benchmark process has failed(.|\n)*Error: of no use"):
+        list(run_workers(broken.fail, ["of no use"], 1))
 
 
 def test_peak_memory_is_that_of_the_process_itself() -> None:
@@ -138,5 +139,5 @@ def test_a_record_that_cannot_be_kept_is_told_before_the_run(tmp_path, monkeypat
 
     monkeypatch.setattr(train, "run", lambda *_: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match="cannot write the result"):
-        verbs.run_bench(argparse.Namespace(benchmark="train", quick=True, cases="*",
-                                           json=str(tmp_path)))
+        verbs.run_bench(argparse.Namespace(benchmark="train", device="", model="", quick=True,
+                                           cases="*", json=str(tmp_path)))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from oper.bench.calibrate import worker
 from oper.bench.calibrate.network import across_hosts, measure_network
 from oper.bench.calibrate.worker import INTERVAL, KINDS, plan_of
 from oper.bench.core import record
@@ -32,7 +33,6 @@ from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats
 from oper.topology import Costs, Topology
 
-_WORKER = "oper.bench.calibrate.worker:measure"
 #: Placements that the fit sees: what each constant shows in.
 _FITTED = ("striped", "owned on one rank", "replicated", "head replicated", "pushed",
            "head replicated, tail pushed")
@@ -187,9 +187,9 @@ def measure(world_size: int, works: Sequence[tuple[Workload, Sequence[str]]], ro
         folder: for temporary files.
     """
     cases: list[dict[str, Any]] = [{"gather": last_level_cache_bytes()}]
-    cases += [{"work": w.to_json(), "kinds": list(kinds), "rounds": rounds,
+    cases += [{"work": w, "kinds": list(kinds), "rounds": rounds,
                "stats": str(folder / f"stats-{k}.npz")} for k, (w, kinds) in enumerate(works)]
-    bandwidth, *found = run_workers(_WORKER, cases, world_size)
+    bandwidth, *found = run_workers(worker.measure, cases, world_size)
     samples = []
     for (work, _), case, result in zip(works, cases[1:], found, strict=True):
         stats = AccessStats.load(case["stats"])

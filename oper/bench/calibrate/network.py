@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.bench.core.launch import run_workers
+from oper.bench.core.launch import Progress, run_workers
 from oper.bench.core.planning import slowest, world
-from oper.bench.tables.train_case import Progress
 from oper.topology import Topology
 
 _HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
@@ -31,7 +30,7 @@ def measure_network(world_size: int) -> dict[str, float]:
         ``meeting_us`` (a header and a small payload) and ``ns_per_byte`` that a rank sends or
         receives, both directions at once.
     """
-    found, = run_workers("oper.bench.calibrate.network:measure", [{}], world_size)
+    found, = run_workers(measure, [{}], world_size)
     return {k: float(v) for k, v in found.items()}
 
 

@@ -94,7 +94,7 @@ def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, 
     if "gather" in case:
         progress("reading rows at random")
         return _gather(group, int(case["gather"]))
-    work = Workload.from_json(case["work"])
+    work: Workload = case["work"]
     mine = collect_stats(work, group.rank, group.world_size, 8)
     stats = AccessStats.merge_all(group.all_gather(mine))
     if group.rank == 0:

@@ -125,10 +125,11 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
 
 def _run_group(group: Sequence[Any], alone: str) -> Iterator[dict[str, Any]]:
     """Cases on clusters of one shape."""
+    from oper.bench.cluster.case import run_case
+
     with cluster(group[0].links) as up:
-        yield from run_workers(
-            "oper.bench.cluster.case:run_case", [{**c.to_json(), "alone": alone} for c in group],
-            group[0].links.world_size, seats=up.seats)
+        yield from run_workers(run_case, [(c, alone) for c in group], group[0].links.world_size,
+                               seats=up.seats)
 
 
 def _alone(args: argparse.Namespace) -> str:

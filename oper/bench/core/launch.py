@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from oper.errors import OperError, fail
 from oper.serve.allocator import MALLOC
+
+Progress = Callable[[str], None]  # told what is going on
 
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
@@ -39,15 +41,15 @@ class Seat:
     cgroup: Path | None = None
 
 
-def run_workers(function: str, cases: Sequence[Mapping[str, Any]], world_size: int,
-                num_threads: int = 1, seats: Sequence[Seat] | None = None
+def run_workers(function: Callable[[Any, Progress], dict[str, Any]], cases: Sequence[Any],
+                world_size: int, num_threads: int = 1, seats: Sequence[Seat] | None = None
                 ) -> Iterator[dict[str, Any]]:
     """Run cases in `world_size` processes, one case after another, and yield what rank 0 returns.
 
     Args:
-        function: ``"module:name"`` of ``f(case, progress) -> dict``, called on every rank with
-            the default process group ready.
-        cases: JSON-able arguments, one per case.
+        function: called on every rank with the default process group ready; what it returns can
+            be written as JSON. A module's own, so that workers find it by its name.
+        cases: its first arguments, one per case; they can be pickled.
         world_size: processes.
         num_threads: threads of each process (``OMP_NUM_THREADS``).
         seats: where each rank runs; side by side on this host by default.
@@ -57,7 +59,7 @@ def run_workers(function: str, cases: Sequence[Mapping[str, Any]], world_size: i
     """
     with tempfile.TemporaryDirectory(prefix="oper-bench-") as name:
         folder = Path(name)
-        (folder / "job.json").write_text(json.dumps({"function": function, "cases": list(cases)}))
+        (folder / "job").write_bytes(pickle.dumps((function, list(cases))))
         workers = _start(folder, seats or _here(world_size), num_threads)
         try:
             for k in range(len(cases)):
@@ -126,19 +128,17 @@ def main(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    job = json.loads((folder / "job.json").read_text())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if world_size > 1:
         dist.init_process_group("gloo")
-    module, _, name = job["function"].partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function, cases = pickle.loads((folder / "job").read_bytes())
 
     def progress(text: str) -> None:
         if rank == 0:
             _replace(folder / "progress", text)
 
-    for k, case in enumerate(job["cases"]):
+    for k, case in enumerate(cases):
         result = function(case, progress)
         if rank == 0:
             _replace(folder / f"case-{k}.json", json.dumps(result))

@@ -22,6 +22,7 @@ from oper.files import read_json, write_text
 ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
                "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD", "OPER_OUTBOX_BYTES")
 NOISY_CORES = 0.15  # above this, contenders wait for other programs more than for themselves
+Column = str | Callable[[Mapping[str, Any]], str]  # of `table_of`
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "highspy")
 
 
@@ -237,6 +238,23 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         lines.append("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
     lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)
+
+
+def table_of(entries: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
+    """`table` of entries and a line break; nothing where there are none.
+
+    Args:
+        entries: a row each.
+        columns: by header, a format of an entry's keys, or what makes its text.
+    """
+    rows = [[c.format(**e) if isinstance(c, str) else c(e) for c in columns.values()]
+            for e in entries]
+    return table(list(columns), rows) + "\n" if rows else ""
+
+
+def yes(entry: Mapping[str, Any]) -> str:
+    """Whether it is verified, for a column."""
+    return "yes" if entry["verified"] else "NO"
 
 
 def loopback_bytes() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,17 +78,6 @@ class Workload:
     def tables(self) -> list[TableSpec]:
         """The tables, with row-wise Adagrad state."""
         return [TableSpec(f"t{k}", n, self.dim, (f"f{k}",)) for k, n in enumerate(self.num_rows)]
-
-    def to_json(self) -> dict[str, Any]:
-        """Fields as JSON-able values."""
-        return {**asdict(self), "num_rows": list(self.num_rows),
-                "lengths": list(self.lengths)}
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Workload:
-        """The workload written by `to_json`."""
-        return Workload(**{**value, "num_rows": tuple(value["num_rows"]),
-                           "lengths": tuple(value.get("lengths", ()))})
 
 
 @functools.lru_cache(maxsize=64)

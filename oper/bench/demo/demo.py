@@ -95,9 +95,9 @@ def demo(job: Job) -> dict[str, Any]:
     case = _case(job, manifest)
     plan = stages.run("plan", lambda: _plan(job, case))
     two = stages.run("train in two processes: OPER and TorchRec on the same batches",
-                     lambda: _workers("beside", case, WORLD_SIZE))
+                     lambda: _workers("train_sharded", case, WORLD_SIZE))
     one = stages.run("train the unsharded model in one process",
-                     lambda: _workers("alone", case, 1))
+                     lambda: _workers("train_unsharded", case, 1))
     best = _best(two["sides"], "step")
     check = {name: _compare(job.folder, name) for name in two["sides"]}
     return {
@@ -206,8 +206,9 @@ def _plan(job: Job, case: dict[str, Any]) -> dict[str, Any]:
 
 def _workers(function: str, case: dict[str, Any], world_size: int) -> dict[str, Any]:
     from oper.bench.core.launch import run_workers
+    from oper.bench.demo import worker
 
-    (result,) = run_workers(f"oper.bench.demo.worker:{function}", [case], world_size)
+    (result,) = run_workers(getattr(worker, function), [case], world_size)
     return result
 
 

@@ -33,7 +33,7 @@ _NUM_KJTS = 32  # distinct batches for the embedding collection alone
 Progress = Callable[[str], None]
 
 
-def beside(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def train_sharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Train OPER and TorchRec's plans on the same batches from the same weights. Collective.
 
     Writes what `compare` needs into the case's folder.
@@ -65,7 +65,7 @@ def beside(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
             "other_busy_cores": round(max(busy), 2)}
 
 
-def alone(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def train_unsharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Train the unsharded model in one process; writes what `compare` needs.
 
     A step takes the ranks' shares one after another and the mean of their losses.

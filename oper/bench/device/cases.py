@@ -7,7 +7,7 @@ and ids. On a CPU device the same code runs on small cases, for tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,10 +49,6 @@ class DeviceCase:
         """The tables, with row-wise Adagrad state."""
         return [TableSpec(f"t{k}", n, self.work.dim, (f"f{k}",), "sum", self.dtype)
                 for k, n in enumerate(self.work.num_rows)]
-
-    def to_json(self) -> dict[str, Any]:
-        """For the record."""
-        return {**asdict(self), "work": self.work.to_json()}
 
 
 def one_rank_plan(case: DeviceCase, world_size: int = 1) -> Plan:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from oper.bench.device.cases import DeviceCase, Inputs
+from oper.bench.tables.sides import OPTIMIZER
+from oper.bench.tables.unsharded import fbgemm_bags
 from oper.environment import setting
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
 from oper.shmem.group.groups import Group, SingleGroup
-from oper.shmem.optim.optimizers import RowWiseAdagrad
 
-LEARNING_RATE, EPS = 0.02, 1e-8
 FBGEMM_ENV = "OPER_FBGEMM"  # folder with a part of the fbgemm_gpu package; see benchmarks/gpu.py
 # In the order of their dependencies; a packed package does not load them by itself.
 _FBGEMM_LIBRARIES = ("config", "tbe_utils", "tbe_index_select", "tbe_cache", "tbe_optimizers",
@@ -40,8 +40,8 @@ def open_tables(case: DeviceCase, device: torch.device, plan: Plan, group: Group
     from oper.shmem.device_tables import DeviceTables
 
     features = [(f"f{k}", t.name) for k, t in enumerate(case.tables())]
-    optimizer = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS) if trained else None
-    tables = DeviceTables(plan, features, group or SingleGroup(), optimizer, device=device)
+    tables = DeviceTables(plan, features, group or SingleGroup(), OPTIMIZER if trained else None,
+                          device=device)
     for k, spec in enumerate(case.tables()):
         tables.write(spec.name, initial_rows(case, k, device))
     tables.publish()
@@ -148,28 +148,10 @@ def fbgemm_side(case: DeviceCase, device: torch.device, location: str = "DEVICE"
     Args:
         case: the case.
         device: where it runs.
-        location: of its rows: ``"DEVICE"``, ``"MANAGED"`` (host memory that kernels read) or
-            ``"MANAGED_CACHING"`` (host memory behind a cache in device memory).
+        location: of its rows; see `fbgemm_bags`.
     """
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-        ComputeDevice,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
-
-    on_gpu = device.type == "cuda"
-    where = EmbeddingLocation[location] if on_gpu else EmbeddingLocation.HOST
-    compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
-    fused = SplitTableBatchedEmbeddingBagsCodegen(
-        [(n, case.work.dim, where, compute) for n in case.work.num_rows],
-        pooling_mode=PoolingMode.SUM, device=device,
-        weights_precision=SparseType.FP16 if case.dtype == "float16" else SparseType.FP32,
-        output_dtype=SparseType.FP32, stochastic_rounding=case.dtype == "float16",
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=LEARNING_RATE, eps=EPS)
-    weights = fused.split_embedding_weights()
-    for k, weight in enumerate(weights):
-        weight.copy_(initial_rows(case, k, device))
+    fused = fbgemm_bags(case.work.num_rows, case.work.dim,
+                        lambda k: initial_rows(case, k, device), device, location, case.dtype)
 
     def rows(table: int, ids: torch.Tensor) -> torch.Tensor:
         if location == "MANAGED_CACHING":

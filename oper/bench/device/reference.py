@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from oper.bench.device.cases import DeviceCase, Inputs
-from oper.bench.device.contenders import EPS, LEARNING_RATE, Side, initial_rows
+from oper.bench.device.contenders import Side, initial_rows
+from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 
 # max|a - b| <= tolerance * max|b|: rows of 16 bits may round to either neighbour in every step.
 ROWS_TOLERANCE = {"float32": 1e-5, "float16": 2e-3}

@@ -6,12 +6,13 @@ copy measured in the same run. One GPU shows kernels, never the exchange between
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ EXPONENTS = {"uniform": 0.0, "zipf1.05": 1.05}
 SMALL, HOST = "b256-t26-pool1-d128-graph", "host-b8192-t26-pool1-d128-zipf1.05"
 
 
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The argument of benchmarks that have cases for a GPU as well."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="",
+                        help="cuda: kernels on one GPU, compared with torch's and fbgemm's")
+
+
 def cases(quick: bool, prefix: str) -> list[DeviceCase]:
     """The shapes at uniform and skewed ids; for lookups a small batch under a graph as well."""
     found = []
@@ -84,7 +91,7 @@ def run(chosen: Sequence[DeviceCase], device: str) -> Iterator[dict[str, Any]]:
         measure = (_run_graph if case.name.endswith("-graph")
                    else _run_host if "-host-" in case.name else _run_case)
         entry = measure(case, where)
-        yield {**entry, "device": _describe(where), "case": case.to_json()}
+        yield {**entry, "device": _describe(where), "case": asdict(case)}
         gc.collect()
         if where.type == "cuda":
             torch.cuda.empty_cache()

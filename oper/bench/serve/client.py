@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from oper.bench.core.child import Child, obey
 from oper.bench.core.launch import die_with_parent
 from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
@@ -72,19 +73,13 @@ class LoadClient:
     """
 
     def __init__(self, address: str, served: ServeWork, connections: int = 64) -> None:
-        import multiprocessing
-
-        context = multiprocessing.get_context("spawn")
-        self._control, theirs = context.Pipe()
-        self._process = context.Process(target=_client, daemon=True, args=(
-            theirs, address, served.to_json(), connections))
-        self._process.start()
-        theirs.close()
-        self._wait(_ANSWER_S)
+        self._child = Child(_client, (address, served, connections),
+                            "the client of the benchmark")
+        self._child.wait(_ANSWER_S)
 
     def cpu_seconds(self) -> float:
         """Processor time (s) so far."""
-        return cpu_seconds(self._process.pid or 0)
+        return cpu_seconds(self._child.pid)
 
     def learn(self) -> np.ndarray:
         """Ask for all queries one by one and keep the scores as those of the present weights.
@@ -94,17 +89,16 @@ class LoadClient:
         Returns:
             float32 [num_queries, candidates].
         """
-        self._control.send(("learn",))
-        scores: np.ndarray = self._wait(10 * _ANSWER_S)
+        scores: np.ndarray = self._child.ask("learn", seconds=10 * _ANSWER_S)
         return scores
 
     def start(self, settings: loadgen.Settings) -> None:
         """Begin a run."""
-        self._control.send(("run", settings))
+        self._child.send("run", settings)
 
     def finish(self, seconds: float) -> Seen:
         """What the run has shown; it may take so long."""
-        seen: Seen = self._wait(seconds + 5 * _ANSWER_S)
+        seen: Seen = self._child.wait(seconds + 5 * _ANSWER_S)
         return seen
 
     def run(self, settings: loadgen.Settings) -> Seen:
@@ -112,24 +106,9 @@ class LoadClient:
         self.start(settings)
         return self.finish(settings.min_duration_s)
 
-    def _wait(self, seconds: float) -> Any:
-        try:
-            if self._control.poll(seconds):
-                answer = self._control.recv()
-                if isinstance(answer, Exception):
-                    raise answer
-                return answer
-        except EOFError:
-            pass
-        raise OperError(fail("the client of the benchmark has failed", "waited (s)", seconds,
-                             "an answer", "see its log above"))
-
     def close(self) -> None:
         """End the process."""
-        self._control.close()
-        self._process.join(5)
-        self._process.kill()
-        self._process.join()
+        self._child.close(5)
 
 
 @dataclass(slots=True)
@@ -352,16 +331,9 @@ def _scores(answer: bytes) -> tuple[np.ndarray, int]:
     return decode_scores(body, int(length))
 
 
-def _client(control: Any, address: str, value: dict[str, Any], connections: int) -> None:
+def _client(control: Any, address: str, served: ServeWork, connections: int) -> None:
     die_with_parent()
-    sender = _Sender(address, ServeWork.from_json(value), connections)
+    sender = _Sender(address, served, connections)
     control.send(True)
-    while True:
-        try:
-            command, *words = control.recv()
-        except EOFError:
-            return
-        try:
-            control.send(sender.learn() if command == "learn" else sender.run(words[0]))
-        except Exception as error:
-            control.send(error if isinstance(error, OperError) else OperError(repr(error)))
+    while obey(control, {"learn": sender.learn, "run": sender.run}):
+        pass

@@ -8,13 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from oper.bench.core.child import Child, obey
 from oper.bench.core.memory import cpu_seconds, num_descriptors, pss_bytes
 from oper.bench.serve.models import ServeWork, build, give_back_memory
-from oper.errors import OperError, fail
-from oper.serve.allocator import for_children
 from oper.serve.options import BatchOptions
-
-_START_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,85 +43,57 @@ class Host:
 
     def __init__(self, served: ServeWork, workers: int, batching: BatchOptions,
                  spin_us: float = 0.0) -> None:
-        import multiprocessing
-
-        context = multiprocessing.get_context("spawn")
-        self._control, theirs = context.Pipe()
-        # Not a daemon: it has children of its own. They end with it, and it with the pipe.
-        self._process = context.Process(target=_host, args=(
-            theirs, served.to_json(), workers, batching, spin_us))
-        with for_children():
-            self._process.start()
-        theirs.close()
-        self.address: str = self._ask(None)
-
-    def _ask(self, command: str | None, *words: Any) -> Any:
-        try:
-            if command is not None:
-                self._control.send((command, *words))
-            if self._control.poll(_START_S):
-                answer = self._control.recv()
-                if isinstance(answer, Exception):
-                    raise answer
-                return answer
-        except (EOFError, BrokenPipeError):
-            pass
-        raise OperError(fail("the server of the benchmark has failed", "command", command,
-                             "an answer", "see its log above"))
+        self._child = Child(_host, (served, workers, batching, spin_us),
+                            "the server of the benchmark", daemon=False)
+        self.address: str = self._child.wait()
 
     def publish(self) -> Swap:
         """Publish the other set of weights."""
-        swap: Swap = self._ask("publish")
+        swap: Swap = self._child.ask("publish")
         return swap
 
     def worker_pids(self) -> list[int]:
         """Workers that take requests."""
-        return list(self._ask("pids"))
+        return list(self._child.ask("pids"))
 
     def counts(self) -> dict[str, int]:
         """See `oper.serve.Server.counts`."""
-        return dict(self._ask("counts"))
+        return dict(self._child.ask("counts"))
 
     def memory(self) -> dict[str, int]:
         """See `oper.serve.PublishedModel.memory_bytes`."""
-        return dict(self._ask("memory"))
+        return dict(self._child.ask("memory"))
 
     def publication(self) -> str:
         """The name of its weights, for `oper.attach`."""
-        return str(self._ask("publication"))
+        return str(self._child.ask("publication"))
 
     def cpu_seconds(self) -> float:
         """Processor time (s) of supervisor and present workers so far."""
-        return sum(map(cpu_seconds, [*self.worker_pids(), self._process.pid or 0]))
+        return sum(map(cpu_seconds, [*self.worker_pids(), self._child.pid]))
 
     def usage(self) -> tuple[int, int]:
         """PSS in bytes and open descriptors of supervisor and workers together."""
-        pids: Sequence[int] = [*self.worker_pids(), self._process.pid or 0]
+        pids: Sequence[int] = [*self.worker_pids(), self._child.pid]
         return sum(pss_bytes(p) for p in pids), sum(num_descriptors(p) for p in pids)
 
     def close(self) -> int:
         """Drain and end; the exit code."""
-        self._control.close()
-        self._process.join(90)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        return int(self._process.exitcode or 0)
+        return self._child.close(90)
 
 
-def _host(control: Any, value: dict[str, Any], workers: int, batching: BatchOptions,
+def _host(control: Any, served: ServeWork, workers: int, batching: BatchOptions,
           spin_us: float) -> None:
     """What the process does until the other end of `control` closes."""
     from oper.serve.model import PublishedModel
     from oper.serve.options import ServeOptions
     from oper.serve.server import Server
 
-    served = ServeWork.from_json(value)
-    sets = {"a": build(value, "cpu").state_dict()}
+    sets = {"a": build(served, "cpu").state_dict()}
     sets["b"] = {name: -w if "embedding_bags" in name else w for name, w in sets["a"].items()}
     last = [name for name in sets["b"] if name.endswith("bias")][-1]
     sets["b"][last] = sets["b"][last] + 0.5
-    model = PublishedModel(functools.partial(build, value), sets["a"], served.signature,
+    model = PublishedModel(functools.partial(build, served), sets["a"], served.signature,
                            served.row_dtype, keep_spare=True)
     give_back_memory()
     options = ServeOptions(port=0, workers=workers, batching=batching, spin_us=spin_us)
@@ -134,20 +103,8 @@ def _host(control: Any, value: dict[str, Any], workers: int, batching: BatchOpti
             "pids": lambda: server.worker_pids, "counts": lambda: server.counts,
             "memory": model.memory_bytes, "publication": lambda: model.publication_name,
             "publish": lambda: _swap(server, sets)}
-        _obey(control, commands)
-
-
-def _obey(control: Any, commands: dict[str, Callable[[], Any]]) -> None:
-    """Answer commands until the other end closes."""
-    while True:
-        try:
-            command, *_ = control.recv()
-        except EOFError:
-            return
-        try:
-            control.send(commands[command]())
-        except OperError as error:
-            control.send(error)
+        while obey(control, commands):
+            pass
 
 
 def _swap(server: Any, sets: dict[str, Any]) -> Swap:

@@ -67,10 +67,6 @@ class LiveCase:
     bound_ms: float = 10.0
     spin_us: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """For the record."""
-        return {**asdict(self), "served": self.served.to_json()}
-
 
 @dataclass(slots=True)
 class _Live:
@@ -146,7 +142,7 @@ def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, 
                   "server_memory_bytes": live.host.memory(),
                   "separation_of_sets": live.separation, "std_of_scores": live.std}
     entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
-    return {"name": case.name, **entry, "case": case.to_json(), "niceness": os.nice(0),
+    return {"name": case.name, **entry, "case": asdict(case), "niceness": os.nice(0),
             "cores": f"the client shares {os.cpu_count()} with the server",
             "load_before": load_before, "load_after": record.load_average()}
 

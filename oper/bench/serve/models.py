@@ -8,8 +8,8 @@ import hashlib
 import logging
 import typing
 import warnings
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,16 +46,6 @@ class ServeWork:
     over_layers: tuple[int, ...] = (128, 64)
     row_dtype: str = "int8"
 
-    def to_json(self) -> dict[str, Any]:
-        """For `from_json` in another process, and for the record."""
-        return {**asdict(self), "work": self.work.to_json()}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        """What `to_json` wrote."""
-        layers = {k: tuple(value[k]) for k in ("dense_layers", "over_layers")}
-        return cls(**{**value, **layers, "work": Workload.from_json(value["work"])})
-
     @property
     def signature(self) -> Signature:
         """For requests."""
@@ -76,16 +66,14 @@ class ServeWork:
         return [self.query(k) for k in range(self.num_queries)]
 
 
-def build(value: dict[str, Any], device: str) -> nn.Module:
-    """The float32 DLRM of ``ServeWork.to_json()``, with weights on ``"cpu"``, without on
-    ``"meta"``."""
+def build(served: ServeWork, device: str) -> nn.Module:
+    """The float32 DLRM, with weights on ``"cpu"``, without on ``"meta"``."""
     import torch
     from torchrec.models.dlrm import DLRM
 
     from oper.bench.tables.sides import make_collection
 
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    served = ServeWork.from_json(value)
     dim = served.work.dim
     torch.manual_seed(served.work.seed)
     dense_device = torch.device(device)
@@ -160,20 +148,19 @@ class FloorPredictor:
         return {}
 
 
-def make_predictor(kind: str, value: dict[str, Any], publication: str) -> Any:
+def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
     """A contender's predictor.
 
     Args:
         kind: one of `KINDS`, or `FLOOR`.
-        value: ``ServeWork.to_json()``.
+        served: what is scored.
         publication: the name that OPER's tables are published under.
     """
-    served = ServeWork.from_json(value)
     if kind == FLOOR:
         return FloorPredictor(served.signature)
     if kind == "oper":
-        return AttachedModel(functools.partial(build, value), publication, served.signature)
-    model = build(value, "cpu")
+        return AttachedModel(functools.partial(build, served), publication, served.signature)
+    model = build(served, "cpu")
     if kind == "torchrec":
         import torch
         from torchrec.inference.modules import quantize_inference_model

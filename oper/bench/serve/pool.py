@@ -16,12 +16,13 @@ import select
 import socket
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from oper.bench.core.child import Child, obey
 from oper.bench.core.launch import die_with_parent
 from oper.bench.core.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
 from oper.bench.core.stalls import Stalls, spin
@@ -35,7 +36,6 @@ from oper.bench.serve.models import (
     make_predictor,
 )
 from oper.errors import OperError, fail
-from oper.serve.allocator import for_children
 from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.options import BatchOptions
 from oper.serve.requests import Request, Signature
@@ -43,14 +43,12 @@ from oper.serve.wire import decode_request, encode_request, encode_scores
 
 TABLES = "/memfd:oper-tables"  # mappings of published tables
 _PAIRS = 512  # queries of one message
-_ANSWER_S = 600.0
 
 
 @dataclass(slots=True)
 class _Worker:
-    process: Any
+    process: Child
     queries: socket.socket
-    control: Any
     outstanding: int = 0
 
 
@@ -68,17 +66,14 @@ class Pool:
 
     def __init__(self, kind: str, served: ServeWork, batching: BatchOptions,
                  publication: str = "") -> None:
-        import multiprocessing
-
         self.kind, self._served, self._batching = kind, served, batching
-        self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
-        self._publisher: Any = None
+        self._publisher: Child | None = None
         self._name = publication or f"bench-{os.getpid()}-{id(self) & 0xffffff:x}"
         self._as_messages = bool(publication)
-        self._waited_for: list[Any] = []  # ends of control pipes
+        self._waited_for: list[Child] = []
         if kind == "oper" and not publication:
-            self._publisher = self._start(_publish, (served.to_json(), self._name))
+            self._publisher = self._start(_publish, (served, self._name))
         self._is_published = self._publisher is None
 
     def begin(self, count: int) -> None:
@@ -86,68 +81,52 @@ class Pool:
         while self._is_published and len(self._workers) < count:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                process, control = self._start(_work, (
-                    theirs, self.kind, self._served.to_json(), self._name, self._batching,
+                process = self._start(_work, (
+                    theirs, self.kind, self._served, self._name, self._batching,
                     self._as_messages))
-            self._workers.append(_Worker(process, ours, control))
-            self._waited_for.append(control)
+            self._workers.append(_Worker(process, ours))
+            self._waited_for.append(process)
 
     def grow(self, count: int) -> None:
         """Have at least `count` workers, ready to score."""
-        if not self._is_published:
-            self._ask(self._publisher[1])
+        if self._publisher is not None and not self._is_published:
+            self._publisher.wait()
             self._is_published = True
         self.begin(count)
         while self._waited_for:
-            self._ask(self._waited_for.pop())
+            self._waited_for.pop().wait()
 
-    def _start(self, function: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=function, args=(theirs, *arguments), daemon=True)
-        with for_children():
-            process.start()
-        theirs.close()
-        return process, ours
-
-    def _ask(self, control: Any, *words: Any) -> Any:
-        if words:
-            control.send(words)
-        try:
-            if control.poll(_ANSWER_S):
-                return control.recv()
-        except EOFError:
-            pass
-        raise OperError(fail("a process of the serving benchmark has failed", "system",
-                             self.kind, "an answer", "see its log above"))
+    def _start(self, function: Any, arguments: tuple[Any, ...]) -> Child:
+        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})")
 
     def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
         """Give the models of the first `count` workers so many threads, batches of at most so many
         samples, and a way to run (`oper.bench.serve.models.VARIANTS`)."""
         for worker in self._workers[:count]:
-            self._ask(worker.control, "configure", threads, max_samples, variant)
+            worker.process.ask("configure", threads, max_samples, variant)
 
     def spin(self, count: int, seconds: float, stalls: Stalls) -> None:
         """Look for stalls in the first `count` workers at once."""
         used = self._workers[:count]
         for worker in used:
-            worker.control.send(("spin", seconds))
+            worker.process.send("spin", seconds)
         for worker in used:
-            stalls.add(seconds, self._ask(worker.control))
+            stalls.add(seconds, worker.process.wait())
 
     def scores(self, indices: Sequence[int], worker: int = 0) -> np.ndarray:
         """Scores float32 [queries, candidates] of queries that are scored together."""
-        found: np.ndarray = self._ask(self._workers[worker].control, "scores", list(indices))
+        found: np.ndarray = self._workers[worker].process.ask("scores", list(indices))
         return found
 
     def memory(self, count: int) -> dict[str, Any]:
         """PSS in bytes of the first `count` workers: what loading the model has added to each; of
         OPER also the tables' part in each process, the publisher included."""
-        own = [self._ask(w.control, "memory") for w in self._workers[:count]]
+        own = [w.process.ask("memory") for w in self._workers[:count]]
         found: dict[str, Any] = {"own_pss_bytes_per_worker": own, "total_pss_bytes": sum(own)}
         if self._publisher is not None:
             pids = [w.process.pid for w in self._workers[:count]]
             found["tables_pss_bytes_per_worker"] = [pss_bytes(pid, TABLES) for pid in pids]
-            found["tables_pss_bytes_of_publisher"] = pss_bytes(self._publisher[0].pid, TABLES)
+            found["tables_pss_bytes_of_publisher"] = pss_bytes(self._publisher.pid, TABLES)
             found["total_pss_bytes"] += (sum(found["tables_pss_bytes_per_worker"])
                                          + found["tables_pss_bytes_of_publisher"])
         return found
@@ -155,7 +134,7 @@ class Pool:
     def cpu_seconds(self) -> float:
         """Processor time (s) of all processes so far."""
         return sum(cpu_seconds(w.process.pid) for w in self._workers) + (
-            cpu_seconds(self._publisher[0].pid) if self._publisher else 0.0)
+            cpu_seconds(self._publisher.pid) if self._publisher else 0.0)
 
     @contextlib.contextmanager
     def issuing(self, count: int) -> Iterator[loadgen.Issue]:
@@ -192,12 +171,8 @@ class Pool:
 
     def close(self) -> None:
         """End the processes."""
-        everyone = [(w.process, w.control) for w in self._workers]
-        for process, control in [*everyone, *filter(None, [self._publisher])]:
-            control.close()
-            process.join(10)
-            process.kill()
-            process.join()
+        for child in [*(w.process for w in self._workers), *filter(None, [self._publisher])]:
+            child.close()
         for worker in self._workers:
             worker.queries.close()
         self._workers.clear()
@@ -225,12 +200,12 @@ def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int]) -> 
 # ---- in the processes ----------------------------------------------------------------------------
 
 
-def _publish(control: Any, value: dict[str, Any], name: str) -> None:
+def _publish(control: Any, served: ServeWork, name: str) -> None:
     """Hold OPER's tables until the other end closes."""
     import oper
 
     die_with_parent()
-    publication = oper.publish(build(value, "cpu"), name, row_dtype=value["row_dtype"])
+    publication = oper.publish(build(served, "cpu"), name, row_dtype=served.row_dtype)
     give_back_memory()
     control.send(True)
     with contextlib.suppress(EOFError):
@@ -238,19 +213,18 @@ def _publish(control: Any, value: dict[str, Any], name: str) -> None:
     publication.close()
 
 
-def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any], name: str,
+def _work(control: Any, queries: socket.socket, kind: str, served: ServeWork, name: str,
           batching: BatchOptions, as_messages: bool) -> None:
     """A worker."""
     import torch
 
     die_with_parent()
     torch.set_num_threads(1)
-    served = ServeWork.from_json(value)
     library = served.library()
-    build(value, "meta")  # imports what the model needs: not part of its memory
+    build(served, "meta")  # imports what the model needs: not part of its memory
     give_back_memory()
     before = unfiled_pss_bytes(os.getpid())
-    predictor = make_predictor(kind, value, name)
+    predictor = make_predictor(kind, served, name)
     give_back_memory()
     loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
     _warm_up(predictor, library[:8])
@@ -259,21 +233,20 @@ def _work(control: Any, queries: socket.socket, kind: str, value: dict[str, Any]
     gc.collect()
     gc.freeze()  # as the server's workers do
     control.send(True)
-    with contextlib.suppress(EOFError):
-        while True:
-            _serve(queries, control, batcher, source)
-            command, *words = control.recv()
-            if command == "configure":
-                threads, max_samples, predictor.variant = words
-                torch.set_num_threads(threads)
-                batcher.options = replace(batching, max_samples=max_samples)
-                control.send(True)
-            elif command == "spin":
-                control.send(spin(*words))
-            elif command == "scores":
-                control.send(np.stack([predictor.predict(library[k])[0] for k in words[0]]))
-            elif command == "memory":
-                control.send(loaded)
+
+    def configure(threads: int, max_samples: int, variant: str) -> bool:
+        torch.set_num_threads(threads)
+        predictor.variant = variant
+        batcher.options = replace(batching, max_samples=max_samples)
+        return True
+
+    commands: dict[str, Callable[..., Any]] = {
+        "configure": configure, "spin": spin, "memory": lambda: loaded,
+        "scores": lambda ids: np.stack([predictor.predict(library[k])[0] for k in ids])}
+    going = True
+    while going:
+        _serve(queries, control, batcher, source)
+        going = obey(control, commands)
 
 
 def _serve(queries: socket.socket, control: Any, batcher: Batcher, source: _Requests) -> None:

@@ -60,10 +60,6 @@ class ServerCase:
     search_s: float = 900.0
     other_s: float = 1.5
 
-    def to_json(self) -> dict[str, Any]:
-        """For the record."""
-        return {**asdict(self), "served": self.served.to_json()}
-
 
 def run_server_case(case: ServerCase, progress: Callable[[str], None]) -> dict[str, Any]:
     """Measure all contenders; an entry of the record."""
@@ -97,7 +93,7 @@ def run_server_case(case: ServerCase, progress: Callable[[str], None]) -> dict[s
     return {"name": case.name, "ratio_throughput": entry.pop("ratio_throughput"),
             "ratio_memory": round(theirs / mine, 3), "p99_ms": entry.pop("p99_ms"),
             "verified": all(v["passed"] for v in verification.values()),
-            "verification": verification, **entry, "case": case.to_json(),
+            "verification": verification, **entry, "case": asdict(case),
             "other_busy_cores": round(others, 2), "load_before": load_before,
             "load_after": record.load_average()}
 

@@ -12,21 +12,22 @@ from typing import Any
 from oper.bench.core import record
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import CRITEO_KAGGLE_ROWS, Workload
-from oper.bench.serve.forward_case import ForwardCase
 from oper.bench.serve.live_case import LiveCase, run_live_case
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.server_case import ServerCase, run_server_case
+from oper.bench.tables.lookup_case import LookupCase, run_case
 from oper.flags import number
 
 WORLD_SIZE = 2
-Case = ForwardCase | ServerCase | LiveCase
+Case = LookupCase | ServerCase | LiveCase
 # Publishing 50 times should take a minute, not an hour.
 _PUBLISHED_ROWS = tuple(min(n, 250_000) for n in CRITEO_KAGGLE_ROWS)
 
 
 def cases(quick: bool) -> list[Any]:
     """The cases in the order of the record; shorter ones when `quick`."""
-    found: list[Case] = [ForwardCase(f"forward-pool{p}", Workload(pooling=p)) for p in (1, 20)]
+    found: list[Case] = [LookupCase(
+        f"forward-pool{p}", Workload(pooling=p), torchrec=True, rounds=10) for p in (1, 20)]
     found.append(ServerCase("server-10ms"))
     found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=100.0))
     served = ServeWork(Workload(num_rows=_PUBLISHED_ROWS))
@@ -37,7 +38,7 @@ def cases(quick: bool) -> list[Any]:
 
 def _shorter(case: Case) -> Case:
     small = Workload(num_rows=tuple(min(n, 20_000) for n in CRITEO_KAGGLE_ROWS))
-    if isinstance(case, ForwardCase):
+    if isinstance(case, LookupCase):
         work = replace(small, pooling=case.work.pooling)
         return replace(case, work=work, num_stats_batches=4, rounds=4, per_round=3)
     served = ServeWork(small, num_queries=64)
@@ -56,11 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Measure the chosen cases."""
-    forward = [c for c in chosen if isinstance(c, ForwardCase)]
-    measured = run_workers("oper.bench.serve.forward_case:run_forward_case",
-                           [c.to_json() for c in forward], WORLD_SIZE)
+    forward = [c for c in chosen if isinstance(c, LookupCase)]
+    measured = run_workers(run_case, forward, WORLD_SIZE)
     for case in chosen:
-        if isinstance(case, ForwardCase):
+        if isinstance(case, LookupCase):
             yield next(measured)
         elif isinstance(case, ServerCase):
             yield run_server_case(case, _progress)
@@ -87,17 +87,13 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def _forward(entries: Sequence[dict[str, Any]]) -> str:
-    if not entries:
-        return ""
-    headers = ["forward, 2 threads", "OPER", "TorchRec", "ratio", "plan", "unsharded", "ratio",
-               "by", "verified"]
-    rows = [[
-        e["name"], f"{e['oper_forward_ms']:.2f} ms",
-        f"{e[e['torchrec_best'] + '_forward_ms']:.2f} ms", f"{e['ratio_forward']:.2f}x",
-        e["torchrec_best"], f"{e[e['unsharded_best'] + '_forward_ms']:.2f} ms",
-        f"{e['ratio_unsharded']:.2f}x", e["unsharded_best"], "yes" if e["verified"] else "NO"]
-        for e in entries]
-    return record.table(headers, rows) + "\n"
+    return record.table_of(entries, {
+        "forward, 2 threads": "{name}", "OPER": "{oper_forward_ms:.2f} ms",
+        "TorchRec": lambda e: f"{e[e['torchrec_best'] + '_forward_ms']:.2f} ms",
+        "ratio": "{ratio_forward:.2f}x", "plan": "{torchrec_best}",
+        "unsharded": lambda e: f"{e[e['unsharded_best'] + '_forward_ms']:.2f} ms",
+        "of unsharded": "{ratio_unsharded:.2f}x", "by": "{unsharded_best}",
+        "verified": record.yes})
 
 
 def _server(entry: dict[str, Any]) -> str:

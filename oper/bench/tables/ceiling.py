@@ -104,6 +104,11 @@ class Ceiling:
         torch.ops.oper.gather_ceiling(b.addresses, b.offsets, b.destinations, self._dim,
                                       self._prefetch, self._stream, self.out)
 
+    def gathered(self, number: int) -> torch.Tensor:
+        """`out` after batch `number`."""
+        self.run(number)
+        return self.out
+
     def tune(self, align: Callable[[], None], slowest: Callable[[list[float]], list[float]],
              repeats: int = 6) -> None:
         """Find the fastest order of bags, prefetch distance and kind of store. Collective.

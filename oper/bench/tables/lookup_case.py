@@ -1,65 +1,47 @@
-"""One case of the lookup benchmark, as every rank runs it."""
+"""Forward passes without gradient, as every rank runs them.
+
+OPER's read-only tables beside unsharded tables in one process with as many threads; and beside the
+bare gather of the same rows, or TorchRec's plans in the same processes.
+"""
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from oper.bench.core import record
+from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Call, Case, Run, aligner, nothing, on_threads, over, summaries
 from oper.bench.core.planning import bytes_read, chosen_plan, slowest, total, world
-from oper.bench.core.workload import Workload, make_kjt, timed_ids
+from oper.bench.core.workload import make_kjt, timed_ids
 from oper.bench.tables.ceiling import Ceiling
-from oper.bench.tables.sides import make_collection
-from oper.bench.tables.train_case import Progress, moved_bytes
+from oper.bench.tables.sides import build_torchrec, make_collection, moved_bytes
+from oper.bench.tables.torchrec_peer import PLAN_KINDS
+from oper.bench.tables.unsharded import PEERS, make_peers
 from oper.bench.tables.verify import Verdict
 
-PEERS = ("nn_embedding_bag", "ebc", "fbgemm")  # single process
 _CHECKED_BATCHES = 2
 _OVERHEAD_CALLS = 65
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LookupCase(Case):
     """One case.
 
     Attributes:
-        name: for the record.
-        work: the workload.
-        world_size: OPER's processes.
-        num_threads: threads over all processes, and of the one process of each peer.
-        num_batches: distinct batches that are timed.
-        num_stats_batches: other batches that the statistics come from.
-        rounds, per_round: see `record.interleave`.
+        torchrec: beside TorchRec's plans; else beside the bare gather.
     """
 
-    name: str
-    work: Workload
-    world_size: int
-    num_threads: int = 2
-    num_batches: int = 32
-    num_stats_batches: int = 32
-    rounds: int = 12
-    per_round: int = 5
-
-    def to_json(self) -> dict[str, Any]:
-        """For `from_json` in a worker."""
-        return {**asdict(self), "work": self.work.to_json()}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        """The case written by `to_json`."""
-        return cls(**{**value, "work": Workload.from_json(value["work"])})
+    torchrec: bool = False
 
 
 @torch.no_grad()
-def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def run_case(case: LookupCase, progress: Progress) -> dict[str, Any]:
     """Build, verify and measure one case; the worker function. Collective.
 
     Returns:
@@ -67,76 +49,54 @@ def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """
     from oper.sharding import shard
 
-    case = Case.from_json(value)
-    work, (rank, world_size) = case.work, world()
-    load_before = record.load_average()
-    progress(f"{case.name}: drawing batches, planning")
-    ids = [timed_ids(work, r, world_size, case.num_batches) for r in range(world_size)]
+    run, work = Run(case, progress), case.work
+    run.say("drawing batches, planning")
     plan, plan_s = chosen_plan(work, case.num_stats_batches, "inference")
-    progress(f"{case.name}: building")
+    run.say("building")
     collection = make_collection(work, "cpu")
     model: Any = shard(collection, plan=plan, objective="inference")
-    peers = {}
-    if rank == 0:
-        joint = [np.concatenate(x, axis=1) for x in zip(*ids, strict=True)]
-        peers = make_peers(work, collection, joint)
+    peers = make_peers(work, collection, run.everyones_ids()) if run.rank == 0 else {}
     del collection
-    kjts = [make_kjt(work, x) for x in ids[rank]]
-    ceiling = Ceiling(model.tables, ids[rank], work.pooling)
-    ceiling.tune(aligner(model.tables), slowest)
-    gc.collect()
-    progress(f"{case.name}: comparing with the unsharded collection")
-
-    def gathered(number: int) -> torch.Tensor:
-        ceiling.run(number)
-        return ceiling.out
-
-    verdicts = verify({"oper": lambda k: model(kjts[k]).values(), "ceiling": gathered}, peers,
-                      len(kjts))
-    progress(f"{case.name}: measuring, {case.rounds} rounds of {case.per_round}")
-    timings, others = _measure(case, model, kjts, ceiling, peers)
-    overhead = _overhead(model, kjts, work)
-    moved = int(total([moved_bytes(work, ids[rank])["forward"]])[0])
-    page_kind, read = model.tables.page_kind, bytes_read(model.tables)
-    if dist.is_initialized():
-        dist.barrier()
-    model.tables.close()
-    if rank:
-        return {}
-    return {
-        "name": case.name, **_figures(timings, moved), **overhead,
-        "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
-        "bytes_moved": {"forward": moved}, "bytes_read": read, "timings": timings,
-        "page_kind": page_kind,
-        "ceiling": ceiling.settings, "workload": work.to_json(), "world_size": world_size,
-        "threads_per_rank": case.num_threads // world_size, "threads_of_peers": case.num_threads,
-        "num_batches": case.num_batches, "num_stats_batches": case.num_stats_batches,
-        "plan_seconds": round(plan_s, 3), "other_busy_cores": round(others, 2),
-        "load_before": load_before, "load_after": record.load_average()}
-
-
-def _measure(case: Case, model: Any, kjts: list[Any], ceiling: Ceiling,
-             peers: dict[str, Callable[[int], Any]]) -> tuple[dict[str, Any], float]:
-    """Timings by contender, the slower rank's, and the cores that other programs kept busy."""
-    rank, world_size = world()
-    own = max(1, case.num_threads // world_size)
-    runs = {"oper": on_threads(own, lambda k: model(kjts[k % len(kjts)]).values()),
-            "ceiling": on_threads(own, ceiling.run)}
-    for name in PEERS:
-        runs[name] = (on_threads(case.num_threads, peers[name]) if rank == 0
-                      else on_threads(own, nothing))
+    kjts = [make_kjt(work, x) for x in run.ids()]
     align = aligner(model.tables)
-    record.interleave(runs, align, 1, 2)
-    clock = record.BusyClock()
-    mine = record.interleave(runs, align, case.rounds, case.per_round)
-    others = clock.others(total)
-    return {n: record.summary(np.array(slowest(s.tolist()))) for n, s in mine.items()}, others
+    timed: dict[str, Call] = {"oper": over(kjts, lambda kjt: model(kjt).values())}
+    checked = dict(timed)
+    figures: dict[str, Any] = {}
+    if case.torchrec:
+        for kind in PLAN_KINDS:
+            with torch.enable_grad():  # TorchRec puts its optimizers into the backward pass
+                side = build_torchrec(work, False, kind, run.world_size)[0]
+            timed[kind] = over(kjts, side.forward_values)
+            checked[kind] = over(kjts, side.lookup)
+    else:
+        ceiling = Ceiling(model.tables, run.ids(), work.pooling)
+        ceiling.tune(align, slowest)
+        figures["ceiling"] = ceiling.settings
+        timed["ceiling"] = ceiling.run
+        checked["ceiling"] = ceiling.gathered
+    run.say("comparing with the unsharded collection")
+    verdicts = verify(checked, peers, len(kjts))
+    own = max(1, case.num_threads // run.world_size)
+    runs = {name: on_threads(own, call) for name, call in timed.items()}
+    for name in PEERS:
+        runs[name] = (on_threads(case.num_threads, peers[name]) if run.rank == 0
+                      else on_threads(own, nothing))
+    timings = summaries(run.time(runs, align))
+    moved = int(total([moved_bytes(work, run.ids())["forward"]])[0])
+    if not case.torchrec:
+        figures |= _overhead(model, kjts, case)
+    return run.finish(model.tables, {
+        **figures, **_figures(timings, moved),
+        "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
+        "bytes_moved": {"forward": moved}, "bytes_read": bytes_read(model.tables),
+        "timings": timings, "threads_of_peers": case.num_threads,
+        "threads_of_unsharded": case.num_threads, "plan_seconds": round(plan_s, 3)})
 
 
-def _overhead(model: Any, kjts: list[Any], work: Workload) -> dict[str, float]:
+def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
     """Median microseconds of a call outside the kernels, the slower rank's: on the case's batches,
     which push Python's code out of the caches, and on one of 32 samples, which does not."""
-    _, world_size = world()
+    work, (_, world_size) = case.work, world()
     ids = timed_ids(work, 0, world_size, len(kjts))[0].reshape(len(work.num_rows), -1, work.pooling)
     small = make_kjt(work, ids[:, :32].reshape(len(work.num_rows), -1))
     align, found = aligner(model.tables), []
@@ -155,56 +115,27 @@ def _overhead(model: Any, kjts: list[Any], work: Workload) -> dict[str, float]:
 
 def _figures(timings: dict[str, Any], moved: int) -> dict[str, Any]:
     """The headline numbers; `moved` bytes by all ranks and batch."""
-    fastest = min(PEERS, key=lambda n: timings[n]["median_ms"])
-    oper_ms, ceiling_ms = timings["oper"]["median_ms"], timings["ceiling"]["median_ms"]
-    return {
-        "oper_forward_ms": oper_ms, **{f"{n}_forward_ms": timings[n]["median_ms"] for n in PEERS},
-        "fastest_peer": fastest, "ratio_forward": round(timings[fastest]["median_ms"] / oper_ms, 3),
-        "gather_ceiling_ms": ceiling_ms,
-        "gather_ceiling_gbps": round(moved / ceiling_ms / 1e6, 3),
-        "forward_fraction_of_ceiling": round(ceiling_ms / oper_ms, 4)}
+    ms = {name: t["median_ms"] for name, t in timings.items()}
+    unsharded = min(PEERS, key=ms.__getitem__)
+    ratio = round(ms[unsharded] / ms["oper"], 3)
+    found = {f"{n}_forward_ms": x for n, x in ms.items() if n != "ceiling"}
+    if "ceiling" not in ms:
+        sharded = min(PLAN_KINDS, key=ms.__getitem__)
+        return {"ratio_forward": round(ms[sharded] / ms["oper"], 3), "ratio_unsharded": ratio,
+                "torchrec_best": sharded, "unsharded_best": unsharded, **found}
+    return {**found, "fastest_peer": unsharded, "ratio_forward": ratio,
+            "gather_ceiling_ms": ms["ceiling"],
+            "gather_ceiling_gbps": round(moved / ms["ceiling"] / 1e6, 3),
+            "forward_fraction_of_ceiling": round(ms["ceiling"] / ms["oper"], 4)}
 
 
-def make_peers(work: Workload, collection: Any, ids: list[np.ndarray]
-               ) -> dict[str, Callable[[int], Any]]:
-    """Unsharded lookups of whole batches in one process, by name; each takes a batch number.
-
-    Args:
-        work: the workload.
-        collection: `EmbeddingBagCollection` on CPU; its weights are shared or copied.
-        ids: ids of each batch of all ranks together, int64 [F, batch_size * pooling].
-    """
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-        ComputeDevice,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
-
-    kjts = [make_kjt(work, x) for x in ids]
-    bags = list(collection.embedding_bags.values())
-    starts = torch.arange(0, work.batch_size * work.pooling, work.pooling)
-    columns = [[torch.from_numpy(row) for row in x] for x in ids]
-    fused = SplitTableBatchedEmbeddingBagsCodegen(
-        [(n, work.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for n in work.num_rows],
-        pooling_mode=PoolingMode.SUM, device=torch.device("cpu"))
-    for copy, bag in zip(fused.split_embedding_weights(), bags, strict=True):
-        copy.copy_(bag.weight)
-    flat = [(k.values(), k.offsets().long()) for k in kjts]
-    return {
-        "nn_embedding_bag": lambda k: [
-            torch.nn.functional.embedding_bag(row, bag.weight, starts, mode="sum")
-            for bag, row in zip(bags, columns[k % len(columns)], strict=True)],
-        "ebc": lambda k: collection(kjts[k % len(kjts)]).values(),
-        "fbgemm": lambda k: fused(*flat[k % len(flat)])}
-
-
-def verify(lookups: Mapping[str, Callable[[int], torch.Tensor]],
-           peers: Mapping[str, Callable[[int], Any]], num_batches: int
+def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: int
            ) -> dict[str, dict[str, Any]]:
     """Pooled rows of all contenders against the unsharded collection's; verdicts on rank 0.
 
     Args:
-        lookups: by name, this rank's rows of a batch by its number.
+        lookups: by name, this rank's rows of a batch by its number, features in the order of the
+            configuration.
         peers: what `make_peers` made on rank 0, nothing elsewhere.
         num_batches: how many are there.
     """
@@ -228,27 +159,3 @@ def _all_rows(value: torch.Tensor) -> torch.Tensor:
     found = [torch.empty_like(value) for _ in range(world_size)]
     dist.all_gather(found, value.contiguous())
     return torch.cat(found)
-
-
-def aligner(tables: Any) -> Callable[[], None]:
-    """Brings the ranks together, asleep first: a peer of one process has the machine for itself."""
-    def align() -> None:
-        if dist.is_initialized():
-            dist.barrier()
-        tables.barrier()
-
-    return align
-
-
-def on_threads(count: int, call: Callable[[int], Any]) -> Callable[[int], Any]:
-    """`call` with `count` threads; they change in the untimed first call of a round only."""
-    def run(number: int) -> Any:
-        if torch.get_num_threads() != count:
-            torch.set_num_threads(count)
-        return call(number)
-
-    return run
-
-
-def nothing(number: int) -> None:
-    """What a rank does while rank 0 runs a peer of a single process."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from oper.bench.core import record
-from oper.bench.core.planning import gather, slowest, total
+from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Run, over
+from oper.bench.core.planning import gather, total
 from oper.train.config import TrainConfig, load_config
 from oper.train.engines import Engine, dense_optimizer, with_torchrec
 from oper.train.reference import SparseTableOptimizer
@@ -23,11 +25,10 @@ from oper.train.tasks import RecommenderTask
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")  # of TorchRec, for all tables alike
 TOLERANCE = 1e-4  # of a loss, relative; the models' matrix products differ in shape
 CHECKED_STEPS = 3
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ModelCase:
     """One case.
 
     Attributes:
@@ -47,10 +48,6 @@ class Case:
     rounds: int = 10
     per_round: int = 4
 
-    def to_json(self) -> dict[str, Any]:
-        """The arguments of the constructor."""
-        return asdict(self)
-
     def config(self) -> TrainConfig:
         """Row-wise Adagrad on the tables, SGD on the rest, no dropout (it would be timed too)."""
         drawn = {"model.sampled": 1024} if self.model == "cadvae" else {}
@@ -61,48 +58,40 @@ class Case:
             "optimizer.dense": "sgd"})
 
 
-def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def run_case(case: ModelCase, progress: Progress) -> dict[str, Any]:
     """Build, verify and measure one case. Collective.
 
     Returns:
         The case's entry of the record on rank 0, nothing elsewhere.
     """
-    case = Case(**value)
+    run = Run(case, progress)
 
-    def say(text: str) -> None:
-        progress(f"{case.name}: {text}")
-
-    say("inventing interactions")
+    run.say("inventing interactions")
     task = RecommenderTask(case.config())
     # Epoch 0 is what the statistics are counted from.
     batches = [b for b, _ in itertools.islice(task.epoch(1), case.num_batches)]
     engines = {}
     shapes = task.workload.build(task.config.model, task.data, "meta")  # no tables are drawn
     for name in ("oper", *plan_kinds(shapes)):
-        say(f"building {name}")
+        run.say(f"building {name}")
         engines[name] = _engine(task, name)
-    say("comparing losses")
+    run.say("comparing losses")
     worst = _compare(task, engines, batches)
     # The same lookups for all: candidates are drawn once.
     drawing: Any = engines["oper"].bare
     kjts = [drawing.lookups(b) for b in batches]
     gc.collect()
     gc.freeze()
-    timings, busy = {}, {}
+    timings = {}
     for phase in ("embedding", "step"):
-        say(f"measuring: {phase}")
-        runs = {name: _over(engine.step, batches) if phase == "step"
-                else _over(_Tables(engine), kjts) for name, engine in engines.items()}
-        record.interleave(runs, dist.barrier, 1, 2)
-        clock = record.BusyClock()
-        mine = record.interleave(runs, dist.barrier, case.rounds, case.per_round)
-        busy[phase] = round(clock.others(total), 2)
-        timings[phase] = {name: np.array(slowest(t.tolist())) for name, t in mine.items()}
+        runs = {name: over(batches, engine.step) if phase == "step"
+                else over(kjts, _Tables(engine)) for name, engine in engines.items()}
+        timings[phase] = run.time(runs, dist.barrier, phase)
     gc.unfreeze()
     dist.barrier()
     entry = {"name": case.name, **_figures(timings), "max_relative_diff": worst,
-             "verified": max(worst.values()) <= TOLERANCE, "other_busy_cores": busy,
-             "model": case.config().to_json()["model"], "case": case.to_json(),
+             "verified": max(worst.values()) <= TOLERANCE, "other_busy_cores": run.others,
+             "model": case.config().to_json()["model"], "case": asdict(case),
              "tables": _describe(engines["oper"]), "threads_per_rank": torch.get_num_threads(),
              "world_size": dist.get_world_size(), "load_after": record.load_average()}
     return entry if dist.get_rank() == 0 else {}
@@ -210,11 +199,6 @@ def _features(collection: Any) -> list[str]:
         return list(collection._features)
     configs = getattr(collection, "_embedding_configs", None) or collection._embedding_bag_configs
     return [f for c in configs for f in c.feature_names]
-
-
-def _over(call: Callable[[Any], Any], inputs: Sequence[Any]) -> Callable[[int], Any]:
-    """`call` on input number k, modulo their number."""
-    return lambda k: call(inputs[k % len(inputs)])
 
 
 def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:

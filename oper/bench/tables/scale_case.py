@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from oper.bench.core import record
+from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Case, Run, aligner, over, summaries
 from oper.bench.core.planning import bytes_read, slowest, total, world
-from oper.bench.core.workload import Workload, make_kjt, timed_ids
+from oper.bench.core.workload import Workload, make_kjt
 from oper.bench.tables.ceiling import Ceiling, UpdateCeiling
-from oper.bench.tables.lookup_case import Case, aligner
-from oper.bench.tables.sides import EPS, LEARNING_RATE, make_collection
-from oper.bench.tables.train_case import Progress
+from oper.bench.tables.sides import OPTIMIZER, make_collection
 from oper.bench.tables.verify import Verdict
 from oper.plan import uniform_plan
-from oper.shmem.optim.optimizers import RowWiseAdagrad
 
 _LINE = 64  # bytes that memory moves at least
 _CHECKED_BAGS, _CHECKED_TABLES = 32, 8
@@ -80,7 +78,7 @@ def line_bytes(work: Workload, ids: list[np.ndarray]) -> int:
     return found // len(ids)
 
 
-def run_scale_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def run_scale_case(case: ScaleCase, progress: Progress) -> dict[str, Any]:
     """Build, verify and measure one case; the worker function. Collective.
 
     Returns:
@@ -88,75 +86,40 @@ def run_scale_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """
     from oper.sharding import shard
 
-    case = ScaleCase.from_json(value)
-    work, (rank, world_size) = case.work, world()
-    load_before = record.load_average()
-    progress(f"{case.name}: drawing batches, building")
-    ids = list(timed_ids(work, rank, world_size, case.num_batches))
-    collection = make_collection(work, "meta")
-    model: Any = shard(collection, plan=uniform_plan(work.tables(), world_size, "striped"),
-                       optimizer=RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS))
+    run, work = Run(case, progress), case.work
+    run.say("drawing batches, building")
+    ids = list(run.ids())
+    model: Any = shard(make_collection(work, "meta"), optimizer=OPTIMIZER,
+                       plan=uniform_plan(work.tables(), run.world_size, "striped"))
     kjts = [make_kjt(work, x) for x in ids]
     verdict = _verify(model, work, kjts[0], ids[0])
-    gradient = torch.randn(work.batch_size // world_size, work.dim * len(work.num_rows),
-                           generator=torch.Generator().manual_seed(work.seed)) * 1e-3
-
-    def step(number: int) -> None:
-        model(kjts[number % len(kjts)]).values().backward(gradient)
-
-    gc.collect()
-    progress(f"{case.name}: measuring, {case.rounds} rounds of {case.per_round}")
+    gradient = run.gradient(work.seed, work.batch_size // run.world_size)
     align = aligner(model.tables)
-    record.interleave({"oper": step}, align, 2, 4)
-    clock = record.BusyClock()
-    mine = record.interleave({"oper": step}, align, case.rounds, case.per_round)["oper"]
-    others = clock.others(total)
-    timing = record.summary(np.array(slowest(mine.tolist())))
-    lines = int(total([line_bytes(work, ids)])[0])
-    limits = _ceilings(case, model.tables, ids) if case.axis == "rows" else {}
-    limit = {} if not limits else {
-        "gather_ceiling_ms": limits["gather"]["median_ms"],
-        "update_ceiling_ms": limits["update"]["median_ms"],
-        "ceiling_ns_per_line_byte": _per_byte(
-            limits["gather"]["median_ms"] + limits["update"]["median_ms"], lines)}
-    page_kind, read = model.tables.page_kind, bytes_read(model.tables)
-    if dist.is_initialized():
-        dist.barrier()
-    model.tables.close()
-    if rank:
-        return {}
-    return {
-        "name": case.name, "axis": case.axis, "oper_step_ms": timing["median_ms"],
-        "step_ns_per_line_byte": _per_byte(timing["median_ms"], lines), **limit,
+    step = over(kjts, lambda kjt: model(kjt).values().backward(gradient))
+    timings = summaries(run.time({"oper": step}, align))
+    step_ms, lines = timings["oper"]["median_ms"], int(total([line_bytes(work, ids)])[0])
+    others, limit = dict(run.others), {}
+    if case.axis == "rows":
+        gather = Ceiling(model.tables, ids, work.pooling)
+        gather.tune(align, slowest)
+        update = UpdateCeiling(model.tables, [run.ids(r) for r in range(run.world_size)])
+        bare = summaries(run.time({"gather": gather.run, "update": update.run}, align, "ceilings"))
+        timings |= {f"{n} ceiling": x for n, x in bare.items()}
+        ms = {f"{n}_ceiling_ms": x["median_ms"] for n, x in bare.items()}
+        limit = {**ms, "ceiling_ns_per_line_byte": _per_byte(sum(ms.values()), lines)}
+    run.others = others
+    return run.finish(model.tables, {
+        "axis": case.axis, "oper_step_ms": step_ms,
+        "step_ns_per_line_byte": _per_byte(step_ms, lines), **limit,
         "table_gigabytes": round(sum(work.num_rows) * work.dim * 4 / 1e9, 3),
         "verified": verdict["passed"], "verification": {"oper": verdict},
-        "bytes_moved": {"lines": lines}, "bytes_read": read,
-        "timings": {"oper": timing, **{f"{n} ceiling": x for n, x in limits.items()}},
-        "page_kind": page_kind, "workload": work.to_json(), "world_size": world_size,
-        "threads_per_rank": case.num_threads // world_size, "num_batches": case.num_batches,
-        "other_busy_cores": round(others, 2), "load_before": load_before,
-        "load_after": record.load_average()}
+        "bytes_moved": {"lines": lines}, "bytes_read": bytes_read(model.tables),
+        "timings": timings})
 
 
 def _per_byte(ms: float, lines: int) -> float:
     """A rank's nanoseconds for each of its bytes, of the `lines` bytes of all ranks."""
     return round(ms * 1e6 / lines * world()[1], 5)
-
-
-def _ceilings(case: ScaleCase, tables: Any, ids: list[np.ndarray]) -> dict[str, dict[str, float]]:
-    """Timings of the bare gather and the bare rewrite of the same rows, the slower rank's.
-    Collective."""
-    rank, world_size = world()
-    align = aligner(tables)
-    gather = Ceiling(tables, ids, case.work.pooling)
-    gather.tune(align, slowest)
-    update = UpdateCeiling(tables, [
-        ids if r == rank else list(timed_ids(case.work, r, world_size, case.num_batches))
-        for r in range(world_size)])
-    runs = {"gather": gather.run, "update": update.run}
-    record.interleave(runs, align, 1, 4)
-    mine = record.interleave(runs, align, case.rounds, case.per_round)
-    return {n: record.summary(np.array(slowest(s.tolist()))) for n, s in mine.items()}
 
 
 def _verify(model: Any, work: Workload, kjt: Any, ids: np.ndarray) -> dict[str, Any]:
@@ -176,21 +139,14 @@ def _verify(model: Any, work: Workload, kjt: Any, ids: np.ndarray) -> dict[str, 
 
 def scale_table(entries: list[dict[str, Any]]) -> str:
     """Time per byte along every axis over that of the best point, of steps and of bare ceilings."""
-    rows = []
-    for e in entries:
-        axis = [x for x in entries if x["axis"] == e["axis"]]
-        rows.append([e["name"], f"{e['table_gigabytes']:.2f} GB", f"{e['oper_step_ms']:.2f} ms",
-                     f"{e['bytes_moved']['lines'] / 1e6:.0f} MB",
-                     f"{1e3 * e['step_ns_per_line_byte']:.1f} ps",
-                     _over_best(e, axis, "step_ns_per_line_byte"),
-                     _over_best(e, axis, "ceiling_ns_per_line_byte"),
-                     "yes" if e["verified"] else "NO"])
-    headers = ["step", "tables", "OPER", "lines moved", "rank's time per byte", "of the axis' best",
-               "bare ceilings", "verified"]
-    return record.table(headers, rows) + "\n" if rows else ""
+    def over_best(entry: Mapping[str, Any], key: str) -> str:
+        best = min((x[key] for x in entries if x["axis"] == entry["axis"] and key in x), default=0)
+        return f"{entry[key] / best:.2f}x" if key in entry else ""
 
-
-def _over_best(entry: dict[str, Any], axis: list[dict[str, Any]], key: str) -> str:
-    if key not in entry:
-        return ""
-    return f"{entry[key] / min(x[key] for x in axis):.2f}x"
+    return record.table_of(entries, {
+        "step": "{name}", "tables": "{table_gigabytes:.2f} GB", "OPER": "{oper_step_ms:.2f} ms",
+        "lines moved": lambda e: f"{e['bytes_moved']['lines'] / 1e6:.0f} MB",
+        "rank's time per byte": lambda e: f"{1e3 * e['step_ns_per_line_byte']:.1f} ps",
+        "of the axis' best": lambda e: over_best(e, "step_ns_per_line_byte"),
+        "bare ceilings": lambda e: over_best(e, "ceiling_ns_per_line_byte"),
+        "verified": record.yes})

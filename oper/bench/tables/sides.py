@@ -5,23 +5,24 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from oper.bench.core.workload import NUM_DENSE, Workload
 from oper.bench.tables.torchrec_peer import BagsOnly, PeerOptions, build_peer
+from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 
 if TYPE_CHECKING:
     from oper.plan import Plan
     from oper.shmem.tables import ShardedTables
 
-LEARNING_RATE = 0.02  # row-wise Adagrad of the tables and SGD of the dense part
-EPS = 1e-8
+OPTIMIZER = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS)  # OPER's
 DENSE_LAYERS, OVER_LAYERS = (512, 256), (512, 512, 256, 1)  # the dense arch ends with `dim`
 
 
@@ -85,6 +86,11 @@ class Side:
             if self.gradient is not None:
                 return self.model(batch.sparse_features).values()
             return self.model(batch)[1][1]
+
+    def forward_values(self, features: Any) -> torch.Tensor:
+        """Pooled embeddings of a collection alone, in its own order, without gradient."""
+        with torch.no_grad():
+            return self.model(features).values()
 
     def traced_step(self, batch: Any) -> Trace:
         """A step that also tells what went out of the collection and what came back."""
@@ -187,8 +193,8 @@ def build_oper(work: Workload, whole_model: bool, plan: Plan, keep_reference: bo
     if keep_reference:
         # The tables themselves are shared: sharding copies them into the arena.
         reference = copy.deepcopy(model, {id(collection): collection})
-    optimizer = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS) if objective == "training" else None
-    sharded = shard(model, plan=plan, objective=objective, optimizer=optimizer)
+    sharded = shard(model, plan=plan, objective=objective,
+                    optimizer=OPTIMIZER if objective == "training" else None)
     bags = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingBags))
     optimizers: list[torch.optim.Optimizer] = []
     if whole_model:
@@ -250,3 +256,22 @@ def build_torchrec(work: Workload, whole_model: bool, kind: str, world_size: int
     side = Side(kind, peer.model, peer.collection(), peer.optimizers, None, work.features,
                 {"tables": peer.plan, "optimizers": [type(o).__name__ for o in peer.optimizers]})
     return side, peer.sharding
+
+
+def moved_bytes(work: Workload, ids: Sequence[np.ndarray]) -> dict[str, int]:
+    """Bytes that a rank has to move per batch, mean over batches.
+
+    Returns:
+        ``forward``: rows read, one per id, and outputs written. ``step``: that, plus the output
+        gradient read once per id, a gradient row written and read per distinct row of the batch,
+        and weight and row-wise state of each of them read and written.
+    """
+    row = work.dim * 4
+    forward = distinct = 0
+    for batch in ids:
+        forward += batch.size * row + batch.size // work.pooling * row
+        distinct += sum(np.unique(x).size for x in batch)
+    lookups = sum(x.size for x in ids)
+    step = forward + lookups * row + distinct * (2 * row + 2 * (row + 4))
+    return {"forward": forward // len(ids), "step": step // len(ids),
+            "distinct_rows": distinct // len(ids)}

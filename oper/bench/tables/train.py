@@ -10,17 +10,20 @@ from typing import Any
 from oper.bench.core import record
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import Workload
-from oper.bench.tables.model_steps import MODELS
-from oper.bench.tables.train_case import Case
+from oper.bench.device import suite
+from oper.bench.tables import model_case, model_steps
+from oper.bench.tables.train_case import TrainCase, run_case
 
 WORLD_SIZE = 2
+CASE_OPTIONS = ("device", "model")
 
 
-on_device = True  # see oper.bench.verbs
-
-
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, device: str = "", model: str = "") -> list[Any]:
     """The cases in the order of the record; the main ones only when `quick`."""
+    if device == "cuda":
+        return suite.cases(quick, "train")
+    if model:
+        return model_steps.cases(quick, model)
     found = []
     exponents = {"": 1.05} if quick else {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
     for suffix, exponent in exponents.items():
@@ -28,8 +31,8 @@ def cases(quick: bool) -> list[Case]:
             for pooling in (1, 20):
                 if whole and suffix:
                     continue  # other skews are reported for the collection alone
-                case = Case(f"{'dlrm' if whole else 'ebc'}-pool{pooling}{suffix}",
-                            Workload(pooling=pooling, exponent=exponent), whole)
+                case = TrainCase(f"{'dlrm' if whole else 'ebc'}-pool{pooling}{suffix}",
+                                 Workload(pooling=pooling, exponent=exponent), whole_model=whole)
                 if whole:
                     case = replace(case, rounds=10, per_round=3)
                 if quick:
@@ -41,42 +44,47 @@ def cases(quick: bool) -> list[Case]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments beside those of every benchmark."""
-    parser.add_argument("--model", choices=MODELS, default="",
+    suite.configure(parser)
+    parser.add_argument("--model", choices=model_steps.MODELS, default="",
                         help="a recommender over a synthetic catalogue instead, see "
                              "docs/how-to/recommenders.md")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: OPER's ranks act as separate hosts, over gloo")
 
 
-def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
+def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Measure the chosen cases."""
+    if args.device == "cuda":
+        return suite.run(chosen, args.device)
+    if args.model:
+        return run_workers(model_case.run_case, chosen, WORLD_SIZE)
     chosen = [replace(c, exchange=args.exchange) for c in chosen]
-    yield from run_workers("oper.bench.tables.train_case:run_case", [c.to_json() for c in chosen],
-                           WORLD_SIZE)
+    return run_workers(run_case, chosen, WORLD_SIZE)
 
 
 def report(entries: Sequence[dict[str, Any]]) -> str:
     """The entries for a person."""
-    headers = ["case", "OPER step", "TorchRec", "ratio", "OPER fwd", "TorchRec", "ratio",
-               "ceiling", "GB/s", "of ceiling", "best plan", "verified"]
-    rows = [[
-        e["name"], f"{e['oper_step_ms']:.2f} ms", f"{e['torchrec_step_ms']:.2f} ms",
-        f"{e['ratio_step']:.2f}x", f"{e['oper_forward_ms']:.2f} ms",
-        f"{e['torchrec_forward_ms']:.2f} ms", f"{e['ratio_forward']:.2f}x",
-        *_limit(e), e["torchrec_best"],
-        "yes" if e["verified"] else "NO"] for e in entries]
+    if "device" in entries[0]:
+        return suite.report(entries)
+    if "model" in entries[0]:
+        return model_steps.report(entries)
+    table = record.table_of(entries, {
+        "case": "{name}", "OPER step": "{oper_step_ms:.2f} ms",
+        "TorchRec": "{torchrec_step_ms:.2f} ms", "ratio": "{ratio_step:.2f}x",
+        "OPER fwd": "{oper_forward_ms:.2f} ms", "TorchRec fwd": "{torchrec_forward_ms:.2f} ms",
+        "ratio fwd": "{ratio_forward:.2f}x", "ceiling": _limit("{gather_ceiling_ms:.2f} ms"),
+        "GB/s": _limit("{gather_ceiling_gbps:.1f}"),
+        "of ceiling": _limit("{forward_fraction_of_ceiling:.0%}"), "best plan": "{torchrec_best}",
+        "verified": record.yes})
     notes = "".join(_complaints(e) for e in entries if not e["verified"])
-    return (record.table(headers, rows) + f"\n{WORLD_SIZE} processes, 1 thread each; medians of the"
+    return (table + f"{WORLD_SIZE} processes, 1 thread each; medians of the"
             " slower rank; ratio = TorchRec's best plan / OPER\n"
             + record.noise_note(entries) + "".join(map(_wire, entries)) + notes)
 
 
-def _limit(entry: dict[str, Any]) -> list[str]:
-    """The columns of the gather ceiling, which reads shared memory."""
-    if entry["exchange"] != "shared":
-        return ["-", "-", "-"]
-    return [f"{entry['gather_ceiling_ms']:.2f} ms", f"{entry['gather_ceiling_gbps']:.1f}",
-            f"{entry['forward_fraction_of_ceiling']:.0%}"]
+def _limit(text: str) -> record.Column:
+    """A column of the gather ceiling, which reads shared memory."""
+    return lambda e: text.format(**e) if e["exchange"] == "shared" else "-"
 
 
 def _wire(entry: dict[str, Any]) -> str:

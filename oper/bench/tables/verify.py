@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from oper.bench.core.workload import CHECKED, NO_ID, Workload, batch_ids, make_batch, make_kjt
-from oper.bench.tables.sides import EPS, LEARNING_RATE, Side
+from oper.bench.tables.sides import Side
+from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 
 NUM_STEPS = 2
 # max|a - b| <= tolerance * max|b| per tensor. Tables differ by the order of sums only; the dense
