@@ -25,7 +25,7 @@ _ALIGN = 8
 # Parts of library names; what is not needed for tables that are trained on one GPU stays out.
 _LEFT_OUT = ("inference", "dense", "_gwd", "_vbe", "embedding_inplace")
 # Names the libraries that the package loads when it is imported, some of which are left out:
-# `oper.bench.device_sides` loads those that are there.
+# `oper.bench.device.contenders` loads those that are there.
 _TARGETS = "fbgemm_gpu/docs/target."
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 192 << 20}]
 

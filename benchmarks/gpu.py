@@ -146,7 +146,7 @@ def parts(quick: bool) -> Iterator[Part]:
     bench = [*python, "-m", "oper", "bench"]
     flags = ["--quick"] if quick else []
     sys.path.insert(0, str(ROOT))
-    from oper.bench.device import cases
+    from oper.bench.device.suite import cases
 
     def case(verb: str, name: str) -> Part:
         out = WORK / f"{name}.json"

@@ -35,9 +35,11 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "report": ("oper.report.verbs", "make an HTML page about statistics, a plan or a benchmark"),
     "train": ("oper.train.verbs", "train a DLRM or a recommender from a configuration file"),
     "serve": ("oper.serve.verbs", "score requests over HTTP; workers share one set of tables"),
-    "demo": ("oper.bench.demo", "statistics, plan and training of a click log, beside TorchRec"),
+    "demo": ("oper.bench.demo.demo",
+             "statistics, plan and training of a click log, beside TorchRec"),
     "bench": ("oper.bench.verbs", "compare with other systems and with the machine's limits"),
-    "calibrate": ("oper.bench.calibrate", "measure the cost model's constants on this machine"),
+    "calibrate": ("oper.bench.calibrate.calibrate",
+                  "measure the cost model's constants on this machine"),
     "doctor": ("oper.doctor", "show what is installed, what the machine has and what is missing"),
 }
 

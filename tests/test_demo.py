@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oper.bench.demo import _compare
+from oper.bench.demo.demo import _compare
 from oper.data import SyntheticLog, write_synthetic_log
 from oper.train.model import save_state
 from tests.support import run_oper

@@ -149,7 +149,7 @@ BROKEN = [
     ("oper.plan", "from oper.search import x"),
     ("oper.plan", "import torch"),
     ("oper.rl_rec.models.cvae", "from oper.tables import TableSpec"),
-    ("oper.train.x", "from oper.bench.demo import run_demo"),
+    ("oper.train.x", "from oper.bench.demo.demo import run_demo"),
     ("oper.bench.x", "import matplotlib.pyplot"),
 ]
 KEPT = [

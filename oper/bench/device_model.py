@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench import record
-from oper.bench.device import EXPONENTS, SHAPES
+from oper.bench.core import record
+from oper.bench.core.workload import draw_ids
+from oper.bench.device.suite import EXPONENTS, SHAPES
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import power_law
-from oper.bench.workload import draw_ids
 from oper.flags import number
 from oper.plan import Plan
 from oper.search.cost.model import evaluate

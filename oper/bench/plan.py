@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oper.bench import memory, plan_workloads, record
+from oper.bench import plan_workloads
+from oper.bench.core import memory, record
 from oper.bench.plan_peer import TorchRecPlanner
 from oper.bench.plan_workloads import Workload
 from oper.errors import InvalidInputError, fail
@@ -40,6 +41,7 @@ _WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
     "drawn": plan_workloads.drawn,
 }
 CONSTANTS = ("published", "measured")
+CASE_OPTIONS = ("constants", "seeds")
 TARGET_GAP, TARGET_SECONDS = 0.03, 10.0  # what every case is held to
 _TORCHREC = "torchrec: "  # before the name of a proposer, among the peers
 _QUICK = {"criteo-kaggle/8", "synthetic-100/8", "few-tables/16"}

@@ -9,23 +9,25 @@ import shlex
 import sys
 from typing import Any
 
-from oper.bench import record
+from oper.bench.core import record
 from oper.errors import InvalidInputError, fail
 from oper.files import check_target
 
 # A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
-# record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments,
+# record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments, of
+# which those in ``CASE_OPTIONS`` decide about the cases and are given to ``cases``, too;
 # ``ordered(args, cases)`` where some come first, ``totals(entries)`` where the record has more than
-# its cases. One with ``on_device = True`` also has cases for a GPU, which are in
-# `oper.bench.device`.
+# its cases.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
-    "train": ("oper.bench.train", "training steps in two processes, and TorchRec's plans"),
-    "lookup": ("oper.bench.lookup",
+    "train": ("oper.bench.tables.train", "training steps in two processes, and TorchRec's plans"),
+    "lookup": ("oper.bench.tables.lookup",
                "lookups and updates, and those of torch, fbgemm and bare gathers"),
-    "serve": ("oper.bench.serve", "inference under MLPerf LoadGen, and that of TorchRec and torch"),
-    "data": ("oper.bench.data", "preprocessing, counting, merging, the collector's overhead"),
-    "simulator": ("oper.bench.simulator", "policies of a simulated shop, learned from a log"),
-    "recommenders": ("oper.bench.recommenders",
+    "serve": ("oper.bench.serve.suite",
+              "inference under MLPerf LoadGen, and that of TorchRec and torch"),
+    "data": ("oper.bench.data.suite", "preprocessing, counting, merging, the collector's overhead"),
+    "simulator": ("oper.bench.quality.simulator",
+                  "policies of a simulated shop, learned from a log"),
+    "recommenders": ("oper.bench.quality.recommenders",
                      "recommenders on real logs: full ranking, with intervals"),
     "cluster": ("oper.bench.cluster.grid", "plans executed on hosts that are joined by limited "
                                            "links, beside peers' and TorchRec's"),
@@ -44,9 +46,6 @@ class _LazyParser(argparse.ArgumentParser):
         module: Any = importlib.import_module(self.place)
         if hasattr(module, "configure"):
             module.configure(self)
-        if getattr(module, "on_device", False):
-            self.add_argument("--device", choices=("cpu", "cuda"), default="",
-                              help="cuda: kernels on one GPU, compared with torch's and fbgemm's")
         return super().parse_known_args(args, namespace)
 
 
@@ -67,23 +66,8 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
 def run_bench(args: argparse.Namespace) -> int:
     """Run one benchmark; 1 when a case could not be verified."""
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
-    run, report, every = module.run, module.report, module.cases(args.quick)
-    if getattr(args, "device", "") == "cuda":
-        from oper.bench import device
-
-        every, report = device.cases(args.quick, args.benchmark), device.report
-
-        def run(args: argparse.Namespace, chosen: Any) -> Any:
-            return device.run(chosen, args.device)
-
-    if getattr(args, "model", ""):
-        from oper.bench import model_steps
-
-        run, report = model_steps.run, model_steps.report
-        every = model_steps.cases(args.quick, args.model)
-    elif args.benchmark == "plan":
-        every = module.cases(args.quick, args.constants, args.seeds)
-
+    options = [getattr(args, name) for name in getattr(module, "CASE_OPTIONS", ())]
+    every = module.cases(args.quick, *options)
     chosen = [c for c in every if fnmatch.fnmatch(c.name, args.cases)]
     if not chosen:
         raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
@@ -95,14 +79,14 @@ def run_bench(args: argparse.Namespace) -> int:
         check_target(args.json)
     load_before = record.load_average()
     entries: list[dict[str, Any]] = []
-    for case, entry in zip(chosen, run(args, chosen), strict=True):
+    for case, entry in zip(chosen, module.run(args, chosen), strict=True):
         entries.append(entry)
         print(f"{len(entries)}/{len(chosen)} {case.name} done", file=sys.stderr, flush=True)
         if args.json:  # after every case: an interrupted run keeps what it has
             totals = module.totals(entries) if hasattr(module, "totals") else {}
             record.write(args.json, record.record(args.benchmark, _command(args), entries,
                                                   load_before) | totals)
-    print(report(entries), end="")
+    print(module.report(entries), end="")
     if args.json:
         print(f"record: {args.json}")
     return 0 if all(e["verified"] for e in entries) else 1

@@ -1,13 +1,14 @@
-"""A worker function for tests: one weight of OPER's side is wrong."""
+"""Worker functions for tests: one that fails, and one in which a weight of OPER's is wrong."""
 
 from typing import Any
 
 import torch
 
-from oper.bench import train_case
+from oper.bench.core.launch import Progress
+from oper.bench.tables import train_case
 
 
-def run_case(value: dict[str, Any], progress: train_case.Progress) -> dict[str, Any]:
+def run_case(case: train_case.TrainCase, progress: Progress) -> dict[str, Any]:
     """`train_case.run_case` with row 3 of the first table off by one."""
     build = train_case.build_oper
 
@@ -21,4 +22,9 @@ def run_case(value: dict[str, Any], progress: train_case.Progress) -> dict[str, 
         return side, reference
 
     train_case.build_oper = build_wrong
-    return train_case.run_case(value, progress)
+    return train_case.run_case(case, progress)
+
+
+def fail(case: str, progress: Progress) -> dict[str, Any]:
+    """Says what it was given."""
+    raise ValueError(case)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from oper.bench import device
-from oper.bench.device_case import DeviceCase, draw_inputs, floor_bytes
-from oper.bench.device_check import Reference
-from oper.bench.device_sides import open_tables, oper_side
-from oper.bench.workload import Workload
+from oper.bench.core.workload import Workload
+from oper.bench.device import suite as device
+from oper.bench.device.cases import DeviceCase, draw_inputs, floor_bytes
+from oper.bench.device.contenders import open_tables, oper_side
+from oper.bench.device.reference import Reference
 from oper.shmem import library
 from tests.cuda import emulated
 

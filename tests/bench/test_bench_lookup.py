@@ -9,13 +9,14 @@ pytest.importorskip("torchrec")
 import numpy as np
 import torch
 
-from oper.bench import lookup
-from oper.bench.ceiling import UpdateCeiling
-from oper.bench.launch import run_workers
-from oper.bench.lookup_case import PEERS, Case
-from oper.bench.scale_case import ScaleCase
-from oper.bench.update_case import UpdateCase
-from oper.bench.workload import Workload
+from oper.bench.core.launch import run_workers
+from oper.bench.core.workload import Workload
+from oper.bench.tables import lookup
+from oper.bench.tables.ceiling import UpdateCeiling
+from oper.bench.tables.lookup_case import LookupCase, run_case
+from oper.bench.tables.scale_case import ScaleCase, run_scale_case
+from oper.bench.tables.unsharded import PEERS
+from oper.bench.tables.update_case import UpdateCase, run_update_case
 from oper.plan import uniform_plan
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
@@ -26,10 +27,9 @@ from oper.tables import TableSpec
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_lookups_are_measured_and_verified(world_size: int) -> None:
     work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
-    case = Case(f"lookup-w{world_size}", work, world_size, num_batches=4, num_stats_batches=4,
-                rounds=2, per_round=2)
-    entry, = run_workers("oper.bench.lookup_case:run_case", [case.to_json()], world_size,
-                         2 // world_size)
+    case = LookupCase(f"lookup-w{world_size}", work, world_size, num_batches=4,
+                      num_stats_batches=4, rounds=2, per_round=2)
+    entry, = run_workers(run_case, [case], world_size, 2 // world_size)
     assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]) == {"oper", "ceiling", "nn_embedding_bag", "fbgemm"}
     assert set(entry["timings"]) == {"oper", "ceiling", *PEERS}
@@ -46,7 +46,7 @@ def test_updates_are_measured_and_verified() -> None:
     work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
     case = UpdateCase("update-w2", work, 2, num_batches=4, num_stats_batches=4, rounds=2,
                       per_round=2)
-    entry, = run_workers("oper.bench.update_case:run_update_case", [case.to_json()], 2)
+    entry, = run_workers(run_update_case, [case], 2)
     assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]["oper"]["max_relative_diff"]) == {"tables"}
     assert set(entry["timings"]) == {"oper", "fbgemm"}
@@ -59,8 +59,7 @@ def test_growth_is_measured_and_verified() -> None:
     work = Workload(num_rows=(40, 12_000), dim=4, batch_size=64, pooling=3)
     case = ScaleCase("scale-dim-4", work, 2, axis="dim", num_batches=2, rounds=2, per_round=2)
     wide = replace(case, name="scale-dim-64", work=replace(work, dim=64))
-    entries = list(run_workers("oper.bench.scale_case:run_scale_case",
-                               [c.to_json() for c in (case, wide)], 2))
+    entries = list(run_workers(run_scale_case, [case, wide], 2))
     assert all(e["verified"] for e in entries), entries
     # A row of 16 bytes takes a line, one of 256 bytes four.
     ids, bags = 64 * 2 * 3, 64 * 2
@@ -75,7 +74,7 @@ def test_growth_is_measured_and_verified() -> None:
 def test_growing_tables_are_set_beside_the_bare_machine() -> None:
     work = Workload(num_rows=(40, 12_000), dim=64, batch_size=64, pooling=3)
     case = ScaleCase("scale-rows-small", work, 2, axis="rows", num_batches=2, rounds=2, per_round=2)
-    entry, = run_workers("oper.bench.scale_case:run_scale_case", [case.to_json()], 2)
+    entry, = run_workers(run_scale_case, [case], 2)
     assert entry["verified"] is True, entry
     assert set(entry["timings"]) == {"oper", "gather ceiling", "update ceiling"}
     bare_ms = entry["gather_ceiling_ms"] + entry["update_ceiling_ms"]

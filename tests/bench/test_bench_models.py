@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from oper.bench.model_case import Case, plan_kinds
+from oper.bench.tables.model_case import ModelCase, plan_kinds
 from oper.train.tasks import RecommenderTask
 from tests.support import run_oper
 
@@ -27,7 +27,7 @@ def test_training_steps_of_a_recommender(tmp_path: Path) -> None:
 
 
 def test_what_torchrec_can_do_with_sequences() -> None:
-    task = RecommenderTask(Case("small", "cdt4rec", 500, 4, num_batches=1).config())
+    task = RecommenderTask(ModelCase("small", "cdt4rec", 500, 4, num_batches=1).config())
     assert plan_kinds(task.build()) == ("planner", "table_wise", "row_wise", "column_wise")
 
 

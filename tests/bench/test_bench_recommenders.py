@@ -13,7 +13,7 @@ import pytest
 from tests.support import run_oper
 
 pytest.importorskip("torchrec")
-from oper.bench import recommenders
+from oper.bench.quality import recommenders
 
 
 def write_log(folder: Path, forwards: bool = True) -> None:

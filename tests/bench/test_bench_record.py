@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from oper.bench import record, verbs
-from oper.bench.memory import peak_rss_mb
-from oper.bench.verify import Verdict
-from oper.bench.workload import Workload, batch_ids, collect_stats, draw_ids
+from oper.bench import verbs
+from oper.bench.core import record
+from oper.bench.core.memory import peak_rss_mb
+from oper.bench.core.workload import Workload, batch_ids, collect_stats, draw_ids
+from oper.bench.tables.verify import Verdict
 from oper.errors import InvalidInputError, OperError
 
 
@@ -88,7 +89,7 @@ def test_batches_are_reproducible_and_statistics_come_from_others() -> None:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, words: list[str], verified: bool) -> int:
-    from oper.bench import train
+    from oper.bench.tables import train
 
     entry = {"verified": verified, "name": "ebc-pool1"}
     monkeypatch.setattr(train, "run", lambda args, chosen: iter([entry] * len(chosen)))
@@ -116,26 +117,27 @@ def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
 
 
 def test_a_failing_worker_shows_its_log() -> None:
-    from oper.bench.launch import run_workers
+    from oper.bench.core.launch import run_workers
+    from tests.bench import broken
 
-    with pytest.raises(OperError, match=r"a benchmark process has failed(.|\n)*no_such_module"):
-        list(run_workers("no_such_module:f", [{}], 1))
+    with pytest.raises(OperError, match=r"a benchmark process has failed(.|\n)*Error: of no use"):
+        list(run_workers(broken.fail, ["of no use"], 1))
 
 
 def test_peak_memory_is_that_of_the_process_itself() -> None:
     held = np.ones(40_000_000)  # 320 MB, which a child of this process has nothing to do with
     assert peak_rss_mb() > 320 * held[0]
-    code = ("from oper.bench.memory import peak_rss_mb; a = peak_rss_mb(); b = b'x' * 50_000_000;"
-            "print(a, peak_rss_mb())")
+    code = ("from oper.bench.core.memory import peak_rss_mb; a = peak_rss_mb(); "
+            "b = b'x' * 50_000_000; print(a, peak_rss_mb())")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, after = map(float, out.stdout.split())
     assert 5 < before < 200 and 45 < after - before < 80
 
 
 def test_a_record_that_cannot_be_kept_is_told_before_the_run(tmp_path, monkeypatch) -> None:
-    from oper.bench import train
+    from oper.bench.tables import train
 
     monkeypatch.setattr(train, "run", lambda *_: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match="cannot write the result"):
-        verbs.run_bench(argparse.Namespace(benchmark="train", quick=True, cases="*",
-                                           json=str(tmp_path)))
+        verbs.run_bench(argparse.Namespace(benchmark="train", device="", model="", quick=True,
+                                           cases="*", json=str(tmp_path)))

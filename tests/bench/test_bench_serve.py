@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oper.bench import loadgen, serve
-from oper.bench.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
-from oper.bench.rate_search import STEP, Search, rate_of, search
-from oper.bench.serve_case import ServerCase, _verify
-from oper.bench.serve_client import Seen, _Sender
-from oper.bench.serve_host import Swap
-from oper.bench.serve_live import LiveCase, _growth, _overlaps, _shares, run_live_case
-from oper.bench.serve_models import FLOOR, KINDS, FloorPredictor, ServeWork
-from oper.bench.serve_pool import Pool
-from oper.bench.stalls import Stalls, spin
-from oper.bench.workload import Workload
+from oper.bench.core.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
+from oper.bench.core.stalls import Stalls, spin
+from oper.bench.core.workload import Workload
+from oper.bench.serve import loadgen, suite as serve
+from oper.bench.serve.client import Seen, _Sender
+from oper.bench.serve.host import Swap
+from oper.bench.serve.live_case import LiveCase, _growth, _overlaps, _shares, run_live_case
+from oper.bench.serve.models import FLOOR, KINDS, FloorPredictor, ServeWork
+from oper.bench.serve.pool import Pool
+from oper.bench.serve.rate_search import STEP, Search, rate_of, search
+from oper.bench.serve.server_case import _verify
 from oper.errors import OperError
 from oper.serve.options import BatchOptions
 from oper.serve.wire import HEADER_LENGTH, encode_scores
@@ -372,8 +372,6 @@ def test_cases_have_the_names_that_are_asked_for() -> None:
     full: Any = {c.name: c for c in serve.cases(False)}
     assert full["soak"].seconds == 600
     assert full["publish"].swaps >= 50
-    case = ServerCase("x")
-    assert ServeWork.from_json(json.loads(json.dumps(case.to_json()))["served"]) == case.served
 
 
 @pytest.mark.parametrize("file", ["serve.json", "serve-server.json"])
@@ -388,15 +386,16 @@ def test_the_report_reads_a_record(file: str) -> None:
 
 
 def test_forwards_are_measured_and_verified_beside_torchrecs_plans() -> None:
-    from oper.bench.launch import run_workers
-    from oper.bench.serve_forward import ForwardCase
-    from oper.bench.torchrec_peer import PLAN_KINDS
-    from oper.bench.workload import Workload
+
+    from oper.bench.core.launch import run_workers
+    from oper.bench.core.workload import Workload
+    from oper.bench.tables.lookup_case import LookupCase, run_case
+    from oper.bench.tables.torchrec_peer import PLAN_KINDS
 
     work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
-    case = ForwardCase("forward-small", work, num_batches=4, num_stats_batches=4, rounds=2,
-                       per_round=2)
-    entry, = run_workers("oper.bench.serve_forward:run_forward_case", [case.to_json()], 2)
+    case = LookupCase("forward-small", work, torchrec=True, num_batches=4, num_stats_batches=4,
+                      rounds=2, per_round=2)
+    entry, = run_workers(run_case, [case], 2)
     assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]) == {"oper", *PLAN_KINDS, "nn_embedding_bag", "fbgemm"}
     best = min(entry[f"{kind}_forward_ms"] for kind in PLAN_KINDS)

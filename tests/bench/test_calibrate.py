@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oper.bench import calibrate
-from oper.bench.calibrate import (
+from oper.bench.calibrate import calibrate
+from oper.bench.calibrate.calibrate import (
     Sample,
     fit,
     last_level_cache_bytes,
     nonnegative_least_squares,
     spearman,
 )
-from oper.bench.calibrate_network import across_hosts, measure_network
-from oper.bench.calibrate_worker import KINDS, plan_of
-from oper.bench.workload import Workload, collect_stats
+from oper.bench.calibrate.network import across_hosts, measure_network
+from oper.bench.calibrate.worker import KINDS, plan_of
+from oper.bench.core.workload import Workload, collect_stats
 from oper.errors import InvalidInputError
 from oper.search import topology_preset
 from oper.topology import Costs, Topology

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oper.bench import record
+from oper.bench.core import record
 from tests.faults import files, injection, memory, network
 from tests.faults.injection import Injection, Outcome
 from tests.faults.pauses import Pauses

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import oper
-from oper.bench import record
+from oper.bench.core import record
 from oper.data import power_law_ids
 from oper.integration.checkpoint.delta_files import folder_of
 from oper.integration.checkpoint.deltas import DeltaCheckpoints

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from oper.bench import record
+from oper.bench.core import record
 from oper.data import SyntheticLog, load_recipe, preprocess, write_synthetic_log
 from oper.train.config import load_config
 from tests.faults.pauses import Pauses

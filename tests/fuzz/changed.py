@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from oper.bench import record
+from oper.bench.core import record
 from tests.faults.pauses import Pauses
 from tests.fuzz import native
 from tests.fuzz.targets import MEMORY, TARGETS, change, describe, one, place, seeds

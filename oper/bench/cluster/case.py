@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from oper.bench import record
 from oper.bench.cluster.constants import measured_topology
 from oper.bench.cluster.contenders import (
     Contender,
@@ -24,11 +23,10 @@ from oper.bench.cluster.contenders import (
     set_gradient,
 )
 from oper.bench.cluster.network import Links, num_dropped, read_counters, set_rates
-from oper.bench.planning import gather, slowest, total
-from oper.bench.sides import Side, make_collection
-from oper.bench.torchrec_peer import BagsOnly
-from oper.bench.verify import Checks, KeptReference, Verdict, verify
-from oper.bench.workload import (
+from oper.bench.core import record
+from oper.bench.core.launch import Progress
+from oper.bench.core.planning import gather, slowest, total
+from oper.bench.core.workload import (
     TIMED,
     Workload,
     bags_of,
@@ -36,6 +34,9 @@ from oper.bench.workload import (
     make_batch,
     timed_ids,
 )
+from oper.bench.tables.sides import Side, make_collection
+from oper.bench.tables.torchrec_peer import BagsOnly
+from oper.bench.tables.verify import Checks, KeptReference, Verdict, verify
 from oper.integration.torchrec_plans import from_torchrec
 from oper.rl_rec.intervals import difference
 from oper.search.cost.model import evaluate
@@ -52,8 +53,6 @@ _TIMED_SHARE = 1.5  # contenders within this of the best are timed
 _COUNTED_STEPS = 2
 _PER_ROUND = 4
 _ROUNDS = (3, 10)  # at least, and at most
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +81,6 @@ class Case:
     num_stats_batches: int = 32
     timed_s: float = 12.0
 
-    def to_json(self) -> dict[str, Any]:
-        """For `from_json` in a worker."""
-        return {**asdict(self), "work": self.work.to_json()}
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Case:
-        """The case written by `to_json`."""
-        return Case(**{**value, "work": Workload.from_json(value["work"]),
-                       "links": Links(**value["links"])})
-
 
 @dataclass(slots=True)
 class _Kept:
@@ -108,18 +97,17 @@ class _Kept:
 _KEPT = _Kept()
 
 
-def run_case(value: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def run_case(given: tuple[Case, str], progress: Progress) -> dict[str, Any]:
     """Measure the cluster, plan, build, verify and time one case; the worker function. Collective.
 
     Args:
-        value: a case, and ``alone``: constants of this machine's processes, a topology file's text.
+        given: a case, and the constants of this machine's processes, a topology file's text.
         progress: told what is going on.
 
     Returns:
         The case's entry of the record on rank 0, nothing elsewhere.
     """
-    alone = Topology.from_dict(tomllib.loads(value["alone"]))
-    case = Case.from_json({k: v for k, v in value.items() if k != "alone"})
+    case, alone = given[0], Topology.from_dict(tomllib.loads(given[1]))
     runner = _Runner(case, alone, lambda text: progress(f"{case.name}: {text}"))
     try:
         return runner.run()
@@ -167,7 +155,7 @@ class _Runner:
             **entry, **wire, "oper_phases_ms": phases, "predicted_phases_ms": planned.phases_ms,
             "binding": planned.binding, "lower_bound_ms": planned.lower_bound_ms,
             "left_out": planned.left_out, "measured": measured, "dropped_packets": dropped,
-            "links": asdict(self.links), "workload": self.work.to_json(),
+            "links": asdict(self.links), "workload": asdict(self.work),
             "num_batches": self.case.num_batches, "constants": topology.source,
             "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
             "seconds": round(time.perf_counter() - begin, 1), "other_busy_cores": round(others, 2),

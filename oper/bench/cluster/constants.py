@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.bench import calibrate_network
+from oper.bench.calibrate import network as calibrate_network
 from oper.bench.cluster.network import Links, set_rates
-from oper.bench.planning import gather, slowest, world
+from oper.bench.core.planning import gather, slowest, world
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.group.transport import transport_of
 from oper.topology import Costs, Domain, Topology

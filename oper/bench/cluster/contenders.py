@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from oper.bench.cluster.network import Links
-from oper.bench.planning import world
-from oper.bench.sides import (
+from oper.bench.core.planning import world
+from oper.bench.core.workload import Workload
+from oper.bench.tables.sides import (
     Side,
     build_data_parallel,
     build_oper,
     build_torchrec,
     make_collection,
 )
-from oper.bench.torchrec_peer import CPU_PLAN_KINDS
-from oper.bench.workload import Workload
+from oper.bench.tables.torchrec_peer import CPU_PLAN_KINDS
 from oper.errors import OperError
 from oper.plan import Plan
 from oper.search.bound.certificate import not_certified

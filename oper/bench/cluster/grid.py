@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from oper.bench import record
-from oper.bench.calibrate import as_toml, fit, measure, workloads
-from oper.bench.calibrate_worker import KINDS
+from oper.bench.calibrate.calibrate import as_toml, fit, measure, workloads
+from oper.bench.calibrate.worker import KINDS
 from oper.bench.cluster.network import (
     Links,
     check_possible,
     cluster,
     why_no_quota,
 )
-from oper.bench.launch import run_workers
-from oper.bench.workload import CRITEO_KAGGLE_ROWS, Workload
+from oper.bench.core import record
+from oper.bench.core.launch import run_workers
+from oper.bench.core.workload import CRITEO_KAGGLE_ROWS, Workload
 from oper.topology import Topology
 
 _ROWS = tuple(min(n, 200_000) for n in CRITEO_KAGGLE_ROWS)
@@ -125,10 +125,11 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
 
 def _run_group(group: Sequence[Any], alone: str) -> Iterator[dict[str, Any]]:
     """Cases on clusters of one shape."""
+    from oper.bench.cluster.case import run_case
+
     with cluster(group[0].links) as up:
-        yield from run_workers(
-            "oper.bench.cluster.case:run_case", [{**c.to_json(), "alone": alone} for c in group],
-            group[0].links.world_size, seats=up.seats)
+        yield from run_workers(run_case, [(c, alone) for c in group], group[0].links.world_size,
+                               seats=up.seats)
 
 
 def _alone(args: argparse.Namespace) -> str:

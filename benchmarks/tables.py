@@ -1,0 +1,136 @@
+"""Writes the tables of benchmarks/README.md and docs/explanation/reliability.md from the records.
+
+    python benchmarks/tables.py            # rewrites them
+    python benchmarks/tables.py --check    # fails where a table is not what the records say
+
+A table stands between ``<!-- records: NAME -->`` and ``<!-- end -->``; NAME is a key of `TABLES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+PAGES = (FOLDER / "README.md", FOLDER.parent / "docs" / "explanation" / "reliability.md")
+_MARKED = re.compile(r"(<!-- records: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def load(name: str) -> dict[str, Any]:
+    """A record of this folder by its name without the suffix."""
+    value: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return value
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int = 1) -> str:
+    """A Markdown table; columns from `numbers_from` on are right-aligned."""
+    ruler = ["---" if k < numbers_from else "---:" for k in range(len(headers))]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (headers, ruler, *rows))
+
+
+def records() -> str:
+    """Every record: what made it, where, and how many of its cases are verified."""
+    rows = []
+    for path in sorted(FOLDER.glob("*.json")):
+        value = load(path.stem)
+        told = [c["verified"] for c in value["cases"] if "verified" in c]
+        machine = value["machine"]
+        rows.append([f"`{path.name}`", f"`{value['command']}`", f"{len(value['cases'])}",
+                     f"{sum(told)}" if told else "-", f"{machine['cpu']}, {machine['cores']} cores",
+                     str(value["versions"].get("torch", "-"))])
+    return table(["file", "made by", "cases", "verified", "machine", "torch"], rows, 9)
+
+
+def training() -> str:
+    """Steps and forwards of the training cases on both machines."""
+    pairs = zip(load("train")["cases"], load("train-intel")["cases"], strict=True)
+    rows = []
+    for case, other in pairs:
+        assert case["name"] == other["name"]
+        rows.append([f"`{case['name']}`"] + [
+            text for c in (case, other) for text in (
+                f"{c['oper_step_ms']:.3g} ms", f"{c['ratio_step']:.3g}",
+                f"{c['ratio_forward']:.3g}", f"{c['forward_fraction_of_ceiling']:.2f}")])
+    columns = ["step, OPER", "ratio", "forward, ratio", "of the ceiling"]
+    return table(["case", *(f"AMD: {c}" for c in columns), *(f"Intel: {c}" for c in columns)], rows)
+
+
+def growth() -> str:
+    """Time per byte along every axis over that of the axis' best point."""
+    cases = [c for c in load("lookup")["cases"] if "axis" in c]
+    rows = []
+    for axis in dict.fromkeys(c["axis"] for c in cases):
+        along = [c for c in cases if c["axis"] == axis]
+        points = ", ".join(c["name"].removeprefix(f"scale-{axis}-") for c in along)
+        for key, what in (("step_ns_per_line_byte", "step"),
+                          ("ceiling_ns_per_line_byte", "bare gather and rewrite")):
+            if all(key in c for c in along):
+                best = min(c[key] for c in along)
+                rows.append([axis, points, what, ", ".join(f"{c[key] / best:.2f}" for c in along)])
+    return table(["axis", "points", "of", "over the best"], rows, 9)
+
+
+def calibration() -> str:
+    """Predicted against executed steps, two processes and four."""
+    two, four = load("calibrate")["cases"][0], load("calibrate-4")["cases"][0]
+
+    def row(what: str, text: Callable[[dict[str, Any]], str]) -> list[str]:
+        return [what, text(two), text(four)]
+
+    return table(["", "two processes", "four processes"], [
+        row("plans, spread of their measured steps",
+            lambda c: f"{c['num_plans']}, {c['spread']:.2g}x"),
+        row("median error of the predicted step", lambda c: f"{100 * c['median_error']:.2g} %"),
+        row("Spearman, mean over workloads of the order of their plans",
+            lambda c: f"{c['spearman']:.2f}"),
+        row("Spearman over all plans", lambda c: f"{c['spearman_all']:.2f}"),
+        row("ranks waited for their cores",
+            lambda c: f"{100 * c['delayed'][0]:.2g} % of the time")])
+
+
+def faults() -> str:
+    """Injections by fault: phases, in how many the guarantee held, the longest detection."""
+    by_fault: dict[str, list[dict[str, Any]]] = {}
+    for case in load("faults")["cases"]:
+        by_fault.setdefault(case["name"].partition(", ")[0], []).append(case)
+    rows = []
+    for fault, cases in sorted(by_fault.items()):
+        outcomes = [o for c in cases for o in c["outcomes"]]
+        held = [o for o in outcomes if o.get("kept", True) and not o.get("leftovers")]
+        times = [o["detection_s"] for o in outcomes if o.get("detection_s") is not None]
+        rows.append([fault, ", ".join(c["name"].partition(", ")[2] for c in cases),
+                     str(len(outcomes)), str(len(held)), f"{max(times):.2f} s" if times else "-"])
+    return table(["fault", "phases", "injections", "guarantee held",
+                  "longest time until all knew"], rows, 2)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "all": records, "training": training, "growth": growth, "calibration": calibration,
+    "faults": faults}
+
+
+def rendered(text: str) -> str:
+    """A page with its tables as the records have them."""
+    return _MARKED.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], text)
+
+
+def main() -> int:
+    """Rewrite or check the pages; 1 where a check fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    stale = [page for page in PAGES if rendered(page.read_text()) != page.read_text()]
+    for page in stale:
+        if not check:
+            page.write_text(rendered(page.read_text()))
+        print(f"{'not what the records say' if check else 'rewritten'}: {page}", file=sys.stderr)
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The constants of the cost model, measured on this machine."""

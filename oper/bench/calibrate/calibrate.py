@@ -1,0 +1,461 @@
+"""``oper calibrate``: this machine's constants of the cost model, measured, with their residuals.
+
+Bandwidths come from bare gathers of rows, fixed and per-id costs from the runtime's own phase clock
+over a few workloads, by least squares on relative errors. With ``--check`` the fitted model then
+predicts steps under placements that the fit has not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper.bench.calibrate import worker
+from oper.bench.calibrate.network import across_hosts, measure_network
+from oper.bench.calibrate.worker import INTERVAL, KINDS, plan_of
+from oper.bench.core import record
+from oper.bench.core.launch import run_workers
+from oper.bench.core.workload import Workload
+from oper.files import check_target, write_text
+from oper.flags import whole
+from oper.plan import Plan
+from oper.search.cost.model import Evaluation, evaluate
+from oper.search.problem.machine import COMPUTE, MEMORY, make_machine
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import Problem, make_problem
+from oper.stats import AccessStats
+from oper.topology import Costs, Topology
+
+#: Placements that the fit sees: what each constant shows in.
+_FITTED = ("striped", "owned on one rank", "replicated", "head replicated", "pushed",
+           "head replicated, tail pushed")
+_PHASES = ("forward", "backward", "update")
+#: Costs that the fit finds, in nanoseconds of compute. Of sorting and reducing only the sum shows
+#: in the phase clock; it is split evenly.
+_COMPUTE: tuple[dict[str, float], ...] = (
+    {"id_ns": 1.0}, {"sort_ns": 0.5, "reduce_ns": 0.5}, {"update_ns": 1.0}, {"run_ns": 1.0},
+    {"refresh_ns": 1.0}, {"tier_ns": 1.0}, {"push_tier_ns": 1.0}, {"push_ns": 1.0},
+    {"push_bag_ns": 1.0}, {"odd_ns": 1.0}, {"table_us": 1.0}, {"sort_table_us": 1.0})
+_WARM_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)  # that are tried
+_SLOWER = (0.5, 4.0)
+_FASTEST_CACHE = 50.0  # times memory; where reads from cache show no bytes at all
+_LARGE = 0.1  # relative errors beyond this count linearly
+_IDLE_US = 5.0  # phases below this have done nothing
+_QUALITY = ("interval", "num_steps", "num_undisturbed", "delayed")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One workload under one placement, measured.
+
+    Attributes:
+        work: the workload.
+        kind: one of `calibrate_worker.KINDS`.
+        stats: its access statistics, of other batches.
+        wall_us: median of the slowest rank's undisturbed steps.
+        median_us: median of all steps: far above it on a machine that others use as well.
+        outside_us: of a step outside of its working phases: calls and barriers.
+        phases_us: float64 [3, W], medians of forward, backward and update in microseconds,
+            waiting left out.
+        bytes_read: of all ranks per pass, by phase and link; see `planning.bytes_read`.
+        quality: ``interval``, ``num_steps``, ``num_undisturbed``, ``delayed``; see
+            `calibrate_worker`.
+    """
+
+    work: Workload
+    kind: str
+    stats: AccessStats
+    wall_us: float
+    median_us: float
+    outside_us: float
+    phases_us: np.ndarray
+    bytes_read: dict[str, dict[str, int]] = field(default_factory=dict)
+    quality: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For a person and for the record."""
+        return f"{self.kind}, {self.work.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Constants and how well they fit.
+
+    Attributes:
+        topology: the measured topology.
+        residuals: median and largest relative error of a rank's modelled phase, by phase, and of
+            the modelled step.
+    """
+
+    topology: Topology
+    residuals: dict[str, tuple[float, float]]
+
+
+def configure_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``oper calibrate``."""
+    parser.add_argument("-o", "--output", metavar="TOPOLOGY", required=True,
+                        help="topology file (TOML) to write")
+    parser.add_argument("--world-size", type=whole(1, 1024), default=2, metavar="N",
+                        help="processes that share this machine (default 2)")
+    parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
+                        help="collective: a topology in which every process is a host, with the "
+                             "costs of exchanging over this machine's network stack")
+    parser.add_argument("--quick", action="store_true", help="fewer workloads and steps")
+    parser.add_argument("--check", metavar="F", help="predict other placements, execute them, and "
+                                                     "write the comparison (JSON)")
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Measure, fit, write the topology, print constants and residuals."""
+    for path in filter(None, (args.output, args.check)):
+        check_target(path)
+    load_before = record.load_average()
+    with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
+        fitting = workloads(args.quick, args.world_size)
+        checking = held_out(args.quick, args.world_size) if args.check else []
+        works = [(w, _FITTED) for w in fitting] + [(w, KINDS) for w in checking]
+        bandwidth, samples = measure(args.world_size, works, 4 if args.quick else 5, Path(folder))
+    fitted = fit([s for s in samples if s.work in fitting], args.world_size, bandwidth)
+    topology = fitted.topology
+    if args.exchange == "collective":
+        topology = across_hosts(topology, measure_network(args.world_size))
+    write_text(args.output, as_toml(topology))
+    print(_report(replace(fitted, topology=topology)), end="")
+    if args.check:
+        value = predicted_against_executed([s for s in samples if s.work in checking], fitted)
+        command = ["oper", "calibrate", "-o", args.output, "--world-size", str(args.world_size),
+                   *(["--quick"] if args.quick else []), "--check", args.check]
+        entry = {"name": f"{args.world_size} processes", **value,
+                 "topology": as_toml(fitted.topology), "residuals": fitted.residuals}
+        record.write(args.check, record.record("calibrate", command, [entry], load_before))
+        print(f"predicted against executed, {value['num_plans']} plans: median error "
+              f"{100 * value['median_error']:.1f} %, Spearman {value['spearman']:.3f}, measured "
+              f"times spread {value['spread']:.1f}x; ranks waited for their core in "
+              f"{100 * value['delayed'][0]:.1f} % of the time\nrecord: {args.check}")
+    print(f"wrote {args.output}", file=sys.stderr)
+    return 0
+
+
+def workloads(quick: bool, world_size: int) -> list[Workload]:
+    """What the fit sees: bags of 1 to 20 ids, narrow and wide rows, widths with and without kernels
+    of their own, few and many tables, uniform and skewed."""
+    def make(num_rows: tuple[int, ...], dim: int, pooling: int, exponent: float,
+             batch_size: int = 2048) -> Workload:
+        return Workload(num_rows, dim, batch_size * world_size, pooling, exponent)
+
+    few, many = (400_000, 120_000, 60_000, 30_000), (100_000, 20_000, 5_000, 1_000, 200, 50) * 3
+    some = (200_000, 50_000, 10_000, 2_000, 300, 20)
+    found = [make(few, 64, 1, 0.0), make(few, 64, 1, 1.05), make(few, 32, 20, 0.0),
+             make(few, 64, 20, 1.05), make(many, 32, 1, 1.05), make(some, 80, 6, 0.8, 1024)]
+    if not quick:
+        found += [make(few, 32, 4, 1.05), make(few, 128, 4, 0.0), make(few, 128, 1, 1.05),
+                  make(few, 32, 1, 0.0), make(many, 64, 4, 1.05), make(some, 96, 1, 0.8, 4096),
+                  make(some, 112, 10, 1.1, 1024), make(some, 16, 3, 0.5, 3072),
+                  make(few, 80, 1, 0.7, 1024)]
+    return found
+
+
+def held_out(quick: bool, world_size: int) -> list[Workload]:
+    """What the comparison uses, and the fit never sees: other tables, batches, bags and skews."""
+    rows = (250_000, 150_000, 80_000, 40_000, 10_000, 1_000, 100, 10)
+    found = [Workload(rows, 64, 1536 * world_size, 8, 0.9)]
+    if not quick:
+        others = (300_000, 70_000, 30_000, 6_000, 600, 60)
+        found += [Workload(rows, 96, 3072 * world_size, 1, 0.6),
+                  Workload(rows, 48, 1024 * world_size, 12, 1.2),
+                  Workload(others, 128, 1024 * world_size, 3, 0.85),
+                  Workload(others, 40, 2560 * world_size, 2, 1.0)]
+    return found
+
+
+def measure(world_size: int, works: Sequence[tuple[Workload, Sequence[str]]], rounds: int,
+            folder: Path) -> tuple[dict[str, float], list[Sample]]:
+    """Bandwidths (GB/s of all ranks together) and samples, from `world_size` processes at once.
+
+    Args:
+        world_size: processes.
+        works: workloads and placements of each.
+        rounds: see `calibrate_worker`.
+        folder: for temporary files.
+    """
+    cases: list[dict[str, Any]] = [{"gather": last_level_cache_bytes()}]
+    cases += [{"work": w, "kinds": list(kinds), "rounds": rounds,
+               "stats": str(folder / f"stats-{k}.npz")} for k, (w, kinds) in enumerate(works)]
+    bandwidth, *found = run_workers(worker.measure, cases, world_size)
+    samples = []
+    for (work, _), case, result in zip(works, cases[1:], found, strict=True):
+        stats = AccessStats.load(case["stats"])
+        for kind, x in result.items():
+            forward, reduce, _, update, _, refresh = np.array(x["phases_us"]).T
+            phases = np.stack([forward, reduce, update + refresh])
+            samples.append(Sample(work, kind, stats, x["wall_us"], x["median_us"],
+                                  x["outside_us"], phases, x["bytes_read"],
+                                  {k: x[k] for k in _QUALITY}))
+    return {k: float(v) for k, v in bandwidth.items()}, samples
+
+
+def last_level_cache_bytes() -> int:
+    """What this machine's processes together may count on of its last cache, as lookups take it."""
+    import torch
+
+    from oper.shmem.library import load
+
+    load()
+    return int(torch.ops.oper.last_level_cache_bytes())
+
+
+def _stated(samples: Sequence[Sample], topology: Topology) -> list[tuple[Plan, Problem]]:
+    """Plan and problem of each sample; statistics are read once per workload."""
+    world, problems, found = topology.world_size, dict[Workload, Problem](), []
+    for s in samples:
+        tables = s.work.tables()
+        if s.work not in problems:
+            problems[s.work] = make_problem(tables, s.stats, topology, allow=EVERYTHING,
+                                            batch_size=s.work.batch_size // world)
+        found.append((plan_of(s.kind, tables, s.stats, world), problems[s.work]))
+    return found
+
+
+def _modelled(stated: Sequence[tuple[Plan, Problem]], topology: Topology) -> list[Evaluation]:
+    """The modelled steps on a machine of equal size."""
+    machine = make_machine(topology)
+    return [evaluate(plan, replace(problem, machine=machine)) for plan, problem in stated]
+
+
+def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, float]) -> Fit:
+    """Constants by least squares on relative errors; none is negative.
+
+    First the phases of every rank give the costs of bytes, ids, rows and tables; reads from cache
+    cost at most what reads from memory do. Then whole steps give the barriers, and how much longer
+    than its median a phase takes on the rank that happens to be slowest: one factor for all costs.
+    The share of the cache that stays warm between batches is the best of a few.
+
+    Args:
+        samples: measured steps.
+        world_size: ranks.
+        bandwidth: ``read_gbps`` and ``cache_gbps`` of all ranks together in bare gathers.
+    """
+    base = Topology.this_host(world_size)
+    read = bandwidth["read_gbps"]
+    domain = replace(base.domains[0], read_gbps=read, cache_gbps=read, link_gbps=read,
+                     cross_gbps=read, cache_bytes=last_level_cache_bytes())
+    base = replace(base, name=f"measured-{world_size}", domains=(domain,), source="measured",
+                   costs=Costs(phase_us=0.0))
+    clock, stated = _Clock.of(samples), _stated(samples, base)
+    every, _ = _columns(stated, base)
+    compute = [_columns(stated, replace(base, costs=Costs(phase_us=0.0, **c)))[1]
+               for c in _COMPUTE]
+    far = replace(base, domains=(replace(domain, cache_gbps=read * 1e9),))
+    best: tuple[float, float, np.ndarray, np.ndarray] | None = None
+    for share in _WARM_SHARES:
+        missed, _ = _columns(stated, replace(
+            far, costs=Costs(phase_us=0.0, warm_share=share)))
+        columns = np.array([every, missed, *compute])
+        x, left = _solve(columns[:, clock.busy] / clock.phases, clock.of_phases)
+        if best is None or left < best[0]:
+            best = left, share, np.tensordot(x, columns, axes=1), x
+    assert best is not None
+    _, share, phases, x = best
+    slower, barrier = _whole_steps(clock, phases)
+    x = x * slower
+    costs: dict[str, float] = {"warm_share": share, "phase_us": round(barrier, 2)}
+    for value, sets in zip(x[2:], _COMPUTE, strict=True):
+        costs |= {name: round(float(value) * part, 3) for name, part in sets.items()}
+    memory = x[0] + x[1]
+    domain = replace(domain, read_gbps=read / memory, link_gbps=read / memory,
+                     cross_gbps=read / memory,
+                     cache_gbps=read / max(x[0], memory / _FASTEST_CACHE))
+    return Fit(replace(base, domains=(domain,), costs=Costs(**costs)),
+               clock.residuals(phases * slower, barrier))
+
+
+def _solve(a: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, float]:
+    """x >= 0 that brings x @ a close to 1, and the weighted loss left over.
+
+    Squared errors, linear beyond `_LARGE` (Huber 1964) by reweighting. What a byte from memory
+    costs, x[0] + x[1], is held within `_SLOWER` times the bare gather: small workloads do not show
+    it.
+
+    Args:
+        a: float64 [k, n], modelled / measured.
+        weight: float64 [n].
+    """
+    w = weight
+    for _ in range(20):
+        x = nonnegative_least_squares((a * w).T, w)
+        memory = float(np.clip(x[0] + x[1], *_SLOWER))
+        if memory != x[0] + x[1]:
+            x[0] = min(x[0], memory)
+            x[1] = memory - x[0]
+            rest = nonnegative_least_squares((a[2:] * w).T, w * (1.0 - x[:2] @ a[:2]))
+            x = np.concatenate([x[:2], rest])
+        error = np.abs(x @ a - 1.0)
+        w = weight * np.sqrt(_LARGE / np.maximum(error, _LARGE))
+    loss = np.where(error <= _LARGE, error**2 / 2, _LARGE * (error - _LARGE / 2))
+    return x, float(loss @ weight**2)
+
+
+def _whole_steps(clock: _Clock, phases: np.ndarray) -> tuple[float, float]:
+    """Factor >= 1 for all costs, and microseconds of a barrier, from whole steps."""
+    a = np.array([clock.slowest(phases), clock.num_fixed]) / clock.steps
+    found = nonnegative_least_squares((a * clock.of_steps).T, clock.of_steps)
+    if found[0] >= 1.0:
+        return float(found[0]), float(found[1])
+    rest = nonnegative_least_squares((a[1:] * clock.of_steps).T, clock.of_steps * (1.0 - a[0]))
+    return 1.0, float(rest[0])
+
+
+def _columns(stated: Sequence[tuple[Plan, Problem]], topology: Topology
+             ) -> tuple[np.ndarray, np.ndarray]:
+    """Microseconds of memory and of compute under `topology`; float64 [S, 3, W] each."""
+    found = [m.phases for m in _modelled(stated, topology)]
+    return (np.array([[p.seconds[MEMORY] * 1e6 for p in phases] for phases in found]),
+            np.array([[p.seconds[COMPUTE] * 1e6 for p in phases] for phases in found]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Clock:
+    """What was measured.
+
+    Attributes:
+        busy: bool [S, 3, W], phases that have done something.
+        phases: float64 [n], microseconds of those.
+        steps: float64 [S], microseconds of whole steps.
+        num_fixed: float64 [S], calls and barriers of a step.
+        of_phases, of_steps: float64 [n] and [S], weights: what is known less well counts less.
+    """
+
+    busy: np.ndarray
+    phases: np.ndarray
+    steps: np.ndarray
+    num_fixed: np.ndarray
+    of_phases: np.ndarray
+    of_steps: np.ndarray
+
+    @staticmethod
+    def of(samples: Sequence[Sample]) -> _Clock:
+        """What `samples` say."""
+        phases = np.array([s.phases_us for s in samples])
+        busy = phases > _IDLE_US
+        pushes = np.array(["push" in s.kind for s in samples])
+        width = np.array([s.quality.get("interval", 0.0) for s in samples])
+        weight = np.minimum(1.0, INTERVAL / np.maximum(width, 1e-9))
+        return _Clock(busy, phases[busy], np.array([s.wall_us for s in samples]),
+                      len(_PHASES) + 1.0 * pushes,
+                      np.broadcast_to(weight[:, None, None], busy.shape)[busy], weight)
+
+    def slowest(self, phases: np.ndarray) -> np.ndarray:
+        """float64 [S], steps without barriers of modelled phases, float64 [S, 3, W]."""
+        return np.asarray(phases.max(axis=2).sum(axis=1))
+
+    def residuals(self, phases: np.ndarray, barrier: float) -> dict[str, tuple[float, float]]:
+        """Median and largest relative error by phase and of the step."""
+        error = np.abs(phases[self.busy] / self.phases - 1.0)
+        number = np.broadcast_to(np.arange(len(_PHASES))[None, :, None], self.busy.shape)[self.busy]
+        found = {name: error[number == k] for k, name in enumerate(_PHASES)}
+        found["step"] = np.abs((self.slowest(phases) + barrier * self.num_fixed) / self.steps - 1)
+        return {k: (float(np.median(e)), float(e.max())) for k, e in found.items()}
+
+
+def nonnegative_least_squares(a: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x >= 0 with least |a x - y|^2; `a` float64 [n, k].
+
+    The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23).
+    """
+    scale = np.maximum(np.sqrt(np.square(a).sum(axis=0)), 1e-300)
+    gram, right = (a / scale).T @ (a / scale), (a / scale).T @ y
+    x, used = np.zeros(a.shape[1]), np.zeros(a.shape[1], bool)
+    for _ in range(10 * a.shape[1]):
+        slope = np.where(used, -np.inf, right - gram @ x)
+        if slope.max() <= 1e-12 * np.abs(right).max():
+            break
+        used[slope.argmax()] = True
+        while True:
+            part = np.zeros_like(x)
+            part[used] = np.linalg.lstsq(gram[np.ix_(used, used)], right[used], rcond=None)[0]
+            bad = used & (part <= 0)
+            if not bad.any():
+                break
+            step = (x[bad] / np.maximum(x[bad] - part[bad], 1e-300)).min()
+            x = x + step * (part - x)
+            used &= x > 1e-15
+        x = part
+    return np.asarray(x / scale)
+
+
+def predicted_against_executed(samples: Sequence[Sample], fitted: Fit) -> dict[str, Any]:
+    """How well the model predicts steps.
+
+    Returns:
+        ``median_error`` (relative), ``spearman`` (mean over workloads of the order of their
+        plans), ``spearman_all``, ``spread`` (largest / smallest measured step),
+        ``signed_error_by_kind`` (median of predicted / measured - 1), ``by_workload``
+        (``median_error``, ``spearman`` and ``spread`` of each), ``delayed`` (mean and largest share
+        of a plan's steps in which a rank waited for its core), ``interval`` (median and widest, of
+        the measured medians), ``plans``.
+    """
+    plans = []
+    models = _modelled(_stated(samples, fitted.topology), fitted.topology)
+    for s, model in zip(samples, models, strict=True):
+        predicted = model.step_us
+        plans.append({"name": s.name, "kind": s.kind, "placement_fitted": s.kind in _FITTED,
+                      "predicted_us": predicted, "measured_us": s.wall_us,
+                      "measured_median_us": s.median_us, **s.quality, "bytes_read": s.bytes_read,
+                      "error": abs(predicted - s.wall_us) / s.wall_us,
+                      "predicted_phases_us": [round(p.time_us, 1) for p in model.phases],
+                      "measured_phases_us": s.phases_us.max(axis=1).round(1).tolist()})
+    us = np.array([[p["predicted_us"], p["measured_us"]] for p in plans])
+    by_work = {s.work: [k for k, x in enumerate(samples) if x.work == s.work] for s in samples}
+    every = {w.name: {"median_error": float(np.median([plans[i]["error"] for i in k])),
+                      "spearman": spearman(*us[k].T),
+                      "spread": float(us[k, 1].max() / us[k, 1].min())}
+             for w, k in by_work.items() if len(k) > 2}
+    orders = [x["spearman"] for x in every.values()]
+    unseen = [p["error"] for p in plans if not p["placement_fitted"]]
+    signed = {kind: float(np.median([p["predicted_us"] / p["measured_us"] - 1 for p in plans
+                                     if p["kind"] == kind]))
+              for kind in dict.fromkeys(p["kind"] for p in plans)}
+    return {"num_plans": len(plans), "median_error": float(np.median([p["error"] for p in plans])),
+            "median_error_unseen": float(np.median(unseen)) if unseen else None,
+            "spearman": float(np.mean(orders)) if orders else None,
+            "spearman_all": spearman(*us.T), "spread": float(us[:, 1].max() / us[:, 1].min()),
+            "signed_error_by_kind": signed, "by_workload": every,
+            **{name: [float(middle([s.quality[name] for s in samples])),
+                      max(s.quality[name] for s in samples)]
+               for name, middle in (("delayed", np.mean), ("interval", np.median))
+               if all(name in s.quality for s in samples)}, "plans": plans}
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Rank correlation of two float64 [n] without ties."""
+    order = [np.argsort(np.argsort(v)).astype(float) for v in (x, y)]
+    return float(np.corrcoef(order)[0, 1])
+
+
+def as_toml(topology: Topology) -> str:
+    """A topology of equal domains, each a host, as the text of a topology file."""
+    d, costs = topology.domains[0], topology.costs
+    several = {"copies": len(topology.domains), "per_host": 1} if len(topology.domains) > 1 else {}
+    domain = {"memory_bytes": d.memory_bytes, "read_gbps": round(d.read_gbps, 2),
+              "cache_gbps": round(d.cache_gbps, 2), "cache_bytes": d.cache_bytes,
+              "link_gbps": round(d.link_gbps, 2), "cross_gbps": round(d.cross_gbps, 2)}
+    lines = [f'name = "{topology.name}"', f'source = "{topology.source}"', "", "[[domain]]",
+             *(f"{k} = {v}" for k, v in several.items()),
+             f"ranks = {len(d.ranks)}", *(f"{k} = {v}" for k, v in domain.items()), "", "[costs]",
+             *(f"{f.name} = {getattr(costs, f.name)}" for f in fields(costs))]
+    return "\n".join(lines) + "\n"
+
+
+def _report(fitted: Fit) -> str:
+    rows = [[name, f"{100 * middle:.1f} %", f"{100 * worst:.1f} %"]
+            for name, (middle, worst) in fitted.residuals.items()]
+    return (as_toml(fitted.topology) + "\n"
+            + record.table(["residual", "median", "worst"], rows) + "\n")

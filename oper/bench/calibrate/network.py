@@ -1,0 +1,80 @@
+"""What the exchange between hosts costs on this machine's network stack, measured.
+
+Processes on one machine exchange over its loopback interface: real processors, copies and system
+calls, but no wire. The bandwidth of a real network goes into the topology file by hand
+(``cross_gbps``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.bench.core.launch import Progress, run_workers
+from oper.bench.core.planning import slowest, world
+from oper.topology import Topology
+
+_HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
+_ROUNDS, _PER_ROUND = 12, 4
+
+
+def measure_network(world_size: int) -> dict[str, float]:
+    """Costs of an exchange among so many processes.
+
+    Returns:
+        ``meeting_us`` (a header and a small payload) and ``ns_per_byte`` that a rank sends or
+        receives, both directions at once.
+    """
+    found, = run_workers(measure, [{}], world_size)
+    return {k: float(v) for k, v in found.items()}
+
+
+def measure(case: Mapping[str, Any], progress: Progress) -> dict[str, float]:
+    """The worker function. Collective."""
+    from oper.shmem.group.groups import ProcessGroup
+    from oper.shmem.group.transport import transport_of
+
+    rank, world_size = world()
+    transport = transport_of(ProcessGroup())
+
+    def median_s(num_bytes: int) -> float:
+        sizes = [0 if r == rank else num_bytes for r in range(world_size)]
+        send = torch.zeros(sum(sizes), dtype=torch.uint8)
+        recv = torch.empty_like(send)
+        taken = []
+        for _ in range(_ROUNDS):
+            begin = time.perf_counter()
+            for _ in range(_PER_ROUND):
+                transport.exchange(send, sizes, recv, sizes)
+            taken.append((time.perf_counter() - begin) / _PER_ROUND)
+        return float(np.median(slowest(taken)))
+
+    progress("exchanging headers and payloads")
+    small, large = median_s(_HEADER_BYTES), median_s(_PAYLOAD_BYTES)
+    both_ways = 2 * (world_size - 1) * (_PAYLOAD_BYTES - _HEADER_BYTES)
+    return {"meeting_us": 2e6 * small, "ns_per_byte": max(0.0, large - small) * 1e9 / both_ways}
+
+
+def across_hosts(shared: Topology, network: Mapping[str, float]) -> Topology:
+    """The ranks of a measured memory domain as hosts of their own.
+
+    Args:
+        shared: what ranks cost that share memory.
+        network: of `measure_network`.
+    """
+    world_size = shared.world_size
+    assumed = Topology.of_domains(range(world_size))
+    here = shared.domains[0]
+    each = replace(here, memory_bytes=here.memory_bytes // world_size,
+                   read_gbps=here.read_gbps / world_size, cache_gbps=here.cache_gbps / world_size)
+    # Ranks spend the time of a byte themselves: a link of twice that speed never binds.
+    gbps = 1.0 / max(network["ns_per_byte"], 1e-3)
+    domains = tuple(replace(each, ranks=(r,), host=r, cross_gbps=gbps) for r in range(world_size))
+    costs = replace(shared.costs, phase_us=round(network["meeting_us"], 2),
+                    wire_ns=round(network["ns_per_byte"], 3), far_ns=assumed.costs.far_ns)
+    return replace(shared, name=f"measured-hosts-{world_size}", domains=domains, costs=costs)

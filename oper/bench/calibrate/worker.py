@@ -1,0 +1,267 @@
+"""What every rank does for ``oper calibrate``: gathers, and steps under given placements."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from oper.bench.core.planning import bytes_read
+from oper.bench.core.workload import TIMED, Workload, batch_ids, collect_stats
+from oper.bench.tables.ceiling import PREFETCH_ROWS, row_addresses
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.rows import CHUNK_ROWS
+from oper.shmem.tables import ShardedTables
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+
+#: Placements that a step is measured under; pulled ones first.
+KINDS = ("striped", "owned on one rank", "owned, balanced", "striped 3:1", "replicated",
+         "head replicated", "head on one rank", "half owned", "pushed", "owned, pushed",
+         "head replicated, tail pushed")
+_HEAD = 0.02  # share of a table's rows that counts as its head
+_BAG = 16  # rows summed per bag in the bare gather: little is written
+_GATHER_ROWS = 1 << 19
+_HELD_BYTES = 4 << 30  # tables that are open at a time
+_LEAD_IN, _TIMED = 2, 3  # steps of a plan in each round
+_FEWEST = 8  # undisturbed steps that make a median
+_DELAYED = 0.02  # share of an undisturbed step that a rank may have waited for its core
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+INTERVAL = 0.03  # half a median's 95 % interval, relative: what rounds are repeated for
+_PATIENCE = 4  # times the rounds asked for, at most
+_WAITS = (2, 4)  # where the runtime's phase clock counts waiting for peers
+
+
+def plan_of(kind: str, tables: Sequence[TableSpec], stats: AccessStats, world_size: int) -> Plan:
+    """The same placement for every table; owners take turns where a table has one."""
+    entries = []
+    for k, spec in enumerate(tables):
+        tiers = tuple(_tiers(kind, k, spec.num_rows, world_size))
+        ids = np.zeros(0, np.int64)
+        if not stats.ids_in_hotness_order:  # as in the planner's plans, no more than tiers need
+            ids = stats.tables[spec.name].head_ids[:tiers[-1].start]
+        entries.append(TablePlan(spec, (Piece(0, spec.dim, tiers),), ids))
+    return Plan(world_size, tuple(entries))
+
+
+def _tiers(kind: str, number: int, num_rows: int, world_size: int) -> list[Tier]:
+    every = tuple((number + r) % world_size for r in range(world_size))
+    head = max(1, min(num_rows - 1, round(_HEAD * num_rows)))
+    whole = {
+        "striped": Tier(0, num_rows, "striped", every),
+        "owned on one rank": Tier(0, num_rows, "owned", (0,)),
+        "owned, balanced": Tier(0, num_rows, "owned", every[:1]),
+        "striped 3:1": Tier(0, num_rows, "striped", tuple(range(world_size)),
+                            (3,) + (1,) * (world_size - 1)),
+        "replicated": Tier(0, num_rows, "replicated", every),
+        "pushed": Tier(0, num_rows, "striped", every, mode="push"),
+        "owned, pushed": Tier(0, num_rows, "owned", every[:1], mode="push")}
+    if kind in whole:
+        return [whole[kind]]
+    tail = Tier(head, num_rows, "striped", every)
+    if kind == "half owned":
+        one = Tier(0, num_rows, "owned", (0,))
+        return [one if number % 2 else Tier(0, num_rows, "striped", every)]
+    if kind == "head on one rank":
+        return [Tier(0, head, "owned", (0,)), tail]
+    copies = Tier(0, head, "replicated", every)
+    if kind == "head replicated":
+        return [copies, tail]
+    return [copies, Tier(head, num_rows, "striped", every, mode="push")]
+
+
+def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
+    """One case; the worker function. Collective.
+
+    Args:
+        case: ``{"gather": cache_bytes}``, or ``{"work", "kinds", "rounds", "stats"}``: a workload,
+            placements of `KINDS`, rounds, and the file that its statistics are written to.
+        progress: called with what is being done.
+
+    Returns:
+        On rank 0: bandwidths, or what `_summary` says of each kind and ``bytes_read``.
+    """
+    group = ProcessGroup()
+    if "gather" in case:
+        progress("reading rows at random")
+        return _gather(group, int(case["gather"]))
+    work: Workload = case["work"]
+    mine = collect_stats(work, group.rank, group.world_size, 8)
+    stats = AccessStats.merge_all(group.all_gather(mine))
+    if group.rank == 0:
+        stats.save(case["stats"])
+    # As many batches as keep repeated steps from finding all of their rows in cache.
+    batches = [_lookup(work, batch_ids(work, group.rank, group.world_size, k, TIMED), group)
+               for k in range(8)]
+    plans = {kind: plan_of(kind, work.tables(), stats, group.world_size) for kind in case["kinds"]}
+    # Copies of a replicated table and its masters: all that a plan may hold of the tables.
+    each = (1 + group.world_size) * sum(t.num_bytes for t in work.tables())
+    together = max(1, _HELD_BYTES // each)
+    found: dict[str, Any] = {}
+    for at in range(0, len(plans), together):
+        some = dict(list(plans.items())[at:at + together])
+        progress(f"{work.name}: {', '.join(some)}")
+        found |= _rounds(some, work, batches, group, int(case["rounds"]))
+    return found
+
+
+def _lookup(work: Workload, ids: np.ndarray, group: ProcessGroup) -> Lookup:
+    size = work.batch_size // group.world_size
+    lengths = torch.full((ids.shape[0] * size,), work.pooling, dtype=torch.int64)
+    return Lookup(torch.from_numpy(ids.reshape(-1)), lengths, torch.arange(ids.shape[0]), size)
+
+
+def _open(plan: Plan, features: list[tuple[str, str]], group: ProcessGroup) -> ShardedTables:
+    """Tables whose pages are all there."""
+    tables = ShardedTables(plan, features, group, RowWiseAdagrad(lr=0.01, eps=1e-8),
+                           1.0 / group.world_size)
+    for spec in tables.specs.values():
+        for at in range(0, spec.num_rows, CHUNK_ROWS):
+            n = min(CHUNK_ROWS, spec.num_rows - at)
+            tables.write(spec.name, torch.full((n, spec.dim), 0.01), at)
+    tables.publish()
+    tables.use_huge_pages()
+    return tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step of this rank.
+
+    Attributes:
+        seconds: of the whole step.
+        phases_ns: by phase of the runtime's clock.
+        delayed: seconds that this rank was ready to run while other programs had its core.
+    """
+
+    seconds: float
+    phases_ns: list[int]
+    delayed: float
+
+
+def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
+            group: ProcessGroup, rounds: int) -> dict[str, Any]:
+    """Steps under all plans in turn, so that what disturbs the machine disturbs all of them.
+
+    After `rounds` turns, more are made until every plan's median is known within `INTERVAL`.
+    """
+    features = [(f, f"t{k}") for k, f in enumerate(work.features)]
+    tables = {kind: _open(plan, features, group) for kind, plan in plans.items()}
+    taken: dict[str, list[_Step]] = {kind: [] for kind in plans}
+    gradient = torch.full((batches[0].batch_size, work.dim * len(features)), 1e-3)
+    number = 0
+    found: dict[str, Any] = {}
+    for turn in range(1 + _PATIENCE * rounds):
+        for kind in plans:
+            # The first steps touch the outbox for the first time; later on, caches fill again.
+            for k in range((4 if turn == 0 else _LEAD_IN) + _TIMED):
+                timed = _step(tables[kind], batches[number % len(batches)], gradient)
+                number += 1
+                if k >= _LEAD_IN and turn > 0:
+                    taken[kind].append(timed)
+        if turn >= rounds:  # all ranks have the same numbers, and decide alike
+            found = {kind: _summary(steps, group) for kind, steps in taken.items()}
+            if all(x["interval"] < INTERVAL for x in found.values()):
+                break
+    for kind, opened in tables.items():
+        found[kind]["bytes_read"] = bytes_read(opened)
+    for opened in tables.values():
+        opened.barrier()
+        opened.close()
+    return found
+
+
+def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor) -> _Step:
+    """One step; all ranks begin it together."""
+    tables.barrier()
+    delayed = _run_delay()
+    begin = time.perf_counter()
+    _, offsets = tables.forward(batch, collective=True)
+    tables.apply_gradients(gradient, batch, offsets)
+    took = time.perf_counter() - begin
+    return _Step(took, list(tables.phase_ns().values()), _run_delay() - delayed)
+
+
+def _run_delay() -> float:
+    """Seconds that this thread has waited for a core so far; 0 where the kernel does not say."""
+    try:
+        return int(_SCHEDSTAT.read_text(encoding="ascii").split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def _summary(steps: Sequence[_Step], group: ProcessGroup) -> dict[str, Any]:
+    """What the undisturbed steps of one plan took. Collective.
+
+    A step is undisturbed when no rank had to wait for its core for more than `_DELAYED` of it. With
+    too few of those, the steps with the shortest waits stand in for them.
+
+    Returns:
+        ``wall_us`` (slowest rank, median), ``interval`` (half the width of that median's 95 %
+        interval, relative: McGill, Tukey and Larsen 1978), ``median_us`` (of all steps),
+        ``num_steps``, ``num_undisturbed``, ``delayed`` (mean share of all steps that a rank waited
+        for its core), ``outside_us`` (calls and barriers, outside of the working phases, median)
+        and ``phases_us``, float [W][6] (medians).
+    """
+    every = group.all_gather((np.array([s.seconds for s in steps]) * 1e6,
+                              np.array([s.phases_ns for s in steps], float) / 1e3,
+                              np.array([s.delayed for s in steps]) * 1e6))
+    walls, clocks, delays = (np.stack([x[k] for x in every]) for k in range(3))
+    slowest = walls.max(axis=0)
+    delayed = delays.max(axis=0) / slowest
+    limit = max(_DELAYED, float(np.sort(delayed)[min(_FEWEST, slowest.size) - 1]))
+    kept = delayed <= limit
+    # Who arrives last at a barrier waits for nobody: what is left is the barrier itself.
+    barriers = clocks[:, :, list(_WAITS)].min(axis=0).sum(axis=1)
+    low, middle, high = np.percentile(slowest[kept], [25, 50, 75])
+    return {"wall_us": float(middle), "median_us": float(np.median(slowest)),
+            "interval": float(1.57 * (high - low) / np.sqrt(kept.sum()) / middle),
+            "num_steps": slowest.size, "num_undisturbed": int((delayed <= _DELAYED).sum()),
+            "delayed": float(delayed.mean()),
+            "outside_us": float(np.median((walls - clocks.sum(axis=2))[:, kept])
+                                + np.median(barriers[kept])),
+            "phases_us": np.median(clocks[:, kept], axis=1).tolist()}
+
+
+def _gather(group: ProcessGroup, cache_bytes: int) -> dict[str, Any]:
+    """GB/s of all ranks together: rows of 256 bytes from memory, and repeated ones from cache."""
+    spec = TableSpec("rows", max(_GATHER_ROWS, 8 * cache_bytes // 256), 64, ("f",))
+    tables = _open(uniform_plan([spec], group.world_size), [("f", "rows")], group)
+    address = row_addresses(tables, "rows")
+    near = max(1024, cache_bytes // group.world_size // 4 // 256)
+    rng = np.random.default_rng(group.rank)
+    found = {"read_gbps": _rate(tables, address[rng.integers(0, spec.num_rows, 1 << 18)]),
+             "cache_gbps": _rate(tables, address[rng.integers(0, near, 1 << 18)])}
+    tables.barrier()
+    tables.close()
+    return {k: sum(group.all_gather(v)) for k, v in found.items()}
+
+
+def _rate(tables: ShardedTables, address: np.ndarray) -> float:
+    """This rank's GB/s of gathering `address` while the others do the same; the best distance."""
+    num_bags = address.size // _BAG
+    flat = torch.from_numpy(np.concatenate([address, np.repeat(address[-1:], max(PREFETCH_ROWS))]))
+    offsets = torch.arange(num_bags + 1) * _BAG
+    out = torch.empty(num_bags, 64)
+    seconds = []
+    for prefetch in PREFETCH_ROWS:
+        times = []
+        for _ in range(5):
+            tables.barrier()
+            begin = time.perf_counter()
+            torch.ops.oper.gather_ceiling(flat, offsets, torch.arange(num_bags) * 64, 64, prefetch,
+                                          False, out)
+            times.append(time.perf_counter() - begin)
+        seconds.append(float(np.median(times)))
+    joint = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(joint, op=dist.ReduceOp.MAX)
+    return address.size * 256 / float(joint.min()) / 1e9

@@ -1,0 +1,1 @@
+"""What all benchmarks share: records, processes, turns, workloads."""

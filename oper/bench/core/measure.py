@@ -1,0 +1,163 @@
+"""One case as every rank runs it: contenders in turns, and what all entries of a record tell."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from oper.bench.core import record
+from oper.bench.core.launch import Progress
+from oper.bench.core.planning import slowest, total, world
+from oper.bench.core.workload import Workload, timed_ids
+
+if TYPE_CHECKING:
+    from oper.shmem.tables import ShardedTables
+
+Call = Callable[[int], Any]  # takes the number of the call
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case.
+
+    Attributes:
+        name: for the record.
+        work: the workload.
+        world_size: OPER's processes.
+        num_threads: threads over all processes, and of the one process of each unsharded peer.
+        num_batches: distinct batches that are timed.
+        num_stats_batches: other batches that the statistics come from.
+        rounds, per_round: see `record.interleave`.
+    """
+
+    name: str
+    work: Workload
+    world_size: int = 2
+    num_threads: int = 2
+    num_batches: int = 32
+    num_stats_batches: int = 32
+    rounds: int = 12
+    per_round: int = 5
+
+
+class Run:
+    """A case on one rank.
+
+    Args:
+        case: a `Case`, or one with a name, rounds and calls per round of its own kind.
+        progress: told what is going on.
+
+    Attributes:
+        case: what is measured.
+        rank, world_size: of this process.
+        others: cores that other programs kept busy while something was timed, by phase.
+    """
+
+    def __init__(self, case: Any, progress: Progress) -> None:
+        self.case = case
+        self.rank, self.world_size = world()
+        self.others: dict[str, float] = {}
+        self._progress, self._load_before = progress, record.load_average()
+
+    @property
+    def work(self) -> Workload:
+        """The case's workload."""
+        work: Workload = self.case.work
+        return work
+
+    def say(self, text: str) -> None:
+        """Tell what is going on."""
+        self._progress(f"{self.case.name}: {text}")
+
+    def ids(self, rank: int | None = None) -> Sequence[np.ndarray]:
+        """The timed batches of a rank, of this one by default; see `workload.batch_ids`."""
+        return timed_ids(self.work, self.rank if rank is None else rank, self.world_size,
+                         self.case.num_batches)
+
+    def everyones_ids(self) -> list[list[np.ndarray]]:
+        """The timed batches of all ranks, by number and rank."""
+        every = [self.ids(r) for r in range(self.world_size)]
+        return [list(x) for x in zip(*every, strict=True)]
+
+    def gradient(self, seed: int, num_samples: int) -> torch.Tensor:
+        """An output gradient, float32 [num_samples, sum of dims]."""
+        shape = num_samples, self.work.dim * len(self.work.num_rows)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1e-3
+
+    def time(self, runs: Mapping[str, Call], align: Callable[[], None], phase: str = "",
+             before: Mapping[str, Call] | None = None) -> dict[str, np.ndarray]:
+        """Time contenders in turns after two calls of each. Collective.
+
+        Args:
+            runs, align, before: see `record.interleave`.
+            phase: what is timed, for `others`.
+
+        Returns:
+            float64 [n] seconds by contender, the slowest rank's of every call.
+        """
+        gc.collect()
+        case = self.case
+        self.say(f"measuring {phase}: {case.rounds} rounds of {case.per_round}")
+        record.interleave(runs, align, 1, 2, before=before)
+        clock = record.BusyClock()
+        mine = record.interleave(runs, align, case.rounds, case.per_round, before=before)
+        self.others[phase] = round(clock.others(total), 2)
+        return {n: np.array(slowest(s.tolist())) for n, s in mine.items()}
+
+    def finish(self, tables: ShardedTables, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Close OPER's tables; the case's entry of the record on rank 0, nothing elsewhere.
+
+        Collective.
+        """
+        page_kind = tables.page_kind
+        if dist.is_initialized():
+            dist.barrier()
+        tables.close()
+        case, others = self.case, self.others
+        return {} if self.rank else {
+            "name": case.name, **figures, "page_kind": page_kind, "workload": asdict(self.work),
+            "world_size": self.world_size, "num_batches": case.num_batches,
+            "threads_per_rank": max(1, case.num_threads // self.world_size),
+            "num_stats_batches": case.num_stats_batches,
+            "other_busy_cores": others.get("", others), "load_before": self._load_before,
+            "load_after": record.load_average()}
+
+
+def summaries(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """`record.summary` by contender."""
+    return {name: record.summary(s) for name, s in seconds.items()}
+
+
+def aligner(tables: ShardedTables) -> Callable[[], None]:
+    """Brings the ranks together, asleep first: a peer of one process has the machine for itself."""
+    def align() -> None:
+        if dist.is_initialized():
+            dist.barrier()
+        tables.barrier()
+
+    return align
+
+
+def over(inputs: Sequence[Any], call: Callable[[Any], Any]) -> Call:
+    """`call` on input number k, modulo their number."""
+    return lambda k: call(inputs[k % len(inputs)])
+
+
+def on_threads(count: int, call: Call) -> Call:
+    """`call` with `count` threads; they change in the untimed first call of a round only."""
+    def run(number: int) -> Any:
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        return call(number)
+
+    return run
+
+
+def nothing(number: int) -> None:
+    """What a rank does while rank 0 runs a peer of a single process."""

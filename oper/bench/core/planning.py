@@ -1,0 +1,86 @@
+"""What the ranks of a benchmark agree on: the plan, and the slowest rank's time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from oper.bench.core.workload import Workload, collect_stats
+from oper.plan import Plan
+from oper.stats import AccessStats
+from oper.topology import Topology
+from oper.traffic import LINKS
+
+if TYPE_CHECKING:
+    from oper.shmem.tables import ShardedTables
+
+_SHARED = ("own rank", "memory domain")  # links of processes on one machine
+
+
+def world() -> tuple[int, int]:
+    """Rank and world size; one rank without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, by rank. Collective."""
+    _, world_size = world()
+    values = [value] * world_size
+    if world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def slowest(values: Sequence[float]) -> list[float]:
+    """The maximum over ranks of each value. Collective."""
+    joint = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(joint, op=dist.ReduceOp.MAX)
+    return joint.tolist()
+
+
+def total(values: Sequence[float]) -> list[float]:
+    """The sum over ranks of each value. Collective."""
+    joint = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(joint)
+    return joint.tolist()
+
+
+def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
+    """Mean bytes per pass that all ranks together have read since the counters' last reset.
+
+    By phase and class of link (`oper.traffic.LINKS`); the processes of a benchmark share one
+    memory. Collective.
+    """
+    mine = tables.traffic()
+    passes = {"forward": mine.num_forward, "backward": mine.num_backward}
+    every = [t.by_link() for t in gather(mine)]
+    return {phase: {link: round(sum(x[phase][link] for x in every) / number)
+                    for link in LINKS if link in _SHARED}
+            for phase, number in passes.items() if number}
+
+
+def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_host: bool = True
+                ) -> tuple[Plan, float]:
+    """The plan that `oper.shard` chooses for this host, and the seconds that choosing took.
+
+    Unless `is_one_host`, it is one for as many hosts as there are ranks.
+
+    Statistics come from batches that are never timed; every rank counts its part. Collective.
+    """
+    from oper.search import make_plan
+
+    rank, world_size = world()
+    parts = gather(collect_stats(work, rank, world_size, num_stats_batches))
+    made: Any = None
+    begin = time.perf_counter()
+    if rank == 0:
+        topology = Topology.of_domains([0] * world_size if is_one_host else range(world_size))
+        made = make_plan(work.tables(), AccessStats.merge_all(parts), topology,
+                         objective=objective, batch_size=work.batch_size // world_size)
+    return gather((made, time.perf_counter() - begin))[0]

@@ -1,0 +1,263 @@
+"""What every benchmark record holds: versions, machine, timings; and how it is written."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper import __version__
+from oper.errors import InvalidInputError, fail
+from oper.files import read_json, write_text
+
+# Variables that change what is measured; each record holds those that are set.
+ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
+               "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD", "OPER_OUTBOX_BYTES")
+NOISY_CORES = 0.15  # above this, contenders wait for other programs more than for themselves
+Column = str | Callable[[Mapping[str, Any]], str]  # of `table_of`
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "highspy")
+
+
+def versions() -> dict[str, str]:
+    """Versions by package, of those that are installed."""
+    found = {"oper": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory (bytes), kernel and the kernel's huge-page settings."""
+    pages = Path("/sys/kernel/mm/transparent_hugepage")
+    return {
+        "cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "transparent_huge_pages": _chosen(pages / "enabled"),
+        "shared_huge_pages": _chosen(pages / "shmem_enabled"),
+    }
+
+
+def _cpu_model() -> str:
+    model: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            model.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    name = model.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in model:
+        name += f" (family {model['cpu family']} model {model.get('model', '?')})"
+    return name
+
+
+def _chosen(path: Path) -> str:
+    """The bracketed word of a kernel setting file."""
+    try:
+        text = path.read_text(encoding="ascii")
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0] or text.strip()
+
+
+def load_average() -> float:
+    """Runnable processes, mean of the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+class BusyClock:
+    """How many cores other programs keep busy while something is measured.
+
+    Args:
+        own: processor time (s) of what is measured; of this process by default.
+    """
+
+    def __init__(self, own: Callable[[], float] = time.process_time) -> None:
+        self._begin, self._busy = time.perf_counter(), _busy_seconds()
+        self._read, self._own = own, own()
+
+    def others(self, total: Callable[[list[float]], list[float]]) -> float:
+        """Mean busy cores since the start, less this program's own. Collective.
+
+        Args:
+            total: the sum over ranks of each of the given numbers.
+        """
+        own, = total([self._read() - self._own])
+        wall = time.perf_counter() - self._begin
+        return max(0.0, (_busy_seconds() - self._busy - own) / wall)
+
+
+def _busy_seconds() -> float:
+    """Processor time (s) that the whole machine has spent since boot, all cores together."""
+    try:
+        line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+    except OSError:
+        return 0.0
+    ticks = [int(x) for x in line.split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def summary(seconds: np.ndarray) -> dict[str, float]:
+    """Median, 10th and 90th percentile and minimum in milliseconds, of float64 [n] seconds."""
+    ms = np.asarray(seconds, np.float64) * 1e3
+    low, middle, high = np.percentile(ms, [10, 50, 90])
+    return {"median_ms": round(float(middle), 4), "p10_ms": round(float(low), 4),
+            "p90_ms": round(float(high), 4), "min_ms": round(float(ms.min()), 4), "n": int(ms.size)}
+
+
+def elapsed(call: Callable[[], Any]) -> float:
+    """Seconds that a call takes by the host's clock."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], None], rounds: int,
+               per_round: int, lead_in: int = 1,
+               before: Mapping[str, Callable[[int], Any]] | None = None,
+               seconds: Callable[[Callable[[], Any]], float] | None = None
+               ) -> dict[str, np.ndarray]:
+    """Time several contenders in one run, turn by turn.
+
+    In every round each contender makes `lead_in` untimed and then `per_round` timed calls; the
+    order of the contenders rotates from round to round. Call k of each contender gets the number
+    k, so that all of them see the same inputs in the same order.
+
+    Args:
+        runs: contender by name; takes the number of the call.
+        align: brings all ranks to the same point before every call; not timed.
+        rounds, per_round, lead_in: see above.
+        before: what a contender does before each of its calls, untimed.
+        seconds: how long a call takes; by the host's clock unless given.
+
+    Returns:
+        float64 [rounds * per_round] seconds by contender, of this rank.
+    """
+    names = list(runs)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    calls = dict.fromkeys(names, 0)
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            run = runs[name]
+            for k in range(lead_in + per_round):
+                if before:
+                    before[name](calls[name])
+                align()
+                spent = (seconds or elapsed)(functools.partial(run, calls[name]))
+                calls[name] += 1
+                if k >= lead_in:
+                    taken[name].append(spent)
+    return {name: np.array(t) for name, t in taken.items()}
+
+
+def record(benchmark: str, command: Sequence[str], cases: Sequence[Mapping[str, Any]],
+           load_before: float) -> dict[str, Any]:
+    """The one object that a benchmark writes.
+
+    Args:
+        benchmark: its name.
+        command: the command line that made it.
+        cases: the cases, each with at least a ``name``.
+        load_before: load average when it began.
+    """
+    return {
+        "benchmark": benchmark, "command": " ".join(command), "versions": versions(),
+        "machine": {**machine(), "load_before": load_before, "load_after": load_average()},
+        "cases": [dict(c) for c in cases],
+    }
+
+
+def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
+    """Write a record as JSON, atomically."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str, Any]]:
+    """Entries by name of an earlier record, without failed and skipped ones.
+
+    Args:
+        path: of the record; ``""``: none, and no entries. May be `target`, which then need not
+            exist yet.
+        target: file that this run writes.
+        benchmark: whose record it must be.
+
+    Raises:
+        InvalidInputError: the file is no such record.
+    """
+    if not path or (path == target and not Path(path).exists()):
+        return {}
+    try:
+        value = read_json(path, f"cannot read {path!r}")
+        found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
+        if value["benchmark"] != benchmark:
+            raise ValueError(f"it is one of {value['benchmark']!r}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
+                                     f"a record of oper bench {benchmark}", str(error))) from error
+    return found
+
+
+def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
+    """A line that names the cases which other programs have disturbed; empty when there are none.
+
+    Args:
+        entries: cases with ``other_busy_cores``, a number or one per phase.
+    """
+    noisy = {}
+    for entry in entries:
+        cores = entry.get("other_busy_cores", 0.0)
+        worst = max(cores.values()) if isinstance(cores, Mapping) else cores
+        if worst > NOISY_CORES:
+            noisy[entry["name"]] = worst
+    if not noisy:
+        return ""
+    return ("NOISY, not for the record; cores that other programs kept busy: "
+            + ", ".join(f"{name} {cores:.1f}" for name, cores in noisy.items()) + "\n")
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns for a person: the first left-aligned, the others right-aligned."""
+    cells = [[str(x) for x in row] for row in [headers, *rows]]
+    widths = [max(len(row[k]) for row in cells) for k in range(len(headers))]
+    lines = []
+    for row in cells:
+        rest = [x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def table_of(entries: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
+    """`table` of entries and a line break; nothing where there are none.
+
+    Args:
+        entries: a row each.
+        columns: by header, a format of an entry's keys, or what makes its text.
+    """
+    rows = [[c.format(**e) if isinstance(c, str) else c(e) for c in columns.values()]
+            for e in entries]
+    return table(list(columns), rows) + "\n" if rows else ""
+
+
+def yes(entry: Mapping[str, Any]) -> str:
+    """Whether it is verified, for a column."""
+    return "yes" if entry["verified"] else "NO"
+
+
+def loopback_bytes() -> int:
+    """Bytes that the loopback interface of this network namespace has sent so far."""
+    lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
+    return next(int(x.split(":")[1].split()[8]) for x in lines if x.strip().startswith("lo:"))

@@ -1,0 +1,169 @@
+"""Synthetic lookups for benchmarks: tables, batches, and statistics of other batches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+from oper.tables import TableSpec
+
+if TYPE_CHECKING:
+    from oper.stats import AccessStats
+
+# Distinct values of the 26 categorical columns of the Criteo Kaggle log.
+CRITEO_KAGGLE_ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992,
+    5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
+NUM_DENSE = 13  # dense features of a sample, as in the Criteo logs
+# Streams of random numbers; batches of different streams are independent.
+TIMED, STATISTICS, CHECKED = 0, 1, 2
+NO_ID = -1  # in arrays of ids: no lookup
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is looked up.
+
+    Attributes:
+        num_rows: rows of each table; one feature per table.
+        dim: columns of all tables.
+        batch_size: samples per step, over all ranks.
+        pooling: ids per bag, or the most of any table.
+        exponent: ids follow a bounded power law of this exponent; 0 = uniform.
+        seed: of all random numbers.
+        lengths: ids per bag by table; empty: `pooling` in all of them.
+    """
+
+    num_rows: tuple[int, ...] = tuple(min(n, 1_000_000) for n in CRITEO_KAGGLE_ROWS)
+    dim: int = 64
+    batch_size: int = 4096
+    pooling: int = 1
+    exponent: float = 1.05
+    seed: int = 20240229
+    lengths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.lengths and (len(self.lengths) != len(self.num_rows) or min(self.lengths) < 1
+                             or max(self.lengths) != self.pooling):
+            raise InvalidInputError(fail("invalid workload", "lengths", self.lengths,
+                                         f"one >= 1 per table, at most {self.pooling} = pooling",
+                                         "give one length per table"))
+        for name in ("dim", "batch_size", "pooling"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(fail("invalid workload", name, getattr(self, name), ">= 1",
+                                             "choose a positive value"))
+
+    @property
+    def name(self) -> str:
+        """For a person and for records."""
+        lengths = "-".join(map(str, sorted(set(self.bag_lengths))))
+        return (f"{len(self.num_rows)} tables, pooling {lengths}, dim {self.dim}, "
+                f"exponent {self.exponent:g}")
+
+    @property
+    def bag_lengths(self) -> tuple[int, ...]:
+        """Ids per bag of each table."""
+        return self.lengths or (self.pooling,) * len(self.num_rows)
+
+    @property
+    def features(self) -> list[str]:
+        """Feature names, one per table."""
+        return [f"f{k}" for k in range(len(self.num_rows))]
+
+    def tables(self) -> list[TableSpec]:
+        """The tables, with row-wise Adagrad state."""
+        return [TableSpec(f"t{k}", n, self.dim, (f"f{k}",)) for k, n in enumerate(self.num_rows)]
+
+
+@functools.lru_cache(maxsize=64)
+def _scatter(num_rows: int, seed: int, table: int) -> np.ndarray:
+    """The id of the k-th hottest row: a fixed permutation, int32 [num_rows]."""
+    return np.random.default_rng((seed, table)).permutation(num_rows).astype(np.int32)
+
+
+def draw_ids(rng: np.random.Generator, num_rows: int, size: int, exponent: float) -> np.ndarray:
+    """Ranks of a bounded power law, int64 [size] in [0, num_rows).
+
+    Inverse distribution function of the continuous density x**-exponent on [1, num_rows + 1).
+    """
+    u = rng.random(size)
+    if abs(exponent - 1.0) < 1e-9:
+        x = np.exp(u * math.log(num_rows + 1.0))
+    else:
+        a = 1.0 - exponent
+        x = (u * ((num_rows + 1.0) ** a - 1.0) + 1.0) ** (1.0 / a)
+    return np.clip(x.astype(np.int64) - 1, 0, num_rows - 1)
+
+
+def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: int = TIMED
+              ) -> np.ndarray:
+    """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling].
+
+    Places of a bag beyond its table's length hold `NO_ID`.
+    """
+    rng = np.random.default_rng((work.seed, stream, rank, number, work.pooling))
+    num_bags = work.batch_size // world_size
+    found = np.full((len(work.num_rows), num_bags, work.pooling), NO_ID)
+    for t, (n, length) in enumerate(zip(work.num_rows, work.bag_lengths, strict=True)):
+        ids = _scatter(n, work.seed, t)[draw_ids(rng, n, num_bags * length, work.exponent)]
+        found[t, :, :length] = ids.reshape(num_bags, length)
+    return found.reshape(len(work.num_rows), -1)
+
+
+@functools.lru_cache(maxsize=2)
+def timed_ids(work: Workload, rank: int, world_size: int, num_batches: int
+              ) -> tuple[np.ndarray, ...]:
+    """The first `num_batches` timed batches of a rank; kept, since cases share workloads."""
+    return tuple(batch_ids(work, rank, world_size, k) for k in range(num_batches))
+
+
+def bags_of(work: Workload, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Ids (int64 [L]) and bag lengths (int64 [B]) of every table, of `batch_ids` output."""
+    num_bags = ids.shape[1] // work.pooling
+    return [(row[row != NO_ID] if work.lengths else row, np.full(num_bags, length, np.int64))
+            for row, length in zip(ids, work.bag_lengths, strict=True)]
+
+
+def make_kjt(work: Workload, ids: np.ndarray) -> Any:
+    """A `KeyedJaggedTensor` of `batch_ids` output, with lengths and offsets worked out."""
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    flat = ids.reshape(-1)
+    if work.lengths:
+        lengths = torch.from_numpy((flat.reshape(-1, work.pooling) != NO_ID).sum(1, np.int32))
+        flat = flat[flat != NO_ID]
+    else:
+        lengths = torch.full((flat.size // work.pooling,), work.pooling, dtype=torch.int32)
+    kjt = KeyedJaggedTensor.from_lengths_sync(work.features, torch.from_numpy(flat), lengths)
+    kjt.offsets()
+    return kjt
+
+
+def make_batch(work: Workload, ids: np.ndarray, seed: tuple[int, ...]) -> Any:
+    """A TorchRec `Batch`: the lookups with random dense features and labels."""
+    import torch
+    from torchrec.datasets.utils import Batch
+
+    rng = np.random.default_rng((work.seed, 99, *seed))
+    size = ids.shape[1] // work.pooling
+    dense = torch.from_numpy(rng.random((size, NUM_DENSE), np.float32))
+    labels = torch.from_numpy((rng.random(size) < 0.25).astype(np.float32))
+    return Batch(dense, make_kjt(work, ids), labels)
+
+
+@functools.lru_cache(maxsize=2)
+def collect_stats(work: Workload, rank: int, world_size: int, num_batches: int) -> AccessStats:
+    """Access statistics of this rank's part of batches that are never timed."""
+    from oper.analysis import Collector
+
+    collector = Collector(work.tables())
+    for number in range(num_batches):
+        ids = batch_ids(work, rank, world_size, number, STATISTICS)
+        collector.add(dict(zip(work.features, bags_of(work, ids), strict=True)))
+    return collector.finish(f"{num_batches} other batches of {work.batch_size // world_size}")

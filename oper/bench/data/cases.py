@@ -1,0 +1,333 @@
+"""The cases of ``oper bench data``. Each takes its size and a folder and returns its figures."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper.analysis import Collector, CountOptions, TableCounter, merge_stats
+from oper.analysis.presence import Lookups
+from oper.bench.core.memory import peak_rss_mb
+from oper.data import Folder, SyntheticLog, analyze_folder, power_law_ids, write_synthetic_log
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+
+_KILLS, _ATTEMPTS = 10, 60
+# A worker tells what it took: wall seconds, processor seconds, peak memory, what it computed.
+_WORKER = """
+import json, resource, sys, time
+import pyarrow as pa
+pa.set_cpu_count(1)
+pa.set_io_thread_count(1)
+begin = time.perf_counter()
+{body}
+seconds, usage = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+from oper.bench.core.memory import peak_rss_mb
+print(json.dumps({{"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime,
+                  "rss_mb": peak_rss_mb(), "value": value}}))
+"""
+_PREPROCESS = """
+from oper.data import PreprocessOptions, load_recipe, preprocess
+value = preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2],
+                   PreprocessOptions(unit_bytes=int(sys.argv[3])))["rows"]
+"""
+_PARSE = """
+from pyarrow import csv
+names = ["label"] + [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
+types = {n: pa.string() if n[0] == "C" else pa.int64() for n in names}
+reader = csv.open_csv(
+    sys.argv[1], csv.ReadOptions(use_threads=False, column_names=names, block_size=1 << 21),
+    csv.ParseOptions(delimiter="\\t", quote_char=False),
+    csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True))
+value = sum(batch.num_rows for batch in reader)
+"""
+# Other libraries, asked for every value of every column, which they may drop at once.
+_OTHERS = {
+    "polars": """
+import polars as pl
+names = ["label"] + [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
+value = int(pl.scan_csv(sys.argv[1], separator="\\t", has_header=False, quote_char=None, schema={
+    n: pl.String if n[0] == "C" else pl.Int64 for n in names}).select(
+    pl.len(), pl.all().count()).collect(engine="streaming")["len"][0])
+""",
+    "duckdb": """
+import duckdb
+names = ["label"] + [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
+types = ", ".join(f"'{n}': '{'VARCHAR' if n[0] == 'C' else 'BIGINT'}'" for n in names)
+link = duckdb.connect()
+link.execute("set threads = 1")
+counts = ", ".join(f"count({n})" for n in names)
+options = f"delim='\\t', header=false, quote='', escape='', auto_detect=false"
+value = link.execute(f"select count(*), {counts} from read_csv('{sys.argv[1]}', {options}, "
+                     f"columns={{{types}}})").fetchone()[0]
+""",
+}
+_READ = """
+from oper.data import load_recipe
+from oper.data.reading.readers import Unit, read_unit
+value = sum(rows.labels.size for rows in read_unit(
+    Unit(sys.argv[1], "tsv"), load_recipe("criteo-kaggle"), lambda _: None))
+"""
+
+
+def command(body: str, *words: str) -> list[str]:
+    """What starts a worker that runs `body` and tells its ``value``."""
+    return [sys.executable, "-c", _WORKER.format(body=body), *words]
+
+
+def run_worker(body: str, *words: str) -> dict[str, Any]:
+    """Run a worker with one thread; what it tells."""
+    done = subprocess.run(command(body, *words), capture_output=True, text=True, check=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"})
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def log_file(folder: Path, num_rows: int) -> Path:
+    """A synthetic log of so many rows in `folder`, the one that is there if there is one."""
+    path = folder / f"log-{num_rows}.txt"
+    if not path.exists():
+        write_synthetic_log(path, SyntheticLog(num_rows=num_rows, seed=7))
+    return path
+
+
+def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
+    """Text to Parquet, in one process with one thread, beside the fastest library's one-pass parse.
+
+    ``mb_per_s_per_core`` counts each byte of text once, over all passes. The parse reads the same
+    file into integers and texts and drops them; which library is fastest is found on a short log.
+    """
+    log = log_file(folder, num_rows)
+    megabytes = log.stat().st_size / 1e6
+    target = folder / "out"
+    shutil.rmtree(target, ignore_errors=True)
+    fastest, rates = _fastest_library(folder)
+    parse = run_worker(_PARSE if fastest == "pyarrow.csv" else _OTHERS[fastest], str(log))
+    read = run_worker(_READ, str(log))
+    found = run_worker(_PREPROCESS, str(log), str(target), str(1 << 28))
+    rows = sum(found["value"].values())
+    shutil.rmtree(target)
+    mine = megabytes / max(found["seconds"], found["cpu"])
+    theirs = max(rates[fastest], megabytes / parse["seconds"])  # disturbed less, in doubt
+    return {
+        "verified": rows == num_rows == parse["value"] == read["value"], "rows": num_rows,
+        "text_mb": megabytes, "seconds": found["seconds"], "cpu_seconds": found["cpu"],
+        "mb_per_s_per_core": mine,
+        "peak_rss_mb": found["rss_mb"],
+        "library": fastest, "libraries_mb_per_s": rates,
+        "library_parse_mb_per_s": theirs,
+        "read_mb_per_s_per_core": megabytes / read["seconds"],
+        "ratio_to_library": mine / theirs,
+        "read_ratio_to_library": megabytes / read["seconds"] / theirs,
+    }
+
+
+def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
+    """Of those installed, by MB/s of a log of 500,000 rows, the better of two runs each."""
+    log = log_file(folder, 500_000)
+    bodies = {"pyarrow.csv": _PARSE, **{n: b for n, b in _OTHERS.items()
+                                        if importlib.util.find_spec(n) is not None}}
+    rates = {n: max(log.stat().st_size / 1e6 / run_worker(body, str(log))["seconds"]
+                    for _ in range(2)) for n, body in bodies.items()}
+    return max(rates, key=lambda n: rates[n]), rates
+
+
+def resume(num_rows: int, folder: Path) -> dict[str, Any]:
+    """The same, killed at random moments, against an undisturbed run."""
+    log, units = log_file(folder, num_rows), str(1 << 24)
+    whole, broken = folder / "whole", folder / "broken"
+    for path in (whole, broken, folder / ".broken.work"):
+        shutil.rmtree(path, ignore_errors=True)
+    begin = time.perf_counter()
+    run_worker(_PREPROCESS, str(log), str(whole), units)
+    undisturbed = time.perf_counter() - begin
+    rng, kills = random.Random(3), 0
+    begin = time.perf_counter()
+    for attempt in range(_ATTEMPTS):
+        process = subprocess.Popen(command(_PREPROCESS, str(log), str(broken), units),
+                                   stdout=subprocess.DEVNULL)
+        wait = rng.uniform(0.1, 0.5) * undisturbed if kills < _KILLS else 600.0
+        try:
+            process.wait(wait)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+        if broken.exists():
+            if kills >= _KILLS or attempt == _ATTEMPTS - 1:
+                break
+            shutil.rmtree(broken)  # done before it could be killed often enough: once more
+    same = _digest(whole) == _digest(broken)
+    for path in (whole, broken):
+        shutil.rmtree(path, ignore_errors=True)
+    return {"verified": same and kills >= _KILLS, "rows": num_rows, "kills": kills,
+            "identical": same, "undisturbed_seconds": undisturbed,
+            "seconds": time.perf_counter() - begin}
+
+
+def _digest(folder: Path) -> str:
+    state = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        state.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return state.hexdigest()
+
+
+def count(num_ids: int, folder: Path) -> dict[str, Any]:
+    """Exact counting of ids in memory, with presence, and of a preprocessed folder's Parquet."""
+    rng = np.random.default_rng(1)
+    rates = {}
+    for num_rows in (10_000, 1_000_000, 10_000_000):
+        ids = power_law_ids(num_rows, num_ids // 3, 1.05, rng).astype(np.int32)
+        counter = TableCounter("t", num_rows)
+        seconds = _timed(partial(_count, counter, ids))
+        rates[num_rows] = ids.size / seconds
+        stats = counter.finish()
+        if stats.num_accesses != ids.size or stats.head_counts[0] != np.bincount(ids).max():
+            return {"verified": False}
+    log = log_file(folder, 1_000_000 if num_ids > 10_000_000 else 60_000)
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    run_worker(_PREPROCESS, str(log), str(folder / "out"), str(1 << 28))
+    rows = Folder.open(folder / "out").rows["train"]
+    seconds = min(_timed(lambda: analyze_folder(folder / "out")) for _ in range(3))
+    shutil.rmtree(folder / "out")
+    return {"verified": True, "ids_per_s_per_core": len(rates) / sum(1 / r for r in rates.values()),
+            **{f"ids_per_s_{n}_rows": r for n, r in rates.items()},
+            "ids_per_s_from_parquet": rows * 26 / seconds, "peak_rss_mb": peak_rss_mb()}
+
+
+def _count(counter: TableCounter, ids: np.ndarray) -> None:
+    for part in np.array_split(ids, max(1, ids.size >> 16)):
+        counter.add([Lookups(part)])
+
+
+def sketch(num_ids: int, folder: Path) -> dict[str, Any]:
+    """A table of 10^9 rows, counted beyond its memory budget, in a process of its own."""
+    body = f"""
+import numpy as np
+from oper.analysis import TableCounter
+from oper.analysis.presence import Lookups
+from oper.data import power_law_ids
+from oper.stats import AccessStats
+counter, spent, top = TableCounter("t", 10**9, dense=False), 0.0, 0
+for k in range(0, {num_ids}, 1 << 20):
+    ids = power_law_ids(10**9, min(1 << 20, {num_ids} - k), 1.05, np.random.default_rng(k))
+    hot = int(power_law_ids(10**9, 1, 50.0, np.random.default_rng(0))[0])
+    top += int((ids == hot).sum())
+    at = time.perf_counter()
+    counter.add([Lookups(ids)])
+    spent += time.perf_counter() - at
+at = time.perf_counter()
+stats = counter.finish()
+AccessStats({num_ids}, {{"t": stats}}).save(sys.argv[1])
+spent += time.perf_counter() - at
+value = [spent, top, int(stats.head_counts[0]), stats.num_accesses, stats.is_exact,
+         stats.num_touched_rows]
+"""
+    path = folder / "sketch.npz"
+    found = run_worker(body, str(path))
+    path.unlink()
+    spent, top, hottest, accesses, is_exact, touched = found["value"]
+    close = abs(hottest - top) <= 0.1 * top
+    return {"verified": close and accesses == num_ids and found["rss_mb"] < 6000,
+            "ids": num_ids, "rows": 10**9, "is_exact": is_exact, "touched_rows": touched,
+            "ids_per_s_per_core": num_ids / spent, "peak_rss_mb": found["rss_mb"],
+            "hottest": hottest, "hottest_exact": top}
+
+
+def merge(num_days: int, folder: Path) -> dict[str, Any]:
+    """Statistics files of days, each with 26 tables, merged into one and written."""
+    rng = np.random.default_rng(2)
+    sizes = [1000, 100_000, 2_000_000] * 8 + [50, 500]
+    total = np.zeros(len(sizes), np.int64)
+    paths = []
+    for day in range(num_days):
+        tables = {}
+        for k, rows in enumerate(sizes):
+            counter = TableCounter(f"t{k}", rows, presence_samples=(4096,))
+            counter.add([Lookups(power_law_ids(rows, 200_000, 1.05, rng))], f"day {day}")
+            tables[f"t{k}"] = counter.finish()
+            total[k] += tables[f"t{k}"].num_accesses
+        paths.append(folder / f"day{day}.npz")
+        AccessStats(200_000, tables, "bench").save(paths[-1])
+
+    def run() -> None:
+        merge_stats(AccessStats.load(p) for p in paths).save(folder / "all.npz")
+
+    seconds = _timed(run)
+    found = AccessStats.load(folder / "all.npz")
+    same = [t.num_accesses for t in found.tables.values()] == total.tolist()
+    entries = sum(t.head_ids.size for t in found.tables.values())
+    for path in [*paths, folder / "all.npz"]:
+        path.unlink()
+    return {"verified": same and len(found.tables["t0"].buckets) == num_days, "files": num_days,
+            "tables": len(sizes), "distinct_rows": entries, "seconds": seconds,
+            "peak_rss_mb": peak_rss_mb()}
+
+
+def collector(num_steps: int, folder: Path) -> dict[str, Any]:
+    """A training step with and without a live collector that may take two hundredths of the time.
+
+    The step is a forward and backward pass of 26 `nn.EmbeddingBag`s over 4096 samples with a dense
+    layer on top, on one thread; steps with and without alternate in turns.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rng = np.random.default_rng(5)
+    tables = [TableSpec(f"t{k}", 100_000, 16, (f"t{k}",)) for k in range(26)]
+    bags = torch.nn.ModuleList(torch.nn.EmbeddingBag(t.num_rows, t.dim, sparse=True)
+                               for t in tables)
+    over = torch.nn.Sequential(torch.nn.Linear(26 * 16, 512), torch.nn.ReLU(),
+                               torch.nn.Linear(512, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+    batches = [{t.name: power_law_ids(t.num_rows, 4096, 1.05, rng) for t in tables}
+               for _ in range(16)]
+    offsets = torch.arange(4096)
+    live = Collector(tables, CountOptions(max_overhead=0.02))
+    every = Collector(tables)
+
+    def step(k: int, counter: Collector | None) -> None:
+        batch = batches[k % len(batches)]
+        pooled = [bag(torch.from_numpy(batch[t.name]), offsets)
+                  for bag, t in zip(bags, tables, strict=True)]
+        over(torch.cat(pooled, dim=1)).square().mean().backward()
+        for parameter in [*bags.parameters(), *over.parameters()]:
+            parameter.grad = None
+        if counter is not None:
+            counter.add(batch)
+
+    taken: dict[str, list[float]] = {"none": [], "live": [], "every": []}
+    counters = {"none": None, "live": live, "every": every}
+    for k in range(num_steps + 5):
+        for name, counter in counters.items():
+            seconds = _timed(partial(step, k, counter))
+            if k >= 5:
+                taken[name].append(seconds)
+    # Batches that are counted are few and long: means tell what they add, medians would not.
+    plain, with_live, with_every = (float(np.mean(taken[n])) for n in ("none", "live", "every"))
+    stats = live.finish()
+    spent = live.seconds / sum(taken["live"])
+    return {"verified": stats.num_samples == 4096 * (num_steps + 5 - live.num_left_out),
+            "overhead": spent, "overhead_by_step_times": with_live / plain - 1,
+            "overhead_of_every_batch": with_every / plain - 1, "step_ms": plain * 1e3,
+            "batches_counted": num_steps + 5 - live.num_left_out, "batches": num_steps + 5}
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin

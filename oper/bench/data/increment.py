@@ -1,0 +1,148 @@
+"""The case ``increment`` of ``oper bench data``: another day with a finished vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from oper.bench.data.cases import log_file, run_worker
+from oper.data import Folder, Loader, LoaderOptions
+from oper.data.vocabulary.finished import FinishedVocabulary, extend
+
+_DIM, _BATCHES, _BATCH_SIZE, _ROUNDS = 8, 16, 512, 3
+_PREPROCESS = """
+from oper.data import PreprocessOptions, load_recipe, preprocess
+words = sys.argv[1:]
+value = preprocess(load_recipe("criteo-kaggle"), words[2:], words[0], PreprocessOptions(
+    vocabulary=words[1] or None, valid="0", force=True))["unseen" if words[1] else "rows"]
+"""
+
+
+def increment(num_rows: int, folder: Path) -> dict[str, Any]:
+    """A second day with the first one's vocabulary, beside both days anew.
+
+    The days are the halves of one log whose hot values change. ``ratio_time`` is the median of
+    some rounds in which both ways take turns, each in a process with one thread. ``verified``:
+    every value of day 1 has its row in the extended vocabulary; rows looked up for day 2 are
+    those; and a model that learns day 1, is saved, and goes on with day 2 in extended tables ends
+    with the
+    numbers of one that had all rows from the start.
+    """
+    work = folder / "increment"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    days = _halves(log_file(folder, num_rows), work)
+    one, two, both, wider, again = (work / n for n in ("d1", "d2", "both", "v2", "d2x"))
+    run_worker(_PREPROCESS, str(one), "", str(days[0]))
+    seconds: dict[str, list[float]] = {"increment": [], "anew": []}
+    unseen: dict[str, Any] = {}
+    for _ in range(_ROUNDS):
+        found = run_worker(_PREPROCESS, str(two), str(one), str(days[1]))
+        seconds["increment"].append(found["seconds"])
+        unseen = found["value"]
+        seconds["anew"].append(run_worker(_PREPROCESS, str(both), "", *map(str, days))["seconds"])
+    manifest = extend(one, [two], wider)
+    run_worker(_PREPROCESS, str(again), str(wider), str(days[1]))
+    unchanged = _rows_stay(one, wider) and _looked_up(two, again)
+    continued = _continued(one, again, work / "saved")
+    shutil.rmtree(work)
+    medians = {n: float(np.median(s)) for n, s in seconds.items()}
+    return {"verified": unchanged and continued, "rows_unchanged": unchanged,
+            "training_continued": continued, "rows": num_rows,
+            "ratio_time": medians["increment"] / medians["anew"],
+            "increment_s": medians["increment"], "anew_s": medians["anew"],
+            "unseen_share": float(np.mean([u["share"] for u in unseen.values()])),
+            "new_rows": sum(manifest["new_rows"].values())}
+
+
+def _halves(log: Path, work: Path) -> list[Path]:
+    """The halves of a log, as files."""
+    with log.open("rb") as file:
+        file.seek(os.path.getsize(log) // 2)
+        file.readline()
+        middle = file.tell()
+    paths = [work / "day1.txt", work / "day2.txt"]
+    with log.open("rb") as file:
+        for path, size in zip(paths, (middle, os.path.getsize(log) - middle), strict=True):
+            with path.open("wb") as out:
+                while size and (piece := file.read(min(size, 1 << 24))):
+                    size -= out.write(piece)
+    return paths
+
+
+def _rows_stay(old: Path, new: Path) -> bool:
+    """Whether every value of a vocabulary has the same row in an extended one."""
+    before, after = FinishedVocabulary.open(old), FinishedVocabulary.open(new)
+    for name in before.columns:
+        values, wider = (pq.read_table(v.file(name), columns=["value", "id"])
+                         for v in (before, after))
+        joined = values.join(wider, "value", right_suffix="_new").drop_null()
+        known = values.num_rows - values.column("value").null_count
+        if joined.num_rows != known or joined.column("id") != joined.column("id_new"):
+            return False
+    return True
+
+
+def _looked_up(old: Path, new: Path) -> bool:
+    """Whether one log has the same rows by two vocabularies but for those that only one knows."""
+    first, second = Folder.open(old), Folder.open(new)
+    if [p.name for p in first.parts("train")] != [p.name for p in second.parts("train")]:
+        return False
+    limits = dict(zip(first.sparse, first.num_rows, strict=True))
+    for a, b in zip(first.parts("train"), second.parts("train"), strict=True):
+        tables = first.read_part(a, first.sparse), second.read_part(b, second.sparse)
+        for name, limit in limits.items():
+            x, y = (t.column(name).to_numpy() for t in tables)
+            if not ((x == y) | ((x == 0) & (y >= limit))).all():
+                return False
+    return True
+
+
+def _continued(first: Path, second: Path, saved: Path) -> bool:
+    """Whether training over both days is bitwise that of tables with all rows from the start."""
+    import oper
+
+    days = [Loader(d, "train", LoaderOptions(_BATCH_SIZE, drop_last=True, rank=0, world_size=1))
+            for d in (first, second)]
+    small, large = (dict(zip(d.folder.sparse, d.folder.num_rows, strict=True)) for d in days)
+    whole, part, wider = (_model(rows, large) for rows in (large, small, large))
+    for bags, day in ((whole, 0), (whole, 1), (part, 0)):
+        _train(bags, days[day])
+    oper.save_checkpoint(saved, part, part.fused_optimizer)
+    oper.load_checkpoint(saved, wider, wider.fused_optimizer, grown=True)
+    _train(wider, days[1])
+    states = [{**m.state_dict(), **{f"{n}/{k}": v for n, s in m.fused_optimizer.state_dict()[
+        "state"].items() for k, v in s.items()}} for m in (whole, wider)]
+    return set(states[0]) == set(states[1]) and all(
+        torch.equal(states[0][n], states[1][n]) for n in states[0])
+
+
+def _model(rows: dict[str, int], largest: dict[str, int]) -> Any:
+    """Bags of every column, sharded on this process; a table's first rows do not depend on how many
+    there are."""
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    import oper
+
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(
+        name=f"t_{n}", num_embeddings=r, embedding_dim=_DIM, feature_names=[n])
+        for n, r in rows.items()])
+    with torch.no_grad():
+        for k, (n, r) in enumerate(rows.items()):
+            start = torch.randn(largest[n], _DIM, generator=torch.Generator().manual_seed(k))
+            bags.embedding_bags[f"t_{n}"].weight.copy_(start[:r])
+    return oper.shard(bags, optimizer=oper.RowWiseAdagrad(lr=0.05))
+
+
+def _train(bags: Any, loader: Loader) -> None:
+    for batch in itertools.islice(loader, _BATCHES):
+        logits = bags(batch.sparse_features).values().sum(1)
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()

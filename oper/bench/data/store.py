@@ -1,0 +1,105 @@
+"""The case ``store`` of ``oper bench data``: through an S3-compatible store and back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pyarrow import fs
+
+from oper.bench.data.cases import log_file
+from oper.data import PreprocessOptions, load_recipe, preprocess
+from oper.data.reading.store import filesystem, upload
+from oper.errors import MissingDependencyError, OperError, fail
+
+BUCKET = "oper-bench"
+_WAIT_S = 60.0
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    """An S3-compatible server on this machine, and a bucket's URL in it, which names the server.
+
+    Raises:
+        MissingDependencyError: moto's server is not installed.
+        OperError: it does not start.
+    """
+    beside = os.path.dirname(sys.executable)  # of this environment, rather than of another one
+    program = shutil.which("moto_server", path=os.pathsep.join([beside, os.environ["PATH"]]))
+    if program is None:
+        raise MissingDependencyError(fail("cannot start a store", "program", "moto_server",
+                                          "installed", "pip install 'oper[bench]'"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"AWS_ACCESS_KEY_ID": "oper", "AWS_SECRET_ACCESS_KEY": "oper",
+                "AWS_EC2_METADATA_DISABLED": "true", "no_proxy": "127.0.0.1"}
+    before = {name: os.environ.get(name) for name in settings}
+    with subprocess.Popen([program, "-p", str(port)], stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL) as server:
+        try:
+            os.environ.update(settings)
+            end = time.monotonic() + _WAIT_S
+            while not _answers(port):
+                if server.poll() is not None or time.monotonic() > end:
+                    raise OperError(fail("cannot start a store", "moto_server", server.poll(),
+                                         f"an answer within {_WAIT_S:g} s", "run it by hand"))
+                time.sleep(0.1)
+            address = f"scheme=http&endpoint_override=127.0.0.1%3A{port}&region=us-east-1"
+            made, path, _ = filesystem(f"s3://{BUCKET}?{address}&allow_bucket_creation=true")
+            made.create_dir(path)
+            yield f"s3://{BUCKET}/{{}}?{address}"
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+            server.kill()
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
+def store(num_rows: int, folder: Path) -> dict[str, Any]:
+    """The same log from and to a local folder, and from and to a bucket of an S3-compatible server.
+
+    ``verified``: all files of both outputs are the same, byte by byte, but for the manifest's paths
+    and identity. ``ratio_time`` is the second over the first; the server, moto on this machine,
+    takes part of it.
+    """
+    work = folder / "store"
+    shutil.rmtree(work, ignore_errors=True)
+    (work / "log").mkdir(parents=True)
+    log = Path(shutil.copy(log_file(folder, num_rows), work / "log" / "log.txt"))
+    recipe, options = load_recipe("criteo-kaggle"), PreprocessOptions()
+    begin = time.perf_counter()
+    preprocess(recipe, [str(log)], work / "local", options)
+    local_s = time.perf_counter() - begin
+    with s3_server() as url:
+        upload(log.parent, url.format("log"), [])
+        begin = time.perf_counter()
+        preprocess(recipe, [url.format("log/log.txt")], url.format("out"), options)
+        store_s = time.perf_counter() - begin
+        found, path, _ = filesystem(url.format("out"))
+        fs.copy_files(path, str(work / "back"), source_filesystem=found,
+                      destination_filesystem=fs.LocalFileSystem(), use_threads=False)
+    names = [sorted(str(p.relative_to(work / d)) for p in (work / d).rglob("*.parquet"))
+             for d in ("local", "back")]
+    same = bool(names[0]) and names[0] == names[1] and all(
+        (work / "local" / n).read_bytes() == (work / "back" / n).read_bytes() for n in names[0])
+    same &= (work / "back" / "manifest.json").is_file()
+    num_bytes = sum((work / "local" / n).stat().st_size for n in names[0])
+    shutil.rmtree(work)
+    return {"verified": same, "rows": num_rows, "files": len(names[0]), "bytes": num_bytes,
+            "local_s": local_s, "store_s": store_s, "ratio_time": store_s / local_s}

@@ -1,0 +1,1 @@
+"""One log through all stages, beside TorchRec and the unsharded model."""

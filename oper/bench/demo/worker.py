@@ -1,0 +1,252 @@
+"""What the demo's processes do: train OPER and TorchRec side by side, or the unsharded model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oper.bench.core import record
+from oper.bench.tables.torchrec_peer import PLAN_KINDS, PeerOptions, build_peer
+from oper.data import Folder, Loader, LoaderOptions
+from oper.data.loading.kjt import torchrec_batch
+from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
+from oper.train.engines import Engine, dense_optimizer, unsharded, with_oper
+from oper.train.metrics import gather_rows
+from oper.train.model import build_dlrm, full_state, ranks, save_state
+from oper.train.tasks import evaluate_clicks
+
+# SGD for the dense part: a first Adagrad step is lr times the sign of the gradient, which would
+# turn rounding of gradients near zero into differences between runs.
+OPTIMIZERS = OptimizerConfig(tables="rowwise_adagrad", tables_lr=0.05, tables_eps=1e-8,
+                             dense="sgd", dense_lr=0.1)
+MODEL = DLRMConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))
+_PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
+_NUM_KJTS = 32  # distinct batches for the embedding collection alone
+
+Progress = Callable[[str], None]
+
+
+def train_sharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Train OPER and TorchRec's plans on the same batches from the same weights. Collective.
+
+    Writes what `compare` needs into the case's folder.
+
+    Returns:
+        By side (``"oper"``, ``"table_wise"``, ``"mixed"``): validation AUC and log loss, and timing
+        of the whole training step, the step and the forward pass of the embedding collection; and
+        how many cores other programs kept busy meanwhile.
+    """
+    progress("building the models: OPER, TorchRec table-wise, TorchRec mixed")
+    sides = {"oper": _oper(case)} | {kind: _torchrec(case, kind) for kind in PLAN_KINDS}
+    clock = record.BusyClock()
+    timed = _train_in_turns(sides, case, progress)
+    busy = [clock.others(_sum)]
+    results: dict[str, Any] = {}
+    for name, (engine, _) in sides.items():
+        progress(f"validating {name}")
+        results[name] = evaluate_clicks(engine, _batches(case, "valid", *ranks()))
+    progress("timing the embedding collections alone")
+    clock = record.BusyClock()
+    steps, forwards = _time_collections(sides, case)
+    busy.append(clock.others(_sum))
+    for name in sides:
+        for what, seconds in (("train_step", timed[name]), ("step", steps[name]),
+                              ("forward", forwards[name])):
+            results[name][what] = record.summary(_slowest(seconds))
+    bags = sides["oper"][1]
+    return {"sides": results, "page_kind": bags.tables.page_kind,
+            "other_busy_cores": round(max(busy), 2)}
+
+
+def train_unsharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Train the unsharded model in one process; writes what `compare` needs.
+
+    A step takes the ranks' shares one after another and the mean of their losses.
+    """
+    engine = unsharded(_model(case), OPTIMIZERS)
+    logits = []
+    shares = [_training_batches(case, rank) for rank in range(case["world_size"])]
+    for step, batches in enumerate(zip(*shares, strict=True), 1):
+        logits.append(_step_on_shares(engine, batches))
+        if step == case["checked_steps"]:
+            _write(case, "unsharded", logits, engine.module)
+        if step % 50 == 0:
+            progress(f"unsharded: step {step} of {case['num_steps']}")
+    progress("validating the unsharded model")
+    return evaluate_clicks(engine, _batches(case, "valid", 0, 1))
+
+
+def _step_on_shares(engine: Engine, batches: Sequence[Any]) -> torch.Tensor:
+    """One step on the mean of the shares' losses; returns their logits, float32 [W * B]."""
+    for optimizer in engine.optimizers:
+        optimizer.zero_grad()
+    logits = []
+    for batch in batches:
+        loss, (_, found, _) = engine.module(batch)
+        (loss / len(batches)).backward()
+        logits.append(found)
+    for optimizer in engine.optimizers:
+        optimizer.step()
+    return torch.cat(logits)
+
+
+def _model(case: dict[str, Any]) -> nn.Module:
+    folder = Folder.open(case["data"])
+    return build_dlrm(folder.tables(MODEL.dim), len(folder.dense), MODEL, case["seed"])
+
+
+def _oper(case: dict[str, Any]) -> tuple[Engine, Any]:
+    from oper.integration.torchrec_modules import ShardedEmbeddingBags
+
+    config = TrainConfig(data=case["data"], batch_size=case["batch_size"], optimizer=OPTIMIZERS)
+    engine = with_oper(_model(case), config, plan=case["plan"], stats=None)
+    bags = next(m for m in engine.bare.modules() if isinstance(m, ShardedEmbeddingBags))
+    return engine, bags
+
+
+def _torchrec(case: dict[str, Any], kind: str) -> tuple[Engine, Any]:
+    model = _model(case)
+    initial = {name: value.detach() for name, value in model.state_dict().items()}
+    peer = build_peer(model, PeerOptions(kind, case["batch_size"], 1.0, OPTIMIZERS.tables_lr,
+                                         OPTIMIZERS.tables_eps))
+    peer.model.load_state_dict(initial)  # TorchRec has drawn new tables
+    tables = [o for o in peer.optimizers if not isinstance(o, torch.optim.SGD)]
+    dense = dense_optimizer(OPTIMIZERS, peer.model)
+    return Engine(peer.model, peer.model, [*tables, dense], collective=True), peer.collection()
+
+
+def _batches(case: dict[str, Any], split: str, rank: int, world_size: int) -> Loader:
+    training = split == "train"
+    return Loader(case["data"], split, LoaderOptions(
+        case["batch_size"] * case["world_size"] // world_size, window=1 << 18 if training else 0,
+        seed=case["seed"], drop_last=training, share="batches", rank=rank, world_size=world_size))
+
+
+def _first(batch: Any, size: int) -> Any:
+    """The first samples of a batch of columns of one id each."""
+    kjt = batch.sparse_features
+    keys = kjt.keys()
+    ids = kjt.values().view(len(keys), -1)[:, :size].reshape(-1)
+    return torchrec_batch(batch.dense_features[:size], {
+        "keys": keys, "values": ids, "lengths": torch.ones(ids.numel(), dtype=torch.int32),
+        "stride": size}, batch.labels[:size])
+
+
+def _epochs(loader: Loader) -> Iterator[Any]:
+    """The batches of all epochs, without an end."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def _training_batches(case: dict[str, Any], rank: int) -> Iterator[Any]:
+    """A rank's share of the first ``num_steps`` batches, through as many epochs as that takes.
+
+    The checked steps come first and use the first ``checked_batch_size`` samples of each share. The
+    fewer samples, the less likely is one that meets a ReLU within rounding of its kink, from where
+    row-wise Adagrad, which takes a cold row's first step at full length, makes differences large.
+    """
+    data = _batches(case, "train", rank, case["world_size"])
+    for step, batch in enumerate(itertools.islice(_epochs(data), case["num_steps"])):
+        checked = step < case["checked_steps"]
+        yield _first(batch, case["checked_batch_size"]) if checked else batch
+
+
+def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
+                    progress: Progress) -> dict[str, np.ndarray]:
+    """All steps on all sides, turn by turn; returns seconds of the timed ones, float64 [n]."""
+    names = list(sides)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    logits: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    batches, done = _training_batches(case, ranks()[0]), 0
+    for turn in itertools.count():
+        chunk = list(itertools.islice(batches, min(_PER_TURN, case["num_steps"] - done)))
+        if not chunk:
+            break
+        for name in names[turn % len(names):] + names[:turn % len(names)]:
+            engine = sides[name][0]
+            step = iter(chunk)
+
+            def run(_: int, engine: Engine = engine, step: Iterator[Any] = step,
+                    into: list[torch.Tensor] = logits[name]) -> None:
+                into.append(engine.step(next(step))[1][1])
+
+            seconds = record.interleave({name: run}, dist.barrier, 1, len(chunk) - 1)[name]
+            if done >= case["checked_steps"]:
+                taken[name].extend(seconds)
+        done += len(chunk)
+        if done == case["checked_steps"]:
+            for name, (engine, _) in sides.items():
+                _write(case, name, logits[name], engine.module)
+        if turn % 4 == 3:
+            progress(f"training in two processes: step {done} of {case['num_steps']}")
+    return {name: np.array(values) for name, values in taken.items()}
+
+
+def _write(case: dict[str, Any], name: str, logits: list[torch.Tensor], module: nn.Module) -> None:
+    """Logits and weights after the checked steps, all ranks together. Collective."""
+    state = full_state(module)
+    joined = [gather_rows(x) for x in logits]
+    if ranks()[0] == 0:
+        save_state(Path(case["folder"]) / f"{name}.pt",
+                   {"logits": torch.stack(joined)} | {f"weights/{k}": v for k, v in state.items()})
+
+
+def _time_collections(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any]
+                      ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Seconds of a step (forward, backward, update) and of a forward pass without gradient.
+
+    Ids are of the validation split, which the statistics behind the plan have not counted; the
+    output gradient is given.
+    """
+    data = _batches(case, "valid", *ranks())
+    full = (b.sparse_features for b in data if b.labels.numel() == case["batch_size"])
+    kjts = list(itertools.islice(full, _NUM_KJTS))
+    torch.manual_seed(case["seed"] + ranks()[0])
+    gradient = torch.randn(case["batch_size"], MODEL.dim * len(data.folder.sparse)) * 1e-3
+
+    def step_of(engine: Engine, bags: Any) -> Callable[[int], None]:
+        # On data-parallel tables TorchRec's update is an optimizer of its own.
+        own = engine.optimizers[:-1]
+
+        def run(k: int) -> None:
+            for optimizer in own:
+                optimizer.zero_grad()
+            bags(kjts[k % len(kjts)]).values().backward(gradient)
+            for optimizer in own:
+                optimizer.step()
+        return run
+
+    def forward_of(bags: Any) -> Callable[[int], None]:
+        def run(k: int) -> None:
+            with torch.no_grad():
+                bags(kjts[k % len(kjts)]).values()
+        return run
+
+    rounds, per_round = case["rounds"], 8
+    steps = record.interleave({n: step_of(*s) for n, s in sides.items()}, dist.barrier, rounds,
+                              per_round, lead_in=2)
+    forwards = record.interleave({n: forward_of(s[1]) for n, s in sides.items()}, dist.barrier,
+                                 rounds, per_round, lead_in=2)
+    return steps, forwards
+
+
+def _sum(numbers: list[float]) -> list[float]:
+    """The ranks' sum of each number. Collective."""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(values)
+    return values.tolist()
+
+
+def _slowest(seconds: np.ndarray) -> np.ndarray:
+    """Per call the slowest rank's time, float64 [n]. Collective."""
+    values = torch.from_numpy(seconds.copy())
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.numpy()

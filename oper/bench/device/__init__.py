@@ -1,0 +1,1 @@
+"""Kernels on one GPU, beside those of torch and fbgemm."""

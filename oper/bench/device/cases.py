@@ -1,0 +1,210 @@
+"""What the benchmarks on a device have in common: workloads, inputs, clocks, floors.
+
+One process and one device: `DeviceTables` beside torch's and fbgemm's kernels on the same tables
+and ids. On a CPU device the same code runs on small cases, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.bench.core import record
+from oper.bench.core.workload import Workload
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.tables import TableSpec
+
+ELEMENT_BYTES = {"float32": 4, "float16": 2}
+_SCATTER = 2_654_435_761  # a prime above every number of rows: spreads hot rows over the table
+_COPY_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCase:
+    """One case.
+
+    Attributes:
+        name: for the record.
+        work: the workload; `Workload.batch_size` samples on the one device.
+        dtype: of the rows, ``"float32"`` or ``"float16"``; outputs are float32.
+        num_batches: distinct batches that are timed in turn.
+        rounds, per_round: see `record.interleave`.
+        copy_bytes: size of the copy that the bandwidth is measured with.
+    """
+
+    name: str
+    work: Workload
+    dtype: str = "float32"
+    num_batches: int = 4
+    rounds: int = 10
+    per_round: int = 4
+    copy_bytes: int = _COPY_BYTES
+
+    def tables(self) -> list[TableSpec]:
+        """The tables, with row-wise Adagrad state."""
+        return [TableSpec(f"t{k}", n, self.work.dim, (f"f{k}",), "sum", self.dtype)
+                for k, n in enumerate(self.work.num_rows)]
+
+
+def one_rank_plan(case: DeviceCase, world_size: int = 1) -> Plan:
+    """All rows striped over the ranks."""
+    return uniform_plan(case.tables(), world_size, "striped")
+
+
+def with_head_plan(case: DeviceCase) -> Plan:
+    """As `one_rank_plan`, with an explicit head of a tenth of every table's rows."""
+    rng = np.random.default_rng(case.work.seed)
+    entries = []
+    for t in case.tables():
+        head = rng.permutation(t.num_rows)[:max(1, t.num_rows // 10)].astype(np.int64)
+        tiers = [Tier(0, head.size, "striped", (0,), (1,))]
+        if head.size < t.num_rows:
+            tiers.append(Tier(head.size, t.num_rows, "owned", (0,)))
+        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),), head))
+    return Plan(1, tuple(entries))
+
+
+def host_tail_plan(case: DeviceCase, share: float = 0.05) -> Plan:
+    """The hottest `share` of every table's rows in device memory, the others in the host's."""
+    entries = []
+    for t in case.tables():
+        hot = max(1, int(t.num_rows * share))
+        head = np.arange(hot, dtype=np.int64) * _SCATTER % t.num_rows
+        tiers = [Tier(0, hot, "owned", (0,))]
+        if hot < t.num_rows:
+            tiers.append(Tier(hot, t.num_rows, "owned", (0,), memory="host"))
+        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),), head))
+    return Plan(1, tuple(entries))
+
+
+@dataclass(slots=True)
+class Inputs:
+    """A batch on the device.
+
+    Attributes:
+        lookup: for `DeviceTables`.
+        by_table: ids of each table, int64 [B * pooling].
+        starts: int64 [B], where each bag of a table begins.
+        offsets: int64 [T * B + 1], bounds of all bags.
+        distinct_rows: distinct (table, row) pairs.
+    """
+
+    lookup: Lookup
+    by_table: list[torch.Tensor]
+    starts: torch.Tensor
+    offsets: torch.Tensor
+    distinct_rows: int = field(default=0)
+
+
+def draw_inputs(case: DeviceCase, device: torch.device, number: int) -> Inputs:
+    """Batch `number` of a case: a bounded power law by its inverse distribution function, ids then
+    scattered over the table."""
+    work = case.work
+    generator = torch.Generator(device=device).manual_seed(work.seed + number)
+    size = work.batch_size * work.pooling
+    columns, distinct = [], 0
+    for num_rows in work.num_rows:
+        u = torch.rand(size, generator=generator, device=device, dtype=torch.float64)
+        if work.exponent == 0:
+            x = u * num_rows
+        else:
+            a = 1.0 - work.exponent
+            x = (u * ((num_rows + 1.0) ** a - 1.0) + 1.0) ** (1.0 / a) - 1.0
+        hot = x.long().clamp_(0, num_rows - 1)
+        ids = (hot * _SCATTER) % num_rows
+        distinct += int(torch.unique(ids).numel())
+        columns.append(ids)
+    num_bags = len(columns) * work.batch_size
+    lengths = torch.full((num_bags,), work.pooling, dtype=torch.int64, device=device)
+    ids = torch.cat(columns)
+    lookup = Lookup(ids, lengths, torch.arange(len(columns)), work.batch_size)
+    return Inputs(lookup, list(ids.split(size)),
+                  torch.arange(0, size, work.pooling, device=device),
+                  torch.arange(0, num_bags * work.pooling + 1, work.pooling, device=device),
+                  distinct)
+
+
+def floor_bytes(case: DeviceCase, distinct_rows: float) -> dict[str, float]:
+    """Fewest bytes that must pass through the device's memory, by phase.
+
+    Forward: distinct rows and ids read, outputs written. Update: output gradients and ids read, the
+    distinct rows and their states read and written. A step does both.
+    """
+    work = case.work
+    num_bags = work.batch_size * len(work.num_rows)
+    rows = distinct_rows * work.dim * ELEMENT_BYTES[case.dtype]
+    outputs, ids = 4 * num_bags * work.dim, 8 * num_bags * work.pooling
+    forward = rows + ids + outputs
+    update = outputs + ids + 2 * rows + 8 * distinct_rows
+    return {"forward": forward, "update": update, "step": forward + update}
+
+
+class Clock:
+    """Times calls on a device by events, on the CPU by the host's clock.
+
+    The device is kept busy while a call is launched, so that the time between the events is the
+    device's own: kernels of some 50 us would else wait for Python to launch the next one.
+    """
+
+    _DELAY_CYCLES = 6_000_000  # 3 ms at 2 GHz, longer than any contender takes to launch
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Not a public function.
+        self._delay = getattr(torch.cuda, "_sleep", None) if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Until everything that was launched is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """How long a call takes on the device."""
+        if self._device.type != "cuda":
+            return record.elapsed(call)
+        if self._delay is not None:
+            self._delay(self._DELAY_CYCLES)
+        return self._between(call)
+
+    def seconds_in_a_row(self, call: Callable[[], Any], count: int) -> float:
+        """How long a call takes when it is launched so often without a pause, the time of
+        launching included."""
+        def calls() -> None:
+            for _ in range(count):
+                call()
+
+        seconds = self._between(calls) if self._device.type == "cuda" else record.elapsed(calls)
+        return seconds / count
+
+    def _between(self, call: Callable[[], Any]) -> float:
+        begin_event = torch.cuda.Event(enable_timing=True)
+        end_event = torch.cuda.Event(enable_timing=True)
+        begin_event.record()
+        call()
+        end_event.record()
+        end_event.synchronize()
+        return begin_event.elapsed_time(end_event) / 1e3
+
+
+def interleave(case: DeviceCase, clock: Clock, runs: Mapping[str, Callable[[int], Any]],
+               before: Mapping[str, Callable[[int], Any]] | None = None
+               ) -> dict[str, dict[str, float]]:
+    """`record.interleave` after a round of warming up, by the device's clock; summaries by name."""
+    record.interleave(runs, clock.wait, 1, case.per_round, before=before)
+    taken = record.interleave(runs, clock.wait, case.rounds, case.per_round, before=before,
+                              seconds=clock.seconds)
+    return {name: record.summary(t) for name, t in taken.items()}
+
+
+def copy_gbps(case: DeviceCase, device: torch.device, clock: Clock) -> float:
+    """Bandwidth of a copy within the device's memory, bytes read plus bytes written per second."""
+    source = torch.empty(case.copy_bytes // 4, dtype=torch.float32, device=device)
+    source.uniform_()
+    target = torch.empty_like(source)
+    times = [clock.seconds(lambda: target.copy_(source)) for _ in range(12)]
+    return 2 * case.copy_bytes / float(np.median(times[2:])) / 1e9

@@ -1,0 +1,163 @@
+"""The systems of the benchmarks on a device."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from oper.bench.device.cases import DeviceCase, Inputs
+from oper.bench.tables.sides import OPTIMIZER
+from oper.bench.tables.unsharded import fbgemm_bags
+from oper.environment import setting
+from oper.errors import InvalidInputError, fail
+from oper.plan import Plan
+from oper.shmem.group.groups import Group, SingleGroup
+
+FBGEMM_ENV = "OPER_FBGEMM"  # folder with a part of the fbgemm_gpu package; see benchmarks/gpu.py
+# In the order of their dependencies; a packed package does not load them by itself.
+_FBGEMM_LIBRARIES = ("config", "tbe_utils", "tbe_index_select", "tbe_cache", "tbe_optimizers",
+                     "tbe_training_forward", "tbe_training_backward", "tbe_training_backward_pt2",
+                     "tbe_training_backward_split_host", "py")
+
+
+def initial_rows(case: DeviceCase, table: int, device: torch.device) -> torch.Tensor:
+    """Rows of a table, [R, D], the same for every contender."""
+    generator = torch.Generator(device=device).manual_seed(case.work.seed + table)
+    dtype = getattr(torch, case.dtype)
+    rows = torch.empty(case.work.num_rows[table], case.work.dim, device=device, dtype=torch.float32)
+    return rows.uniform_(-0.05, 0.05, generator=generator).to(dtype)
+
+
+def open_tables(case: DeviceCase, device: torch.device, plan: Plan, group: Group | None = None,
+                trained: bool = True) -> Any:
+    """`DeviceTables` with the initial rows."""
+    from oper.shmem.device_tables import DeviceTables
+
+    features = [(f"f{k}", t.name) for k, t in enumerate(case.tables())]
+    tables = DeviceTables(plan, features, group or SingleGroup(), OPTIMIZER if trained else None,
+                          device=device)
+    for k, spec in enumerate(case.tables()):
+        tables.write(spec.name, initial_rows(case, k, device))
+    tables.publish()
+    return tables
+
+
+class Side:
+    """A contender: lookups, backward passes with the update, and its rows for comparison.
+
+    Attributes:
+        forward: pooled rows of a batch, in any layout.
+        rows: [n, D] of a table by ids; None where it cannot tell.
+        tolerance: of its pooled rows, relative to the largest one.
+    """
+
+    def __init__(self, forward: Callable[[Inputs], torch.Tensor],
+                 rows: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+                 tolerance: float = 1e-5) -> None:
+        self.forward = forward
+        self.rows = rows
+        self.tolerance = tolerance
+        self._out: torch.Tensor | None = None
+
+    def lookup(self, inputs: Inputs) -> torch.Tensor:
+        """Without gradient."""
+        with torch.no_grad():
+            return self.forward(inputs)
+
+    def prepare(self, inputs: Inputs) -> None:
+        """The forward pass that `update` goes back through."""
+        self._out = self.forward(inputs)
+
+    def update(self, gradient: torch.Tensor) -> None:
+        """Backward pass with the update of the tables."""
+        assert self._out is not None
+        self._out.backward(gradient)
+        self._out = None
+
+    def step(self, inputs: Inputs, gradient: torch.Tensor) -> None:
+        """Forward, backward, update."""
+        self.forward(inputs).backward(gradient)
+
+
+def oper_side(tables: Any, specs: Sequence[Any]) -> Side:
+    """OPER's tables."""
+    def rows(table: int, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            found = torch.empty(ids.numel(), specs[table].dim,
+                                dtype=tables.dtype(specs[table].name))
+            tables.gather(specs[table].name, ids.cpu().numpy(), "rows",
+                          slice(0, specs[table].dim), found)
+        return found
+
+    return Side(lambda x: tables.lookup(x.lookup), rows)
+
+
+def torch_side(case: DeviceCase, device: torch.device) -> Side:
+    """torch's own kernel, all tables as one: one launch for the whole batch. Lookups only."""
+    joint = torch.cat([initial_rows(case, k, device) for k in range(len(case.work.num_rows))])
+    starts = [0]
+    for n in case.work.num_rows:
+        starts.append(starts[-1] + n)
+    shifts = torch.tensor(starts[:-1], device=device)
+
+    def forward(x: Inputs) -> torch.Tensor:
+        per_table = x.lookup.ids.numel() // len(case.work.num_rows)
+        ids = x.lookup.ids + shifts.repeat_interleave(per_table)
+        out = torch.nn.functional.embedding_bag(ids, joint, x.offsets[:-1], mode="sum")
+        # To the layout that models take: a row per sample.
+        blocks = out.view(len(case.work.num_rows), case.work.batch_size, case.work.dim)
+        return blocks.transpose(0, 1).reshape(case.work.batch_size, -1).float()
+
+    # torch pools rows of 16 bits into outputs of 16 bits.
+    return Side(forward, tolerance=1e-5 if case.dtype == "float32" else 4e-3)
+
+
+@functools.cache
+def has_fbgemm() -> bool:
+    """Whether fbgemm_gpu can be imported, from `FBGEMM_ENV` too.
+
+    Raises:
+        InvalidInputError: the folder that `FBGEMM_ENV` names has no such package.
+    """
+    folder = setting(FBGEMM_ENV, "cannot compare with fbgemm")
+    if folder and folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        if folder:
+            for name in _FBGEMM_LIBRARIES:
+                torch.ops.load_library(os.path.join(folder, "fbgemm_gpu", f"fbgemm_gpu_{name}.so"))
+        importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        if folder:
+            raise InvalidInputError(
+                fail("cannot compare with fbgemm", FBGEMM_ENV, folder,
+                     "a package that loads with this torch", str(error).splitlines()[0])) from error
+        return False
+    return True
+
+
+def fbgemm_side(case: DeviceCase, device: torch.device, location: str = "DEVICE") -> Side:
+    """fbgemm's table-batched bags with exact row-wise Adagrad.
+
+    Args:
+        case: the case.
+        device: where it runs.
+        location: of its rows; see `fbgemm_bags`.
+    """
+    fused = fbgemm_bags(case.work.num_rows, case.work.dim,
+                        lambda k: initial_rows(case, k, device), device, location, case.dtype)
+
+    def rows(table: int, ids: torch.Tensor) -> torch.Tensor:
+        if location == "MANAGED_CACHING":
+            fused.flush()
+        weight = fused.split_embedding_weights()[table]
+        found: torch.Tensor = weight[ids.to(weight.device)].detach().cpu()
+        return found
+
+    return Side(lambda x: fused(x.lookup.ids, x.offsets), rows)

@@ -1,0 +1,85 @@
+"""Compares the numbers of a system on a device with float64, before anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from oper.bench.device.cases import DeviceCase, Inputs
+from oper.bench.device.contenders import Side, initial_rows
+from oper.bench.tables.unsharded import EPS, LEARNING_RATE
+
+# max|a - b| <= tolerance * max|b|: rows of 16 bits may round to either neighbour in every step.
+ROWS_TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
+_SAMPLES = 64
+
+
+class Reference:
+    """Pooled rows, and rows after steps of row-wise Adagrad, in float64.
+
+    The update is FBGEMM's EXACT_ROWWISE_ADAGRAD: ``s += mean(g^2); w -= lr / (sqrt(s) + eps) * g``
+    with ``g`` the sum over a row's occurrences in the batch.
+
+    Args:
+        case: the case.
+        device: where it is computed.
+        steps: batches that are trained, in order, with `gradient` as the output's gradient.
+        gradient: float32 [B, T * D].
+    """
+
+    def __init__(self, case: DeviceCase, device: torch.device, steps: Sequence[Inputs],
+                 gradient: torch.Tensor) -> None:
+        self._case = case
+        self.samples = torch.arange(0, case.work.batch_size,
+                                    max(1, case.work.batch_size // _SAMPLES), device=device)
+        self.pooled: list[torch.Tensor] = []  # [samples, D] by table, of the first step's batch
+        self.ids: list[torch.Tensor] = []  # touched, by table
+        self.rows: list[torch.Tensor] = []
+        for table in range(len(case.work.num_rows)):
+            weight = initial_rows(case, table, device)
+            bags = steps[0].by_table[table].view(-1, case.work.pooling)[self.samples]
+            self.pooled.append(weight[bags].double().sum(1))
+            of_table = gradient[:, table * case.work.dim:(table + 1) * case.work.dim]
+            self._train(table, weight, steps, of_table.double())
+
+    def _train(self, table: int, weight: torch.Tensor, steps: Sequence[Inputs],
+               gradient: torch.Tensor) -> None:
+        touched = torch.unique(torch.cat([x.by_table[table] for x in steps]))
+        rows = weight[touched].double()
+        state = torch.zeros(touched.numel(), 1, dtype=torch.float64, device=rows.device)
+        of_id = gradient.repeat_interleave(self._case.work.pooling, 0)
+        for x in steps:
+            at = torch.searchsorted(touched, x.by_table[table])
+            total = torch.zeros_like(rows).index_add_(0, at, of_id)
+            hit = torch.zeros(touched.numel(), 1, dtype=torch.bool, device=rows.device)
+            hit[at] = True
+            state += total.square().mean(1, keepdim=True)
+            rows -= torch.where(hit, LEARNING_RATE / (state.sqrt() + EPS) * total, 0.0)
+        self.ids.append(touched)
+        self.rows.append(rows)
+
+    def check_lookup(self, side: Side, first: Inputs) -> dict[str, Any]:
+        """Whether a contender pools the first batch right."""
+        found = side.lookup(first)[self.samples].double()
+        return _verdict("pooled", found, torch.cat(self.pooled, 1), side.tolerance)
+
+    def check_rows(self, side: Side) -> dict[str, Any]:
+        """Whether its rows are right after the steps."""
+        assert side.rows is not None
+        worst = {"passed": True, "max_relative_diff": 0.0}
+        for table, ids in enumerate(self.ids):
+            found = _verdict("rows", side.rows(table, ids).double(), self.rows[table].cpu(),
+                             ROWS_TOLERANCE[self._case.dtype])
+            if found["max_relative_diff"] >= worst["max_relative_diff"]:
+                worst = found
+        return worst
+
+
+def _verdict(kind: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float
+             ) -> dict[str, Any]:
+    difference = float((found - expected.to(found.device)).abs().max())
+    ratio = difference / max(float(expected.abs().max()), 1e-30)
+    return {"kind": kind, "passed": ratio <= tolerance, "max_relative_diff": ratio,
+            "tolerance": tolerance}  # NaN never passes

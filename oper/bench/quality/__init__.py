@@ -1,0 +1,1 @@
+"""How good recommendations are."""

@@ -1,0 +1,323 @@
+"""``oper bench recommenders``: `oper.rl_rec` on real logs, full ranking, with intervals."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper.bench.core import record
+from oper.data import PreprocessOptions, load_recipe, preprocess
+from oper.data.recipe import Column
+from oper.errors import InvalidInputError, fail
+from oper.files import atomic_write
+from oper.flags import whole
+from oper.rl_rec.evaluation import evaluate_ranking
+from oper.rl_rec.harness import FitOptions, Runs, as_runs, fit, join_runs
+from oper.rl_rec.interactions import DataOptions, Interactions, load_interactions
+from oper.rl_rec.intervals import difference
+from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig
+from oper.rl_rec.models.cdt4rec import CDT4RecConfig, DecisionTransformerConfig
+from oper.rl_rec.models.macridvae import MacridVAEConfig
+from oper.rl_rec.models.multvae import MultVAEConfig
+from oper.rl_rec.models.popularity import PopularityConfig
+from oper.rl_rec.models.sasrec import SASRecConfig
+
+REPORTED = ("ndcg@10", "recall@10", "ndcg@20", "mrr@20")
+ODD_BLOCK = 997  # items scored at once when a result is checked
+MOST_SEEDS = 16  # looked for among kept runs
+# Modules of `oper.rl_rec` that the result of every model depends on once the log has been read, and
+# what some models are built with.
+_TRAINS = ("evaluation", "harness", "jagged", "ranking", "registry", "sequences")
+_BUILT_WITH = {"cadvae": "concepts"}
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """A log among the user's data.
+
+    Attributes:
+        recipe: of ``oper preprocess``.
+        files: pattern below the data folder.
+        protocols: how it becomes interactions, and what is held out, by name.
+        columns: what the protocols need beside the recipe's columns, as ids of texts.
+    """
+
+    recipe: str
+    files: str
+    protocols: Mapping[str, DataOptions]
+    columns: tuple[str, ...] = ()
+
+
+# A film is rated by itself: the last two ratings can be held out. The products of an invoice are
+# bought together: which of its lines comes last says how invoices are typed, not what is bought.
+_FILMS = {"last-two": DataOptions(), "time": DataOptions(protocol="time")}
+_PRODUCTS = DataOptions(user="CustomerID", item="StockCode", protocol="time")
+DATA_SETS = {
+    "movietweetings": DataSet("movietweetings", "movietweetings*/ratings.dat*", _FILMS),
+    "online-retail": DataSet(
+        "online-retail", "online_retail/online_retail.csv*",
+        {"last-invoice": dataclasses.replace(_PRODUCTS, protocol="leave_last_baskets",
+                                             basket="InvoiceNo"),
+         "time": _PRODUCTS},
+        columns=("InvoiceNo",)),
+    "movielens": DataSet("movielens", "movielens*/ratings.*", _FILMS),
+}
+_FIT = FitOptions(epochs=60, lr=2e-3, eval_every=3, patience=3)
+_FIT_SEQUENCES = FitOptions(epochs=14, batch_size=64, lr=3e-3, eval_every=2, patience=2)
+# Sizes and learning rates that validation preferred on MovieTweetings, for every data set alike.
+MODELS: dict[str, tuple[Any, FitOptions]] = {
+    "popularity": (PopularityConfig(), _FIT),
+    "multvae": (MultVAEConfig(hidden=200, dim=100, decoder_hidden=200), _FIT),
+    "macridvae": (MacridVAEConfig(num_concepts=4, dim=40), _FIT),
+    "cadvae": (CaDVAEConfig(hidden=120, dim=40, sharpness=1.0), _FIT),
+    "sasrec": (SASRecConfig(steps=20, layers=1, dropout=0.2), _FIT_SEQUENCES),
+    "dt": (DecisionTransformerConfig(steps=20, layers=1, dropout=0.2), _FIT_SEQUENCES),
+    "cdt4rec": (CDT4RecConfig(steps=20, layers=1, dropout=0.2, reward_weight=0.3),
+                _FIT_SEQUENCES),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model on one data set under one protocol.
+
+    Attributes:
+        name: ``data/protocol/model``.
+        data: key of `DATA_SETS`.
+        protocol: key of its protocols.
+        model: key of `MODELS`.
+        quick: one seed and few passes.
+    """
+
+    name: str
+    data: str
+    protocol: str
+    model: str
+    quick: bool
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every model on every data set that is there under each of its protocols in turn."""
+    found = [Case(f"{data}/{protocol}/{model}", data, protocol, model, quick)
+             for data, source in DATA_SETS.items() if _files(data)
+             for protocol in source.protocols for model in MODELS]
+    if not found:
+        raise InvalidInputError(fail(
+            "no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
+            f"a folder with one of {[d.files for d in DATA_SETS.values()]}", "set it"))
+    return found
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments beside those of every benchmark."""
+    parser.add_argument("--seeds", type=whole(0), default=3, metavar="N",
+                        help="train every model from seeds 1..N (default 3); 0: train nothing, "
+                             "report what --runs holds")
+    parser.add_argument("--runs", metavar="DIR",
+                        help="keep every training run there, and take those of the same data and "
+                             "sources that are there already")
+    parser.epilog = "Logs are looked for in the folder that OPER_DATA names."
+
+
+def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Train and test the chosen models; yields an entry per case."""
+    done: dict[str, Runs] = {}
+    at = ("", "")
+    for case in chosen:
+        if (case.data, case.protocol) != at:
+            at, done = (case.data, case.protocol), {}
+        entry, runs = _run_case(case, load(*at), _seeds(case, args), args.runs)
+        entry["against"] = {other: {m: difference(runs.per_user[m], earlier.per_user[m]).to_json()
+                                    for m in REPORTED} for other, earlier in done.items()}
+        done[case.model] = runs
+        yield entry
+
+
+def ordered(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
+    """The cases; where nothing is to be trained, those of which runs are kept."""
+    found = [case for case in chosen if args.seeds or _seeds(case, args)]
+    if not found:
+        raise InvalidInputError(fail("no kept runs to report", "--runs", args.runs,
+                                     "a folder with runs of today's sources and logs",
+                                     "name it, or train with --seeds 1 or more"))
+    return found
+
+
+def _seeds(case: Case, args: argparse.Namespace) -> list[int]:
+    """To train from, or, for ``--seeds 0``, that runs are kept of."""
+    if args.seeds:
+        return list(range(1, 2 if case.quick else args.seeds + 1))
+    data = load(case.data, case.protocol)
+    return [seed for seed in range(1, MOST_SEEDS + 1)
+            if args.runs and _place(case, data, seed, args.runs).exists()]
+
+
+@functools.cache
+def load(name: str, protocol: str) -> Interactions:
+    """The interactions of a data set, preprocessed from the raw log; raises InvalidInputError."""
+    files, source = _files(name), DATA_SETS[name]
+    if not files:
+        raise InvalidInputError(fail(f"no log of {name}", "OPER_DATA",
+                                     os.environ.get("OPER_DATA", ""),
+                                     f"a folder with {source.files}", "set it"))
+    recipe, more = load_recipe(source.recipe), tuple(
+        Column(name, "sparse", "string") for name in source.columns)
+    recipe = dataclasses.replace(recipe, layouts=tuple(
+        dataclasses.replace(layout, columns=(*layout.columns, *more))
+        for layout in recipe.layouts))
+    with tempfile.TemporaryDirectory() as folder:
+        preprocess(recipe, files, Path(folder) / "data",
+                   PreprocessOptions(min_count=1, valid="0", test="0"))
+        return load_interactions(Path(folder) / "data", source.protocols[protocol])
+
+
+def _files(name: str) -> list[str]:
+    folder = os.environ.get("OPER_DATA")
+    return sorted(str(p) for p in Path(folder).glob(DATA_SETS[name].files)) if folder else []
+
+
+def _options(case: Case) -> FitOptions:
+    options = MODELS[case.model][1]
+    return dataclasses.replace(options, epochs=4, eval_every=2) if case.quick else options
+
+
+def _place(case: Case, data: Interactions, seed: int, keep: str) -> Path:
+    """Where the run is kept: its name holds a digest of all that the result depends on."""
+    key = json.dumps([dataclasses.asdict(MODELS[case.model][0]),
+                      dataclasses.asdict(_options(case)), seed, _contents(data),
+                      _code(case.model)], sort_keys=True)
+    return Path(keep, f"{case.name.replace('/', '-')}-{_digest(key.encode())}.npz")
+
+
+def _run_case(case: Case, data: Interactions, seeds: Sequence[int], keep: str | None
+              ) -> tuple[dict[str, Any], Runs]:
+    config, options = MODELS[case.model][0], _options(case)
+    about = {"name": case.name, "model": case.model, "config": dataclasses.asdict(config),
+             "fit": dataclasses.asdict(options), "protocol": dataclasses.asdict(
+                 DATA_SETS[case.data].protocols[case.protocol]), "data": _about(data)}
+    parts = []
+    for seed in seeds:
+        place = _place(case, data, seed, keep) if keep else None
+        found = _kept(place, case.model, seed) if place else None
+        if found is None:
+            found = _train_and_test(case, data, seed, options)
+            if place:
+                _keep(place, found)
+        parts.append(found)
+        told = found.fitted[0]
+        print(f"{case.name} seed {seed}: validation nDCG@10 {told['valid_ndcg@10']:.4f} after "
+              f"{told['epochs']} epochs, {told['seconds']:.0f} s", file=sys.stderr, flush=True)
+    runs = join_runs(parts)
+    return {**about, "runs": list(runs.fitted), "threads": _threads(),
+            "metrics": {m: i.to_json() for m, i in runs.intervals().items()},
+            "verified": all(f["verified"] for f in runs.fitted)}, runs
+
+
+def _train_and_test(case: Case, data: Interactions, seed: int, options: FitOptions) -> Runs:
+    done = fit(case.model, MODELS[case.model][0], data, seed, options)
+    # Ranked again in other blocks and batches: scores may differ in their last bits.
+    again = evaluate_ranking(done.model, data, "test", block=ODD_BLOCK, batch_size=100).summary()
+    first = done.test.summary()
+    runs = as_runs(case.model, seed, done)
+    runs.fitted[0]["verified"] = all(abs(again[m] - first[m]) < 1e-3 for m in REPORTED)
+    if isinstance(done.model, CaDVAE):
+        runs.fitted[0]["graph"] = [[round(float(x), 3) for x in row]
+                                   for row in done.model.adjacency.detach()]
+    return runs
+
+
+def _digest(*parts: Any) -> str:
+    """Of bytes or arrays of bytes."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:12]
+
+
+@functools.cache
+def _contents(data: Interactions) -> str:
+    """A digest of all that models see of a log: equal counts do not make equal logs."""
+    arrays = [data.users, data.items, data.rewards, data.offsets, data.train_stop]
+    for held in (data.valid, data.test):
+        arrays += [held.users, held.stop, held.targets, held.target_lengths]
+    return _digest(*(np.ascontiguousarray(a).data for a in arrays))
+
+
+@functools.cache
+def training_sources(model: str) -> list[Path]:
+    """The sources that train and rank a model: kept runs are of these."""
+    found = {f"oper.rl_rec.{name}" for name in _TRAINS}
+    left = [type(MODELS[model][0]).__module__, f"oper.rl_rec.{_BUILT_WITH.get(model, 'jagged')}"]
+    while left:
+        name = left.pop()
+        if name not in found and name.startswith("oper.rl_rec.") and "interactions" not in name:
+            found.add(name)
+            left += [str(getattr(used, "__module__", "")) for used in vars(
+                sys.modules[name]).values()]
+    return sorted(Path(str(sys.modules[name].__file__)) for name in found)
+
+
+def _code(model: str) -> str:
+    return _digest(*(path.read_bytes() for path in training_sources(model)))
+
+
+def _keep(place: Path, runs: Runs) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(place) as file:
+        arrays: dict[str, Any] = {"about": np.array(json.dumps(runs.fitted[0])), **runs.per_user}
+        np.savez_compressed(file, **arrays)
+
+
+def _kept(place: Path, model: str, seed: int) -> Runs | None:
+    if not place.exists():
+        return None
+    with np.load(place, allow_pickle=False) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    return Runs(model, (seed,), arrays, (json.loads(str(arrays.pop("about"))),))
+
+
+def _threads() -> int:
+    """Threads that torch computes with."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _about(data: Interactions) -> dict[str, Any]:
+    lengths, held = (data.train_stop - data.offsets[:-1])[1:], data.held_out("test")
+    return {"source": data.source, "users": data.num_users - 1, "items": data.num_items - 1,
+            "interactions": int(data.users.size), "left_out": data.left_out,
+            "training_interactions": int(lengths.sum()),
+            "training_interactions_per_user": round(float(np.mean(lengths)), 2),
+            "test_users": int(held.users.size),
+            "targets_per_test_user": round(held.targets.size / max(1, held.users.size), 2)}
+
+
+def report(entries: Sequence[dict[str, Any]]) -> str:
+    """The entries for a person."""
+    headers = ["case", *(f"{m} [95 %]" for m in REPORTED), "epochs", "verified"]
+    rows = [[e["name"], *(_text(e["metrics"][m]) for m in REPORTED),
+             ",".join(str(r["epochs"]) for r in e["runs"]), "yes" if e["verified"] else "NO"]
+            for e in entries]
+    notes = [f"{e['name']} less {other}: nDCG@10 {_text(found['ndcg@10'])}"
+             for e in entries for other, found in e["against"].items()]
+    return "\n".join([
+        record.table(headers, rows),
+        "full ranking; percentile bootstrap over users and seeds; differences are paired by user, "
+        "and by seed where both models have as many", *notes]) + "\n"
+
+
+def _text(interval: dict[str, float]) -> str:
+    return f"{interval['mean']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"

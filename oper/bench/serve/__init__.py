@@ -1,0 +1,1 @@
+"""Inference under MLPerf LoadGen, in processes and over HTTP."""

@@ -1,0 +1,339 @@
+"""The client of the serving benchmark: LoadGen in a process of its own, over HTTP.
+
+Queries are issued by LoadGen (C++), on its own schedule: a slow server does not slow arrivals down.
+What is Python here sends bytes that were made before the run and notes when an answer is whole;
+answers are read and compared after the run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import select
+import socket
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oper.bench.core.child import Child, obey
+from oper.bench.core.launch import die_with_parent
+from oper.bench.core.memory import cpu_seconds
+from oper.bench.serve import loadgen
+from oper.bench.serve.models import ServeWork
+from oper.errors import OperError, fail
+
+TOLERANCE = 1e-5  # of a score: requests are batched differently from time to time
+_ANSWER_S = 60.0  # beyond the length of a run
+_PATIENCE_S = 10.0  # of a query, with all that sends it again
+_PAUSE_S = 0.02  # before a query is sent again
+_SEND_BYTES = 1 << 20  # a query leaves in one go
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one run has shown.
+
+    Attributes:
+        result: LoadGen's.
+        begin, end: of each request, float64 [N] on the clock of `time.monotonic`.
+        epoch: of the weights that scored it, int64 [N]; 0 = failed.
+        wrong: requests whose scores are not those of their epoch.
+        failed: requests without scores.
+        retries: requests sent again.
+        messages: of some failures.
+        cores: that the client kept busy, LoadGen included.
+    """
+
+    result: loadgen.Result
+    begin: np.ndarray
+    end: np.ndarray
+    epoch: np.ndarray
+    wrong: int
+    failed: int
+    retries: int
+    messages: list[str]
+    cores: float = 0.0
+
+    @property
+    def latency_ms(self) -> np.ndarray:
+        """From LoadGen's issue to the scores, float64 [N]."""
+        return (self.end - self.begin) * 1e3
+
+
+class LoadClient:
+    """Sends LoadGen's queries to a running server, from another process.
+
+    Args:
+        address: of the server.
+        served: what it scores.
+        connections: requests in flight at most.
+    """
+
+    def __init__(self, address: str, served: ServeWork, connections: int = 64) -> None:
+        self._child = Child(_client, (address, served, connections),
+                            "the client of the benchmark")
+        self._child.wait(_ANSWER_S)
+
+    def cpu_seconds(self) -> float:
+        """Processor time (s) so far."""
+        return cpu_seconds(self._child.pid)
+
+    def learn(self) -> np.ndarray:
+        """Ask for all queries one by one and keep the scores as those of the present weights.
+
+        Sets alternate: odd and even epochs have their own.
+
+        Returns:
+            float32 [num_queries, candidates].
+        """
+        scores: np.ndarray = self._child.ask("learn", seconds=10 * _ANSWER_S)
+        return scores
+
+    def start(self, settings: loadgen.Settings) -> None:
+        """Begin a run."""
+        self._child.send("run", settings)
+
+    def finish(self, seconds: float) -> Seen:
+        """What the run has shown; it may take so long."""
+        seen: Seen = self._child.wait(seconds + 5 * _ANSWER_S)
+        return seen
+
+    def run(self, settings: loadgen.Settings) -> Seen:
+        """A whole run."""
+        self.start(settings)
+        return self.finish(settings.min_duration_s)
+
+    def close(self) -> None:
+        """End the process."""
+        self._child.close(5)
+
+
+@dataclass(slots=True)
+class _Query:
+    """One of LoadGen's queries on its way."""
+
+    number: int
+    index: int
+    begin: float
+    lost: int = 0  # connections
+
+
+class _Line:
+    """A connection with at most one query on it."""
+
+    def __init__(self, place: tuple[str, int]) -> None:
+        self.socket = socket.create_connection(place, _PATIENCE_S)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        self.worker = self.asked = b""  # who has it; whose query is counted
+        self.query: _Query | None = None
+        self.is_kept = True
+        self._got = b""
+        self._whole = 0
+
+    def send(self, query: _Query, data: bytes) -> None:
+        """Put a query on the line; raises OSError."""
+        self.query, self._got, self._whole = query, b"", 0
+        self.socket.sendall(data)
+
+    def read(self) -> bytes | None:
+        """The answer, head and all, once it is whole; raises OSError when the line is cut."""
+        part = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
+        if not part:
+            raise ConnectionError("closed by the server")
+        self._got = self._got + part if self._got else part
+        if not self._whole and (at := self._got.find(b"\r\n\r\n")) >= 0:
+            head = self._got[:at + 2]
+            self._whole = at + 4 + int(_field(head, b"content-length"))
+            self.worker = _field(head, b"oper-worker") or self.worker
+            self.is_kept = _field(head, b"connection") != b"close"
+        return self._got if self._whole and len(self._got) >= self._whole else None
+
+
+def _field(head: bytes, name: bytes) -> bytes:
+    """A header's value as `oper.serve.connection` writes it; nothing when there is none."""
+    return head.partition(b"\r\n" + name + b": ")[2].partition(b"\r\n")[0]
+
+
+class _Sender:
+    """Sends queries over any number of connections and one thread that reads them."""
+
+    def __init__(self, address: str, served: ServeWork, connections: int) -> None:
+        from oper.serve.wire import HEADER_LENGTH, encode_request
+
+        host, _, port = address.rpartition(":")
+        self._place, self._most = (host.strip("[]"), int(port)), connections
+        self._messages = []
+        for request in served.library():
+            body, length = encode_request(request)
+            self._messages.append(
+                f"POST /v2/models/{served.signature.name}/infer HTTP/1.1\r\nhost: {address}\r\n"
+                f"content-type: application/octet-stream\r\n{HEADER_LENGTH}: {length}\r\n"
+                f"oper-timeout-ms: {_PATIENCE_S * 1e3:.0f}\r\ncontent-length: {len(body)}\r\n\r\n"
+                .encode() + body)
+        self._expected: dict[int, np.ndarray] = {}  # by epoch modulo 2
+        self._lock = threading.RLock()
+        self._idle: list[_Line] = []
+        self._lines: dict[int, _Line] = {}  # by descriptor
+        self._asked: Counter[bytes] = Counter()  # queries in hand, by worker
+        self._waiting: deque[_Query] = deque()
+        self._again: list[tuple[float, int, _Query]] = []  # when to send them again
+        self._answers: list[tuple[float, float, int, bytes]] = []
+        self._failures: list[str] = []
+        self._retries = 0
+        self._poll = select.epoll()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def learn(self) -> np.ndarray:
+        found = []
+        for index in range(len(self._messages)):
+            line = _Line(self._place)
+            with line.socket:
+                line.send(_Query(0, index, 0.0), self._messages[index])
+                select.select([line.socket], [], [], _ANSWER_S)
+                while (answer := line.read()) is None:
+                    select.select([line.socket], [], [], _ANSWER_S)
+            found.append(_scores(answer))
+        epochs = {epoch for _, epoch in found}
+        if len(epochs) != 1:
+            raise OperError(fail("cannot learn the scores", "epochs", sorted(epochs), "one",
+                                 "publish nothing meanwhile"))
+        scores = np.stack([s for s, _ in found])
+        self._expected[epochs.pop() % 2] = scores
+        return scores
+
+    def run(self, settings: loadgen.Settings) -> Seen:
+        self._answers, self._failures, self._retries = [], [], 0
+        begin, busy = time.perf_counter(), time.process_time()
+        result = loadgen.run(settings, self._issue)
+        cores = (time.process_time() - busy) / (time.perf_counter() - begin)
+        wrong, epochs = 0, []
+        for _, _, index, answer in self._answers:
+            epochs.append(0)
+            if answer:
+                scores, epochs[-1] = _scores(answer)
+                wrong += bool(np.abs(scores - self._expected[epochs[-1] % 2][index]).max()
+                              > TOLERANCE)
+        times = np.array([(b, e) for b, e, _, _ in self._answers]).reshape(-1, 2)
+        return Seen(result, times[:, 0], times[:, 1], np.array(epochs, np.int64), wrong,
+                    len(self._failures), self._retries, self._failures[:5], cores)
+
+    def _issue(self, pairs: list[tuple[int, int]]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._waiting.extend(_Query(number, index, now) for number, index in pairs)
+            self._send()
+
+    def _send(self) -> None:
+        """Send what waits, as far as there are connections."""
+        while self._waiting and (line := self._line()) is not None:
+            query = self._waiting.popleft()
+            self._asked[line.worker] += 1
+            line.asked = line.worker
+            try:
+                line.send(query, self._messages[query.index])
+            except OSError as error:
+                self._cut(line, error)
+
+    def _line(self) -> _Line | None:
+        """An idle connection to the worker with the fewest queries; a new one where that worker has
+        a query in hand, as long as there may be more."""
+        line = min(reversed(self._idle), key=lambda x: self._asked[x.worker], default=None)
+        if line is not None and (not self._asked[line.worker] or len(self._lines) >= self._most):
+            self._idle.remove(line)
+            return line
+        if len(self._lines) >= self._most:
+            return None
+        try:
+            line = _Line(self._place)
+        except OSError as error:
+            self._later(self._waiting.popleft(), error)
+            return None
+        self._lines[line.socket.fileno()] = line
+        self._poll.register(line.socket, select.EPOLLIN)
+        return line
+
+    def _cut(self, line: _Line, error: Exception | None = None) -> None:
+        """A connection has ended; its query goes another way."""
+        self._poll.unregister(line.socket)
+        del self._lines[line.socket.fileno()]
+        line.socket.close()
+        if line in self._idle:
+            self._idle.remove(line)
+        if line.query is not None and error is not None:
+            self._asked[line.asked] -= 1
+            self._later(line.query, error)
+
+    def _later(self, query: _Query, error: Exception | str) -> None:
+        """Send a query again in a moment, unless it has been long enough on its way."""
+        query.lost += 1
+        now = time.monotonic()
+        if now - query.begin > _PATIENCE_S:
+            self._failures.append(str(error))
+            self._finish(query, b"")
+        else:
+            self._retries += 1
+            heapq.heappush(self._again, (now + _PAUSE_S, query.number, query))
+
+    def _finish(self, query: _Query, answer: bytes) -> None:
+        self._answers.append((query.begin, time.monotonic(), query.index, answer))
+        loadgen.complete([query.number])
+
+    def _read(self) -> None:
+        while True:
+            ready = self._poll.poll(_PAUSE_S if self._again else 0.2)
+            with self._lock:
+                for number, _ in ready:
+                    if number in self._lines:
+                        self._hear(self._lines[number])
+                while self._again and self._again[0][0] <= time.monotonic():
+                    self._waiting.append(heapq.heappop(self._again)[2])
+                self._send()
+
+    def _hear(self, line: _Line) -> None:
+        try:
+            answer = line.read()
+        except BlockingIOError:
+            return
+        except (OSError, ValueError) as error:
+            self._cut(line, error)
+            return
+        query = line.query
+        if answer is None or query is None:
+            return
+        self._asked[line.asked] -= 1
+        line.query = None
+        if line.is_kept:
+            self._idle.append(line)
+        else:
+            self._cut(line)
+        if answer.startswith(b"HTTP/1.1 200 "):
+            self._finish(query, answer)
+        elif answer.startswith(b"HTTP/1.1 503 "):
+            self._later(query, "overloaded")
+        else:
+            self._failures.append(answer.partition(b"\r\n\r\n")[2].decode("latin-1"))
+            self._finish(query, b"")
+
+
+def _scores(answer: bytes) -> tuple[np.ndarray, int]:
+    """Scores and epoch of an answer, head and all; raises OperError."""
+    from oper.serve.wire import HEADER_LENGTH, decode_scores
+
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = _field(head + b"\r\n", HEADER_LENGTH.encode())
+    if not head.startswith(b"HTTP/1.1 200 ") or not length:
+        raise OperError(fail("the server does not score", "answer", answer[:200], "scores",
+                             "see its log above"))
+    return decode_scores(body, int(length))
+
+
+def _client(control: Any, address: str, served: ServeWork, connections: int) -> None:
+    die_with_parent()
+    sender = _Sender(address, served, connections)
+    control.send(True)
+    while obey(control, {"learn": sender.learn, "run": sender.run}):
+        pass

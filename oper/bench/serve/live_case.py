@@ -1,0 +1,355 @@
+"""The running server under LoadGen from another process: capacity, publications, a soak."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from oper.bench.core import record
+from oper.bench.core.memory import cpu_seconds
+from oper.bench.serve import loadgen
+from oper.bench.serve.client import LoadClient, Seen
+from oper.bench.serve.host import Host, Swap
+from oper.bench.serve.models import ServeWork
+from oper.bench.serve.pool import Pool
+from oper.bench.serve.rate_search import Search, search
+from oper.errors import OperError
+from oper.serve.options import BatchOptions
+
+_GROWTH_BYTES = 16 << 20  # of all processes together: allocators breathe
+_SOAK_SWAPS = 20
+_MAX_UNMET = 10  # runs in which no request met a publication
+_ROUNDS = 3  # over HTTP and in process, in turn, at one rate
+_KEPT = 0.97  # of the rate asked for, at least; arrivals are random
+_SUSTAINED_MS = 100.0  # p99 of a rate that the server keeps up with: its queues do not grow
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCase:
+    """One case over HTTP.
+
+    Attributes:
+        name: for the record.
+        kind: ``"http"``: the highest rate at the latency bound, beside the same in process;
+            ``"publish"``: new weights under load; ``"soak"``: long, with a killed worker. The
+            capacity of these two is the highest rate that the server keeps up with.
+        served: what is scored.
+        workers: of the server.
+        seconds: length of the main runs.
+        load: their rate as a share of the capacity.
+        swaps: publications, for ``"publish"``.
+        run_s, min_queries: least length of the runs that search the capacity.
+        votes: VALID runs that make a rate count: 2 of 3, 3 of 5.
+        max_runs, search_s: how many (of each server), and how long the search may take.
+        bound_ms: latency bound of 99 % of the queries.
+        spin_us: of the server's workers.
+    """
+
+    name: str
+    kind: str
+    served: ServeWork = field(default_factory=ServeWork)
+    workers: int = 2
+    seconds: float = 10.0
+    load: float = 0.7
+    swaps: int = 50
+    run_s: float = 2.5
+    min_queries: int = 1000
+    max_runs: int = 10
+    votes: int = 3
+    search_s: float = 90.0
+    bound_ms: float = 10.0
+    spin_us: float = 0.0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A server and its client."""
+
+    case: LiveCase
+    host: Host
+    client: LoadClient
+    settings: loadgen.Settings
+    progress: Callable[[str], None]
+    separation: float = 0.0  # least distance between the two sets' scores of a query
+    std: float = 0.0
+    beside_s: float = 0.0  # processor time of what ran beside them and has ended
+
+    def at(self, rate: float, seconds: float) -> loadgen.Settings:
+        """Poisson arrivals at a rate."""
+        return replace(self.settings, expected_qps=rate, min_duration_s=seconds)
+
+    def sustained(self) -> tuple[float, dict[str, Any]]:
+        """Highest rate of Poisson arrivals that the server keeps up with, and how it was found.
+
+        The search starts at the rate of a closed loop, as many queries in flight as the client
+        sends at once: more cannot be.
+        """
+        case = self.case
+        self.progress(f"{case.name}: looking for the rate that can be sustained")
+        loop = replace(self.settings, scenario="Offline", expected_qps=300)
+        guess = self.client.run(loop).result.rate
+        closed = self.client.run(replace(loop, expected_qps=1.4 * guess)).result
+        found = Search(closed.rate, _SUSTAINED_MS, case.max_runs, case.votes)
+        search({"server": found}, lambda _, rate, before: self.client.run(replace(
+            self.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
+            seed=self.settings.seed + before)).result, case.search_s)
+        rate, result = found.best()
+        return rate, {"closed_loop": closed.to_json(), "search": found.to_json(),
+                      "p99_bound_ms": _SUSTAINED_MS,
+                      "server": {"target_qps": round(rate, 2), **result.to_json()}}
+
+
+@contextlib.contextmanager
+def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]:
+    progress(f"{case.name}: starting the server")
+    host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), case.spin_us)
+    try:
+        client = LoadClient(host.address, case.served)
+        base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
+                                num_samples=case.served.num_queries)
+        live = _Live(case, host, client, base, progress)
+        try:
+            first = client.learn()
+            host.publish()
+            second = client.learn()
+            live.separation = float(np.abs(first - second).max(axis=1).min())
+            live.std = float(first.std())
+            host.publish()
+            yield live
+        finally:
+            client.close()
+    finally:
+        code = host.close()
+    if code:
+        raise OperError(f"the server of case {case.name} ended with exit code {code}")
+
+
+def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure one case; an entry of the record."""
+    load_before = record.load_average()
+    with _running(case, progress) as live:
+        clock = record.BusyClock(lambda: (live.host.cpu_seconds() + live.beside_s
+                                            + live.client.cpu_seconds()))
+        entry = {"http": _http, "publish": _publish, "soak": _soak}[case.kind](live)
+        entry |= {"other_busy_cores": round(clock.others(list), 2),
+                  "server_memory_bytes": live.host.memory(),
+                  "separation_of_sets": live.separation, "std_of_scores": live.std}
+    entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
+    return {"name": case.name, **entry, "case": asdict(case), "niceness": os.nice(0),
+            "cores": f"the client shares {os.cpu_count()} with the server",
+            "load_before": load_before, "load_after": record.load_average()}
+
+
+def _summary(seen: Seen) -> dict[str, Any]:
+    return {**seen.result.to_json(), "requests": seen.begin.size, "wrong": seen.wrong,
+            "failed": seen.failed, "retries": seen.retries, "messages": seen.messages,
+            "client_cores": round(seen.cores, 3)}
+
+
+def _errors(*runs: Seen) -> int:
+    return sum(s.wrong + s.failed for s in runs)
+
+
+class _InProcess:
+    """The same batches, weights and messages without a network: what the server would reach if
+    requests were in its workers' memory already. LoadGen sends it their numbers."""
+
+    def __init__(self, live: _Live) -> None:
+        case = live.case
+        self._count = case.workers
+        self._pool = Pool("oper", case.served, BatchOptions(512, 0.0, 16_384),
+                          live.host.publication())
+        self._pool.grow(case.workers)
+        self.cpu_seconds = self._pool.cpu_seconds
+        self.close = self._pool.close
+
+    def run(self, settings: loadgen.Settings) -> loadgen.Result:
+        """One run."""
+        with self._pool.issuing(self._count) as issue:
+            return loadgen.run(settings, issue)
+
+
+def _http(live: _Live) -> dict[str, Any]:
+    """The highest rates at the bound over HTTP and in process, then runs of both at one rate: equal
+    queries, arrivals, lengths of runs and verdicts. The two take turns."""
+    case, seen = live.case, list[Seen]()
+    beside = _InProcess(live)
+
+    def over_http(settings: loadgen.Settings) -> loadgen.Result:
+        seen.append(live.client.run(settings))
+        return seen[-1].result
+
+    sides = {"http": (over_http, live.host.cpu_seconds),
+             "in_process": (beside.run, beside.cpu_seconds)}
+    try:
+        live.progress(f"{case.name}: looking for the capacity")
+        single = {name: run(replace(live.settings, scenario="SingleStream", expected_qps=300))
+                  for name, (run, _) in sides.items()}
+        searches = {name: Search(0.5 * result.rate, case.bound_ms, case.max_runs, case.votes)
+                    for name, result in single.items()}
+        search(searches, lambda name, rate, before: sides[name][0](replace(
+            live.at(rate, case.run_s), min_queries=case.min_queries,
+            seed=live.settings.seed + before)), case.search_s)
+        rate = searches["http"].best()[0]
+        # Where no rate keeps the bound, what the lowest one does is of interest, beside the other.
+        target = case.load * (rate or min(r[0] for r in searches["http"].to_json()))
+        settings = replace(live.at(target, case.seconds), min_queries=case.min_queries)
+        runs: dict[str, list[loadgen.Result]] = {name: [] for name in sides}
+        busy = dict.fromkeys(sides, 0.0)
+        first = len(seen)
+        for turn in range(_ROUNDS):
+            live.progress(f"{case.name}: {target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
+            for name in list(sides)[::1 - 2 * (turn % 2)]:
+                run, cpu = sides[name]
+                before = cpu()
+                runs[name].append(run(replace(settings, seed=settings.seed + turn)))
+                busy[name] += cpu() - before
+        live.beside_s = beside.cpu_seconds()
+    finally:
+        beside.close()
+    last = seen[first:]
+    # Equal settings and seeds: LoadGen issues equal queries on both sides.
+    queries = sum(s.begin.size for s in last)
+    latency = {name: {p: round(float(np.median([r.latency_ms[p] for r in found])), 4)
+                      for p in ("p50", "p90", "p99")} for name, found in runs.items()}
+    errors = _errors(*seen)
+    return {"queries_per_s": round(rate, 2),
+            "in_process_queries_per_s": round(searches["in_process"].best()[0], 2),
+            "ratio_in_process": round(busy["in_process"] / busy["http"], 4) if busy["http"] else 0,
+            "cpu_ms_per_query": {n: round(b / queries * 1e3, 4) for n, b in busy.items()},
+            "single_ms": single["http"].latency_ms["p50"],
+            "in_process_single_ms": single["in_process"].latency_ms["p50"],
+            "client_cores": round(float(np.mean([s.cores for s in last])), 3),
+            "p99_ms": latency["http"]["p99"], "errors": errors, "verified": not errors,
+            "target_qps": round(target, 2), "capacity_qps": round(rate, 2), "latency_ms": latency,
+            "runs": [_summary(s) for s in last],
+            "in_process_runs": [r.to_json() for r in runs["in_process"]],
+            "capacity": {name: {"single_stream": single[name].to_json(),
+                                "search": found.to_json()} for name, found in searches.items()},
+            "loadgen": settings.to_json()}
+
+
+def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
+    """A run at the wanted share of what the server keeps up with, and how that was found."""
+    rate, how = live.sustained()
+    # A machine too busy for any valid rate still gets its load, and the record says so.
+    target = live.case.load * (rate or min(r[0] for r in how["search"]))
+    return live.at(target, live.case.seconds), {
+        "capacity_qps": round(rate, 2), "capacity": how, "target_qps": round(target, 2)}
+
+
+def _publish(live: _Live) -> dict[str, Any]:
+    """Quiet runs before and after one with publications all the time."""
+    case = live.case
+    settings, share = _share(live)
+    target = settings.expected_qps
+    live.progress(f"{case.name}: {target:.0f} queries/s, quiet")
+    quiet = [live.client.run(settings)]
+    swaps: list[Swap] = []
+    during: list[Seen] = []
+    unmet = 0
+    while len(swaps) < case.swaps:
+        live.progress(f"{case.name}: {target:.0f} queries/s, {len(swaps)} of {case.swaps} swaps")
+        live.client.start(settings)
+        until = time.monotonic() + case.seconds
+        time.sleep(0.2)
+        new: list[Swap] = []
+        while time.monotonic() < until and len(swaps) + len(new) < case.swaps:
+            new.append(live.host.publish())
+            time.sleep(0.05)
+        during.append(live.client.finish(case.seconds))
+        if _overlaps(during[-1], new).any():
+            swaps += new
+            continue
+        unmet += 1  # a client that began after the last of them has shown nothing
+        if unmet == _MAX_UNMET:
+            raise RuntimeError(f"no request was in flight during publications, in {unmet} runs; "
+                               f"ask for longer runs than {case.seconds} s")
+    live.progress(f"{case.name}: {target:.0f} queries/s, quiet again")
+    quiet.append(live.client.run(settings))
+    touched = np.concatenate([s.latency_ms[_overlaps(s, swaps)] for s in during])
+    still = np.concatenate([s.latency_ms for s in quiet])
+    p99, quiet_p99 = float(np.percentile(touched, 99)), float(np.percentile(still, 99))
+    took = np.array([s.end - s.begin for s in swaps])
+    epochs = {int(e) for s in during for e in s.epoch}
+    errors = _errors(*quiet, *during)
+    return {"p99_ms": round(p99, 3), "quiet_p99_ms": round(quiet_p99, 3),
+            "ratio_p99": round(p99 / quiet_p99, 3), "errors": errors, "swaps": len(swaps),
+            "verified": not errors and len(swaps) >= case.swaps,
+            "swap_ms": {"median": round(float(np.median(took)) * 1e3, 2),
+                        "max": round(float(took.max()) * 1e3, 2)},
+            "requests_during_swaps": int(touched.size), "epochs_seen": len(epochs),
+            **share, "quiet": [_summary(s) for s in quiet],
+            "during": [_summary(s) for s in during], "loadgen": settings.to_json()}
+
+
+def _overlaps(seen: Seen, swaps: list[Swap]) -> np.ndarray:
+    """Requests in flight during any publication, bool [N]."""
+    found = np.zeros(seen.begin.size, bool)
+    for swap in swaps:
+        found |= (seen.begin < swap.end) & (seen.end > swap.begin)
+    return found
+
+
+def _soak(live: _Live) -> dict[str, Any]:
+    """One long run with publications now and then; a worker is killed after a quarter of it."""
+    case = live.case
+    settings, share = _share(live)
+    target = settings.expected_qps
+    live.client.start(settings)
+    begin, killed, swaps = time.monotonic(), 0, 0
+    samples: list[tuple[float, int, int]] = []
+    busy: dict[int, float] = {}  # processor time of workers at 60 %
+    while (done := (time.monotonic() - begin) / case.seconds) < 1:
+        live.progress(f"{case.name}: {target:.0f} queries/s, {int(done * 10) * 10} %")
+        if not killed and done > 0.25:
+            killed = live.host.worker_pids()[0]
+            os.kill(killed, signal.SIGKILL)
+        if done > (swaps + 0.5) / _SOAK_SWAPS:
+            live.host.publish()
+            swaps += 1
+        with contextlib.suppress(OperError):  # a worker that ends while it is looked at
+            if live.host.counts()["workers"] == case.workers:
+                samples.append((done, *live.host.usage()))
+                if done > 0.6 and not busy:
+                    busy = {pid: cpu_seconds(pid) for pid in live.host.worker_pids()}
+        time.sleep(min(1.0, case.seconds / 60))
+    shares = _shares({pid: cpu_seconds(pid) - before for pid, before in busy.items()})
+    seen = live.client.finish(case.seconds)
+    replaced = live.host.counts()["worker_restarts"] == 1 and killed not in live.host.worker_pids()
+    growth = _growth(samples)
+    errors = _errors(seen)
+    kept = seen.begin.size / float(seen.end.max() - seen.begin.min()) / target
+    return {"p99_ms": seen.result.latency_ms["p99"], "errors": errors,
+            "verified": not errors and replaced and not growth["grows"] and kept >= _KEPT, **growth,
+            "killed_worker_replaced": replaced, "share_of_rate_kept": round(kept, 4),
+            "shares_of_workers_after_the_kill": shares, "seconds": case.seconds, "swaps": swaps,
+            **share, "run": _summary(seen), "loadgen": settings.to_json()}
+
+
+def _shares(seconds: dict[int, float]) -> list[float]:
+    """How the workers' processor time is divided, the busiest first."""
+    total = sum(seconds.values()) or 1.0
+    return sorted((round(s / total, 3) for s in seconds.values()), reverse=True)
+
+
+def _growth(samples: list[tuple[float, int, int]]) -> dict[str, Any]:
+    """Memory and descriptors of the last fifth against the fifth from 40 to 60 %."""
+    table = np.array(samples, np.float64).reshape(-1, 3)
+    middle = table[(table[:, 0] >= 0.4) & (table[:, 0] < 0.6)]
+    last = table[table[:, 0] >= 0.8]
+    if not middle.size or not last.size:
+        return {"grows": True, "samples": len(samples)}
+    pss = [float(np.median(part[:, 1])) for part in (middle, last)]
+    descriptors = [float(np.median(part[:, 2])) for part in (middle, last)]
+    return {"grows": pss[1] > pss[0] + _GROWTH_BYTES or descriptors[1] > descriptors[0] + 2,
+            "pss_bytes": {"middle": pss[0], "last": pss[1]},
+            "descriptors": {"middle": descriptors[0], "last": descriptors[1]},
+            "samples": len(samples)}

@@ -1,0 +1,191 @@
+"""What the serving benchmark scores, and the models of the compared systems."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import logging
+import typing
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter, draw_ids
+from oper.serve.allocator import give_back
+from oper.serve.model import AttachedModel, kjt_of
+from oper.serve.requests import Request, Signature
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KINDS = ("oper", "torchrec", "torch")  # published int8 rows; TorchRec's int8 model; float32
+VARIANTS = ("eager", "scripted")  # ways to run a peer's model
+FLOOR = "floor"  # no model: a fixed amount of work in its place
+_HASHED = bytes(7 << 10)  # per sample of the floor: about as long as OPER's model
+
+
+@dataclass(frozen=True, slots=True)
+class ServeWork:
+    """What is served: a DLRM, and queries that rank the candidates of one visit each.
+
+    Attributes:
+        work: tables and skew; its batch size is not used.
+        candidates: samples of a query.
+        num_queries: distinct queries, drawn again and again by LoadGen.
+        dense_layers, over_layers: sizes of the MLPs; by default those of ``oper train``.
+        row_dtype: of OPER's rows; TorchRec's are quantised to the same width.
+    """
+
+    work: Workload = field(default_factory=Workload)
+    candidates: int = 128
+    num_queries: int = 512
+    dense_layers: tuple[int, ...] = (128, 64)
+    over_layers: tuple[int, ...] = (128, 64)
+    row_dtype: str = "int8"
+
+    @property
+    def signature(self) -> Signature:
+        """For requests."""
+        return Signature("bench", tuple(self.work.features), self.work.num_rows, NUM_DENSE)
+
+    def query(self, number: int) -> Request:
+        """A query of the library."""
+        work, size = self.work, self.candidates * self.work.pooling
+        rng = np.random.default_rng((work.seed, TIMED, number, work.pooling, 7))
+        ids = np.concatenate([
+            _scatter(n, work.seed, t)[draw_ids(rng, n, size, work.exponent)]
+            for t, n in enumerate(work.num_rows)]).astype(np.int64)
+        lengths = np.full((len(work.num_rows), self.candidates), work.pooling, np.int32)
+        return Request(rng.random((self.candidates, NUM_DENSE), np.float32), lengths, ids)
+
+    def library(self) -> list[Request]:
+        """All queries."""
+        return [self.query(k) for k in range(self.num_queries)]
+
+
+def build(served: ServeWork, device: str) -> nn.Module:
+    """The float32 DLRM, with weights on ``"cpu"``, without on ``"meta"``."""
+    import torch
+    from torchrec.models.dlrm import DLRM
+
+    from oper.bench.tables.sides import make_collection
+
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    dim = served.work.dim
+    torch.manual_seed(served.work.seed)
+    dense_device = torch.device(device)
+    model = DLRM(make_collection(served.work, device), NUM_DENSE, [*served.dense_layers, dim],
+                 [*served.over_layers, 1], dense_device=dense_device).eval()
+    if device == "cpu":
+        _spread(model)
+    return typing.cast("nn.Module", model)
+
+
+def _spread(model: nn.Module) -> None:
+    """Rows of norm about 1, so that scores depend on the tables as in a trained model."""
+    import torch
+
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "embedding_bags" in name:
+                value.mul_(0.2 / value[:4096].std())
+
+
+class TorchPredictor:
+    """A model in this process's own memory.
+
+    Attributes:
+        is_quantised: by TorchRec, whose float models cannot be traced.
+        variant: one of `VARIANTS`; those but the first are there once `add_variants` was called.
+    """
+
+    epoch = 1
+
+    def __init__(self, model: nn.Module, signature: Signature, is_quantised: bool = False) -> None:
+        self.is_quantised = is_quantised
+        self._models: dict[str, Any] = {VARIANTS[0]: model}
+        self.signature, self.variant = signature, VARIANTS[0]
+
+    def add_variants(self) -> None:
+        """Make the model ready to run in another way; weights are shared."""
+        self._models[VARIANTS[1]] = _scripted(self._models[VARIANTS[0]])
+
+    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+        """Probabilities float32 [B], and 1."""
+        import torch
+
+        with torch.no_grad():
+            logits = self._models[self.variant](torch.from_numpy(batch.dense),
+                                                kjt_of(batch, self.signature.features))
+            return torch.sigmoid(logits.reshape(-1)).numpy(), 1
+
+    def rows_read(self) -> dict[str, int]:
+        """None are counted."""
+        return {}
+
+
+class FloorPredictor:
+    """As much computing for every sample, whatever is in it, and no memory beyond a core's caches:
+    what the machine and the way to it allow a server that takes this long."""
+
+    epoch = 1
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+
+    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+        """Zeros float32 [B], and 1."""
+        digest = hashlib.sha256()
+        for _ in range(batch.num_samples):
+            digest.update(_HASHED)  # other threads may run meanwhile, as in PyTorch's operators
+        return np.zeros(batch.num_samples, np.float32), 1
+
+    def rows_read(self) -> dict[str, int]:
+        """None are read."""
+        return {}
+
+
+def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
+    """A contender's predictor.
+
+    Args:
+        kind: one of `KINDS`, or `FLOOR`.
+        served: what is scored.
+        publication: the name that OPER's tables are published under.
+    """
+    if kind == FLOOR:
+        return FloorPredictor(served.signature)
+    if kind == "oper":
+        return AttachedModel(functools.partial(build, served), publication, served.signature)
+    model = build(served, "cpu")
+    if kind == "torchrec":
+        import torch
+        from torchrec.inference.modules import quantize_inference_model
+
+        dtype = {"int8": torch.qint8, "int4": torch.quint4x2, "float16": torch.float16}[
+            served.row_dtype]
+        model = quantize_inference_model(model, fp_weight_dtype=torch.qint8,
+                                         quantization_dtype=dtype)
+    give_back_memory()
+    return TorchPredictor(model, served.signature, kind == "torchrec")
+
+
+def _scripted(model: nn.Module) -> Any:
+    """TorchRec's way of deploying: traced, scripted, frozen. (``torch.compile`` of the dense parts,
+    with and without freezing, was slower than this one query at a time.)"""
+    import torch
+    from torchrec.fx.tracer import symbolic_trace
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about TorchScript's future
+        frozen = torch.jit.freeze(torch.jit.script(symbolic_trace(model)).eval())
+        return torch.jit.optimize_for_inference(frozen)
+
+
+def give_back_memory() -> None:
+    """What has been freed goes back to the system, so that it is not counted as a table."""
+    gc.collect()
+    give_back()

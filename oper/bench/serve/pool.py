@@ -1,0 +1,324 @@
+"""Worker processes of the serving benchmark: LoadGen's queries reach every contender alike.
+
+A query is the index of a sample that all processes hold; a worker batches what waits, as the
+server's workers do, and tells which queries are done. The messages are small, the path is the same
+for all contenders, and no time is spent on a network.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import gc
+import os
+import select
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from oper.bench.core.child import Child, obey
+from oper.bench.core.launch import die_with_parent
+from oper.bench.core.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
+from oper.bench.core.stalls import Stalls, spin
+from oper.bench.serve import loadgen
+from oper.bench.serve.models import (
+    VARIANTS,
+    ServeWork,
+    TorchPredictor,
+    build,
+    give_back_memory,
+    make_predictor,
+)
+from oper.errors import OperError, fail
+from oper.serve.batching import Batcher, PendingRequest
+from oper.serve.options import BatchOptions
+from oper.serve.requests import Request, Signature
+from oper.serve.wire import decode_request, encode_request, encode_scores
+
+TABLES = "/memfd:oper-tables"  # mappings of published tables
+_PAIRS = 512  # queries of one message
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: Child
+    queries: socket.socket
+    outstanding: int = 0
+
+
+class Pool:
+    """Processes of one kind of contender.
+
+    Args:
+        kind: of `oper.bench.serve.models`.
+        served: what they score.
+        batching: of each worker.
+        publication: score with these weights, in place of a publication of the pool's own, and
+            requests and scores as the messages that go over HTTP: each query is read from one and
+            its answer written as one, in the worker's memory.
+    """
+
+    def __init__(self, kind: str, served: ServeWork, batching: BatchOptions,
+                 publication: str = "") -> None:
+        self.kind, self._served, self._batching = kind, served, batching
+        self._workers: list[_Worker] = []
+        self._publisher: Child | None = None
+        self._name = publication or f"bench-{os.getpid()}-{id(self) & 0xffffff:x}"
+        self._as_messages = bool(publication)
+        self._waited_for: list[Child] = []
+        if kind == "oper" and not publication:
+            self._publisher = self._start(_publish, (served, self._name))
+        self._is_published = self._publisher is None
+
+    def begin(self, count: int) -> None:
+        """Start workers up to `count`; those of OPER only once the tables are published."""
+        while self._is_published and len(self._workers) < count:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                process = self._start(_work, (
+                    theirs, self.kind, self._served, self._name, self._batching,
+                    self._as_messages))
+            self._workers.append(_Worker(process, ours))
+            self._waited_for.append(process)
+
+    def grow(self, count: int) -> None:
+        """Have at least `count` workers, ready to score."""
+        if self._publisher is not None and not self._is_published:
+            self._publisher.wait()
+            self._is_published = True
+        self.begin(count)
+        while self._waited_for:
+            self._waited_for.pop().wait()
+
+    def _start(self, function: Any, arguments: tuple[Any, ...]) -> Child:
+        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})")
+
+    def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
+        """Give the models of the first `count` workers so many threads, batches of at most so many
+        samples, and a way to run (`oper.bench.serve.models.VARIANTS`)."""
+        for worker in self._workers[:count]:
+            worker.process.ask("configure", threads, max_samples, variant)
+
+    def spin(self, count: int, seconds: float, stalls: Stalls) -> None:
+        """Look for stalls in the first `count` workers at once."""
+        used = self._workers[:count]
+        for worker in used:
+            worker.process.send("spin", seconds)
+        for worker in used:
+            stalls.add(seconds, worker.process.wait())
+
+    def scores(self, indices: Sequence[int], worker: int = 0) -> np.ndarray:
+        """Scores float32 [queries, candidates] of queries that are scored together."""
+        found: np.ndarray = self._workers[worker].process.ask("scores", list(indices))
+        return found
+
+    def memory(self, count: int) -> dict[str, Any]:
+        """PSS in bytes of the first `count` workers: what loading the model has added to each; of
+        OPER also the tables' part in each process, the publisher included."""
+        own = [w.process.ask("memory") for w in self._workers[:count]]
+        found: dict[str, Any] = {"own_pss_bytes_per_worker": own, "total_pss_bytes": sum(own)}
+        if self._publisher is not None:
+            pids = [w.process.pid for w in self._workers[:count]]
+            found["tables_pss_bytes_per_worker"] = [pss_bytes(pid, TABLES) for pid in pids]
+            found["tables_pss_bytes_of_publisher"] = pss_bytes(self._publisher.pid, TABLES)
+            found["total_pss_bytes"] += (sum(found["tables_pss_bytes_per_worker"])
+                                         + found["tables_pss_bytes_of_publisher"])
+        return found
+
+    def cpu_seconds(self) -> float:
+        """Processor time (s) of all processes so far."""
+        return sum(cpu_seconds(w.process.pid) for w in self._workers) + (
+            cpu_seconds(self._publisher.pid) if self._publisher else 0.0)
+
+    @contextlib.contextmanager
+    def issuing(self, count: int) -> Iterator[loadgen.Issue]:
+        """What LoadGen calls with queries; they go to the worker with the fewest outstanding."""
+        used = self._workers[:count]
+        stop = threading.Event()
+        lost: list[int] = []
+        receiver = threading.Thread(target=_receive, args=(used, stop, lost))
+        receiver.start()
+
+        def issue(pairs: list[tuple[int, int]]) -> None:
+            if lost:
+                raise OperError(fail("a worker has ended", "system", self.kind, "running",
+                                     "see its log above"))
+            if len(pairs) == 1:
+                worker = min(used, key=lambda w: w.outstanding)
+                worker.outstanding += 1
+                worker.queries.send(array.array("Q", pairs[0]))
+                return
+            size = min(_PAIRS, max(1, len(pairs) // (8 * len(used))))
+            for k in range(0, len(pairs), size):
+                worker, part = used[k // size % len(used)], pairs[k:k + size]
+                worker.outstanding += len(part)
+                worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
+
+        try:
+            yield issue
+        finally:
+            stop.set()
+            receiver.join()
+        if lost:
+            raise OperError(fail("a worker has ended during the run", "system", self.kind,
+                                 "running", "see its log above"))
+
+    def close(self) -> None:
+        """End the processes."""
+        for child in [*(w.process for w in self._workers), *filter(None, [self._publisher])]:
+            child.close()
+        for worker in self._workers:
+            worker.queries.close()
+        self._workers.clear()
+
+
+def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int]) -> None:
+    """Tell LoadGen what is done, until `stop`."""
+    poll = select.poll()
+    by_number = {w.queries.fileno(): w for w in workers}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    while not stop.is_set():
+        for number, _ in poll.poll(50):
+            worker, done = by_number[number], array.array("Q")
+            data = worker.queries.recv(1 << 16)
+            if not data:
+                lost.append(worker.process.pid)
+                poll.unregister(number)
+                continue
+            done.frombytes(data)
+            worker.outstanding -= len(done)
+            loadgen.complete(done.tolist())
+
+
+# ---- in the processes ----------------------------------------------------------------------------
+
+
+def _publish(control: Any, served: ServeWork, name: str) -> None:
+    """Hold OPER's tables until the other end closes."""
+    import oper
+
+    die_with_parent()
+    publication = oper.publish(build(served, "cpu"), name, row_dtype=served.row_dtype)
+    give_back_memory()
+    control.send(True)
+    with contextlib.suppress(EOFError):
+        control.recv()
+    publication.close()
+
+
+def _work(control: Any, queries: socket.socket, kind: str, served: ServeWork, name: str,
+          batching: BatchOptions, as_messages: bool) -> None:
+    """A worker."""
+    import torch
+
+    die_with_parent()
+    torch.set_num_threads(1)
+    library = served.library()
+    build(served, "meta")  # imports what the model needs: not part of its memory
+    give_back_memory()
+    before = unfiled_pss_bytes(os.getpid())
+    predictor = make_predictor(kind, served, name)
+    give_back_memory()
+    loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
+    _warm_up(predictor, library[:8])
+    batcher = Batcher(predictor, batching)
+    source = _Messages(library, served.signature) if as_messages else _Requests(library)
+    gc.collect()
+    gc.freeze()  # as the server's workers do
+    control.send(True)
+
+    def configure(threads: int, max_samples: int, variant: str) -> bool:
+        torch.set_num_threads(threads)
+        predictor.variant = variant
+        batcher.options = replace(batching, max_samples=max_samples)
+        return True
+
+    commands: dict[str, Callable[..., Any]] = {
+        "configure": configure, "spin": spin, "memory": lambda: loaded,
+        "scores": lambda ids: np.stack([predictor.predict(library[k])[0] for k in ids])}
+    going = True
+    while going:
+        _serve(queries, control, batcher, source)
+        going = obey(control, commands)
+
+
+def _serve(queries: socket.socket, control: Any, batcher: Batcher, source: _Requests) -> None:
+    """Score queries until there is a command: as the server's workers do, on the thread that reads
+    them, in batches of what has come meanwhile."""
+    poll = select.poll()
+    for end in (queries, control):
+        poll.register(end, select.POLLIN)
+    while True:
+        ready = {number for number, _ in poll.poll(0 if batcher.queued else None)}
+        if queries.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                while data := queries.recv(1 << 16, socket.MSG_DONTWAIT):
+                    pairs = array.array("Q")
+                    pairs.frombytes(data)
+                    for k in range(0, len(pairs), 2):
+                        answer = functools.partial(_done, queries, source, pairs[k:k + 1].tobytes())
+                        batcher.submit(PendingRequest(source.read(pairs[k + 1]), answer))
+                poll.unregister(queries)  # the other end was closed
+        batcher.turn()
+        if control.fileno() in ready and not batcher.queued:
+            return
+
+
+def _warm_up(predictor: Any, requests: list[Any]) -> None:
+    """Let everything be made that is made in the first calls."""
+    for request in requests:
+        predictor.predict(request)
+    if isinstance(predictor, TorchPredictor) and predictor.is_quantised:
+        predictor.add_variants()  # after a call: a trace would leave its mark in the module
+        predictor.variant = VARIANTS[1]
+        for request in requests:
+            predictor.predict(request)
+        predictor.variant = VARIANTS[0]
+
+
+class _Requests:
+    """Queries as they are in memory."""
+
+    def __init__(self, library: list[Request]) -> None:
+        self._library = library
+
+    def read(self, index: int) -> Request:
+        """A query."""
+        return self._library[index]
+
+    def write(self, scores: np.ndarray, epoch: int) -> None:
+        """Scores stay where they are."""
+
+
+class _Messages(_Requests):
+    """Queries as clients send them, and answers as they get them."""
+
+    def __init__(self, library: list[Request], signature: Signature) -> None:
+        super().__init__(library)
+        self._signature = signature
+        self._messages = [encode_request(r) for r in library]
+
+    def read(self, index: int) -> Request:
+        """A query, checked."""
+        return decode_request(*self._messages[index], self._signature)
+
+    def write(self, scores: np.ndarray, epoch: int) -> None:
+        """Make the answer."""
+        encode_scores(scores, epoch, self._signature.name)
+
+
+def _done(queries: socket.socket, source: _Requests, answer: bytes, pending: PendingRequest
+          ) -> None:
+    if pending.error is not None:  # a contender that fails must not look fast
+        traceback.print_exception(pending.error)
+        os._exit(1)
+    assert pending.result is not None
+    source.write(*pending.result)
+    queries.send(answer)

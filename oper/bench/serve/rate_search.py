@@ -1,0 +1,152 @@
+"""The highest rate at which LoadGen's runs are VALID.
+
+A p99 at a tight bound is decided by a few stalls of the machine, so no single run counts: a rate
+is VALID when the majority of three (or five) runs are. All contenders try rates of one grid and
+take turns, run by run, so that they meet the same arrivals and share the machine's disturbances.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from oper.bench.serve.loadgen import Result
+
+STEP = 1.08  # between neighbouring rates of the grid
+_STRIDE = 5  # steps while only valid, or only invalid, rates are known
+_CLEARLY_VALID = 0.7  # of the bound: with a p99 below it the search walks on after one run
+
+
+@dataclass(slots=True)
+class Search:
+    """What is known of a contender.
+
+    Attributes:
+        start: about the rate to begin with, queries per second.
+        bound_ms: latency bound of 99 % of the queries.
+        max_runs: after so many the search only confirms the highest rate that has not failed, or
+            one below; it gives up after twice as many.
+        votes: runs that decide about a rate: 2 of 3, 3 of 5.
+        runs: the grid's steps tried, with LoadGen's results.
+    """
+
+    start: float
+    bound_ms: float
+    max_runs: int = 10
+    votes: int = 2
+    runs: list[tuple[int, Result]] = field(default_factory=list)
+
+    def verdict(self, step: int, is_final: bool = False) -> bool | None:
+        """Whether a rate is VALID; None = not known yet.
+
+        Args:
+            step: of the grid.
+            is_final: count votes only; else a run that is far from the bound is enough to walk on.
+        """
+        found = [r for k, r in self.runs if k == step]
+        valid = sum(r.valid for r in found)
+        for votes, verdict in ((valid, True), (len(found) - valid, False)):
+            if votes >= self.votes:
+                return verdict
+        if len(found) != 1 or is_final:
+            return None
+        latency = found[0].latency_ms
+        if found[0].valid and latency["p99"] <= _CLEARLY_VALID * self.bound_ms:
+            return True
+        # Stalls delay a few queries; a tenth of them are late when there are too many.
+        return False if latency["p90"] > self.bound_ms else None
+
+    def bracket(self) -> tuple[int | None, int | None]:
+        """The highest valid step, and the lowest invalid one above it.
+
+        A valid rate makes all lower ones valid: a failure below it was a disturbance.
+        """
+        steps = {k: self.verdict(k) for k, _ in self.runs}
+        low = max((k for k, v in steps.items() if v), default=None)
+        high = min((k for k, v in steps.items() if v is False and (low is None or k > low)),
+                   default=None)
+        return low, high
+
+    def next_step(self) -> int | None:
+        """Where to look now; None when the search is over."""
+        if not self.runs:
+            return round(math.log(max(self.start, 1.0)) / math.log(STEP))
+        if len(self.runs) >= self.max_runs:
+            return self._step_to_confirm() if len(self.runs) < 2 * self.max_runs else None
+        last = self.runs[-1][0]
+        if self.verdict(last) is None:
+            return last
+        low, high = self.bracket()
+        if low is None:
+            assert high is not None
+            return max(0, high - _STRIDE) if high > 0 else None
+        if high is None:
+            return low + _STRIDE
+        if high - low > 1:
+            return (low + high) // 2
+        return low if self.verdict(low, is_final=True) is None else None
+
+    def _step_to_confirm(self) -> int | None:
+        """The highest rate below all that failed, of those tried; None when a rate is confirmed.
+
+        A search that ends without this has found no rate where it only ran out of runs.
+        """
+        tried = {k for k, _ in self.runs}
+        if any(self.verdict(k, is_final=True) for k in tried):
+            return None
+        failed = min((k for k in tried if self.verdict(k) is False), default=math.inf)
+        below = [k for k in tried if k < failed]
+        if below:
+            return max(below)
+        return max(0, int(failed) - _STRIDE) if failed > 0 else None
+
+    def best(self) -> tuple[float, Result]:
+        """The highest rate with enough VALID runs, and the slowest of them; the rate is 0 when
+        there is none, with the last run."""
+        confirmed = [k for k, _ in self.runs if self.verdict(k, is_final=True)]
+        if not confirmed:
+            return 0.0, self.runs[-1][1]
+        step = max(confirmed)
+        slowest = max((r for k, r in self.runs if k == step and r.valid),
+                     key=lambda r: r.latency_ms["p99"])
+        return rate_of(step), slowest
+
+    def to_json(self) -> list[list[float | bool]]:
+        """Every run: rate, p50, p90, p99 (ms), whether VALID."""
+        return [[round(rate_of(k), 1), *(r.latency_ms[p] for p in ("p50", "p90", "p99")), r.valid]
+                for k, r in self.runs]
+
+
+def rate_of(step: int) -> float:
+    """Queries per second of a step of the grid."""
+    return float(STEP ** step)
+
+
+def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Result],
+           seconds: float = math.inf, between: Callable[[], None] = lambda: None) -> None:
+    """Run all searches, turn by turn.
+
+    Args:
+        searches: by contender.
+        run: of a contender at a rate; told how often it has run at it before.
+        seconds: no turn begins later than that.
+        between: called before each round.
+    """
+    names = list(searches)
+    until = time.monotonic() + seconds
+    turn = 0
+    while time.monotonic() < until:
+        steps = {n: s for n in names if (s := searches[n].next_step()) is not None}
+        if not steps:
+            return
+        between()
+        shift = turn % len(names)
+        turn += 1
+        for name in names[shift:] + names[:shift]:
+            if name in steps and time.monotonic() < until:
+                step = steps[name]
+                before = sum(k == step for k, _ in searches[name].runs)
+                result = run(name, rate_of(step), before)
+                searches[name].runs.append((step, result))

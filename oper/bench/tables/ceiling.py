@@ -1,0 +1,187 @@
+"""Ceilings: the same rows of the same arena, summed or rewritten by loops that do nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from oper.shmem.tables import ShardedTables
+
+# Tried before the measurement; the fastest is the ceiling.
+PREFETCH_ROWS = (8, 16, 24, 32, 48)
+ORDERS = ("feature", "sample")
+
+
+def row_addresses(tables: ShardedTables, name: str) -> np.ndarray:
+    """Where this rank reads each row of a table: addresses, int64 [num_rows], by id.
+
+    Replicated rows are read from the rank's own copy, all others from their owner's arena.
+    """
+    k = tables.pieces[name][0]
+    directory, rank = tables.directories[k], tables.group.rank
+    row_bytes = directory.row_bytes
+    positions = directory.position_of(np.arange(directory.table.num_rows, dtype=np.int64))
+    owner, slot = directory.locate(positions)
+    shards = [tables.view("rows", k, r).data_ptr() for r in range(tables.group.world_size)]
+    address = np.array(shards, np.int64)[owner] + slot * row_bytes
+    for x in directory.tiers:
+        if x.replica_base[rank] >= 0:
+            inside = (positions >= x.tier.start) & (positions < x.tier.stop)
+            copy = tables.replica_view(k, rank).data_ptr()
+            address[inside] = copy + row_bytes * (
+                int(x.replica_base[rank]) + positions[inside] - x.tier.start)
+    return address
+
+
+@dataclass(frozen=True, slots=True)
+class GatherBatch:
+    """One batch of bare gathers in one order of bags.
+
+    Attributes:
+        addresses: int64 [N + surplus], in the order of the bags.
+        offsets: int64 [num_bags + 1].
+        destinations: int64 [num_bags], where in the output each bag goes, in floats.
+    """
+
+    addresses: torch.Tensor
+    offsets: torch.Tensor
+    destinations: torch.Tensor
+
+    @staticmethod
+    def make(addresses: np.ndarray, pooling: int, dim: int, order: str) -> GatherBatch:
+        """From the addresses of a batch, int64 [F, B * pooling], key-major.
+
+        Args:
+            addresses: by feature, sample and place in the bag.
+            pooling: ids per bag.
+            dim: columns of all tables.
+            order: ``"feature"`` (all samples of a feature in turn) or ``"sample"``.
+        """
+        num_features = addresses.shape[0]
+        bags = addresses.reshape(num_features, -1, pooling)
+        size = bags.shape[1]
+        out = (np.arange(size, dtype=np.int64)[None, :] * num_features
+               + np.arange(num_features, dtype=np.int64)[:, None]) * dim
+        if order == "sample":
+            bags, out = bags.transpose(1, 0, 2), out.T
+        flat = bags.reshape(-1)
+        flat = np.concatenate([flat, np.repeat(flat[-1:], max(PREFETCH_ROWS))])
+        offsets = np.arange(num_features * size + 1, dtype=np.int64) * pooling
+        return GatherBatch(torch.from_numpy(flat), torch.from_numpy(offsets),
+                           torch.from_numpy(np.ascontiguousarray(out.reshape(-1))))
+
+
+class Ceiling:
+    """Bare gathers over the arena of sharded tables; all of one dim, one feature per table.
+
+    Args:
+        tables: the sharded tables.
+        batches: ids of each batch, int64 [F, B * pooling], key-major, features in output order.
+        pooling: ids per bag.
+    """
+
+    def __init__(self, tables: ShardedTables, batches: Sequence[np.ndarray], pooling: int) -> None:
+        names = [table for _, table in tables.features]
+        where = [row_addresses(tables, name) for name in names]
+        self._dim = tables.directories[0].table.dim
+        self._addresses = [np.stack([w[ids[f]] for f, w in enumerate(where)]) for ids in batches]
+        self._pooling = pooling
+        size = batches[0].shape[1] // pooling
+        self.out = torch.empty(size, self._dim * len(names))
+        self.settings: dict[str, int | str | bool] = {}
+        self._batches: list[GatherBatch] = []
+        self._prefetch, self._stream = PREFETCH_ROWS[0], False
+
+    def run(self, number: int) -> None:
+        """Gather batch `number` (modulo the number of batches) into `out`."""
+        b = self._batches[number % len(self._batches)]
+        torch.ops.oper.gather_ceiling(b.addresses, b.offsets, b.destinations, self._dim,
+                                      self._prefetch, self._stream, self.out)
+
+    def gathered(self, number: int) -> torch.Tensor:
+        """`out` after batch `number`."""
+        self.run(number)
+        return self.out
+
+    def tune(self, align: Callable[[], None], slowest: Callable[[list[float]], list[float]],
+             repeats: int = 6) -> None:
+        """Find the fastest order of bags, prefetch distance and kind of store. Collective.
+
+        Args:
+            align: brings all ranks to the same point.
+            slowest: the maximum over ranks of each of the given numbers.
+            repeats: batches per setting; the median counts.
+        """
+        tried, seconds = [], []
+        streams = (False, True) if self._dim % 16 == 0 else (False,)
+        for order in ORDERS:
+            self._arrange(order, repeats)
+            for prefetch in PREFETCH_ROWS:
+                for stream in streams:
+                    self._prefetch, self._stream = prefetch, stream
+                    times = []
+                    for number in range(repeats):
+                        align()
+                        begin = time.perf_counter()
+                        self.run(number)
+                        times.append(time.perf_counter() - begin)
+                    tried.append((order, prefetch, stream))
+                    seconds.append(float(np.median(times)))
+        order, self._prefetch, self._stream = tried[int(np.argmin(slowest(seconds)))]
+        self._arrange(order, len(self._addresses))
+        self._addresses = []
+        self.settings = {"order": order, "prefetch_rows": self._prefetch, "stream": self._stream}
+
+    def _arrange(self, order: str, count: int) -> None:
+        self._batches = [GatherBatch.make(a, self._pooling, self._dim, order)
+                         for a in self._addresses[:count]]
+
+
+class UpdateCeiling:
+    """Bare rewrites of what a step updates at one rank: its rows that any rank looks up, and their
+    state, each read and written once as it is, in the order of their slots.
+
+    Args:
+        tables: the sharded tables; no replicas, row-wise Adagrad.
+        batches: by rank, ids of each batch, int64 [F, ids], key-major, features in output order.
+
+    Attributes:
+        batches: addresses of each batch's rows and of their states, int64 [n + PREFETCH].
+    """
+
+    PREFETCH = 16  # places ahead, as in the update itself
+
+    def __init__(self, tables: ShardedTables, batches: Sequence[Sequence[np.ndarray]]) -> None:
+        self._row_bytes = tables.directories[0].row_bytes
+        self.batches = [self._addresses(tables, together)
+                         for together in zip(*batches, strict=True)]
+
+    def _addresses(self, tables: ShardedTables, ids: Sequence[np.ndarray]
+                   ) -> tuple[torch.Tensor, torch.Tensor]:
+        rank = tables.group.rank
+        found: dict[str, list[np.ndarray]] = {"rows": [], "momentum1": []}
+        for f, (_, name) in enumerate(tables.features):
+            k = tables.pieces[name][0]
+            directory = tables.directories[k]
+            touched = np.unique(np.concatenate([x[f] for x in ids]))
+            owner, slot = directory.locate(directory.position_of(touched))
+            slot = np.sort(slot[owner == rank])
+            for part, places in found.items():
+                view = tables.view(part, k, rank)
+                places.append(view.data_ptr() + slot * (view.stride(0) * view.element_size()))
+        rows, states = (np.concatenate(x) for x in found.values())
+        surplus = np.full(self.PREFETCH, rows[-1]), np.full(self.PREFETCH, states[-1])
+        return (torch.from_numpy(np.concatenate([rows, surplus[0]])),
+                torch.from_numpy(np.concatenate([states, surplus[1]])))
+
+    def run(self, number: int) -> None:
+        """Rewrite what batch `number` (modulo the number of batches) updates."""
+        rows, states = self.batches[number % len(self.batches)]
+        torch.ops.oper.rewrite_ceiling(rows, self._row_bytes, self.PREFETCH)
+        torch.ops.oper.rewrite_ceiling(states, 4, self.PREFETCH)

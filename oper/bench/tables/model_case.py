@@ -1,0 +1,230 @@
+"""One case of a recommender's training steps, as every rank runs it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oper.bench.core import record
+from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Run, over
+from oper.bench.core.planning import gather, total
+from oper.train.config import TrainConfig, load_config
+from oper.train.engines import Engine, dense_optimizer, with_torchrec
+from oper.train.reference import SparseTableOptimizer
+from oper.train.tasks import RecommenderTask
+
+SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")  # of TorchRec, for all tables alike
+TOLERANCE = 1e-4  # of a loss, relative; the models' matrix products differ in shape
+CHECKED_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCase:
+    """One case.
+
+    Attributes:
+        name: for the record.
+        model: of `oper.rl_rec.registry`.
+        num_items: of the synthetic catalogue.
+        batch_size: trajectories per rank and step.
+        num_batches: distinct batches that are timed.
+        rounds, per_round: see `record.interleave`.
+    """
+
+    name: str
+    model: str
+    num_items: int
+    batch_size: int = 128
+    num_batches: int = 32
+    rounds: int = 10
+    per_round: int = 4
+
+    def config(self) -> TrainConfig:
+        """Row-wise Adagrad on the tables, SGD on the rest, no dropout (it would be timed too)."""
+        drawn = {"model.sampled": 1024} if self.model == "cadvae" else {}
+        return load_config(None, drawn | {
+            "model.name": self.model, "model.dropout": 0.0, "batch_size": self.batch_size,
+            "catalogue.num_items": self.num_items,
+            "catalogue.num_users": 2 * self.batch_size * (self.num_batches + 8),
+            "optimizer.dense": "sgd"})
+
+
+def run_case(case: ModelCase, progress: Progress) -> dict[str, Any]:
+    """Build, verify and measure one case. Collective.
+
+    Returns:
+        The case's entry of the record on rank 0, nothing elsewhere.
+    """
+    run = Run(case, progress)
+
+    run.say("inventing interactions")
+    task = RecommenderTask(case.config())
+    # Epoch 0 is what the statistics are counted from.
+    batches = [b for b, _ in itertools.islice(task.epoch(1), case.num_batches)]
+    engines = {}
+    shapes = task.workload.build(task.config.model, task.data, "meta")  # no tables are drawn
+    for name in ("oper", *plan_kinds(shapes)):
+        run.say(f"building {name}")
+        engines[name] = _engine(task, name)
+    run.say("comparing losses")
+    worst = _compare(task, engines, batches)
+    # The same lookups for all: candidates are drawn once.
+    drawing: Any = engines["oper"].bare
+    kjts = [drawing.lookups(b) for b in batches]
+    gc.collect()
+    gc.freeze()
+    timings = {}
+    for phase in ("embedding", "step"):
+        runs = {name: over(batches, engine.step) if phase == "step"
+                else over(kjts, _Tables(engine)) for name, engine in engines.items()}
+        timings[phase] = run.time(runs, dist.barrier, phase)
+    gc.unfreeze()
+    dist.barrier()
+    entry = {"name": case.name, **_figures(timings), "max_relative_diff": worst,
+             "verified": max(worst.values()) <= TOLERANCE, "other_busy_cores": run.others,
+             "model": case.config().to_json()["model"], "case": asdict(case),
+             "tables": _describe(engines["oper"]), "threads_per_rank": torch.get_num_threads(),
+             "world_size": dist.get_world_size(), "load_after": record.load_average()}
+    return entry if dist.get_rank() == 0 else {}
+
+
+def plan_kinds(model: nn.Module) -> tuple[str, ...]:
+    """TorchRec's plans: ``planner``, its own choice, and what it can do to all tables on CPU.
+
+    It shards pooled tables row-wise on GPUs only, so a model with any has no such contender.
+    """
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    able = set(SHARDING_TYPES)
+    for sharder in (EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()):
+        if any(isinstance(m, sharder.module_type) for m in model.modules()):
+            able &= set(sharder.sharding_types("cpu"))
+    return ("planner", *(kind for kind in SHARDING_TYPES if kind in able))
+
+
+def _engine(task: RecommenderTask, name: str) -> Engine:
+    if name == "oper":
+        return task.engine()
+    torch.manual_seed(task.config.seed)
+    types = [] if name == "planner" else [name]
+    return with_torchrec(task.build(), task.config, types)
+
+
+def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequence[Any]
+             ) -> dict[str, float]:
+    """Largest relative difference of a loss from the unsharded model's, by contender. Collective.
+
+    Rank 0 trains the unsharded model on the batches of all ranks; a step's loss is their mean.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, list[float]] = {}
+    for name, engine in engines.items():
+        engine.module.train()
+        losses = []
+        for step in range(CHECKED_STEPS):
+            torch.manual_seed(100 * step + rank)
+            losses.append(float(engine.step(batches[step])[0]))
+        found[name] = [x / world_size for x in total(losses)]
+    every = gather(batches[:CHECKED_STEPS])
+    worst: dict[str, float] = dict.fromkeys(engines, 0.0)
+    if rank == 0:
+        torch.manual_seed(task.config.seed)
+        model, rule = task.build(), task.config.optimizer
+        plain = Engine(model, model, [
+            SparseTableOptimizer(model, rule.tables, rule.tables_lr, rule.tables_eps),
+            dense_optimizer(rule, model)])
+        for step in range(CHECKED_STEPS):
+            for optimizer in plain.optimizers:
+                optimizer.zero_grad()
+            mean = 0.0
+            for r in range(world_size):
+                torch.manual_seed(100 * step + r)
+                loss, _ = plain.module(every[r][step])
+                (loss / world_size).backward()
+                mean += float(loss.detach()) / world_size
+            for optimizer in plain.optimizers:
+                optimizer.step()
+            for name, losses in found.items():
+                gap = abs(losses[step] - mean) / abs(mean)
+                worst[name] = max(worst[name], gap if gap == gap else float("inf"))
+    return {name: float(f"{x:.3g}") for name, x in gather(worst)[0].items()}
+
+
+class _Tables:
+    """The collections of a model alone: lookups, and backward from fixed output gradients."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._collections = collections_of(engine.bare)
+        self._optimizers = engine.optimizers
+
+    def __call__(self, kjts: Sequence[Any]) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        outputs: list[torch.Tensor] = []
+        for kjt in kjts:
+            found = self._collection(kjt)(kjt)
+            pooled = hasattr(found, "length_per_key")
+            outputs += [found.values()] if pooled else [x.values() for _, x in found.items()]
+        torch.autograd.backward(outputs, [torch.full_like(x, 1e-3) for x in outputs])
+
+    def _collection(self, kjt: Any) -> nn.Module:
+        keys = set(kjt.keys())
+        return next(m for features, m in self._collections if features == keys)
+
+
+def collections_of(model: nn.Module) -> list[tuple[set[str], nn.Module]]:
+    """The collections of a model, sharded by whom ever or not, with their features."""
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    from oper.integration.torchrec_modules import ShardedEmbeddingBags, ShardedEmbeddings
+
+    kinds = (ShardedEmbeddingBags, ShardedEmbeddings, ShardedEmbeddingCollection,
+             ShardedEmbeddingBagCollection)
+    return [(set(_features(m)), m) for m in model.modules() if isinstance(m, kinds)]
+
+
+def _features(collection: Any) -> list[str]:
+    if hasattr(collection, "_features"):  # ours
+        return list(collection._features)
+    configs = getattr(collection, "_embedding_configs", None) or collection._embedding_bag_configs
+    return [f for c in configs for f in c.feature_names]
+
+
+def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {"plans": {}}
+    for phase, by_name in timings.items():
+        medians = {name: float(np.median(t)) for name, t in by_name.items()}
+        best = min((name for name in medians if name != "oper"), key=medians.__getitem__)
+        figures |= {f"oper_{phase}_ms": round(medians["oper"] * 1e3, 4),
+                    f"torchrec_{phase}_ms": round(medians[best] * 1e3, 4),
+                    f"ratio_{phase}": round(medians[best] / medians["oper"], 4),
+                    f"torchrec_best_{phase}": best}
+        for name, seconds in by_name.items():
+            figures["plans"].setdefault(name, {})[phase] = record.summary(seconds)
+    return figures
+
+
+def _describe(engine: Engine) -> list[dict[str, Any]]:
+    """Tables and where their rows are."""
+    found = []
+    for _, module in collections_of(engine.bare):
+        tables: Any = module.tables
+        for entry in tables.plan.tables:
+            rows: dict[str, int] = {}
+            for tier in (t for piece in entry.pieces for t in piece.tiers):
+                name = f"{tier.placement} {tier.mode}"
+                rows[name] = rows.get(name, 0) + tier.stop - tier.start
+            found.append({"name": entry.table.name, "num_rows": entry.table.num_rows,
+                          "dim": entry.table.dim, "rows": rows})
+    return found

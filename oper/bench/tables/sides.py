@@ -1,0 +1,277 @@
+"""The systems of the training benchmark: OPER and TorchRec on the same model and numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from oper.bench.core.workload import NUM_DENSE, Workload
+from oper.bench.tables.torchrec_peer import BagsOnly, PeerOptions, build_peer
+from oper.bench.tables.unsharded import EPS, LEARNING_RATE
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+
+if TYPE_CHECKING:
+    from oper.plan import Plan
+    from oper.shmem.tables import ShardedTables
+
+OPTIMIZER = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS)  # OPER's
+DENSE_LAYERS, OVER_LAYERS = (512, 256), (512, 512, 256, 1)  # the dense arch ends with `dim`
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a step shows of itself; features in the order of the configuration.
+
+    Attributes:
+        pooled: output of the collection, float32 [B, sum of dims].
+        gradient: of the rank's loss by that output, same shape.
+        logits: float32 [B]; None for a collection alone.
+    """
+
+    pooled: torch.Tensor
+    gradient: torch.Tensor
+    logits: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Side:
+    """One contender.
+
+    Attributes:
+        name: for the record.
+        model: what is called.
+        collection: the sharded embedding bag collection inside it.
+        optimizers: step after every backward pass.
+        gradient: output gradient float32 [B, sum of dims] in the order of the collection's keys;
+            None for a whole DLRM.
+        features: keys in the order of the configuration.
+        plan: what it executes, for the record.
+        tables: OPER's tables; None on TorchRec's side.
+    """
+
+    name: str
+    model: nn.Module
+    collection: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    gradient: torch.Tensor | None
+    features: list[str]
+    plan: dict[str, Any] = field(default_factory=dict)
+    tables: ShardedTables | None = None
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Forward, backward, update; returns the pooled embeddings or the logits."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if self.gradient is not None:
+            out = self.model(batch.sparse_features).values()
+            out.backward(self.gradient)
+        else:
+            loss, (_, out, _) = self.model(batch)
+            loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return out
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Forward without gradient."""
+        with torch.no_grad():
+            if self.gradient is not None:
+                return self.model(batch.sparse_features).values()
+            return self.model(batch)[1][1]
+
+    def forward_values(self, features: Any) -> torch.Tensor:
+        """Pooled embeddings of a collection alone, in its own order, without gradient."""
+        with torch.no_grad():
+            return self.model(features).values()
+
+    def traced_step(self, batch: Any) -> Trace:
+        """A step that also tells what went out of the collection and what came back."""
+        seen: dict[str, torch.Tensor] = {}
+
+        def in_order(keys: list[str], values: torch.Tensor) -> torch.Tensor:
+            blocks = dict(zip(keys, values.detach().chunk(len(keys), dim=1), strict=True))
+            return torch.cat([blocks[f] for f in self.features], dim=1)
+
+        def watch(module: nn.Module, args: Any, output: Any) -> None:
+            keys, values = list(output.keys()), output.values()
+            seen["pooled"] = in_order(keys, values)
+            values.register_hook(lambda g: seen.update(gradient=in_order(keys, g)))
+
+        handle = self.collection.register_forward_hook(watch)
+        try:
+            out = self.step(batch).detach()
+        finally:
+            handle.remove()
+        return Trace(seen["pooled"], seen["gradient"], out if self.gradient is None else None)
+
+    def lookup(self, features: Any) -> torch.Tensor:
+        """Pooled embeddings in the order of the configuration, without gradient."""
+        with torch.no_grad():
+            found = self.collection(features).to_dict()
+            return torch.cat([found[f] for f in self.features], dim=1)
+
+    def order_gradient(self, gradient: torch.Tensor, batch: Any) -> None:
+        """Take an output gradient, given in the order of the configuration."""
+        with torch.no_grad():
+            keys = list(self.collection(batch.sparse_features).keys())
+        blocks = dict(zip(self.features, gradient.chunk(len(keys), dim=1), strict=True))
+        self.gradient = torch.cat([blocks[k] for k in keys], dim=1).contiguous()
+
+    def dense_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters outside the tables, by their plain names."""
+        found = {}
+        for name, value in self.model.named_parameters():
+            if "embedding_bag" not in name:
+                plain = name.replace("_dmp_wrapped_module.", "").replace("module.", "")
+                found[plain] = value.detach()
+        return found
+
+
+_PERIOD = 1_000_003  # a prime: equal rows of a table are at least as many rows apart
+
+
+def _initialise(weight: torch.Tensor, num_rows: int, seed: int) -> torch.Tensor:
+    """Uniform in TorchRec's default range, from a seed: the same numbers on every side.
+
+    The numbers repeat with `_PERIOD`, since drawing them all takes longer than the measurement.
+    """
+    bound = math.sqrt(1.0 / num_rows)
+    with torch.no_grad():
+        flat = weight.view(-1)
+        block = torch.empty(min(_PERIOD, flat.numel()))
+        block.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+        for at in range(0, flat.numel(), _PERIOD):
+            part = flat[at:at + _PERIOD]
+            part.copy_(block[:part.numel()])
+        return weight
+
+
+def make_collection(work: Workload, device: str) -> Any:
+    """The unsharded collection of a workload on ``"cpu"`` or ``"meta"``."""
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    configs = [
+        EmbeddingBagConfig(
+            num_embeddings=t.num_rows, embedding_dim=t.dim, name=t.name,
+            feature_names=list(t.features),
+            init_fn=functools.partial(_initialise, num_rows=t.num_rows, seed=work.seed + k))
+        for k, t in enumerate(work.tables())]
+    return EmbeddingBagCollection(tables=configs, device=torch.device(device))
+
+
+def make_dlrm(work: Workload, collection: Any) -> Any:
+    """DLRM for training: dense 512-256-dim, over 512-512-256-1, dot interaction."""
+    from torchrec.models.dlrm import DLRM, DLRMTrain
+
+    torch.manual_seed(work.seed)
+    return DLRMTrain(DLRM(collection, NUM_DENSE, [*DENSE_LAYERS, work.dim], list(OVER_LAYERS),
+                          dense_device=torch.device("cpu")))
+
+
+def build_oper(work: Workload, whole_model: bool, plan: Plan, keep_reference: bool,
+               objective: str = "training", collection: Any = None) -> tuple[Side, Any]:
+    """OPER's side, and the unsharded model when `keep_reference`. Collective.
+
+    `collection` is `make_collection`'s, whose tables are copied; made here by default.
+    """
+    from oper.integration.torchrec_modules import ShardedEmbeddingBags
+    from oper.sharding import shard
+
+    if collection is None:
+        collection = make_collection(work, "cpu")
+    model = make_dlrm(work, collection) if whole_model else BagsOnly(collection)
+    reference = None
+    if keep_reference:
+        # The tables themselves are shared: sharding copies them into the arena.
+        reference = copy.deepcopy(model, {id(collection): collection})
+    sharded = shard(model, plan=plan, objective=objective,
+                    optimizer=OPTIMIZER if objective == "training" else None)
+    bags = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingBags))
+    optimizers: list[torch.optim.Optimizer] = []
+    if whole_model:
+        optimizers.append(torch.optim.SGD(sharded.parameters(), lr=LEARNING_RATE))
+        sharded = _data_parallel(sharded)
+    side = Side("oper", sharded, bags, optimizers, None, work.features,
+                _plan_summary(plan), bags.tables)
+    return side, reference
+
+
+def build_data_parallel(work: Workload) -> Side:
+    """Whole tables on every rank under torch's DDP, with dense gradients. Collective."""
+    from torchrec.optim import RowWiseAdagrad as Adagrad
+
+    collection = make_collection(work, "cpu")
+    model = nn.parallel.DistributedDataParallel(BagsOnly(collection), gradient_as_bucket_view=True)
+    return Side("ddp-dense", model, collection,
+                [Adagrad(collection.parameters(), lr=LEARNING_RATE, eps=EPS)], None, work.features)
+
+
+def _data_parallel(model: nn.Module) -> nn.Module:
+    """DDP with the settings that TorchRec's own wrapper uses."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return model
+    return nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True,
+        bucket_cap_mb=25)
+
+
+def _plan_summary(plan: Plan) -> dict[str, Any]:
+    """How many rows each placement takes, and what the planner predicts."""
+    rows: dict[str, int] = {}
+    for entry in plan.tables:
+        for piece in entry.pieces:
+            for tier in piece.tiers:
+                name = f"{tier.placement} {tier.mode}"
+                rows[name] = rows.get(name, 0) + tier.stop - tier.start
+    return {"rows": rows, "step_us": plan.step_us, "lower_bound_us": plan.lower_bound_us,
+            "notes": plan.notes}
+
+
+def build_torchrec(work: Workload, whole_model: bool, kind: str, world_size: int,
+                   machine: Mapping[str, Any] | None = None) -> tuple[Side, Any]:
+    """TorchRec's side by one of its plans, and its `ShardingPlan`. Collective.
+
+    Args:
+        work: the workload.
+        whole_model: a DLRM instead of the collection alone.
+        kind, machine: see `PeerOptions`.
+        world_size: ranks.
+    """
+    collection = make_collection(work, "meta")
+    module = make_dlrm(work, collection) if whole_model else collection
+    peer = build_peer(module, PeerOptions(
+        kind, work.batch_size // world_size, tuple(map(float, work.bag_lengths)), LEARNING_RATE,
+        EPS, machine or {}))
+    side = Side(kind, peer.model, peer.collection(), peer.optimizers, None, work.features,
+                {"tables": peer.plan, "optimizers": [type(o).__name__ for o in peer.optimizers]})
+    return side, peer.sharding
+
+
+def moved_bytes(work: Workload, ids: Sequence[np.ndarray]) -> dict[str, int]:
+    """Bytes that a rank has to move per batch, mean over batches.
+
+    Returns:
+        ``forward``: rows read, one per id, and outputs written. ``step``: that, plus the output
+        gradient read once per id, a gradient row written and read per distinct row of the batch,
+        and weight and row-wise state of each of them read and written.
+    """
+    row = work.dim * 4
+    forward = distinct = 0
+    for batch in ids:
+        forward += batch.size * row + batch.size // work.pooling * row
+        distinct += sum(np.unique(x).size for x in batch)
+    lookups = sum(x.size for x in ids)
+    step = forward + lookups * row + distinct * (2 * row + 2 * (row + 4))
+    return {"forward": forward // len(ids), "step": step // len(ids),
+            "distinct_rows": distinct // len(ids)}

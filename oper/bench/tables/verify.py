@@ -1,0 +1,297 @@
+"""Are the numbers the same? Contenders against the unsharded model, before anything is timed.
+
+The tables of a DLRM are compared under the output gradients that the contender itself has computed.
+Rounding may put a hidden unit of a sample on the other side of its kink, which changes the
+gradients of that sample's rows by percents, and the first steps of Adagrad magnify small gradients:
+two correct runs of the whole model may differ there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oper.bench.core.workload import CHECKED, NO_ID, Workload, batch_ids, make_batch, make_kjt
+from oper.bench.tables.sides import Side
+from oper.bench.tables.unsharded import EPS, LEARNING_RATE
+
+NUM_STEPS = 2
+# max|a - b| <= tolerance * max|b| per tensor. Tables differ by the order of sums only; the dense
+# part of a DLRM also by the shapes of its matrix products.
+TOLERANCE = {"pooled": 1e-5, "ceiling": 1e-5, "rows": 1e-5, "tables": 1e-5, "logits": 1e-4,
+             "dense": 1e-4}
+_CHUNK_ROWS = 4096
+_PROBED_ROWS = 16_384  # per table, of the touched ones
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a comparison has found.
+
+    Attributes:
+        worst: largest max|a - b| / max|b| of a tensor, by kind of tensor.
+    """
+
+    worst: dict[str, float] = field(default_factory=dict)
+
+    def compare(self, kind: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
+        """Take one tensor into account; NaN and wrong shapes never pass."""
+        if ours.shape != reference.shape:
+            self.worst[kind] = float("inf")
+            return
+        if not ours.numel():
+            return
+        # In parts: temporaries of a whole table cost more than the comparison.
+        parts = zip(ours.split(_CHUNK_ROWS), reference.split(_CHUNK_ROWS), strict=True)
+        most = [torch.stack([(a - b).abs().max(), b.abs().max()]) for a, b in parts]
+        found, scale = torch.stack(most).amax(dim=0).tolist()  # NaN wins
+        ratio = found / max(scale, 1e-30) if found == found else float("inf")
+        self.worst[kind] = max(self.worst.get(kind, 0.0), ratio)
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared and all of it agrees."""
+        return bool(self.worst) and all(x <= TOLERANCE[k] for k, x in self.worst.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record."""
+        worst = {k: None if x == float("inf") else float(f"{x:.3g}") for k, x in self.worst.items()}
+        return {"passed": self.passed, "max_relative_diff": worst,
+                "tolerance": {k: TOLERANCE[k] for k in self.worst}}
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Input of the comparison, made alike by all ranks.
+
+    Attributes:
+        work: the workload.
+        rank, world_size: who we are.
+        ids: ids by step and rank, int64 [F, B * pooling] each.
+    """
+
+    work: Workload
+    rank: int
+    world_size: int
+    ids: list[list[np.ndarray]]
+
+    @staticmethod
+    def make(work: Workload, rank: int, world_size: int) -> Checks:
+        """The batches of `NUM_STEPS` steps of all ranks."""
+        return Checks(work, rank, world_size, [
+            [batch_ids(work, r, world_size, number, CHECKED) for r in range(world_size)]
+            for number in range(NUM_STEPS)])
+
+    def batch(self, step: int, rank: int) -> Any:
+        """The batch of a rank."""
+        return make_batch(self.work, self.ids[step][rank], (CHECKED, rank, step))
+
+    def joint_batch(self, step: int) -> Any:
+        """The batches of all ranks as one, in rank order."""
+        from torchrec.datasets.utils import Batch
+
+        parts = [self.batch(step, r) for r in range(self.world_size)]
+        return Batch(torch.cat([p.dense_features for p in parts]),
+                     make_kjt(self.work, np.concatenate(self.ids[step], axis=1)),
+                     torch.cat([p.labels for p in parts]))
+
+    def touched(self, table: int) -> np.ndarray:
+        """Ids that the steps touch in a table, ascending."""
+        found = np.unique(np.concatenate([x[table] for step in self.ids for x in step]))
+        return found[found != NO_ID]
+
+
+class Reference:
+    """The unsharded model, trained on the batches of all ranks together.
+
+    Args:
+        model: `BagsOnly` or `DLRMTrain` with an `EmbeddingBagCollection` on CPU.
+        checks: the input.
+    """
+
+    def __init__(self, model: nn.Module, checks: Checks) -> None:
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+        self._model, self._checks = model, checks
+        self._bags = next(m for m in model.modules() if isinstance(m, EmbeddingBagCollection))
+        self.weights: dict[str, nn.Parameter] = {}
+        for name, bag in self._bags.embedding_bags.items():
+            bag.sparse = True
+            self.weights[name] = bag.weight
+        self.dense = {n: p for n, p in model.named_parameters() if "embedding_bag" not in n}
+        self._state = {n: torch.zeros(w.shape[0]) for n, w in self.weights.items()}
+        self._touched = [torch.from_numpy(checks.touched(t)) for t in range(len(self.weights))]
+        self._rows = [w.detach()[at] for w, at in zip(self.weights.values(), self._touched,
+                                                      strict=True)]
+        self._dense = {n: p.detach().clone() for n, p in self.dense.items()}
+
+    def reset(self) -> None:
+        """Back to the initial weights, for the next contender."""
+        with torch.no_grad():
+            for weight, at, rows in zip(self.weights.values(), self._touched, self._rows,
+                                        strict=True):
+                weight[at] = rows
+            for name, value in self.dense.items():
+                value.copy_(self._dense[name])
+            for state in self._state.values():
+                state.zero_()
+
+    def step(self, number: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One step; the dense part follows its own gradients, the tables the given one.
+
+        Args:
+            number: of the step.
+            gradient: of every rank's own loss by its pooled embeddings, float32 [W * B, columns].
+
+        Returns:
+            Pooled embeddings and logits (None without a dense part) before the update.
+        """
+        batch, logits = self._checks.joint_batch(number), None
+        if self.dense:
+            logits = self._dense_step(batch)
+        pooled = self._bags(batch.sparse_features).values()
+        # Data parallelism averages over ranks.
+        pooled.backward(gradient / self._checks.world_size)
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                _adagrad(self._state[name], weight)
+        return pooled.detach(), logits
+
+    def _dense_step(self, batch: Any) -> torch.Tensor:
+        self._bags.requires_grad_(False)
+        loss, (_, logits, _) = self._model(batch)
+        loss.backward()
+        self._bags.requires_grad_(True)
+        with torch.no_grad():
+            for value in self.dense.values():
+                assert value.grad is not None
+                value.sub_(value.grad, alpha=LEARNING_RATE)
+                value.grad = None
+        return logits.detach()
+
+
+class KeptReference(Reference):
+    """One that trains once, for contenders that all get the same output gradients.
+
+    A contender whose gradients are others fails the comparison: its numbers are held against NaN.
+    """
+
+    def __init__(self, model: nn.Module, checks: Checks) -> None:
+        super().__init__(model, checks)
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def reset(self) -> None:
+        """Weights stay those after the last step."""
+
+    def step(self, number: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if number == len(self._kept):
+            self._kept.append((gradient.clone(), super().step(number, gradient)[0]))
+        expected, pooled = self._kept[number]
+        return (pooled if torch.equal(expected, gradient) else torch.full_like(pooled, math.nan),
+                None)
+
+
+def _adagrad(state: torch.Tensor, weight: nn.Parameter) -> None:
+    """Row-wise Adagrad on the touched rows; takes the gradient away."""
+    assert weight.grad is not None
+    gradient = weight.grad.coalesce()
+    rows, values = gradient.indices()[0], gradient.values()
+    state[rows] += values.pow(2).mean(dim=1)
+    weight[rows] -= LEARNING_RATE * values / (state[rows].sqrt() + EPS)[:, None]
+    weight.grad = None
+
+
+def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
+           progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """Train every side for a few steps and compare with the unsharded model. Collective.
+
+    Compared are pooled embeddings and logits of every step, afterwards the dense parameters, the
+    touched rows (looked up one by one) and, on OPER's side, all rows of all tables.
+
+    Args:
+        sides: the contenders, freshly built.
+        checks: the input.
+        reference: on rank 0; None elsewhere.
+        progress: told what is going on.
+
+    Returns:
+        By side on rank 0: ``passed``, ``max_relative_diff``, ``tolerance``. Elsewhere empty.
+    """
+    verdicts = {}
+    for side in sides:
+        progress(f"comparing {side.name} with the unsharded model")
+        verdict = Verdict()
+        for step in range(len(checks.ids)):
+            trace = side.traced_step(checks.batch(step, checks.rank))
+            pooled, gradient = _to_rank_0(trace.pooled), _to_rank_0(trace.gradient)
+            logits = None if trace.logits is None else _to_rank_0(trace.logits)
+            if reference is None:
+                continue
+            want_pooled, want_logits = reference.step(step, gradient)
+            size = len(side.features)
+            for ours, want in zip(pooled.chunk(size, 1), want_pooled.chunk(size, 1), strict=True):
+                verdict.compare("pooled", ours, want)
+            if logits is not None and want_logits is not None:
+                verdict.compare("logits", logits, want_logits)
+        _compare_rows(side, checks, reference, verdict)
+        if reference is not None:
+            dense = side.dense_parameters()
+            for name, value in reference.dense.items():
+                verdict.compare("dense", dense.get(name, torch.empty(0)), value.detach())
+        if side.tables is not None and (reference is not None or not side.tables.is_one_domain):
+            for name in side.tables.specs:  # between memory domains all ranks read
+                rows = side.tables.read(name)
+                if reference is not None:
+                    verdict.compare("tables", rows, reference.weights[name].detach())
+        if reference is not None:
+            reference.reset()
+            verdicts[side.name] = verdict.to_json()
+        if dist.is_initialized():
+            dist.barrier()
+    return verdicts
+
+
+def _to_rank_0(value: torch.Tensor) -> torch.Tensor:
+    """Every rank's tensor (of the same shape), one after another on rank 0; empty elsewhere."""
+    value = value.contiguous()
+    if not dist.is_initialized():
+        return value
+    if dist.get_rank():
+        dist.gather(value)
+        return value[:0]
+    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.gather(value, found)
+    return torch.cat(found)
+
+
+def _compare_rows(side: Side, checks: Checks, reference: Reference | None, verdict: Verdict
+                  ) -> None:
+    """Look the touched rows up one by one; rank 0 compares, the others look nothing up."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    work, dim = checks.work, checks.work.dim
+    size = work.batch_size // checks.world_size
+    touched = [checks.touched(t) for t in range(len(work.num_rows))]
+    touched = [ids[:: -(-ids.size // _PROBED_ROWS)] for ids in touched]
+    for begin in range(0, max(t.size for t in touched), size):
+        part = [t[begin:begin + size] for t in touched]
+        lengths = np.zeros((len(part), size), np.int32)
+        if checks.rank == 0:
+            for t, ids in enumerate(part):
+                lengths[t, :ids.size] = 1
+        ids = np.concatenate(part) if checks.rank == 0 else np.zeros(0, np.int64)
+        kjt = KeyedJaggedTensor.from_lengths_sync(
+            work.features, torch.from_numpy(ids), torch.from_numpy(lengths.reshape(-1)))
+        rows = side.lookup(kjt)
+        if reference is None:
+            continue
+        for t, weight in enumerate(reference.weights.values()):
+            ours = rows[:part[t].size, t * dim:(t + 1) * dim]
+            verdict.compare("rows", ours, weight.detach()[torch.from_numpy(part[t])])

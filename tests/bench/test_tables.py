@@ -1,0 +1,29 @@
+"""The tables of the pages about records are what the records say."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import tables
+
+
+def test_pages_say_what_the_records_say() -> None:
+    marked = [name for page in tables.PAGES
+              for name in re.findall(r"<!-- records: ([\w-]+) -->", page.read_text())]
+    assert sorted(marked) == sorted(tables.TABLES)
+    for page in tables.PAGES:
+        assert tables.rendered(page.read_text()) == page.read_text(), "run benchmarks/tables.py"
+
+
+def test_a_changed_record_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tables.PAGES[1].read_text()
+    before = tables.load("faults")
+    before["cases"][0]["outcomes"][0]["kept"] = False
+    monkeypatch.setattr(tables, "load", lambda name: before)
+    assert "| 80 | 79 |" in tables.rendered(page) and "| 80 | 79 |" not in page
