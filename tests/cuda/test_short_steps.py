@@ -18,7 +18,8 @@ from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.tables import TableSpec
 from tests import runtime_support
-from tests.cuda.emulated import ROOT, device_tables, has_gpu
+from tests.cuda.compiler import ROOT
+from tests.cuda.emulated import device_tables, has_gpu
 from tests.runtime_support import Case, open_tables, run_ranks
 
 OPTIMIZER = RowWiseAdagrad(lr=0.1)
