@@ -14,6 +14,7 @@
 namespace oper::host {
 namespace {
 
+constexpr uint32_t kRefuses = 1u << 31;  // beside the phase
 constexpr int64_t kSliceMs = 100;  // how often a waiting rank looks whether its peer still lives
 
 int64_t now_ms() {
@@ -75,27 +76,41 @@ Barrier::~Barrier() {
   if (mine.absent.compare_exchange_strong(present, kClosed)) futex_wake_all(&mine.epoch);
 }
 
-Barrier::Result Barrier::arrive(uint32_t phase, int32_t* culprit) {
+Barrier::Result Barrier::arrive(uint32_t phase, int32_t* culprit, bool refuses) {
   if (failed_ == Result::kOk) {
     reach(FaultPoint::kBarrier);
     const uint32_t target = ++epoch_;
     BarrierLine& mine = lines_[rank_];
-    mine.phase[target & 1].store(phase, std::memory_order_relaxed);
+    mine.phase[target & 1].store(phase | (refuses ? kRefuses : 0), std::memory_order_relaxed);
     // seq_cst on both sides: either the waker sees the sleeper or the sleeper sees the epoch.
     mine.epoch.store(target, std::memory_order_seq_cst);
     if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&mine.epoch);
     reach(FaultPoint::kBarrier);  // before and after arrival
-    int32_t other = -1;  // a rank that came for something else
+    int32_t other = -1, refused = refuses ? rank_ : -1;  // who came for something else, or for nothing
     for (int32_t k = 1; k < world_size_ && failed_ == Result::kOk; ++k) {
       const int32_t peer = (rank_ + k) % world_size_;
       failed_ = wait_for(peer, target);
       if (failed_ != Result::kOk) culprit_ = peer;
-      if (lines_[peer].phase[target & 1].load(std::memory_order_relaxed) != phase) other = peer;
+      const uint32_t word = lines_[peer].phase[target & 1].load(std::memory_order_relaxed);
+      if ((word & ~kRefuses) != phase) other = peer;
+      if ((word & kRefuses) != 0 && (refused < 0 || peer < refused)) refused = peer;
+    }
+    // A peer that has given up while this rank still waited for another one updates nothing: this rank
+    // must not, either. Whoever gives up looks afterwards who had arrived (oper/shmem/counters/progress.py):
+    // of the two at least one sees the other.
+    for (int32_t r = 0; r < world_size_ && failed_ == Result::kOk; ++r) {
+      if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kGaveUp) continue;
+      failed_ = Result::kPeerGaveUp;
+      culprit_ = r;
     }
     // Only when all are there do all of them see the same words.
     if (failed_ == Result::kOk && other >= 0) {
       failed_ = Result::kOtherPhase;
       culprit_ = other;
+    }
+    if (failed_ == Result::kOk && refused >= 0) {
+      *culprit = refused;
+      return Result::kRefused;
     }
   }
   *culprit = culprit_;
@@ -129,7 +144,7 @@ std::vector<int64_t> Barrier::positions() const {
   for (int32_t r = 0; r < world_size_; ++r) {
     const BarrierLine& line = lines_[r];
     const uint32_t epoch = line.epoch.load(std::memory_order_seq_cst);
-    found.insert(found.end(), {int64_t{epoch}, int64_t{line.phase[epoch & 1].load()},
+    found.insert(found.end(), {int64_t{epoch}, int64_t{line.phase[epoch & 1].load() & ~kRefuses},
                                int64_t{line.absent.load()}, line.verdict.load()});
   }
   return found;

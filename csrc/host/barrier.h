@@ -37,6 +37,7 @@ class Barrier {
     kPeerGaveUp = 6,
     kOtherPhase = 8,  // all have arrived, but not for the same thing
     kPeerClosed = 12,
+    kRefused = 13,  // all have arrived, one of them to say that it cannot take part this time
   };
 
   // `lines` is [world_size] in memory that all ranks map; `pidfds` is [world_size], -1 = not
@@ -51,7 +52,8 @@ class Barrier {
   // Everything written by any rank before its arrive() is seen by all ranks after theirs. `phase`
   // says what for, and must be the same on all ranks. On failure `culprit` names the rank that is
   // missing, or one that came for something else. A failed barrier stays failed.
-  Result arrive(uint32_t phase, int32_t* culprit);
+  // With `refuses` all ranks get kRefused, the lowest one that refuses as culprit, and may go on.
+  Result arrive(uint32_t phase, int32_t* culprit, bool refuses = false);
 
   // This rank will not arrive any more: whoever waits for it fails at once and finds `verdict`.
   void give_up(int64_t verdict = 0);

@@ -281,21 +281,23 @@ class PhaseClock {
   Clock::time_point last_;
 };
 
-Status wait_for_domain(Context& context, uint32_t phase) {
+Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false) {
   int32_t culprit = -1;
-  const Barrier::Result result = context.barrier->arrive(phase, &culprit);
+  const Barrier::Result result = context.barrier->arrive(phase, &culprit, refuses);
   return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
 }
 
 // Waits until all ranks have come this far and, across memory domains, exchanges what they have left
-// for each other. `mine` is an error of this rank alone: the others need not wait for it.
+// for each other. `mine` is an error of this rank alone: within a memory domain all ranks then leave out
+// this batch and may go on with the next; between domains nobody waits for this rank any more.
 Status meet(Context& context, Meeting what, const Batch& batch, ParallelFor parallel,
             Status mine = {}) {
   if (context.barrier) {
-    if (mine.code != 0) {
+    if (mine.code != 0 && context.exchange) {
       context.barrier->give_up();
     } else {
-      mine = wait_for_domain(context, static_cast<uint32_t>(what));
+      const Status found = wait_for_domain(context, static_cast<uint32_t>(what), mine.code != 0);
+      if (mine.code == 0) mine = found;
     }
   }
   return context.exchange ? context.exchange->meet(what, batch, parallel, mine) : mine;

@@ -186,6 +186,11 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
             fail("a peer did not arrive at the gradient exchange", "rank", detail,
                  f"arrival within {DEADLINE_ENV}={deadline_s():g} s",
                  "every rank must run the same number of training steps; look at that rank"))
+    if code == 13:
+        peer = PeerLostError(
+            fail("a peer has refused its batch, which no rank has trained", "rank", detail,
+                 "a batch of every rank that its tables take",
+                 "look at that rank's error; all ranks may go on with the next batch"))
     if peer is not None:
         peer.rank = detail
         raise peer

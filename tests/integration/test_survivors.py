@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import oper
-from oper.errors import OperError, PeerLostError
+from oper.errors import DeadlineError, OperError, PeerLostError
 from tests.runtime_support import assert_bitwise
 from tests.world_support import RankFailedError, report, run_world, world
 
@@ -83,6 +83,35 @@ def test_survivors_save_one_step_or_nothing(world_size: int, point: str, occasio
         assert_bitwise(run_ranks(_loaded, 1, 5, str(folder)), held, "on one rank")
     else:
         assert not folder.exists() and not list(tmp_path.iterdir())
+
+
+def _stalls(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Rank 1 sleeps past the deadline of step 2; what both say, the sleeper once it is awake."""
+    model = sharded(world_size, 101)
+    survivors = Survivors(model, fused(model))
+    train(model, rank, world_size, range(2))
+    survivors.mark()
+    report({"trained": True})
+    if rank == 1:
+        torch.ops.oper.arm_fault(POINTS["outbox"], 1, 0, 5_000_000, -1)
+    with pytest.raises((DeadlineError, PeerLostError)) as caught:
+        train(model, rank, world_size, range(2, 3))
+    try:
+        return {"error": str(caught.value), "wrote": survivors.save(folder, {"step": 2})}
+    except OperError as refusal:
+        return {"error": str(caught.value), "refused": str(refusal)}
+
+
+def test_a_stalled_rank_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    with world(2, _stalls, str(folder), env={"OPER_DEADLINE_S": "1.5"}) as running:
+        for rank in range(2):
+            running.receive(rank)
+        saved, woken = running.receive(0), running.receive(1)
+    assert saved.get("wrote") is True, saved
+    assert "rank=1" in saved["error"] and "refused" in woken, (saved, woken)
+    held = run_ranks(_two_steps, 2, 101)
+    assert_bitwise(run_ranks(_loaded, 1, 5, str(folder)), held, "the marked step")
 
 
 def _alive(rank: int, world_size: int, folder: str) -> str:

@@ -157,6 +157,7 @@ def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.Monke
 
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=0.1), 0.5)
+        before = tables.read("t", 0, 20)
         n = 5_000 if group.rank == 1 else 10
         batch = Lookup(torch.arange(n), torch.ones(n, dtype=torch.int64),
                        torch.zeros(1, dtype=torch.int64), n)
@@ -165,6 +166,15 @@ def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.Monke
             tables.lookup(batch).sum().backward()
         assert time.monotonic() - start < 5
         errors.append(f"{type(caught.value).__name__} {caught.value}")
+        # No rank has trained that batch, and all go on with the next.
+        assert tables.num_steps == 0 and torch.equal(tables.read("t", 0, 20), before)
+        few = Lookup(torch.arange(10), torch.ones(10, dtype=torch.int64),
+                     torch.zeros(1, dtype=torch.int64), 10)
+        tables.lookup(few).sum().backward()
+        tables.barrier()
+        assert tables.num_steps == 1
+        assert torch.equal(tables.read("t", 0, 10), before[:10] - 0.1)
+        assert torch.equal(tables.read("t", 10, 20), before[10:])
 
     run_ranks(2, body)
     assert any("OPER_OUTBOX_BYTES" in e for e in errors)

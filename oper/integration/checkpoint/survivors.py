@@ -1,9 +1,9 @@
-"""What survivors can still save when a rank has ended.
+"""What survivors can still save when a rank has ended, or does not come within the deadline.
 
 On one host the memory of a rank outlives it while others map it. Its rows are those of a whole step
 if no rank had begun the update of the next one, and none can any more: an update begins after a
-barrier that all ranks must reach, and the dead rank had not reached the one at which this rank
-failed.
+barrier that all ranks must reach, and the missing rank had not reached the one at which this rank
+failed. One that only stalls, and wakes, finds there that others have given up, and updates nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WHAT = "cannot save what the survivors hold"
 
 
 class Survivors:
-    """Saves a checkpoint without ranks that have ended, if their rows are provably of one step.
+    """Saves a checkpoint without ranks that are missing, if their rows are provably of one step.
 
     Call `mark` after every whole step, on every rank: tables and dense model are of that step then.
 
@@ -48,7 +48,8 @@ class Survivors:
 
     def save(self, folder: str | os.PathLike[str], extra: dict[str, Any] | None = None,
              chunk_bytes: int = CHUNK_BYTES) -> bool:
-        """Save the marked step after a `PeerLostError`. Every survivor calls it; one writes.
+        """Save the marked step after a `PeerLostError` or a `DeadlineError`. Every survivor calls
+        it; one writes.
 
         The error must come from the forward or the backward pass: the dense model is saved as it is
         on this rank, which must not have made its own step yet.
@@ -60,7 +61,7 @@ class Survivors:
             Whether this rank has written it: the first survivor does.
 
         Raises:
-            OperError: the rows are not provably of the marked step, or no rank has ended; nothing
+            OperError: the rows are not provably of the marked step, or no rank is missing; nothing
                 is written.
         """
         for progress, mark in zip(self._progress, self._marks, strict=True):
@@ -71,11 +72,11 @@ class Survivors:
                     f"{mark.updates} updates on all ranks and a barrier that nobody passes",
                     "the step was under way: load the last checkpoint"))
         first = self._progress[0]
-        ended = first.ended()
-        if not ended:
-            raise OperError(fail(_WHAT, "ranks that have ended", "none", "at least one",
+        missing = set().union(*(p.missing() for p in self._progress))
+        if not missing:
+            raise OperError(fail(_WHAT, "ranks that are missing", "none", "at least one",
                                  "save a checkpoint with all of them"))
-        if first.rank != min(set(range(first.world_size)) - ended):
+        if first.rank != min(set(range(first.world_size)) - missing):
             return False
         path = Path(folder).absolute()
         save_by(Alone(_WHAT, path), path, (self._model, self._optimizer, extra), chunk_bytes)

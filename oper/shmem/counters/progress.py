@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from oper.errors import InvalidInputError, OperError, fail
+from oper.shmem.group.desync import FORWARD, GIVEN_UP
 
 if TYPE_CHECKING:
     from oper.shmem.memory.host_heap import HostHeap
@@ -65,8 +66,23 @@ class Progress:
         flat = torch.ops.oper.context_progress(self._tables.handle)
         return [Counts(*flat[k:k + 3]) for k in range(0, len(flat), 3)]
 
-    def ended(self) -> set[int]:
-        """Ranks whose processes have ended; OperError when the tables are closed."""
+    def missing(self) -> set[int]:
+        """Ranks that have ended, and where this rank has given up those that it waited for: they
+        find that out when they arrive. OperError when the tables are closed."""
+        late = set()
+        if self._position()[1] == GIVEN_UP:  # given up first, then looked: see `Barrier::arrive`
+            arrivals = [c.arrivals for c in self.counts()]
+            late = {r for r, n in enumerate(arrivals) if n < arrivals[self.rank]}
+        return late | self._ended()
+
+    def _position(self) -> tuple[int, int]:
+        """What this rank's last arrival was for, and whether it has given up or closed since."""
+        self._heap()
+        flat = torch.ops.oper.context_positions(self._tables.handle)
+        _, phase, absent, _ = flat[4 * self.rank:4 * self.rank + 4] or (0, -1, 0, 0)
+        return phase, absent
+
+    def _ended(self) -> set[int]:
         poll = select.poll()
         ranks = {fd: r for r, fd in enumerate(self._heap().pidfds) if fd >= 0}
         for fd in ranks:
@@ -89,12 +105,14 @@ class Progress:
         """Whether all ranks' rows are those of a mark of this rank, and will remain so.
 
         No rank has begun an update that the mark does not count. None can any more when this rank
-        has not arrived at a barrier since and will not, or when a rank that has ended had not
-        arrived at one at which this rank has: nobody passes that barrier.
+        has not arrived at a barrier since and will not, or at those of a forward pass only, or when
+        a rank that is missing had not arrived at one at which this rank has: nobody passes that
+        barrier.
         """
-        ended = self.ended()  # before the counters, which are final for these ranks
+        missing = self.missing()  # before the counters, which are final for ranks that have ended
         found = self.counts()
         mine = found[self.rank].arrivals if found else 0
-        held = mine == mark.arrivals or any(found[r].arrivals < mine for r in ended)
+        held = (mine == mark.arrivals or self._position()[0] in FORWARD
+                or any(found[r].arrivals < mine for r in missing))
         whole = all((c.begun, c.ended) == (mark.updates, mark.updates) for c in found)
         return self._tables.handle == mark.handle and held and whole

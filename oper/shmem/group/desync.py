@@ -26,10 +26,10 @@ from oper.shmem.settings import DEADLINE_ENV, deadline_s
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # By number: those of csrc/host/context.h (Meeting and kSharing), then those of `barrier`.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + ("state access", "migration")
-STATE_ACCESS, MIGRATION = 7, 8
+FORWARD, STATE_ACCESS, MIGRATION = (0, 1, 2), 7, 8
 # Status codes about peers: ended, too late, given up, at another phase, closed.
 LOST, LATE, GAVE_UP, ELSEWHERE, CLOSED = PEER_CODES = 1, 2, 6, 8, 12
-_GAVE_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
+GIVEN_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
 
 
 class Spot(NamedTuple):
@@ -202,7 +202,7 @@ def _left_by_others(boards: dict[int, list[Line]], own: int, me: int, peer: int)
     """A verdict that stands: this rank's own, or that of the peer which it waits for, here or at
     another collection."""
     lines = [boards[own][me], boards[own][peer], *(b[peer] for b in boards.values())]
-    lines += [x for x in boards[own] if x.absent == _GAVE_UP]
+    lines += [x for x in boards[own] if x.absent == GIVEN_UP]
     return _first_verdict(lines)
 
 
