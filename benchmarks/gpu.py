@@ -1,15 +1,16 @@
 """Everything about the device back end that a machine with a GPU can show, in one command.
 
     python benchmarks/gpu.py --out DIR [--fbgemm FOLDER] [--wheels FOLDER] [--limit SECONDS]
-                             [--resume FILE] [--only GLOB]
+                             [--resume FILE] [--only GLOB] [--list]
 
-Parts run one after the other, the most telling first: what the machine is; the build; the tests
-of tests/cuda (equality with the host back end, processes through symmetric and virtual memory, a
-killed rank, graphs, rows in host memory, the same bits in every run); every case of `oper bench
-lookup --device cuda` (forward, backward with the update, and steps as fractions of a copy's
-bandwidth, beside torch and fbgemm; what directories and peers' addresses add), a batch of 256
-under a graph, rows in host memory; one of `oper bench train`; compute-sanitizer; modelled steps on
-8 GPUs.
+Parts run one after the other, the most telling first: what the machine is; the build; a first look
+at equality with the host back end, TorchRec's pipeline with copies that come late, two processes
+that share the device, and steps in a graph; cases of `oper bench lookup --device cuda` (forward,
+backward with the update, and steps as fractions of a copy's bandwidth, beside torch and fbgemm;
+what directories and peers' addresses add), a batch of 256 under a graph; the time of every kernel
+of a step; all tests of tests/cuda (processes through symmetric and virtual memory, a killed rank,
+rows in host memory, the same bits in every run); the other cases; one of `oper bench train`;
+compute-sanitizer; modelled steps on 8 GPUs. --list only names them, with their limits.
 
 A part that fails, crashes or takes too long does not stop the others. After every part DIR holds
 all there is: gpu.json (states, times and figures), summary.md (figures beside what is wanted) and
@@ -52,6 +53,39 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "name"
                   "python": platform.python_version(), "processors": p.multi_processor_count,
                   "memory_bytes": p.total_memory, "capability": [p.major, p.minor]}))
 """
+# Kernels of training steps, 8192 x 26, pooling 10, dim 128, by time; and how many a step has.
+_KERNELS = """
+import json, sys, torch
+from oper.plan import uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.device_tables import DeviceTables
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.tables import TableSpec
+F, B, rows, dim, device = 26, int(sys.argv[2]), int(sys.argv[3]), 128, sys.argv[4]
+specs = [TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum", "float32", "rowwise_adagrad")
+         for k in range(F)]
+tables = DeviceTables(uniform_plan(specs, 1), [(f"f{k}", f"t{k}") for k in range(F)],
+                      SingleGroup(), RowWiseAdagrad(lr=0.1), device=device)
+batch = Lookup(torch.randint(0, rows, (F * B * 10,), device=device),
+               torch.full((F * B,), 10, device=device), torch.arange(F), B)
+def step():
+    out, offsets = tables.forward(batch, collective=True)
+    tables.apply_gradients(torch.ones_like(out), batch, offsets)
+for _ in range(3):
+    step()
+tables.synchronize()
+with torch.profiler.profile() as found:
+    for _ in range(10):
+        step()
+    tables.synchronize()
+kernels = sorted(((e.device_time_total / 10, e.count / 10, e.key[:120])
+                  for e in found.key_averages()
+                  if e.device_type == torch.autograd.DeviceType.CUDA), reverse=True)
+for us, count, name in kernels[:30]:
+    print(f"{us:9.1f} us  {count:5.1f}  {name}")
+json.dump({"kernels": kernels, "per_step": sum(c for _, c, _ in kernels)}, open(sys.argv[1], "w"))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +114,13 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, help="wheels to install first")
     parser.add_argument("--limit", type=float, default=1700.0, help="seconds of this call")
     parser.add_argument("--only", default="*", metavar="GLOB", help="parts by name")
+    parser.add_argument("--list", action="store_true", help="name the parts and run none")
     parser.add_argument("--quick", action="store_true", help="main cases only")
     args = parser.parse_args()
+    if args.list:
+        for part in parts(args.quick):
+            print(f"{part.name}: at most {part.limit_s:.0f} s")
+        return 0
     begin = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
@@ -143,6 +182,10 @@ def parts(quick: bool) -> Iterator[Part]:
     yield Part("build", [*python, "setup.py", "build_ext", "--inplace"], 420)
     yield Part("tests-first", [*python, *_PYTEST, f"{tests}emulated.py", "-x", "-k",
                                "hosts_bits and 1-striped or hosts_bits and 2-mixed0"], 120)
+    # Where a first failure is likeliest, one by one.
+    for name, chosen in (("pipeline", "pipeline"), ("two-processes", "mixed-2-"),
+                         ("graph", "in_a_graph")):
+        yield Part(f"first-{name}", [*python, *_PYTEST, f"{tests}on_gpu.py", "-k", chosen], 120)
     bench = [*python, "-m", "oper", "bench"]
     flags = ["--quick"] if quick else []
     sys.path.insert(0, str(ROOT))
@@ -158,6 +201,9 @@ def parts(quick: bool) -> Iterator[Part]:
     names.sort(key=lambda n: ("uniform" not in n, "graph" not in n, "host" in n))
     half = [n for n in names if "uniform" in n or "graph" in n]
     yield from (case("lookup", n) for n in half)
+    kernels = WORK / "kernels.json"
+    yield Part("kernels", [*python, "-c", _KERNELS, str(kernels), "8192", "1000000",
+                           "cuda"], 120, kernels)
     yield Part("tests-ranks", [*python, *_PYTEST, f"{tests}emulated.py", f"{tests}domains.py",
                                f"{tests}moves.py", f"{tests}counters.py"], 300)
     yield Part("tests-processes", [*python, *_PYTEST, f"{tests}on_gpu.py",
@@ -257,7 +303,8 @@ def summary(done: dict[str, dict[str, Any]]) -> str:
                       f"{'yes' if met else 'NO'} |" for key, value, wanted, met in figures]
             lines += [] if figures else [f"| {name} | {right} | | | | |"]
     for name, p in done.items():
-        if p["state"] != "ok" or name.startswith(("tests", "mem", "race", "modelled", "machine")):
+        if p["state"] != "ok" or name.startswith(
+                ("tests", "first", "mem", "race", "modelled", "machine", "kernels")):
             lines += ["", f"## {name}: {p['state']}", "", "```", *p["tail"], "```"]
     return "\n".join(lines)
 

@@ -60,9 +60,8 @@ class DeviceTables(ShardedTables):
     lookups_at_once = False  # they share memory
     resolves_far = True
     is_watched = False
-    #: Whether rows of peers are fetched once per batch: True, False, or None: where that pays.
-    deduplicate: bool | None = None
-    most_staging_bytes = 1 << 30  # memory for them
+    _deduplicate: bool | None = None
+    most_staging_bytes = 1 << 30  # memory for rows of peers that are fetched once
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
@@ -134,10 +133,23 @@ class DeviceTables(ShardedTables):
             self._exchange.attach(handle, self.directories)
         self._steps = DeviceSteps(self, self._exchange)
         self._steps.attach(handle)
-        torch.ops.oper.device_context_set_pull(
-            handle, -1 if self.deduplicate is None else int(self.deduplicate),
-            self.most_staging_bytes)
+        self._set_pull(handle)
         return handle
+
+    def _set_pull(self, handle: int) -> None:
+        choice = -1 if self._deduplicate is None else int(self._deduplicate)
+        torch.ops.oper.device_context_set_pull(handle, choice, self.most_staging_bytes)
+
+    @property
+    def deduplicate(self) -> bool | None:
+        """Whether rows of peers are fetched once per batch: True, False, or None: where that
+        pays."""
+        return self._deduplicate
+
+    @deduplicate.setter
+    def deduplicate(self, choice: bool | None) -> None:
+        self._deduplicate = choice
+        self._set_pull(self.handle)
 
     def _keep(self) -> None:
         assert self._heap is not None
@@ -289,8 +301,10 @@ class DeviceTables(ShardedTables):
     # ---- another plan ----------------------------------------------------------------------------
 
     def like(self, plan: Plan) -> DeviceTables:
-        return DeviceTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
-                            device=self.device, is_new=False)
+        other = DeviceTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
+                             device=self.device, is_new=False)
+        other.deduplicate = self.deduplicate
+        return other
 
     def check_room(self) -> None:
         """The arenas are there: device memory is taken at once."""

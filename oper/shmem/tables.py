@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 import threading
 import weakref
@@ -274,8 +273,7 @@ class ShardedTables(MeasuredTables):
         """
         self._checks.check(batch)
         batch = self.bounds.repair(batch)
-        # Rows of other domains have places in their batch only.
-        if self._exchange is not None and not self.resolves_far:
+        if self._exchange is not None and not self.resolves_far:  # rows there have no addresses
             return batch
         versions = batch.versions()  # before the ids are read: they may change meanwhile
         with self._resolving:
@@ -290,7 +288,7 @@ class ShardedTables(MeasuredTables):
 
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
         """`resolve` of a batch that is there now, for another thread to call."""
-        return functools.partial(self.resolve, batch)
+        return lambda: self.resolve(batch)
 
     def _known(self, batch: Lookup) -> ResolvedIds | None:
         known = batch.resolved

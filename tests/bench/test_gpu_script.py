@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,3 +83,23 @@ def test_all_that_is_to_be_shown_has_a_part(gpu: Any) -> None:
             assert f"lookup-{shape}-{ids}" in names
     assert {"lookup-b256-t26-pool1-d128-graph", "tests-ranks", "tests-processes", "racecheck",
             "lookup-host-b8192-t26-pool1-d128-zipf1.05", "modelled"} <= set(names)
+
+
+def test_the_first_parts_are_the_most_telling(
+        gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The build, exactness, the pipeline, processes and a graph come before any figure."""
+    assert call(gpu, monkeypatch, "--out", "unused", "--list") == 0
+    names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[:7] == ["machine", "driver", "build", "tests-first", "first-pipeline",
+                         "first-two-processes", "first-graph"]
+    assert names.index("kernels") < names.index("tests-ranks")
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("chosen", ["pipeline", "mixed-2-", "in_a_graph"])
+def test_first_parts_name_tests_that_there_are(chosen: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider",
+         "tests/cuda/test_on_gpu.py", "-k", chosen], cwd=SCRIPT.parent.parent,
+        capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout  # 5 where nothing was chosen

@@ -111,7 +111,7 @@ class _Staging:
             close(tables)
 
         patch.setattr(DeviceTables, "close", note)
-        patch.setattr(DeviceTables, "deduplicate", choice)
+        patch.setattr(DeviceTables, "_deduplicate", choice)
         if room is not None:
             patch.setattr(DeviceTables, "most_staging_bytes", room)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,3 +118,14 @@ def test_as_little_python_as_on_the_host(emulation: pytest.MonkeyPatch) -> None:
     assert len(host) > 5 and len(host_ops) >= 2, "both are seen"
     assert len(device) <= len(host) + 2, device
     assert len(device_ops) <= len(host_ops) + 2, device_ops
+
+
+def test_the_benchmarks_look_at_kernels_runs(
+        emulation: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To its end, without a GPU, whose kernels it then does not see."""
+    text = (ROOT / "benchmarks/gpu.py").read_text(encoding="utf-8")
+    script = text.split('_KERNELS = """')[1].split('"""')[0]
+    found = tmp_path / "kernels.json"
+    emulation.setattr(sys, "argv", ["script", str(found), "2", "50", "cpu"])
+    exec(compile(script, "kernels", "exec"), {})
+    assert json.loads(found.read_text()) == {"kernels": [], "per_step": 0}
