@@ -64,4 +64,8 @@ class Fit {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void oper_fit(OperFit* fit) { Fit(*fit).run(); }
+extern "C" __attribute__((visibility("default"))) int oper_fit(OperFit* fit) {
+  if (!is_known(*fit)) return 1;
+  Fit(*fit).run();
+  return 0;
+}

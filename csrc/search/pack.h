@@ -3,11 +3,14 @@
 
 #include <cstdint>
 
+#include "search/argument.h"
+
 // Arrays are row-major. W ranks in the order of their classes, C classes, G loads (5 per phase, then
 // the share of memory), N recipes of all tables, K+1 shares 0, 1/K, ..., 1, H hottest rows. T parts of
 // tables: the first part of every table, and then, where tables may have several recipes, the second
 // of each.
 struct OperPacking {
+  OperArgument argument;
   int64_t num_ranks, num_classes, num_loads, num_tables, num_parts, num_shares, num_heads;
   const int64_t* class_of;     // [W], ascending
   const int64_t* rank_of;      // [W], number by which the caller knows the rank
@@ -54,4 +57,4 @@ struct OperPacking {
   int64_t moves;
 };
 
-extern "C" void oper_pack(OperPacking* packing);
+extern "C" int oper_pack(OperPacking* packing);

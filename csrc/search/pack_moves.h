@@ -87,7 +87,7 @@ class PackMoves : protected PackState {
     if (list.empty()) return -1;
     const auto any = [&] { return list[random_.below(int64_t(list.size()))]; };
     const auto place = [&](int id) { return place_[pieces_[id].table % whole_]; };
-    const int id = any(), other = random_.unit() < large_ ? any() : id;
+    const int id = any(), other = random_.unit() < kLarge ? any() : id;
     return place(other) < place(id) ? other : id;
   }
 

@@ -28,8 +28,7 @@ constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are told apart
 constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
 constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
 
-constexpr int64_t kFew = 20;      // tables, of which all are large
-constexpr double kLarge = 0.7;    // of the moves, that are about large tables, where there are more
+constexpr double kLarge = 0.7;    // of the moves, that are about large tables
 
 struct Random {  // xorshift64*, Vigna 2016
   uint64_t s;
@@ -73,7 +72,6 @@ class PackState {
   explicit PackState(OperPacking& p) : p_(p), random_{p.seed * 2 + 0x9E3779B97F4A7C15ULL} {
     W = p.num_ranks, C = p.num_classes, G = p.num_loads, P = (G - 1) / kGroups, T = p.num_parts,
     whole_ = p.num_tables;
-    large_ = whole_ > kFew ? kLarge : 0.0;
     saved_mark_.assign(W, 0), place_.assign(whole_, 0);
     for (int64_t i = 0; i < whole_; ++i) place_[p.order[i]] = i;
     scale_.assign(P, 1.0f), busiest_.assign(P, 0), peak_.assign(P, 0.0);
@@ -418,7 +416,7 @@ class PackState {
   // A part that has columns, of a large table rather than of a small one: more hangs on it.
   int64_t pick_part() {
     const double u = random_.unit();
-    const int64_t k = p_.order[int64_t(double(whole_) * (random_.unit() < large_ ? u * u * u : u))];
+    const int64_t k = p_.order[int64_t(double(whole_) * (random_.unit() < kLarge ? u * u * u : u))];
     if (T == whole_ || width_[k + whole_] == 0) return k;
     return width_[k] == 0 || random_.unit() < 0.5 ? k + whole_ : k;
   }
@@ -475,7 +473,7 @@ class PackState {
   std::vector<int64_t> saved_rank_, saved_mark_;
   std::vector<Logged> log_;
   int64_t stamp_ = 0;
-  double energy_ = 0, step_ = 0, large_ = 0;
+  double energy_ = 0, step_ = 0;
   State best_;
 };
 

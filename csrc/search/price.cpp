@@ -701,7 +701,8 @@ class Pricing {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void oper_price(OperPricing* pricing) {
+extern "C" __attribute__((visibility("default"))) int oper_price(OperPricing* pricing) {
+  if (!is_known(*pricing)) return 1;
   OperPricing& p = *pricing;
   std::atomic<int64_t> next{0};
   const auto work = [&] {
@@ -717,4 +718,5 @@ extern "C" __attribute__((visibility("default"))) void oper_price(OperPricing* p
   }
   work();
   if (other.joinable()) other.join();
+  return 0;
 }

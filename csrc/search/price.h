@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "search/argument.h"
+
 // Bytes of partial sums by share of a table's mass, T tables: 0, then a geometric grid up to 1.
 struct OperSums {
   int64_t num_points;     // N, shares first, first * ratio, ..., 1
@@ -12,6 +14,7 @@ struct OperSums {
 
 // Largest mass of one owner, by type of piece; see `Pieces`.
 struct OperFit {
+  OperArgument argument;
   int64_t num_tables, num_classes, num_loads;  // T, C, G (phases x 5)
   OperSums sums;
   const double* own;      // [T, C, 2, G], all ids of a table in pieces as narrow (wide) as they get
@@ -30,6 +33,7 @@ struct OperFit {
 //
 // A configuration cuts the table by columns into pieces. P kinds of pieces are told apart at most.
 struct OperPricing {
+  OperArgument argument;
   int64_t num_tables, num_options, num_blocks;   // T; M pushed options; K
   int64_t max_parts;            // P
   int64_t step;                 // widths of pieces are multiples of this
@@ -63,5 +67,5 @@ struct OperPricing {
   int64_t* chosen;              // [P, K], out: 0, or 1 + the pushed option
 };
 
-extern "C" void oper_fit(OperFit* fit);
-extern "C" void oper_price(OperPricing* pricing);
+extern "C" int oper_fit(OperFit* fit);
+extern "C" int oper_price(OperPricing* pricing);

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from oper.bench import plan_workloads
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
             if case.name in known:
                 yield known[case.name]
                 continue
-            workload = _WORKLOADS[case.workload](case.seed)
+            workload = _workload(case.workload, case.seed)
             if workload is None:
                 yield {"name": case.name, "verified": True,
                        "skipped": "its data is not in the folder named by OPER_DATA"}
@@ -150,6 +151,12 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
             except Exception as error:  # the cases after it are still worth their time
                 yield {"name": case.name, "verified": False,
                        "failed": f"{type(error).__name__}: {error}"}
+
+
+@lru_cache(maxsize=1)
+def _workload(name: str, seed: int) -> Workload | None:
+    """Tables and statistics, which all machines and objectives of a seed share."""
+    return _WORKLOADS[name](seed)
 
 
 def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -234,29 +241,61 @@ def report(entries: Sequence[Mapping[str, Any]]) -> str:
                                            for why in ("skipped", "failed") if why in e)
 
 
-def _gaps(objective: str, entries: Sequence[Mapping[str, Any]]) -> str:
-    """Gaps of one objective: those of training and inference differ too much for one median."""
-    if not entries:
-        return ""
-    gaps, near = (sorted(math.inf if e[k] is None else 100 * e[k] for e in entries)
-                  for k in ("gap", "proved_gap"))
-    ratios = sorted(e["ratio_vs_torchrec"] for e in entries if e["ratio_vs_torchrec"])
-    theirs = f"; TorchRec's planner / ours: median {statistics.median(ratios):.2f}, least " \
-             f"{ratios[0]:.2f}" if ratios else ""
-    return (f"{objective}, {len(entries)} cases: gap median {statistics.median(gaps):.2f} %, worst "
-            f"{gaps[-1]:.2f} %; proved after planning: median {statistics.median(near):.2f} %, "
-            f"worst {near[-1]:.2f} %{theirs}\n")
+def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the cases come to, apart by constants and objective, whose gaps differ too much for one
+    median.
+
+    Returns:
+        ``{"groups": {"CONSTANTS/OBJECTIVE": figures}}``: the number of cases and of those whose
+        certificate the checker accepts (``certified``); median and worst of the gap, of the gap
+        after `proved`, and of the seconds; median and least of TorchRec's step over ours; and how
+        many peers' plans are faster than ours (``peers_ahead``). None where nothing is to count; a
+        gap that is not certified counts as infinite, and is None when it is the median or worst.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for e in entries:
+        if "skipped" not in e and "failed" not in e:
+            constants, _, _, objective, _ = e["name"].split("/")
+            groups.setdefault(f"{constants}/{objective}", []).append(e)
+    return {"groups": {name: _figures(groups[name]) for name in sorted(groups)}}
+
+
+def _figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "num_cases": len(entries),
+        "certified": sum(bool(e["certificate_checked"]) for e in entries),
+        "peers_ahead": sum(us < e["modelled_step_us"] * (1 - 1e-9)
+                           for e in entries for us in e["peers_step_us"].values())}
+    for key in ("gap", "proved_gap", "seconds"):
+        values = [math.inf if e[key] is None else e[key] for e in entries]
+        for word, value in (("median", statistics.median(values)), ("worst", max(values))):
+            out[f"{word}_{key}"] = value if math.isfinite(value) else None
+    ratios = [e["ratio_vs_torchrec"] for e in entries if e["ratio_vs_torchrec"]]
+    return out | {"median_ratio_vs_torchrec": statistics.median(ratios) if ratios else None,
+                  "least_ratio_vs_torchrec": min(ratios, default=None)}
 
 
 def _summary(entries: Sequence[Mapping[str, Any]]) -> str:
     """Gaps and times of all cases, and the cases that miss a target or stand behind a peer."""
     if not entries:
         return ""
-    text = "".join(_gaps(objective, [e for e in entries if f"/{objective}/" in e["name"]])
-                   for objective in OBJECTIVES)
-    slowest = max(entries, key=lambda e: e["seconds"])
-    text += (f"slowest {slowest['seconds']:.1f} s ({slowest['name']}); peak memory "
-             f"{max(e['peak_rss_mb'] for e in entries):.0f} MB\n")
+
+    def percent(value: float | None) -> str:
+        return "none" if value is None else f"{100 * value:.2f} %"
+
+    text = ""
+    for name, x in totals(entries)["groups"].items():
+        text += (f"{name.replace('/', ' constants, ')}, {x['num_cases']} cases, {x['certified']} "
+                 f"certified: gap median {percent(x['median_gap'])}, worst "
+                 f"{percent(x['worst_gap'])}; proved after planning: median "
+                 f"{percent(x['median_proved_gap'])}, worst {percent(x['worst_proved_gap'])}; "
+                 f"seconds median {x['median_seconds']:.2f}, worst {x['worst_seconds']:.1f}; "
+                 f"faster plans of peers: {x['peers_ahead']}")
+        if x["median_ratio_vs_torchrec"] is not None:
+            text += (f"; TorchRec's planner / ours: median {x['median_ratio_vs_torchrec']:.2f}, "
+                     f"least {x['least_ratio_vs_torchrec']:.2f}")
+        text += "\n"
+    text += f"peak memory {max(e['peak_rss_mb'] for e in entries):.0f} MB\n"
     missed: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         f"gap above {100 * TARGET_GAP:.0f} %": lambda e: e["gap"] is None or e["gap"] > TARGET_GAP,
         f"not proved within {100 * TARGET_GAP:.0f} %":

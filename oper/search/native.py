@@ -14,6 +14,9 @@ from oper.errors import MissingDependencyError, fail
 _int, _double, _array = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
+VERSION = 1  # of all arguments: kSearchVersion in csrc/search/argument.h
+
+
 class Sums(ctypes.Structure):
     """`OperSums` of ``csrc/search/price.h``."""
 
@@ -21,7 +24,13 @@ class Sums(ctypes.Structure):
                                      ("bytes", _array)]
 
 
-class Fit(ctypes.Structure):
+class Argument(ctypes.Structure):
+    """`OperArgument` of ``csrc/search/argument.h``, with which all arguments begin."""
+
+    _fields_: ClassVar[list[Any]] = [("size", _int), ("version", _int)]
+
+
+class Fit(Argument):
     """`OperFit` of ``csrc/search/price.h``."""
 
     _fields_: ClassVar[list[Any]] = [
@@ -30,7 +39,7 @@ class Fit(ctypes.Structure):
         ("step", _double), ("mass", _array), ("whole", _array)]
 
 
-class Pricing(ctypes.Structure):
+class Pricing(Argument):
     """`OperPricing` of ``csrc/search/price.h``."""
 
     _fields_: ClassVar[list[Any]] = [
@@ -43,7 +52,7 @@ class Pricing(ctypes.Structure):
             "out_streams", "out_chosen"))]
 
 
-class Packing(ctypes.Structure):
+class Packing(Argument):
     """`OperPacking` of ``csrc/search/pack.h``."""
 
     _fields_: ClassVar[list[Any]] = [
@@ -69,34 +78,44 @@ def _library() -> ctypes.CDLL:
     path = Path(__file__).resolve().parent.parent / "_lib" / "liboper_search.so"
     try:
         library = ctypes.CDLL(str(path))
+        library.oper_search_version.restype = _int
+        version = library.oper_search_version()
         for name, kind in (("oper_fit", Fit), ("oper_price", Pricing), ("oper_pack", Packing)):
             function = getattr(library, name)
-            function.argtypes, function.restype = [ctypes.POINTER(kind)], None
+            function.argtypes, function.restype = [ctypes.POINTER(kind)], ctypes.c_int
     except (OSError, AttributeError) as e:
-        raise MissingDependencyError(fail(
-            "the planner's native library does not load", "file", str(path), str(e),
-            "build it: python setup.py build_ext --inplace, or install the package")) from None
+        raise _unusable("file", str(path), str(e)) from None
+    if version != VERSION:
+        raise _unusable("version", version, VERSION)
     return library
 
 
-def call(name: str, kind: type[ctypes.Structure], arrays: dict[str, np.ndarray],
-         **values: Any) -> ctypes.Structure:
+def _unusable(name: str, value: Any, constraint: Any) -> MissingDependencyError:
+    return MissingDependencyError(fail(
+        "the planner's native library cannot be used", name, value, constraint,
+        "build it: python setup.py build_ext --inplace, or install the package"))
+
+
+def call(name: str, kind: type[Argument], arrays: dict[str, np.ndarray], **values: Any) -> Argument:
     """Call a function of the library.
 
     Args:
         name: the function.
         kind: its argument.
         arrays: C-contiguous arrays by field, int64, float64 or uint8; outputs are written.
-        values: all other fields.
+        values: all other fields, but for the size and the version.
 
     Returns:
         The argument, outputs filled in.
 
     Raises:
-        MissingDependencyError: the library is not built.
+        MissingDependencyError: the library is not built, or was built from other sources.
     """
     assert all(x.flags.c_contiguous for x in arrays.values())
     assert arrays.keys() >= {x[0] for x in kind._fields_ if x[1] is _array}, "an array is missing"
-    argument = kind(**{n: x.ctypes.data for n, x in arrays.items()}, **values)
-    getattr(_library(), name)(ctypes.byref(argument))
+    argument = kind(size=ctypes.sizeof(kind), version=VERSION,
+                    **{n: x.ctypes.data for n, x in arrays.items()}, **values)
+    if getattr(_library(), name)(ctypes.byref(argument)):
+        raise _unusable(name, f"refuses an argument of {argument.size} bytes",
+                        "a library that was built from the same sources")
     return argument

@@ -223,7 +223,7 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
     nodes = max(_LEAST_NODES, round(budget.max_nodes * 100 / max(50, num_tables)))
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
-    tighten(parts, nodes // 2, np.inf, np.inf, first)
+    tighten(parts, nodes, np.inf, np.inf, first)
     best: tuple[Subspace, Found] | None = None
 
     def is_enough() -> bool:

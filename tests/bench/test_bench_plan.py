@@ -45,6 +45,7 @@ def bench(*words: str) -> int:
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_WORKLOADS", {"small": small, "absent": lambda seed: None})
+    plan._workload.cache_clear()
 
 
 def test_record_and_table(suite, tmp_path, capsys) -> None:
@@ -64,7 +65,33 @@ def test_record_and_table(suite, tmp_path, capsys) -> None:
                       "skipped": "its data is not in the folder named by OPER_DATA"}
     out = capsys.readouterr().out
     assert "small/8/training" in out and "skipped published/absent/8/training/3" in out
-    assert "training, 1 cases: gap median" in out and "inference" not in out
+    assert "published constants, training, 1 cases, 1 certified: gap median" in out
+    assert "inference" not in out
+    figures, = value["groups"].values()
+    assert value["groups"] == {"published/training": figures}
+    assert figures["num_cases"] == figures["certified"] == 1 and figures["peers_ahead"] == 0
+    assert figures["worst_gap"] == figures["median_gap"] == case["gap"]
+    assert figures["worst_seconds"] == case["seconds"]
+    assert figures["least_ratio_vs_torchrec"] is None
+
+
+def test_totals_are_apart_by_constants_and_objective() -> None:
+    def entry(name: str, gap: float | None, ratio: float | None, **more: float) -> dict:
+        return {"name": name, "gap": gap, "proved_gap": 0.01, "seconds": 2.0,
+                "ratio_vs_torchrec": ratio, "certificate_checked": gap is not None,
+                "modelled_step_us": 100.0, "peers_step_us": more}
+
+    found = plan.totals([
+        entry("measured/a/8/training/0", 0.02, 2.0, x=99.0, y=98.0, z=100.0),
+        entry("measured/b/8/training/0", 0.04, None), entry("measured/c/8/training/0", None, 3.0),
+        entry("measured/a/8/inference/0", 0.0, 4.0), entry("published/a/8/training/1", 0.5, 5.0),
+        {"name": "published/b/8/training/1", "skipped": "why", "verified": True}])["groups"]
+    assert list(found) == ["measured/inference", "measured/training", "published/training"]
+    training = found["measured/training"]
+    assert (training["num_cases"], training["certified"], training["peers_ahead"]) == (3, 2, 2)
+    assert training["median_gap"] == 0.04 and training["worst_gap"] is None
+    assert training["median_ratio_vs_torchrec"] == 2.5 and training["least_ratio_vs_torchrec"] == 2
+    assert found["published/training"]["num_cases"] == 1
 
 
 def test_seeds_and_measured_machines(suite, tmp_path) -> None:

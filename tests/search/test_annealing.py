@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from oper.bench import plan_workloads
+from oper.errors import MissingDependencyError
 from oper.search import native
 from oper.search.bound.master import lower_bound
 from oper.search.bound.options import PUSH
@@ -162,6 +165,41 @@ def test_ranks_without_pushed_pieces_own_more_of_the_pulled_rows() -> None:
     assert sum(found.units) > 0 and min(found.units) < max(found.units)
     ((_, owner, _),) = found.parts[0][0].shards
     assert found.units[owner[0]] <= np.mean(found.units)
+
+
+def test_arguments_of_another_size_or_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Longer(native.Packing):
+        _fields_ = [("more", native._int)]  # noqa: RUF012
+
+    annealed = _annealing(problem(4, 1, gpus(2), allow=PUSHED))
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "Packing", Longer)
+        with pytest.raises(MissingDependencyError, match=r"refuses an argument.*build_ext"):
+            annealed.run(10, 0.0, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "VERSION", native.VERSION + 1)
+        with pytest.raises(MissingDependencyError, match="refuses an argument"):
+            annealed.run(10, 0.0, 0)
+        native._library.cache_clear()
+        with pytest.raises(MissingDependencyError, match="cannot be used: version=1, expected 2"):
+            native._library()
+    native._library.cache_clear()
+    assert annealed.run(10, 0.0, 0).num_moves == 10
+
+
+def test_a_library_of_before_versions_is_refused(monkeypatch: pytest.MonkeyPatch,
+                                                 tmp_path: Path) -> None:
+    library = tmp_path / "_lib" / "liboper_search.so"
+    library.parent.mkdir()
+    source = "void oper_fit(void* x) {} void oper_price(void* x) {} void oper_pack(void* x) {}"
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)], input=source,
+                   text=True, check=True)
+    native._library.cache_clear()
+    monkeypatch.setattr(native, "__file__", f"{tmp_path}/search/native.py")
+    with pytest.raises(MissingDependencyError, match="oper_search_version"):
+        native._library()
+    monkeypatch.undo()
+    native._library.cache_clear()
 
 
 def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
