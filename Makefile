@@ -33,7 +33,7 @@ endif
 help:
 	@echo "make demo [DATA=train.txt]  statistics, plan and training beside TorchRec"
 	@echo "make test [ARGS=...]        the tests"
-	@echo "make test-nightly           tests that take minutes each"
+	@echo "make test-nightly           the tests that take too long for every change"
 	@echo "make test-faults            kill, stop, slow down, fill up, damage; prints a table"
 	@echo "make test-sanitizers        the native libraries under the compiler's sanitizers"
 	@echo "make lint                   ruff, mypy and codespell"
@@ -83,7 +83,7 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-# Minutes each: wheels, every block of the documents, clusters with unequal hosts.
+# See tests/schedule.py.
 test-nightly: setup
 	@$(BIN)/python -m pytest -m slow
 
