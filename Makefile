@@ -85,7 +85,10 @@ endif
 
 # See tests/schedule.py.
 test-nightly: setup
-	@$(BIN)/python -m pytest -m slow
+	@status=0; \
+	$(BIN)/python -m pytest -m "slow and not alone" -n $(JOBS) --dist loadfile || status=1; \
+	$(BIN)/python -m pytest -m "slow and alone" || status=1; \
+	exit $$status
 
 test-faults: setup
 	@$(BIN)/python -W ignore -m tests.faults $(ARGS)
