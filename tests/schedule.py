@@ -93,7 +93,7 @@ NIGHTLY = (
             "oper; test_train.py has two processes of TorchRec", "torchrec"),
     Nightly("tests/train/test_resume.py::test_killed_runs_end_with_the_same_weights", "dlrm",
             "cadvae"),
-    Nightly("tests/train/test_resume.py::test_a_recommender_goes_on", "cdt4rec", "cadvae"),
+    Nightly("tests/train/test_resume.py::test_a_recommender_goes_on", "cadvae", "cdt4rec"),
     Nightly("tests/train/test_resume.py::test_torchrun_starts_again_from_the_last_checkpoint",
             "test_killed_runs_end_with_the_same_weights"),
 )
