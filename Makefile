@@ -33,7 +33,7 @@ endif
 help:
 	@echo "make demo [DATA=train.txt]  statistics, plan and training beside TorchRec"
 	@echo "make test [ARGS=...]        the tests"
-	@echo "make test-nightly           tests that take minutes each"
+	@echo "make test-nightly           the tests that take too long for every change"
 	@echo "make test-faults            kill, stop, slow down, fill up, damage; prints a table"
 	@echo "make test-sanitizers        the native libraries under the compiler's sanitizers"
 	@echo "make lint                   ruff, mypy and codespell"
@@ -83,9 +83,12 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-# Minutes each: wheels, every block of the documents, clusters with unequal hosts.
+# See tests/schedule.py.
 test-nightly: setup
-	@$(BIN)/python -m pytest -m slow
+	@status=0; \
+	$(BIN)/python -m pytest -m "slow and not alone" -n $(JOBS) --dist loadfile || status=1; \
+	$(BIN)/python -m pytest -m "slow and alone" || status=1; \
+	exit $$status
 
 test-faults: setup
 	@$(BIN)/python -W ignore -m tests.faults $(ARGS)

@@ -2,7 +2,10 @@
 
 import signal
 
+import pytest
 from hypothesis import settings
+
+from tests import schedule
 
 # No deadline: the first call into torch is slow, and the machine may be busy. The same examples
 # every time, so that a failure belongs to a change; `--hypothesis-profile=search`
@@ -17,3 +20,9 @@ def pytest_configure() -> None:
     with it switched off."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Before the markers are looked at.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    schedule.mark(items)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,8 @@ from oper.shmem.optim.optimizers import (
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.optimizer_formulas import first_states, update_rows
+
+Optimizers = Optimizer | Mapping[str, Optimizer]  # of all tables, or by table
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(lr=0.5),
@@ -79,8 +81,11 @@ class Case:
     def table(self, name: str) -> TableSpec:
         return next(t for t in self.tables if t.name == name)
 
-    def with_optimizer(self, name: str) -> Case:
-        return replace(self, tables=tuple(replace(t, optimizer=name) for t in self.tables))
+    def with_optimizer(self, chosen: str | Mapping[str, Optimizer]) -> Case:
+        """The optimizer's name for all tables, or each table's own."""
+        return replace(self, tables=tuple(replace(
+            t, optimizer=chosen if isinstance(chosen, str) else chosen[t.name].name)
+            for t in self.tables))
 
 
 @dataclass
@@ -267,10 +272,16 @@ def reference_forward(case: Case, tables: dict[str, torch.Tensor], batch: Batch)
 
 @torch.no_grad()
 def apply_optimizer(o: Optimizer, step: int, weight: torch.Tensor, state: dict[str, torch.Tensor],
-                    grad: torch.Tensor, touched: torch.Tensor) -> None:
-    """One exact update of the touched rows, step counted from 1."""
-    w, part = weight[touched], {k: s[touched] for k, s in state.items()}
-    update_rows(o, w, part, grad[touched], o.lr, step)
+                    grad: torch.Tensor, touched: torch.Tensor, rate: float = 1.0) -> None:
+    """One exact update of the touched rows, step counted from 1; `rate`: factor on its rate."""
+    w, part, g = weight[touched], {k: s[touched] for k, s in state.items()}, grad[touched]
+    if o.max_row_norm is not None:
+        for k in range(len(g)):
+            row = torch.nn.Parameter(w[k].clone())
+            row.grad = g[k].clone()
+            torch.nn.utils.clip_grad_norm_([row], o.max_row_norm)
+            g[k] = row.grad
+    update_rows(o, w, part, g, o.lr * rate, step)
     weight[touched] = w
     for k, s in part.items():
         state[k][touched] = s
@@ -287,21 +298,37 @@ def touched_rows(case: Case, table: TableSpec, batches: list[Batch]) -> torch.Te
     return touched
 
 
-def train_reference(case: Case, steps: list[list[Batch]], optimizer: Optimizer,
-                    dtype: torch.dtype = torch.float32) -> Result:
-    """Train the unsharded tables on the mean of the ranks' losses, on one thread."""
+def clip_elements(outs: Sequence[torch.Tensor], limit: float | None) -> None:
+    """Have the gradients of lookups clipped as FBGEMM does it."""
+    for out in outs:
+        if limit is not None and out.requires_grad:
+            out.register_hook(lambda g: g.clamp(-limit, limit))
+
+
+def train_reference(case: Case, steps: list[list[Batch]], optimizer: Optimizers,
+                    dtype: torch.dtype = torch.float32, rates: Sequence[float] | None = None
+                    ) -> Result:
+    """Train the unsharded tables on the mean of the ranks' losses, on one thread.
+
+    `rates`: factor on the learning rates at each step.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    chosen = optimizer if isinstance(optimizer, Mapping) else {
+        t.name: optimizer for t in case.tables}
+    (limit,) = {o.max_gradient for o in chosen.values()}
     weights = {n: w.to(dtype, copy=True).requires_grad_() for n, w in initial_weights(case).items()}
-    states = {n: first_states(optimizer, w.detach()) for n, w in weights.items()}
+    states = {n: first_states(chosen[n], w.detach()) for n, w in weights.items()}
     outputs = []
-    for step, batches in enumerate(steps, 1):
+    for step, (batches, rate) in enumerate(
+            zip(steps, rates or [1.0] * len(steps), strict=True), 1):
         outs = [reference_forward(case, weights, b) for b in batches]
+        clip_elements(outs, limit)
         losses = [rank_loss(o, b.target) for o, b in zip(outs, batches, strict=True)]
         (torch.stack(losses).sum() / len(losses)).backward()
         for name, w in weights.items():
             touched = touched_rows(case, case.table(name), batches)
-            apply_optimizer(optimizer, step, w, states[name], w.grad, touched)
+            apply_optimizer(chosen[name], step, w, states[name], w.grad, touched, rate)
             w.grad = None
         outputs.append([o.detach() for o in outs])
     torch.set_num_threads(threads)
@@ -340,10 +367,11 @@ def run_ranks(world_size: int, body: Callable[[ThreadGroup], Any], num_threads: 
     return results
 
 
-def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizer | None,
+def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizers | None,
                 gradient_scale: float | None = None) -> ShardedTables:
     """Sharded tables that hold the case's initial weights; no optimizer = read-only."""
-    own = case.with_optimizer(optimizer.name if optimizer else "none")
+    own = case.with_optimizer(optimizer if isinstance(optimizer, Mapping) else
+                              optimizer.name if optimizer else "none")
     plan = replace(plan, tables=tuple(
         replace(plan.table(t.name), table=t) for t in own.tables))
     scale = 1.0 / group.world_size if gradient_scale is None else gradient_scale
@@ -354,7 +382,7 @@ def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizer | None,
     return tables
 
 
-def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer,
+def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizers,
                group: Any, between: Callable[[ShardedTables, int], None] | None = None) -> Result:
     """One rank's part of a training run; every rank reads all tables at the end.
 
@@ -372,8 +400,10 @@ def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Opti
     between(tables, len(steps))
     tables.barrier()
     weights = {t.name: tables.read(t.name) for t in case.tables}
-    states = {f"{t.name} {part}": tables.read(t.name, part=part)
-              for t in case.tables for part, _ in STATE_PARTS[optimizer.name]}
+    kinds = {t.name: (optimizer[t.name] if isinstance(optimizer, Mapping) else optimizer).name
+             for t in case.tables}
+    states = {f"{name} {part}": tables.read(name, part=part)
+              for name, kind in kinds.items() for part, _ in STATE_PARTS[kind]}
     # Those of other memory domains are told by their holders.
     own = {t.name: tables.replica(t.name, group.rank).clone() for t in case.tables}
     replicas = {(name, r): rows for r, held in enumerate(group.all_gather(own))
@@ -394,7 +424,7 @@ def merge_ranks(ranks: list[Result]) -> Result:
     return replace(first, outputs=[[r.outputs[s][0] for r in ranks] for s in steps])
 
 
-def train_virtual(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer,
+def train_virtual(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizers,
                   num_threads: int = 1,
                   between: Callable[[ShardedTables, int], None] | None = None,
                   domains: Sequence[int] | None = None) -> Result:

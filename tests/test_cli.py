@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,28 +23,30 @@ from tests.support import ROOT, run_oper
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "pandas")
 
 
-def seconds_of(code: str) -> float:
-    """Time of a Python process."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-    return time.perf_counter() - start
+# What a Python process tells at its end. Its own processor time: the machine may be busy.
+TELL = (f"print(json.dumps([[m for m in {HEAVY!r} if m in sys.modules], time.process_time()]), "
+        "file=sys.stderr)")
+
+
+def run_code(code: str) -> tuple[set[str], float]:
+    """Heavy modules that a Python process loads, and its processor time, s."""
+    done = subprocess.run([sys.executable, "-c", f"import json, sys, time\n{code}\n{TELL}"],
+                          cwd=ROOT, capture_output=True, text=True, check=True)
+    modules, seconds = json.loads(done.stderr.splitlines()[-1])
+    return set(modules), seconds
 
 
 def loaded_by(words: list[str]) -> tuple[set[str], float]:
-    """Heavy modules that a command line loads, and the time of the whole process."""
-    code = ("import json, sys\nfrom oper.cli import main\n"
-            f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert end.code == 0\n"
-            f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]), file=sys.stderr)")
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          check=True)
-    return set(json.loads(done.stderr.splitlines()[-1])), time.perf_counter() - start
+    """Heavy modules that a command line loads, and the processor time of the whole process, s."""
+    return run_code(
+        f"from oper.cli import main\ntry:\n    main({words!r})\n"
+        "except SystemExit as end:\n    assert end.code == 0")
 
 
 def test_help_is_fast_and_light() -> None:
     runs = [loaded_by(["--help"]) for _ in range(5)]
     assert all(modules == set() for modules, _ in runs)
-    bare = min(seconds_of("import json, sys") for _ in range(5))  # the interpreter's own
+    bare = min(run_code("")[1] for _ in range(5))  # the interpreter's own
     assert min(seconds for _, seconds in runs) - bare < 0.25
 
 

@@ -217,8 +217,7 @@ def run_page(page: Path, folder: Path) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("page", [
-    pytest.param(p, marks=[] if p.name == "README.md" else pytest.mark.slow, id=name_of(p))
-    for p in PAGES if any(runs(b) for b in blocks(p))])
+    pytest.param(p, id=name_of(p)) for p in PAGES if any(runs(b) for b in blocks(p))])
 def test_blocks_run(page: Path, workspace: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchrec")
     folder = tmp_path / "page"

@@ -87,7 +87,6 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_the_source_distribution_is_all_that_tests_and_readers_need(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -101,7 +100,6 @@ def test_the_source_distribution_is_all_that_tests_and_readers_need(sdist: Path)
     assert tracked - names == set()
 
 
-@pytest.mark.slow
 def test_the_wheel_serves_every_python(wheel: Path) -> None:
     assert wheel.name.split("-", 2)[2].startswith("py3-none-linux_")
     with zipfile.ZipFile(wheel) as archive:
@@ -116,7 +114,6 @@ def test_the_wheel_serves_every_python(wheel: Path) -> None:
     assert not [n for n in names if n.startswith(("tests", "csrc", "datasets")) or "stale" in n]
 
 
-@pytest.mark.slow
 def test_the_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "env"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)

@@ -27,7 +27,6 @@ from oper.report.bench_page import bench_page
 from oper.topology import Topology
 
 pytest.importorskip("torchrec")
-pytestmark = pytest.mark.alone  # hosts with links and processors of a stated speed
 
 emulated = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
 ROOT = Path(__file__).resolve().parents[2]

@@ -50,8 +50,7 @@ def usage(binary: Path, arch: str) -> dict[str, dict[str, int]]:
     return found
 
 
-# The kernels of the update take the compiler minutes.
-@pytest.mark.parametrize("arch", [pytest.param(a, marks=pytest.mark.slow) for a in ARCHS])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_hot_kernels_keep_rows_in_registers(arch: str) -> None:
     check_registers(usage(shipped_library(), arch), at_least=100)
 
@@ -89,7 +88,7 @@ def _loads(arch: str, kernel: str) -> dict[str, int]:
     return widths
 
 
-@pytest.mark.parametrize("arch", [pytest.param("80", marks=pytest.mark.slow), "90"])
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("shape", ["IfLi4ELi32ELi1E", "IfLi4ELi16ELi1E",
                                    "INS_7Float16ELi8ELi16ELi1E"])
 def test_rows_are_loaded_in_parts_of_16_bytes(arch: str, shape: str) -> None:
@@ -98,8 +97,8 @@ def test_rows_are_loaded_in_parts_of_16_bytes(arch: str, shape: str) -> None:
     assert widths.get("128", 0) >= 8, widths
 
 
-@pytest.mark.parametrize("library", [
-    unoptimized_library, pytest.param(shipped_library, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("library", [unoptimized_library, shipped_library],
+                         ids=lambda library: library.__name__)
 def test_torch_symbols_are_in_the_stable_interface(library: Callable[[], Path]) -> None:
     allowed = set((ROOT / "tests/cuda/torch_symbols.txt").read_text(encoding="ascii").split())
     if shutil.which("nm") is None:

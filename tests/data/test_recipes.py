@@ -142,7 +142,8 @@ def test_odd_but_genuine_files(tmp_path: Path, name: str) -> None:
     assert num_bad == (name not in ("book-crossing", "citeulike", "online-retail"))
 
 
-@pytest.mark.parametrize("data", [b"", gzip.compress(b""), b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("data", [b"", gzip.compress(b""), b"\xef\xbb\xbf"],
+                         ids=["nothing", "nothing, compressed", "byte order mark"])
 @pytest.mark.parametrize("name", ["criteo-kaggle", "avazu", "citeulike"])
 def test_files_without_any_text(tmp_path: Path, name: str, data: bytes) -> None:
     with pytest.raises(InvalidInputError, match="the files are empty"):

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -277,15 +276,14 @@ def test_the_loop_goes_on_while_a_delta_is_written(tmp_path: Path,
     """A delta holds the rows as they were when it was asked for, however slow the disk."""
     model, go = bag(1000, 4), threading.Event()
     write = module.write_part
-    monkeypatch.setattr(module, "write_part", lambda *part: go.wait(30) and write(*part))
+    monkeypatch.setattr(module, "write_part", lambda *part: go.wait(120) and write(*part))
     with DeltaCheckpoints(tmp_path / "c", model) as saver:
         saver.save_full(0)
         touch(model, np.arange(500))
         want = {k: v.clone() for k, v in model.state_dict().items()}
-        begin = time.perf_counter()
         saver.save(1)
         touch(model, np.arange(100, 900))
-        assert time.perf_counter() - begin < 20 and not list(tmp_path.rglob("rank*"))
+        assert not list(tmp_path.rglob("rank*")), "it was waited for"
         go.set()
         saver.flush()
         assert saver.load().step == 1

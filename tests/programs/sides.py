@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.optimizer_support import update_rows
+from tests.optimizer_formulas import update_rows
 from tests.programs import optimizers
 from tests.programs.models import (
     Batch,

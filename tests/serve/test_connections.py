@@ -86,7 +86,7 @@ def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -
         assert is_cut(trailers, start + b"transfer-encoding: chunked\r\n\r\n0\r\n", line, 4000)
         assert is_cut(address, b"GET /", b"a" * 8000, 2000)
     good = random_request(np.random.default_rng(3), 2)
-    while time.monotonic() < begun + READ_S + 5:
+    while time.monotonic() < begun + READ_S + 60:
         assert np.array_equal(client.score_request(good)[0], expected(good))
         time.sleep(0.1)
         try:
@@ -95,7 +95,7 @@ def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -
             break
     else:
         raise AssertionError("a head that never ends was waited for")
-    silent.settimeout(READ_S + 5)
+    silent.settimeout(READ_S + 60)
     with silent, contextlib.suppress(ConnectionError):
         assert silent.recv(100).startswith(b"HTTP/1.1 400")
     slow.close()
@@ -166,7 +166,7 @@ def test_a_client_that_reads_no_answers_is_let_go(server: Server, client: Client
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect((host, int(port)))
-        deaf.settimeout(READ_S + 20)
+        deaf.settimeout(READ_S + 60)
         with pytest.raises(ConnectionError):
             while True:
                 deaf.sendall(b"GET /v2/models/sums HTTP/1.1\r\n\r\n" * 1000)

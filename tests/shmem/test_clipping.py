@@ -15,27 +15,17 @@ from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
-from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adam, Clipping, Optimizer, RowWiseAdagrad
+from oper.shmem.optim.optimizers import SGD, Adam, Optimizer, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.optimizer_support import (
-    Trained,
-    assert_close,
-    looked_up,
-    train_sharded,
-    update_rows,
-    with_optimizers,
-)
+from tests.optimizer_support import assert_close, train_sharded
 from tests.runtime_support import (
-    Batch,
     Case,
     assert_bitwise,
-    initial_weights,
     make_steps,
     mixed_plan,
-    rank_loss,
-    reference_forward,
     rich_plan,
+    train_reference,
 )
 
 ELEMENT, NORM = 0.02, 0.05
@@ -47,45 +37,7 @@ def case_of(optimizer: Optimizer, weighted: bool = False) -> tuple[Case, dict[st
     case = Case(tuple(TableSpec(n, r, d, f, p) for n, r, d, f, p in shapes),
                 ("b", "unused", "shared", "n", "a"), weighted)
     optimizers = {t.name: optimizer for t in case.tables}
-    return with_optimizers(case, optimizers), optimizers
-
-
-def reference(case: Case, steps: list[list[Batch]], optimizer: Optimizer,
-              clip: Clipping) -> Trained:
-    """Float64. Elements: a hook on every output. Rows: torch's own clip_grad_norm_, row by row."""
-    weights = {n: w.double() for n, w in initial_weights(case).items()}
-    states = {t.name: {p: torch.zeros((t.num_rows,) if by_row else (t.num_rows, t.dim)).double()
-                       for p, by_row in STATE_PARTS[t.optimizer]} for t in case.tables}
-    outputs = []
-    for number, batches in enumerate(steps, 1):
-        leaves = {n: w.clone().requires_grad_() for n, w in weights.items()}
-        outs = [reference_forward(case, leaves, b) for b in batches]
-        losses = []
-        for out, batch in zip(outs, batches, strict=True):
-            if clip.max_gradient is not None and out.requires_grad:
-                limit = clip.max_gradient
-                out.register_hook(lambda g, limit=limit: g.clamp(-limit, limit))
-            losses.append(rank_loss(out, batch.target))
-        (torch.stack(losses).sum() / len(losses)).backward()
-        outputs.append(torch.cat([o.detach() for o in outs]))
-        seen = [looked_up(case, b) for b in batches]
-        for name, w in weights.items():
-            rows = torch.cat([s[name] for s in seen]).unique()
-            g = leaves[name].grad[rows]
-            if clip.max_row_norm is not None:
-                for k in range(len(rows)):
-                    row = torch.nn.Parameter(w[rows[k]].clone())
-                    row.grad = g[k].clone()
-                    torch.nn.utils.clip_grad_norm_([row], clip.max_row_norm)
-                    g[k] = row.grad
-            some, part = w[rows], {k: s[rows] for k, s in states[name].items()}
-            update_rows(optimizer, some, part, g, optimizer.lr, number)
-            w[rows] = some
-            for k, s in part.items():
-                states[name][k][rows] = s
-    parts = {f"{n}/rows": w for n, w in weights.items()}
-    parts |= {f"{n}/{k}": s for n, state in states.items() for k, s in state.items()}
-    return Trained(outputs, parts)
+    return case.with_optimizer(optimizers), optimizers
 
 
 BASES = {"sgd": SGD(lr=0.3), "rowwise": RowWiseAdagrad(lr=0.05, eps=1e-8),
@@ -101,13 +53,13 @@ def test_clipping_equals_its_definition(base: str, limits: tuple, world_size: in
     optimizer = replace(BASES[base], max_gradient=limits[0], max_row_norm=limits[1])
     case, optimizers = case_of(optimizer, weighted=base == "sgd")
     steps = make_steps(case, world_size, 3)
-    want = reference(case, steps, optimizer, optimizer)
+    want = train_reference(case, steps, optimizer, torch.float64)
     for plan in (mixed_plan(case.tables, world_size, 1),
                  rich_plan(case.tables, world_size, 2, True),
                  split_plan(case, world_size)):
         assert_close(train_sharded(case, plan, steps, optimizers, (1.0,) * 3), want, 2e-5)
-    free = reference(case, steps, optimizer, Clipping())
-    assert (free.parts["two/rows"] - want.parts["two/rows"]).abs().max() > 1e-3
+    free = train_reference(case, steps, BASES[base], torch.float64)
+    assert (free.weights["two"] - want.weights["two"]).abs().max() > 1e-3
 
 
 def split_plan(case: Case, world_size: int) -> Plan:
@@ -130,7 +82,8 @@ def test_plans_are_bitwise_equal(base: str) -> None:
         uniform_plan(case.tables, 2, "striped"), uniform_plan(case.tables, 2, "replicated"),
         mixed_plan(case.tables, 2, 3))]
     for run in runs[1:]:
-        assert_bitwise(run.parts, runs[0].parts, "plans")
+        assert_bitwise(run.weights, runs[0].weights, "plans")
+        assert_bitwise(run.states, runs[0].states, "states of plans")
 
 
 def test_some_tables_clip_and_some_do_not() -> None:

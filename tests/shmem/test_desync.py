@@ -198,7 +198,7 @@ def test_a_rank_that_has_closed_is_not_waited_for() -> None:
     waited, _ = run_world(2, _close, env={"OPER_DEADLINE_S": "60"})
     assert waited["kind"] == PeerLostError.__name__ and waited["rank"] == 1
     assert "has closed its tables" in waited["text"]
-    assert "gradient exchange of collection 'users'" in waited["text"] and waited["time"] < 5
+    assert "gradient exchange of collection 'users'" in waited["text"] and waited["time"] < 30
 
 
 def _migrate(rank: int, world_size: int) -> Found:

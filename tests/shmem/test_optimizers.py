@@ -25,27 +25,22 @@ from oper.shmem.optim.optimizers import (
 )
 from oper.shmem.tables import ShardedTables
 from oper.tables import OPTIMIZERS, TableSpec
-from tests.optimizer_support import (
-    EVERY,
-    Trained,
-    assert_close,
-    open_tables,
-    train_sharded,
-    train_unsharded,
-    with_optimizers,
-)
+from tests.optimizer_support import EVERY, assert_close, train_sharded
 from tests.runtime_support import (
     Batch,
     Case,
+    Result,
     assert_bitwise,
     initial_weights,
     make_batch,
     make_steps,
     mixed_plan,
+    open_tables,
     plans_for,
     rank_loss,
     rich_plan,
     run_ranks,
+    train_reference,
 )
 
 RATES = (1.0, 1.0, 0.5, 2.0, 0.0, 0.25)
@@ -62,20 +57,20 @@ def small_case(**fields: object) -> Case:
 
 def one_optimizer(case: Case, optimizer: Optimizer) -> tuple[Case, dict[str, Optimizer]]:
     optimizers = {t.name: optimizer for t in case.tables}
-    return with_optimizers(case, optimizers), optimizers
+    return case.with_optimizer(optimizers), optimizers
 
 
 def mixed_optimizers(case: Case) -> tuple[Case, dict[str, Optimizer]]:
     """Every table its own; two share one."""
     some = ("adam", "sgd", "rowwise_adagrad_l2", "partial_rowwise_adam", "adagrad", "sgd")
     optimizers = {t.name: EVERY[n] for t, n in zip(case.tables, some, strict=True)}
-    return with_optimizers(case, optimizers), optimizers
+    return case.with_optimizer(optimizers), optimizers
 
 
 @functools.cache
-def reference(name: str, world_size: int, dtype: torch.dtype) -> Trained:
+def reference(name: str, world_size: int, dtype: torch.dtype) -> Result:
     case, optimizers = one_optimizer(small_case(), EVERY[name])
-    return train_unsharded(case, make_steps(case, world_size, len(RATES)), optimizers, RATES, dtype)
+    return train_reference(case, make_steps(case, world_size, len(RATES)), optimizers, dtype, RATES)
 
 
 # ---- against the formulas ------------------------------------------------------------------------
@@ -94,7 +89,7 @@ def test_training_equals_the_formula(name: str, world_size: int) -> None:
 
 def test_the_reference_can_tell_them_apart() -> None:
     # The comparison above proves little if another optimizer would pass it as well.
-    rows = {name: reference(name, 2, torch.float64).parts["wide/rows"] for name in EVERY}
+    rows = {name: reference(name, 2, torch.float64).weights["wide"] for name in EVERY}
     names = list(rows)
     for k, a in enumerate(names):
         for b in names[:k]:
@@ -111,7 +106,8 @@ def test_plans_are_bitwise_equal(name: str, world_size: int) -> None:
     want = results.pop("striped")
     assert {"owned", "replicated", "mixed0"} <= results.keys()
     for plan, got in results.items():
-        assert_bitwise(got.parts, want.parts, f"{plan} and striped")
+        assert_bitwise(got.weights, want.weights, f"{plan} and striped")
+        assert_bitwise(got.states, want.states, f"{plan} and striped: states")
         assert_bitwise(got.outputs, want.outputs, f"{plan} and striped: outputs")
 
 
@@ -120,13 +116,13 @@ def test_mixed_optimizers_in_one_collection(world_size: int) -> None:
     case, optimizers = mixed_optimizers(small_case())
     steps = make_steps(case, world_size, len(RATES))
     got = train_sharded(case, mixed_plan(case.tables, world_size, 2), steps, optimizers, RATES)
-    want = train_unsharded(case, steps, optimizers, RATES, torch.float64)
+    want = train_reference(case, steps, optimizers, torch.float64, RATES)
     assert_close(got, want)
     # A table is not disturbed by what its neighbours use.
     alone = train_sharded(*_uniform(small_case(), world_size, EVERY["adam"], steps))
     together = train_sharded(case, uniform_plan(case.tables, world_size, "striped"), steps[:1],
                              optimizers, RATES[:1])
-    assert torch.equal(alone.parts["one/rows"], together.parts["one/rows"])
+    assert torch.equal(alone.weights["one"], together.weights["one"])
 
 
 def _uniform(case: Case, world_size: int, optimizer: Optimizer, steps: list[list[Batch]]

@@ -18,6 +18,7 @@ from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ProcessGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.settings import deadline_s
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.faults.pauses import timed
@@ -164,7 +165,7 @@ def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.Monke
         start = time.monotonic()
         with pytest.raises(OperError) as caught:
             tables.lookup(batch).sum().backward()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < deadline_s() / 10
         errors.append(f"{type(caught.value).__name__} {caught.value}")
         # No rank has trained that batch, and all go on with the next.
         assert tables.num_steps == 0 and torch.equal(tables.read("t", 0, 20), before)

@@ -13,7 +13,6 @@ from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import SGD, Adam, Optimizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.optimizer_support import open_tables, with_optimizers
 from tests.runtime_support import (
     Batch,
     Case,
@@ -23,6 +22,7 @@ from tests.runtime_support import (
     make_batch,
     make_steps,
     mixed_plan,
+    open_tables,
     rank_loss,
     reference_forward,
     run_ranks,
@@ -31,7 +31,7 @@ from tests.runtime_support import (
 
 def ready(case: Case, optimizer: Optimizer) -> tuple[Case, dict[str, Optimizer]]:
     optimizers = {t.name: optimizer for t in case.tables}
-    return with_optimizers(case, optimizers), optimizers
+    return case.with_optimizer(optimizers), optimizers
 
 
 def wanted(case: Case, batch: Batch) -> torch.Tensor:

@@ -1,0 +1,111 @@
+"""Which tests run when: beside each other, alone, or only in ``make test-nightly``.
+
+A test is left to the night when it takes seconds of a processor and a smaller one of the same
+mechanism, named here, stays in ``make test``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+
+# They measure time or take the whole machine: no other test runs beside them.
+ALONE = (
+    "tests/bench/test_bench_cluster.py",  # links and processors of a stated speed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Nightly:
+    """One test that is left to the night.
+
+    Attributes:
+        test: file and function, ``tests/x.py::test_y``.
+        stays: what of the same mechanism runs in ``make test``.
+        only: a regular expression of the parameters that are left; by default all of them.
+    """
+
+    test: str
+    stays: str
+    only: str = ".*"
+
+
+NIGHTLY = (
+    # ---- builds, documents -----------------------------------------------------------------------
+    Nightly("tests/test_wheel.py::test_the_source_distribution_is_all_that_tests_and_readers_need",
+            "a build without torch says what to do; test_dependencies.py"),
+    Nightly("tests/test_wheel.py::test_the_wheel_serves_every_python",
+            "make setup builds the same libraries"),
+    Nightly("tests/test_wheel.py::test_the_wheel_works_away_from_the_checkout",
+            "make setup builds the same libraries"),
+    Nightly("tests/test_docs.py::test_blocks_run", "the blocks of README.md", r"(?!README).*"),
+    Nightly("tests/test_docs.py::test_notebooks_run", "bench_record", "compare_plans|explore"),
+    Nightly("tests/cuda/test_compiled.py::test_hot_kernels_keep_rows_in_registers",
+            "the kernels of the lookup, for sm_90; all others are compiled, not optimized"),
+    Nightly("tests/cuda/test_compiled.py::test_rows_are_loaded_in_parts_of_16_bytes",
+            "the same for sm_90", r".*-80|80-.*"),
+    Nightly("tests/cuda/test_compiled.py::test_torch_symbols_are_in_the_stable_interface",
+            "the library as PTX that is not optimized", "shipped_library"),
+    # ---- benchmarks ------------------------------------------------------------------------------
+    Nightly("tests/bench/test_bench_recommenders.py::test_kept_runs_alone",
+            "test_a_record_holds_intervals_and_paired_differences"),
+    Nightly("tests/bench/test_bench_recommenders.py::test_runs_on_another_log_are_not_taken",
+            "test_a_record_holds_intervals_and_paired_differences"),
+    Nightly("tests/bench/test_bench_serve.py::test_publications_under_load",
+            "tests/shmem/test_publication.py; the other cases of the benchmark"),
+    Nightly("tests/bench/test_bench_train.py::test_ranks_that_share_no_memory",
+            "test_two_processes_measure_and_verify; test_bench_cluster.py"),
+    # ---- the runtime -----------------------------------------------------------------------------
+    Nightly("tests/shmem/test_exchange.py::test_push_columns_weights_and_optimizers",
+            "these optimizers on two and on four ranks of two domains",
+            r"(rowwise_adagrad|partial_rowwise_adam)-\(0, 1, [12], .*"),
+    Nightly("tests/shmem/test_desync.py::test_a_rank_that_skips_a_step", "two ranks", "3-.*"),
+    Nightly("tests/shmem/test_desync.py::test_a_rank_of_another_domain_that_skips_a_step",
+            "domains ab and aba", "aab"),
+    Nightly("tests/shmem/test_desync.py::test_a_rank_that_runs_collections_in_another_order",
+            "two ranks", "3"),
+    Nightly("tests/shmem/test_desync.py::test_another_order_between_domains_is_noticed_at_once",
+            "two domains", "abc"),
+    Nightly("tests/faults/test_faults.py::test_a_rank_stalls",
+            "update and migration; a rank is killed at every phase", "outbox|checkpoint write"),
+    Nightly("tests/faults/test_faults.py::test_a_rank_is_slow", "forward and barrier",
+            "replica broadcast"),
+    Nightly("tests/faults/test_faults.py::test_a_rank_is_killed_for_memory", "update",
+            "checkpoint write"),
+    Nightly("tests/integration/test_survivors.py::test_survivors_save_one_step_or_nothing",
+            "one loss each at forward, outbox and update", r".*-barrier-.*|3-update-3"),
+    Nightly("tests/integration/test_checkpoint_torchrec.py::test_there_and_back",
+            "table-wise with its state, column-wise", "row_wise-both"),
+    Nightly("tests/integration/test_bounded_checkpoint.py::test_any_plan_and_world_goes_on",
+            "one and two ranks; test_checkpoint.py has four", "4-103"),
+    Nightly("tests/programs/test_programs.py::test_planted_faults_are_found",
+            "four of them; what the random programs say of the code stays",
+            r"(?!writes are lost$|padding is trained$|copies share their rows$"
+            r"|learning rates stay$).*"),
+    # ---- training --------------------------------------------------------------------------------
+    Nightly("tests/train/test_recommenders.py::test_sharded_equals_unsharded",
+            "a model of sequences, two autoencoders and popularity; cdt4rec in two processes",
+            "dt|cdt4rec|macridvae"),
+    Nightly("tests/train/test_recommenders.py::test_two_processes",
+            "oper; test_train.py has two processes of TorchRec", "torchrec"),
+    Nightly("tests/train/test_resume.py::test_killed_runs_end_with_the_same_weights", "dlrm",
+            "cadvae"),
+    Nightly("tests/train/test_resume.py::test_a_recommender_goes_on", "cadvae", "cdt4rec"),
+    Nightly("tests/train/test_resume.py::test_torchrun_starts_again_from_the_last_checkpoint",
+            "test_killed_runs_end_with_the_same_weights"),
+)
+
+
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Mark tests ``alone`` and ``slow`` as listed above."""
+    listed = {n.test: n for n in NIGHTLY}
+    for item in items:
+        test, _, parameters = item.nodeid.partition("[")
+        left = listed.get(test)
+        if left is not None and re.fullmatch(left.only, parameters.removesuffix("]")):
+            item.add_marker(pytest.mark.slow)
+        if item.nodeid.startswith(ALONE):
+            item.add_marker(pytest.mark.alone)

@@ -1,0 +1,13 @@
+"""What tests/schedule.py lists is there."""
+
+import re
+
+from tests.schedule import ALONE, NIGHTLY
+from tests.support import ROOT
+
+
+def test_listed_tests_exist() -> None:
+    assert all((ROOT / path).exists() for path in ALONE)
+    for test in (n.test for n in NIGHTLY):
+        path, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), test
