@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from oper.bench import plan_workloads
+from oper.bench.plan import workloads as plan_workloads
 from oper.search import native
 from oper.search.bound.master import lower_bound
 from oper.search.bound.options import PUSH
