@@ -23,8 +23,8 @@ import numpy as np
 from oper.bench.core import record
 from oper.bench.core.workload import draw_ids
 from oper.bench.device.suite import EXPONENTS, SHAPES
-from oper.bench.plan_peer import TorchRecPlanner
-from oper.bench.plan_workloads import power_law
+from oper.bench.plan.torchrec_planner import TorchRecPlanner
+from oper.bench.plan.workloads import power_law
 from oper.flags import number
 from oper.plan import Plan
 from oper.search.cost.model import evaluate

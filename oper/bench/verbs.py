@@ -31,7 +31,8 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
                      "recommenders on real logs: full ranking, with intervals"),
     "cluster": ("oper.bench.cluster.grid", "plans executed on hosts that are joined by limited "
                                            "links, beside peers' and TorchRec's"),
-    "plan": ("oper.bench.plan", "the planner: gaps, times, peers' plans, on modelled machines"),
+    "plan": ("oper.bench.plan.suite",
+             "the planner: gaps, times, peers' plans, on modelled machines"),
 }
 _COMMON = ("command", "benchmark", "json", "cases", "quick")
 

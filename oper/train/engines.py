@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,50 +122,85 @@ def with_torchrec(model: nn.Module, config: TrainConfig, sharding_types: Sequenc
         config: optimizers and batch size.
         sharding_types: TorchRec's names of those that its planner may choose; all by default.
     """
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import (
-        DistributedModelParallel,
-        get_unwrapped_module,
-    )
-    from torchrec.distributed.planner import (
-        EmbeddingShardingPlanner,
-        ParameterConstraints,
-        Topology,
-    )
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.distributed.model_parallel import get_unwrapped_module
+    from torchrec.distributed.planner import ParameterConstraints
     from torchrec.optim import RowWiseAdagrad
 
-    group = need_group()
     o = config.optimizer
     rule: Any = torch.optim.SGD if o.tables == "sgd" else RowWiseAdagrad
     arguments = {"lr": o.tables_lr} | ({} if o.tables == "sgd" else {"eps": o.tables_eps})
-    tables: list[str] = []
+    initial = None if config.tables_on == "meta" else model.state_dict()
+    sharded, _ = shard_by_torchrec(
+        model, rule, arguments, config.batch_size,
+        (lambda table: ParameterConstraints(sharding_types=list(sharding_types)))
+        if sharding_types else None)
+    if initial is not None:  # TorchRec draws new tables; all kinds of sharding start alike here
+        sharded.load_state_dict(initial)
+    left = unfused_tables(sharded)
+    optimizers: list[Any] = [rule(left, **arguments)] if left else []
+    return Engine(sharded, get_unwrapped_module(sharded),
+                  [*optimizers, dense_optimizer(o, sharded)], collective=True)
+
+
+def shard_by_torchrec(model: nn.Module, rule: Any, arguments: dict[str, float], batch_size: int,
+                      constrain: Callable[[Any], Any] | None = None,
+                      machine: Mapping[str, Any] | None = None) -> tuple[nn.Module, Any]:
+    """TorchRec's ``DistributedModelParallel`` on CPU, and its ``ShardingPlan``. Collective.
+
+    Args:
+        model: with its tables in TorchRec's collections; TorchRec draws their rows.
+        rule, arguments: optimizer of the tables, in the backward pass where TorchRec fuses it.
+        batch_size: samples per rank, for its planner.
+        constrain: ``ParameterConstraints`` of a table's configuration; none by default.
+        machine: what its planner is told of the machine (fields of its ``Topology``, bandwidths in
+            bytes per millisecond); by default that all ranks share a host.
+    """
+    import torch.distributed as dist
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.types import PlannerError
+    from torchrec.distributed.types import ShardingEnv
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+    group, constraints = need_group(), dict[str, Any]()
     for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
-            tables += [name.split(".")[1] for name, _ in module.named_parameters()]
-            # A copy: sharding takes entries out of the mapping that it is given.
-            _apply_optimizer_in_backward(rule, module.parameters(), dict(arguments))
+        if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            continue
+        # A copy: sharding takes entries out of the mapping that it is given.
+        _apply_optimizer_in_backward(rule, module.parameters(), dict(arguments))
+        configs: Any = (module.embedding_bag_configs() if isinstance(module, EmbeddingBagCollection)
+                        else module.embedding_configs())
+        if constrain is not None:
+            constraints |= {config.name: constrain(config) for config in configs}
     sharders: Any = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     size = group.size()
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=size, compute_device="cpu", local_world_size=size),
-        batch_size=config.batch_size, debug=False, constraints={
-            table: ParameterConstraints(sharding_types=list(sharding_types)) for table in tables
-        } if sharding_types else None)
-    initial = None if config.tables_on == "meta" else model.state_dict()
+        topology=Topology(**{"world_size": size, "compute_device": "cpu", "local_world_size": size,
+                             **(machine or {})}),
+        batch_size=batch_size, debug=False, constraints=constraints or None)
+    # Its own `collective_plan` raises on rank 0 alone where nothing fits; the others would wait.
+    made: list[Any] = [None]
+    if group.rank() == 0:
+        try:
+            made = [planner.plan(model, sharders)]
+        except PlannerError as error:
+            made = [error]
+    dist.broadcast_object_list(made, 0, group=group)
+    if isinstance(made[0], PlannerError):
+        raise made[0]
     sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), sharders=sharders,
-        plan=planner.collective_plan(model, sharders, group))
-    if initial is not None:  # TorchRec draws new tables; all kinds of sharding start alike here
-        sharded.load_state_dict(initial)
-    # What it does not fuse into the backward pass: the dense part and data-parallel tables.
-    left = [p for n, p in sharded.named_parameters()
+        model, env=ShardingEnv.from_process_group(group), device=torch.device("cpu"),
+        sharders=sharders, plan=made[0])
+    return sharded, made[0]
+
+
+def unfused_tables(sharded: nn.Module) -> list[nn.Parameter]:
+    """Tables that TorchRec does not update in the backward pass: data-parallel ones."""
+    return [p for n, p in sharded.named_parameters()
             if is_table(n) and not hasattr(p, "_in_backward_optimizers")]
-    optimizers: list[Any] = [rule(left, **arguments)] if left else []
-    bare = get_unwrapped_module(sharded)
-    return Engine(sharded, bare, [*optimizers, dense_optimizer(o, sharded)], collective=True)
 
 
 def need_group() -> Any:

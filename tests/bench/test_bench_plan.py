@@ -8,9 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from oper.bench import plan, plan_peer, verbs
-from oper.bench.plan_peer import TorchRecPlanner
-from oper.bench.plan_workloads import Workload, cluster, drawn, machine
+from oper.bench import verbs
+from oper.bench.plan import suite as plan, torchrec_planner as plan_peer
+from oper.bench.plan.torchrec_planner import TorchRecPlanner
+from oper.bench.plan.workloads import Workload, cluster, drawn, machine
 from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.search.problem.space import EVERYTHING

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oper.bench import plan_workloads
+from oper.bench.plan import workloads as plan_workloads
 from oper.errors import MissingDependencyError
 from oper.search import native
 from oper.search.bound.master import lower_bound

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from search_cases import gpus, problem
 
-from oper.bench import plan as bench_plan, plan_workloads, verbs
+from oper.bench import verbs
+from oper.bench.plan import suite as bench_plan, workloads as plan_workloads
 from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers, score_peers

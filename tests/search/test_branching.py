@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from search_cases import gpus, host, random_tier, tables_and_stats
 
-from oper.bench import plan_workloads
+from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound.branching import Branching, _largest, _load_cuts
 from oper.search.bound.master import solve_node

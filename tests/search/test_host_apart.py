@@ -9,7 +9,7 @@ import pytest
 from search_cases import gpus, problem
 from test_branching import pushing_plan, stated
 
-from oper.bench import plan_workloads
+from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound.branching import Branching
 from oper.search.bound.master import Bound, solve_node

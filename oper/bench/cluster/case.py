@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
 _SCREENED_STEPS = 1
 _FAR_BEHIND = 2.5  # a first step so many times the best ends a contender's screening
 _TIMED_SHARE = 1.5  # contenders within this of the best are timed
+_NEAR_SHARE = 1.15  # and those of TorchRec's plans within this of its best
 _COUNTED_STEPS = 2
 _PER_ROUND = 4
 _ROUNDS = (3, 10)  # at least, and at most
@@ -254,9 +256,10 @@ class _Runner:
     def _hopeless(self, screened: dict[str, float]) -> list[str]:
         """Open sides that are not going to be timed. OPER's and TorchRec's best always are."""
         limit = _TIMED_SHARE * min(screened.values())
-        keep = {"oper", min((n for n in screened if n.startswith("torchrec-")),
-                            key=lambda n: screened[n], default="")}
-        return [n for n in self.sides if n not in keep and screened[n] > limit]
+        theirs = {n: ms for n, ms in screened.items() if n.startswith("torchrec-")}
+        near = _NEAR_SHARE * min(theirs.values(), default=0.0)
+        return [n for n in self.sides if n != "oper" and screened[n] > limit
+                and not theirs.get(n, math.inf) <= near]
 
     def _open(self, contender: Contender, problem: Problem | None) -> str:
         """Build a side and compare it; why that is not possible, on all ranks alike."""
@@ -371,8 +374,10 @@ class _Runner:
         oper = found["oper"]
         theirs = [n for n, x in found.items() if x["runtime"] == "torchrec"]
         peers = [n for n, x in found.items() if x["runtime"] == "oper" and n != "oper"]
-        best = min(theirs, key=lambda n: found[n]["executed_ms"], default=None)
-        peer = min(peers, key=lambda n: found[n]["executed_ms"], default=None)
+        # The faster of two steps of screening is no median of steps in turn with the others.
+        best, peer = (min(names, key=lambda n: (found[n]["is_screened_only"],
+                                                found[n]["executed_ms"]), default=None)
+                      for names in (theirs, peers))
         step_ms = oper["executed_ms"]
         bound = planned.lower_bound_ms
         return {

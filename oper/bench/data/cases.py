@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 from oper.analysis import Collector, CountOptions, TableCounter, merge_stats
 from oper.analysis.presence import Lookups
 from oper.bench.core.memory import peak_rss_mb
+from oper.bench.core.record import elapsed
 from oper.data import Folder, SyntheticLog, analyze_folder, power_law_ids, write_synthetic_log
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -36,6 +36,7 @@ pa.set_io_thread_count(1)
 begin = time.perf_counter()
 {body}
 seconds, usage = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+from oper.bench.core.record import elapsed
 from oper.bench.core.memory import peak_rss_mb
 print(json.dumps({{"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime,
                   "rss_mb": peak_rss_mb(), "value": value}}))
@@ -193,7 +194,7 @@ def count(num_ids: int, folder: Path) -> dict[str, Any]:
     for num_rows in (10_000, 1_000_000, 10_000_000):
         ids = power_law_ids(num_rows, num_ids // 3, 1.05, rng).astype(np.int32)
         counter = TableCounter("t", num_rows)
-        seconds = _timed(partial(_count, counter, ids))
+        seconds = elapsed(partial(_count, counter, ids))
         rates[num_rows] = ids.size / seconds
         stats = counter.finish()
         if stats.num_accesses != ids.size or stats.head_counts[0] != np.bincount(ids).max():
@@ -202,7 +203,7 @@ def count(num_ids: int, folder: Path) -> dict[str, Any]:
     shutil.rmtree(folder / "out", ignore_errors=True)
     run_worker(_PREPROCESS, str(log), str(folder / "out"), str(1 << 28))
     rows = Folder.open(folder / "out").rows["train"]
-    seconds = min(_timed(lambda: analyze_folder(folder / "out")) for _ in range(3))
+    seconds = min(elapsed(lambda: analyze_folder(folder / "out")) for _ in range(3))
     shutil.rmtree(folder / "out")
     return {"verified": True, "ids_per_s_per_core": len(rates) / sum(1 / r for r in rates.values()),
             **{f"ids_per_s_{n}_rows": r for n, r in rates.items()},
@@ -267,7 +268,7 @@ def merge(num_days: int, folder: Path) -> dict[str, Any]:
     def run() -> None:
         merge_stats(AccessStats.load(p) for p in paths).save(folder / "all.npz")
 
-    seconds = _timed(run)
+    seconds = elapsed(run)
     found = AccessStats.load(folder / "all.npz")
     same = [t.num_accesses for t in found.tables.values()] == total.tolist()
     entries = sum(t.head_ids.size for t in found.tables.values())
@@ -314,7 +315,7 @@ def collector(num_steps: int, folder: Path) -> dict[str, Any]:
     counters = {"none": None, "live": live, "every": every}
     for k in range(num_steps + 5):
         for name, counter in counters.items():
-            seconds = _timed(partial(step, k, counter))
+            seconds = elapsed(partial(step, k, counter))
             if k >= 5:
                 taken[name].append(seconds)
     # Batches that are counted are few and long: means tell what they add, medians would not.
@@ -325,9 +326,3 @@ def collector(num_steps: int, folder: Path) -> dict[str, Any]:
             "overhead": spent, "overhead_by_step_times": with_live / plain - 1,
             "overhead_of_every_batch": with_every / plain - 1, "step_ms": plain * 1e3,
             "batches_counted": num_steps + 5 - live.num_left_out, "batches": num_steps + 5}
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin

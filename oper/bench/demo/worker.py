@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from oper.bench.core import record
+from oper.bench.core.launch import Progress
+from oper.bench.core.planning import slowest, total
 from oper.bench.tables.torchrec_peer import PLAN_KINDS, PeerOptions, build_peer
 from oper.data import Folder, Loader, LoaderOptions
 from oper.data.loading.kjt import torchrec_batch
@@ -30,8 +32,6 @@ MODEL = DLRMConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))
 _PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
 _NUM_KJTS = 32  # distinct batches for the embedding collection alone
 
-Progress = Callable[[str], None]
-
 
 def train_sharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Train OPER and TorchRec's plans on the same batches from the same weights. Collective.
@@ -47,7 +47,7 @@ def train_sharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
     sides = {"oper": _oper(case)} | {kind: _torchrec(case, kind) for kind in PLAN_KINDS}
     clock = record.BusyClock()
     timed = _train_in_turns(sides, case, progress)
-    busy = [clock.others(_sum)]
+    busy = [clock.others(total)]
     results: dict[str, Any] = {}
     for name, (engine, _) in sides.items():
         progress(f"validating {name}")
@@ -55,11 +55,11 @@ def train_sharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
     progress("timing the embedding collections alone")
     clock = record.BusyClock()
     steps, forwards = _time_collections(sides, case)
-    busy.append(clock.others(_sum))
+    busy.append(clock.others(total))
     for name in sides:
         for what, seconds in (("train_step", timed[name]), ("step", steps[name]),
                               ("forward", forwards[name])):
-            results[name][what] = record.summary(_slowest(seconds))
+            results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
     bags = sides["oper"][1]
     return {"sides": results, "page_kind": bags.tables.page_kind,
             "other_busy_cores": round(max(busy), 2)}
@@ -236,17 +236,3 @@ def _time_collections(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any]
     forwards = record.interleave({n: forward_of(s[1]) for n, s in sides.items()}, dist.barrier,
                                  rounds, per_round, lead_in=2)
     return steps, forwards
-
-
-def _sum(numbers: list[float]) -> list[float]:
-    """The ranks' sum of each number. Collective."""
-    values = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(values)
-    return values.tolist()
-
-
-def _slowest(seconds: np.ndarray) -> np.ndarray:
-    """Per call the slowest rank's time, float64 [n]. Collective."""
-    values = torch.from_numpy(seconds.copy())
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values.numpy()

@@ -5,8 +5,9 @@ TorchRec is imported when something is built, not with this module.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
+from oper.train.engines import is_table, shard_by_torchrec, unfused_tables
 
 PLAN_KINDS = ("table_wise", "mixed")
 # Its sharders shard no rows on CPU (no row-wise, table-row-wise or grid sharding).
@@ -96,73 +98,32 @@ def build_peer(module: nn.Module, options: PeerOptions) -> Peer:
             weights they had.
         options: plan and optimizers.
     """
-    import torch.distributed as dist
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.types import ShardingEnv
+    from torchrec.distributed.planner import ParameterConstraints
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
     from torchrec.optim import RowWiseAdagrad
 
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
     if isinstance(module, EmbeddingBagCollection):
         module = BagsOnly(module)
+    pooling = itertools.repeat(options.pooling) if isinstance(
+        options.pooling, int | float) else iter(options.pooling)
+
+    def constrain(config: Any) -> ParameterConstraints:
+        return ParameterConstraints(
+            sharding_types=_sharding_types(options.kind, config.num_embeddings),
+            pooling_factors=[float(next(pooling))] * len(config.feature_names))
+
     adagrad = {"lr": options.learning_rate, "eps": options.eps}
-    for child in module.modules():
-        if isinstance(child, EmbeddingBagCollection):
-            # A copy: sharding takes entries out of the mapping that it is given.
-            _apply_optimizer_in_backward(RowWiseAdagrad, child.parameters(), dict(adagrad))
-    group = dist.group.WORLD
-    assert group is not None
-    sharder: Any = EmbeddingBagCollectionSharder()
-    plan = _plan(module, options, sharder, group)
-    model = DistributedModelParallel(module, env=ShardingEnv.from_process_group(group),
-                                     device=torch.device("cpu"), plan=plan, sharders=[sharder])
-    peer = Peer(model, {}, plan, [])
-    for tables in plan.plan.values():
-        for name, where in tables.items():
-            peer.plan[name] = f"{where.sharding_type} {where.ranks}"
-    _add_optimizers(peer, options, adagrad)
-    return peer
-
-
-def _plan(module: nn.Module, options: PeerOptions, sharder: Any, group: Any) -> Any:
-    """What TorchRec's own planner makes of the sharding types that the kind allows."""
-    import torch.distributed as dist
-    from torchrec.distributed.planner import (
-        EmbeddingShardingPlanner,
-        ParameterConstraints,
-        Topology,
-    )
-    from torchrec.distributed.planner.types import PlannerError
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
-    constraints: dict[str, ParameterConstraints] = {}
-    for child in module.modules():
-        if not isinstance(child, EmbeddingBagCollection):
-            continue
-        for config in child.embedding_bag_configs():
-            constraints[config.name] = ParameterConstraints(
-                sharding_types=_sharding_types(options.kind, config.num_embeddings),
-                pooling_factors=[
-                    float(options.pooling) if isinstance(options.pooling, int | float)
-                    else options.pooling[len(constraints)]] * len(config.feature_names))
-    size = group.size()
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(**{"world_size": size, "compute_device": "cpu", "local_world_size": size,
-                             **options.machine}),
-        batch_size=options.batch_size, constraints=constraints, debug=False)
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    # Its own `collective_plan` raises on rank 0 alone where nothing fits; the others would wait.
-    made: list[Any] = [None]
-    if group.rank() == 0:
-        try:
-            made = [planner.plan(module, [sharder])]
-        except PlannerError as error:
-            made = [error]
-    dist.broadcast_object_list(made, 0, group=group)
-    if isinstance(made[0], PlannerError):
-        raise made[0]
-    return made[0]
+    model, plan = shard_by_torchrec(module, RowWiseAdagrad, adagrad, options.batch_size, constrain,
+                                    options.machine)
+    optimizers: list[torch.optim.Optimizer] = []
+    if tables := unfused_tables(model):
+        optimizers.append(RowWiseAdagrad(tables, **adagrad))
+    if dense := [p for n, p in model.named_parameters() if not is_table(n)]:
+        optimizers.append(torch.optim.SGD(dense, lr=options.learning_rate))
+    return Peer(model, {name: f"{where.sharding_type} {where.ranks}"
+                        for tables in plan.plan.values() for name, where in tables.items()},
+                plan, optimizers)
 
 
 def _sharding_types(kind: str, num_rows: int) -> list[str] | None:
@@ -172,23 +133,3 @@ def _sharding_types(kind: str, num_rows: int) -> list[str] | None:
     if kind == "mixed":
         return ["data_parallel" if num_rows <= MIXED_MAX_ROWS else "table_wise"]
     return [kind]
-
-
-def _add_optimizers(peer: Peer, options: PeerOptions, adagrad: dict[str, float]) -> None:
-    from torchrec.optim import RowWiseAdagrad
-
-    tables: list[nn.Parameter] = []
-    dense: list[nn.Parameter] = []
-    for name, parameter in _unfused(peer.model):
-        (tables if ".embedding_bags." in name else dense).append(parameter)
-    if tables:
-        peer.optimizers.append(RowWiseAdagrad(tables, **adagrad))
-    if dense:
-        peer.optimizers.append(torch.optim.SGD(dense, lr=options.learning_rate))
-
-
-def _unfused(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that no optimizer updates in the backward pass."""
-    from torchrec.optim.optimizers import in_backward_optimizer_filter
-
-    yield from in_backward_optimizer_filter(model.named_parameters())

@@ -21,6 +21,7 @@ from torch import nn
 from oper.bench.core.workload import CHECKED, NO_ID, Workload, batch_ids, make_batch, make_kjt
 from oper.bench.tables.sides import Side
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
+from oper.train.reference import SparseTableOptimizer
 
 NUM_STEPS = 2
 # max|a - b| <= tolerance * max|b| per tensor. Tables differ by the order of sums only; the dense
@@ -123,10 +124,9 @@ class Reference:
         self._bags = next(m for m in model.modules() if isinstance(m, EmbeddingBagCollection))
         self.weights: dict[str, nn.Parameter] = {}
         for name, bag in self._bags.embedding_bags.items():
-            bag.sparse = True
             self.weights[name] = bag.weight
+        self._optimizer = SparseTableOptimizer(self._bags, "rowwise_adagrad", LEARNING_RATE, EPS)
         self.dense = {n: p for n, p in model.named_parameters() if "embedding_bag" not in n}
-        self._state = {n: torch.zeros(w.shape[0]) for n, w in self.weights.items()}
         self._touched = [torch.from_numpy(checks.touched(t)) for t in range(len(self.weights))]
         self._rows = [w.detach()[at] for w, at in zip(self.weights.values(), self._touched,
                                                       strict=True)]
@@ -140,8 +140,8 @@ class Reference:
                 weight[at] = rows
             for name, value in self.dense.items():
                 value.copy_(self._dense[name])
-            for state in self._state.values():
-                state.zero_()
+            for sums in self._optimizer.sums or ():
+                sums.zero_()
 
     def step(self, number: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One step; the dense part follows its own gradients, the tables the given one.
@@ -159,9 +159,8 @@ class Reference:
         pooled = self._bags(batch.sparse_features).values()
         # Data parallelism averages over ranks.
         pooled.backward(gradient / self._checks.world_size)
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                _adagrad(self._state[name], weight)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         return pooled.detach(), logits
 
     def _dense_step(self, batch: Any) -> torch.Tensor:
@@ -196,16 +195,6 @@ class KeptReference(Reference):
         expected, pooled = self._kept[number]
         return (pooled if torch.equal(expected, gradient) else torch.full_like(pooled, math.nan),
                 None)
-
-
-def _adagrad(state: torch.Tensor, weight: nn.Parameter) -> None:
-    """Row-wise Adagrad on the touched rows; takes the gradient away."""
-    assert weight.grad is not None
-    gradient = weight.grad.coalesce()
-    rows, values = gradient.indices()[0], gradient.values()
-    state[rows] += values.pow(2).mean(dim=1)
-    weight[rows] -= LEARNING_RATE * values / (state[rows].sqrt() + EPS)[:, None]
-    weight.grad = None
 
 
 def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from oper.bench import plan_workloads
 from oper.bench.core import memory, record
-from oper.bench.plan_peer import TorchRecPlanner
-from oper.bench.plan_workloads import Workload
+from oper.bench.plan import workloads as plan_workloads
+from oper.bench.plan.torchrec_planner import TorchRecPlanner
+from oper.bench.plan.workloads import Workload
 from oper.errors import InvalidInputError, fail
 from oper.flags import number, whole
 from oper.plan import OBJECTIVES

@@ -1,0 +1,1 @@
+"""The planner on modelled machines, beside the planners of other systems."""
