@@ -49,8 +49,8 @@ class Packing : private PackMoves {
     const int64_t kept = std::max<int64_t>(starts / kStartsToKeep, 1);
     const double share = kept > 1 ? kShareFirst : kShareOfFew;
     std::vector<State> found;
+    is_held_ = p_.seed % 2 == 0;  // each suits some problems, and callers try several seeds
     for (int64_t i = 0; i < starts && !over_; ++i) {
-      is_held_ = i % 2 == 0;
       if (i > 0) reset(p_.recipe, p_.part_width, p_.units);
       pour_all(i % 3 == 0 ? 0.0 : kOtherwise);
       found.push_back(annealed(kHot[i % int64_t(std::size(kHot))],

@@ -8,13 +8,13 @@ from oper.files import write_text
 from oper.plan import Plan
 from oper.report import figures
 from oper.report.page import Plot, Table, Text, render
-from oper.search.bound.certificate import not_certified
 from oper.search.cost.model import Evaluation, evaluate
 from oper.search.explain.bottleneck import bottlenecks
-from oper.search.explain.summary import KEY, replica_share, summary
+from oper.search.explain.summary import KEY, doubt, replica_share, summary
 from oper.search.peers.baselines import peers
 from oper.search.problem.machine import TERMS
 from oper.search.problem.statement import Problem
+from oper.search.verify.check import Verdict, verify_plan
 from oper.tables import format_bytes
 
 _COMPARED = "largest-first-lookups"
@@ -36,16 +36,16 @@ def write_page(path: str | os.PathLike[str], plan: Plan, problem: Problem) -> No
 def page(plan: Plan, problem: Problem) -> str:
     """The page of `write_page` as text."""
     found = evaluate(plan, problem)
-    before = _whole_tables(problem)
+    before, verdict = _whole_tables(problem), verify_plan(plan, problem)
     topology = problem.topology
     about = (f"{len(problem.tables)} tables, "
              f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}, "
              f"{problem.machine.world_size} ranks, {problem.batch_size:,} samples per rank; "
              f"times are modelled with {topology.source} constants.")
     return render(f"Plan for {topology.name}, {problem.objective}", about,
-                  _tiles(plan, problem, found, before), [
+                  _tiles(plan, problem, found, before, verdict), [
         _bottlenecks(plan, problem, found), *_plots(plan, problem, found, before),
-        _bytes(found), Text("All figures", summary(plan, problem))])
+        _bytes(found), Text("All figures", summary(plan, problem, verdict))])
 
 
 def _bottlenecks(plan: Plan, problem: Problem, found: Evaluation) -> Table:
@@ -84,16 +84,16 @@ def _whole_tables(problem: Problem) -> Evaluation | None:
     return None if plan is None else evaluate(plan, problem)
 
 
-def _tiles(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation | None
-           ) -> list[tuple[str, str]]:
+def _tiles(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation | None,
+           verdict: Verdict) -> list[tuple[str, str]]:
     share_rows, share_ids = replica_share(plan, problem)
     full = found.fullest
     tiles = [("step", f"{found.step_us:,.1f} us")]
-    why = not_certified(plan, problem)
+    why = doubt(plan, problem, verdict)
     if why:
         tiles.append(("not certified", why))
     else:
-        tiles += [("lower bound", f"{plan.lower_bound_us:,.1f} us"),
+        tiles += [("lower bound, verified", f"{plan.lower_bound_us:,.1f} us"),
                   ("gap", f"{100 * (found.step_us / plan.lower_bound_us - 1):.2f} %")]
     if before is not None:
         tiles.append(("whole tables instead", f"{before.step_us:,.1f} us"))

@@ -137,6 +137,7 @@ def run_explain(args: argparse.Namespace) -> int:
     """Print what a plan costs."""
     from oper.search.explain import what_if
     from oper.search.explain.summary import as_json, summary
+    from oper.search.verify.check import verify_plan
 
     changes = [what_if.parse_change(text) for text in args.what_if]
     plan, problem = explained(args)
@@ -153,14 +154,14 @@ def run_explain(args: argparse.Namespace) -> int:
         after = with_overlap(after, overlap_to_json(problem.overlap))
         compared = what_if.compare(plan, problem, after)
     if args.json:
-        value = {"plan": args.plan, **as_json(plan, problem)}
+        value = {"plan": args.plan, **as_json(plan, problem, verify_plan(plan, problem))}
         if compared is not None:
             value["what_if"] = {"changes": args.what_if, **compared}
         print(json.dumps(value))
     elif compared is not None:
         print(what_if.as_text(changes, compared), end="")
     else:
-        print(summary(plan, problem), end="")
+        print(summary(plan, problem, verify_plan(plan, problem)), end="")
     return 0
 
 
@@ -222,17 +223,19 @@ def run_verify(args: argparse.Namespace) -> int:
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
     from oper.search.bound.certificate import is_for, proof_of, with_bound
-    from oper.search.bound.subspaces import space_bound
     from oper.search.cost.model import evaluate
+    from oper.search.planner import proved
 
     plan, problem = stated(args, _stats(args))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
-    step_us = evaluate(plan, problem).step_us
-    priced = replace(plan, step_us=step_us, batch_size=problem.batch_size, lower_bound_us=0.0)
+    found = evaluate(plan, problem)
+    priced = replace(plan, step_us=found.step_us, batch_size=problem.batch_size, lower_bound_us=0.0)
     # Of another machine, batch or statistics the bound in the file says nothing.
     if is_for(plan, problem):
         return with_bound(priced, problem, plan.lower_bound_us, proof_of(plan)), problem
-    return with_bound(priced, problem, space_bound(problem)), problem
+    if not found.fits:
+        return with_bound(priced, problem, 0.0), problem
+    return proved(priced, problem, max_boxes=0), problem
 
 
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:

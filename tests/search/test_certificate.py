@@ -154,7 +154,10 @@ def test_explain_says_why_there_is_no_bound(tmp_path, capsys) -> None:
         return capsys.readouterr().out
 
     assert "not certified" not in told(plan)
-    assert "no plan of the searched space is faster" in told(plan)
+    assert "verified: no plan of the searched space is faster" in told(plan)
+    assert json.loads(told(plan, "--json"))["verified"] is True
+    noted = {k: v for k, v in plan.notes["certificate"].items() if k != "parts"}
+    assert "not certified: " in told(replace(plan, notes={**plan.notes, "certificate": noted}))
     t = plan.tables[0]
     copies = replace(t, pieces=(Piece(0, t.table.dim, (
         Tier(0, t.table.num_rows, "replicated", (0, 2)),)),))

@@ -14,36 +14,43 @@ from oper.search.explain.bottleneck import bottlenecks
 from oper.search.problem.constraints import Constraints, violations
 from oper.search.problem.machine import GROUPS, TERMS
 from oper.search.problem.statement import IDS, ROWS, Problem
+from oper.search.verify.check import Verdict
 from oper.tables import format_bytes
 
 KEY = "S: rows split, B: a copy on each rank, P: split and sent as partial sums; @3: on rank 3"
 _MAX_RANKS = 16  # ranks printed in full; the rest as minimum, mean and maximum
 
 
-def summary(plan: Plan, problem: Problem) -> str:
+def summary(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> str:
     """What `plan` costs on the problem's machine, as text for a person.
+
+    Args:
+        plan: the plan.
+        problem: the problem.
+        verdict: what `verify_plan` says of its bound, if that was asked.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
     """
     found = evaluate(plan, problem)
-    parts = [_headline(plan, problem, found), _phases(found), _ranks(found),
+    parts = [_headline(plan, problem, found, verdict), _phases(found), _ranks(found),
              _memory(found, problem), _tables(plan, problem), _constraints(plan, problem),
              _heaviest(plan, problem, found)]
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
-def as_json(plan: Plan, problem: Problem) -> dict[str, Any]:
-    """The figures of `summary` as JSON-able values."""
+def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dict[str, Any]:
+    """The figures of `summary` as JSON-able values; ``verified`` is None where nobody checked."""
     found = evaluate(plan, problem)
     share_rows, share_ids = replica_share(plan, problem)
-    why = not_certified(plan, problem)
+    why = doubt(plan, problem, verdict)
     return {
         "topology": problem.topology.name, "source": problem.topology.source,
         "objective": problem.objective, "world_size": problem.machine.world_size,
         "batch_size": problem.batch_size, "step_us": found.step_us,
         "lower_bound_us": 0.0 if why else plan.lower_bound_us,
         "gap": None if why else _number(plan.gap), "not_certified": why or None,
+        "verified": None if verdict is None else verdict.certified,
         "imbalance": found.imbalance, "fits": found.fits,
         "bottlenecks": [x.to_json() for x in bottlenecks(plan, problem)],
         "broken_constraints": violations(plan, problem.constraints),
@@ -79,7 +86,12 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _headline(plan: Plan, problem: Problem, found: Evaluation) -> str:
+def doubt(plan: Plan, problem: Problem, verdict: Verdict | None) -> str:
+    """Why the plan's bound is not certified; empty where it is. The checker's word, if it ran."""
+    return not_certified(plan, problem) or ("" if verdict is None else verdict.why)
+
+
+def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict | None) -> str:
     topology = problem.topology
     modelled = "measured constants" if topology.source == "measured" else (
         f"modelled with {topology.source} constants")
@@ -91,13 +103,14 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation) -> str:
              f"batch size per rank {problem.batch_size}, {tables} table{'s' * (tables != 1)}, "
              f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}",
              f"step        {found.step_us:12.1f} us"]
-    why = not_certified(plan, problem)
+    why = doubt(plan, problem, verdict)
     if why:
         lines.append(f"not certified: {why}")
     else:
         gap = found.step_us / plan.lower_bound_us - 1.0
         lines += [f"lower bound {plan.lower_bound_us:12.1f} us   "
-                  "no plan of the searched space is faster",
+                  + ("not verified here, see oper verify" if verdict is None else
+                     "verified: no plan of the searched space is faster"),
                   f"gap         {100 * gap:12.3f} %"]
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
