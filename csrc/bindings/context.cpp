@@ -10,6 +10,7 @@
 
 #include "bindings/lookup.h"
 #include "common/description.h"
+#include "common/home_tiers.h"
 #include "host/exchange/packing.h"
 #include "host/exchange/peer_rows.h"
 
@@ -23,33 +24,12 @@ Handles<Owned>& contexts() {
 
 namespace {
 
-// The rows of a tier that live on a rank.
-HomeTier home_tier(const Table& table, int32_t k, int32_t rank) {
-  const int64_t first = table.owner_begin[rank], last = table.owner_begin[rank + 1];
-  const TierMap& tier = table.home.tiers[k];
-  const int64_t stop =
-      k + 1 < table.home.num_tiers ? table.home.tiers[k + 1].start : table.home.num_rows;
-  HomeTier found{0, 0, tier.start, tier.period, {}};
-  const int64_t turns = (stop - tier.start) / tier.period, rest = (stop - tier.start) % tier.period;
-  int64_t rows = 0;
-  for (int64_t o = 0; o < tier.period; ++o) {
-    // A key past the rank's range may only come from an offset that the tier does not reach.
-    if (tier.base[o] < first || tier.base[o] >= last) continue;
-    if (turns == 0 && o >= rest) continue;
-    if (found.offsets.empty()) found.slot_begin = tier.base[o] - first;
-    found.offsets.push_back(o);
-    rows += turns + (o < rest ? 1 : 0);
-  }
-  found.slot_end = found.slot_begin + rows;
-  return found;
-}
-
 // What follows from the home map: this rank's part of each tier, and which keys are pushed.
 void fill_home(Table& table, int32_t rank) {
   const int32_t W = static_cast<int32_t>(table.owner_begin.size()) - 1;
   for (int32_t k = 0; k < table.home.num_tiers; ++k) {
     for (int32_t r = 0; r < W; ++r) {
-      HomeTier part = home_tier(table, k, r);
+      HomeTier part = home_tier(table.home, table.owner_begin.data(), k, r);
       if (part.slot_end == part.slot_begin) continue;
       if (table.pushes[k])
         table.pushed_keys.emplace_back(

@@ -51,10 +51,16 @@ void stop_at_errors(const Tables& tables) {
 
 Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,
                       cudaStream_t stream) {
-  const int64_t count = lengths.numel(), scratch_bytes = bounds_scratch_bytes(count);
+  const int64_t count = lengths.numel();
   Tensor bounds = tables.empty(count + 1, ScalarType::Long);
+  if (count == 0) {
+    if (num_ids != 0) throw Stopped{kIdsWithoutBags, num_ids};
+    check(cudaMemsetAsync(bounds.data_ptr(), 0, 8, stream), "cannot clear device memory");
+    return bounds;
+  }
+  const int64_t scratch_bytes = sort_scratch_bytes(count);
   const Tensor scratch = tables.empty(scratch_bytes, ScalarType::Byte);
-  make_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, count, num_ids,
+  sum_lengths({lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, count, num_ids},
               static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(), scratch_bytes,
               tables.context->view().error, stream);
   return bounds;
@@ -91,6 +97,8 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
   auto made = std::make_shared<Prepared>();
   made->bounds = bounds;
   made->keys = &tables.key_map(x.key_of);
+  made->ids = x.ids.data_ptr();
+  made->weights = x.weights ? x.weights->data_ptr() : nullptr;
   made->max_pairs = x.ids.numel() * made->keys->most;
   if (x.ids.numel() >= kMostIds || made->max_pairs >= (int64_t{1} << 32) - 1)
     throw Stopped{kTooManyIds, x.ids.numel()};
@@ -317,7 +325,10 @@ std::shared_ptr<Prepared> known_or_new(Tables& tables, const Lookup& x, const Te
                                        const std::optional<Tensor>& addresses,
                                        cudaStream_t stream) {
   if (auto ahead = made_ahead(addresses)) return ahead;
-  if (tables.kept && tables.kept->bounds.data_ptr() == offsets.data_ptr()) return tables.kept;
+  const auto& kept = tables.kept;
+  if (kept && kept->bounds.data_ptr() == offsets.data_ptr() && kept->ids == x.ids.data_ptr() &&
+      kept->weights == (x.weights ? x.weights->data_ptr() : nullptr))
+    return kept;
   return prepare(tables, x, offsets, stream);
 }
 

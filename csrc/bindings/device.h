@@ -27,7 +27,8 @@ enum Code : int64_t {
   kPointFailed = 11,   // a point has kept its error
   kNotInGraphs = 12,   // the step waits for the device, which a graph cannot
   kNewArguments = 13,  // an update whose optimizers have changed, in a graph
-  kTooManyIds = 14
+  kTooManyIds = 14,
+  kIdsWithoutBags = 15
 };
 
 // Where a step calls Python: as oper/shmem/device_steps.py numbers them. `value` is the number of
@@ -54,6 +55,7 @@ struct Prepared {
   Tensor bounds;     // int64 [num_keys * B + 1]
   Tensor workspace;  // of the batch plan
   const KeyMap* keys;
+  const void *ids, *weights;  // whose
   int64_t max_pairs;  // bound on the ids of all features together
   bool stages_near;   // rows of peers are to be staged
   bool by_pair;       // rows are staged at all
@@ -128,10 +130,11 @@ inline std::shared_ptr<Tables> tables_of(int64_t handle) {
 cudaStream_t stream_of(const Tensor& tensor);
 bool is_captured(cudaStream_t stream);
 
-// Launches go to the tables' device while this lives.
+// Launches go to a device while this lives.
 class OnDevice {
  public:
-  explicit OnDevice(const Tables& tables);
+  explicit OnDevice(int64_t index);
+  explicit OnDevice(const Tables& tables) : OnDevice(tables.like->get_device_index()) {}
   ~OnDevice();
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;

@@ -35,12 +35,12 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-OnDevice::OnDevice(const Tables& tables) {
+OnDevice::OnDevice(int64_t index) {
 #if !defined(OPER_EMULATED)
   check(cudaGetDevice(&before_), "cannot ask for the device");
-  check(cudaSetDevice(tables.like->get_device_index()), "cannot choose the tables' device");
+  check(cudaSetDevice(static_cast<int>(index)), "cannot choose the tables' device");
 #else
-  (void)tables;
+  (void)index;
 #endif
 }
 
@@ -284,12 +284,14 @@ int64_t device_view(int64_t address, int64_t rows, int64_t columns, int64_t type
 // Address of new memory, then the descriptors by which other processes attach it.
 std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
                                           int64_t device) {
+  const OnDevice on(device);
   SharedMemory memory = create_shared({bytes, std::move(host_ranges)}, static_cast<int>(device));
   memory.fds.insert(memory.fds.begin(), memory.address);
   return memory.fds;
 }
 int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
                              std::vector<int64_t> host_ranges, int64_t device) {
+  const OnDevice on(device);
   return attach_shared(fds, {bytes, std::move(host_ranges)}, static_cast<int>(device));
 }
 void device_memory_release(int64_t address, int64_t bytes, std::vector<int64_t> host_ranges) {

@@ -1,6 +1,7 @@
 #include "device/context.h"
 
 #include "common/description.h"
+#include "common/home_tiers.h"
 
 #include <algorithm>
 #include <cstring>
@@ -60,6 +61,9 @@ class Context::Builder {
   Refresh* refreshes_;
   char** outboxes_;
   TierMap* tiers_;  // read and home of every tier
+  HomePart* home_parts_;
+  int64_t* offsets_;  // of all home parts
+  int64_t num_parts_ = 0, num_offsets_ = 0;
   uint8_t* pushes_;
   int32_t *pieces_, *class_features_;
   float** squares_;
@@ -112,6 +116,8 @@ class Context::Builder {
     outboxes_ = carver.take<char*>(W);
     c_.pads_ = carver.take<uint32_t*>(W);
     tiers_ = carver.take<TierMap>(2 * d_.num_tiers);
+    home_parts_ = carver.take<HomePart>(d_.num_tiers);
+    offsets_ = carver.take<int64_t>(d_.num_maps);
     pushes_ = carver.take<uint8_t>(d_.num_tiers);
     pieces_ = carver.take<int32_t>(piece_count());
     class_features_ = carver.take<int32_t>(d_.num_features);
@@ -196,17 +202,21 @@ class Context::Builder {
     }
     // Of each table all read maps, then all home maps.
     const int64_t first = x[kTierBegin], count = x[kTierEnd] - first;
+    std::vector<TierMap> home;  // in host memory
     for (int64_t i = 0; i < count; ++i) {
       const int64_t* tier = d_.tiers + (first + i) * kTierWidth;
       host(tiers_)[2 * first + i] =
           tier_map(maps_, d_.num_maps, tier[kStart], tier[kReadAt], tier[kReadPeriod]);
       host(tiers_)[2 * first + count + i] =
           tier_map(maps_, d_.num_maps, tier[kStart], tier[kHomeAt], tier[kHomePeriod]);
+      home.push_back(
+          tier_map(d_.maps, d_.num_maps, tier[kStart], tier[kHomeAt], tier[kHomePeriod]));
       out.has_push |= tier[kPush] != 0;
     }
+    const int32_t n = static_cast<int32_t>(count);
+    fill_home_parts(out, {x[kNumRows], n, home.data(), {}, nullptr}, owned - d_.rank);
     out.pushes = pushes_ + first;
     c_.has_push_ |= out.has_push;
-    const int32_t n = static_cast<int32_t>(count);
     out.read = {x[kNumRows], n, tiers_ + 2 * first, head, nullptr};
     out.home = {x[kNumRows], n, tiers_ + 2 * first + count, head, nullptr};
     out.touched = touched_ + k * W;
@@ -225,6 +235,23 @@ class Context::Builder {
         host(pieces_)[num_pieces + out.num_pieces++] = place_[static_cast<size_t>(p)];
     c_.has_squares_ = true;
     return out.num_pieces;
+  }
+
+  void fill_home_parts(Table& out, const TableMap& home, const int64_t* owner_begin) {
+    out.home_parts = home_parts_ + num_parts_;
+    for (int32_t k = 0; k < home.num_tiers; ++k) {
+      const HomeTier part = home_tier(home, owner_begin, k, d_.rank);
+      if (part.slot_end == part.slot_begin) continue;
+      host(home_parts_)[num_parts_++] = {part.slot_begin,
+                                         part.slot_end,
+                                         part.start,
+                                         part.period,
+                                         offsets_ + num_offsets_,
+                                         static_cast<uint32_t>(part.offsets.size())};
+      std::copy(part.offsets.begin(), part.offsets.end(), host(offsets_) + num_offsets_);
+      num_offsets_ += static_cast<int64_t>(part.offsets.size());
+      ++out.num_home_parts;
+    }
   }
 
   void fill_features() {

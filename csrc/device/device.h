@@ -41,6 +41,13 @@ struct RowClass {
 // Lanes and vectors for rows of `dim` columns (1 to 1,024).
 void choose_shape(RowClass& row_class, int32_t dim);
 
+// As HomeTier in csrc/common/home_tiers.h.
+struct HomePart {
+  int64_t slot_begin, slot_end, start, period;
+  const int64_t* offsets;
+  uint32_t num_offsets;
+};
+
 // A table, or a column piece of one. Keys number the rows of all tables: a table's rows follow each
 // other, owner after owner, slot after slot. 64 bits, since all ranks' rows count.
 struct Table {
@@ -48,6 +55,8 @@ struct Table {
   TableMap home;  // id -> home key
   int64_t key_begin;
   const int64_t* owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
+  const HomePart* home_parts;  // [num_home_parts] this rank's part of each tier
+  int32_t num_home_parts;
   char* rows;                  // this rank's shard
   float* momentum1;
   float* momentum2;
@@ -208,12 +217,6 @@ struct Output {
 
 // ---- steps; what CUDA refuses is thrown ----------------------------------------------------------
 
-// Lengths (int32 or int64) to bounds; a negative length or a wrong sum is an error.
-void make_bounds(const void* lengths, bool are_32_bit, int64_t count, int64_t num_ids,
-                        int64_t* bounds, void* scratch, int64_t scratch_bytes, const ErrorSink& error,
-                        cudaStream_t stream);
-int64_t bounds_scratch_bytes(int64_t count);
-
 // Copies of the rows of peers that a batch reads, each once. `plan.places` says which pairs have one.
 struct Staging {
   char* data;     // null: none
@@ -325,7 +328,9 @@ void add_partials(const View& view, const std::vector<RowClass>& classes,
 void sort_into_runs(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
                     cudaStream_t stream);
 int64_t sort_scratch_bytes(int64_t count);
-// bounds[k + 1] = sum of the first k + 1 lengths, at most num_ids; bounds[0] = 0.
+// bounds[k + 1] = sum of the first k + 1 lengths, at most num_ids; bounds[0] = 0. A negative length or a
+// wrong sum is an error; the bounds ascend within [0, num_ids] whatever the lengths are, so that no
+// later kernel reads outside of the batch. `count` > 0.
 struct Lengths {
   const void* data;
   bool are_32_bit;

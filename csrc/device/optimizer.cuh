@@ -6,20 +6,13 @@
 
 namespace oper::device {
 
-// Position of a row of this rank: the tier whose slots hold it, by its home map.
-OPER_DEVICE int64_t position_at(const Table& table, int32_t rank, int64_t slot) {
-  const int64_t key = table.owner_begin[rank] + slot;
-  for (int32_t k = 0; k < table.home.num_tiers; ++k) {
-    const TierMap& tier = table.home.tiers[k];
-    const int64_t stop =
-        k + 1 < table.home.num_tiers ? table.home.tiers[k + 1].start : table.home.num_rows;
-    for (int64_t o = 0; o < tier.period; ++o) {
-      const int64_t above = key - tier.base[o];
-      if (above < 0 || above % tier.step[o] != 0) continue;
-      // Keys past those of this offset would be positions past the tier.
-      const int64_t position = tier.start + above / tier.step[o] * tier.period + o;
-      if (position < stop) return position;
-    }
+// Position of the row in a slot of this rank.
+OPER_DEVICE int64_t position_at(const Table& table, int64_t slot) {
+  for (int32_t k = 0; k < table.num_home_parts; ++k) {
+    const HomePart& part = table.home_parts[k];
+    if (slot < part.slot_begin || slot >= part.slot_end) continue;
+    const uint32_t i = static_cast<uint32_t>(slot - part.slot_begin), n = part.num_offsets;
+    return part.start + i / n * part.period + part.offsets[i % n];
   }
   return -1;
 }
@@ -120,7 +113,7 @@ class RowOptimizer {
   // columns of a part never straddle a block of 8 numbers, unless a piece begins inside of one.
   OPER_DEVICE void store_rounded(T* row, int64_t slot, const Row<Shape>& w) const {
     const uint32_t id =
-        static_cast<uint32_t>(id_at_position(table_, position_at(table_, view_.rank, slot)));
+        static_cast<uint32_t>(id_at_position(table_, position_at(table_, slot)));
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
       const int column = Shape::column(i, group_.lane);

@@ -9,6 +9,7 @@
 
 #include "common/directory.h"
 #include "common/elements.h"
+#include "common/home_tiers.h"
 #include "common/optimizer.h"
 #include "common/philox.h"
 #include "host/barrier.h"
@@ -48,13 +49,6 @@ struct Refresh {
   int64_t first, stride;         // replica row of slot s: first + (s - slot_begin) * stride
   const char* masters;           // the owner's shard of the table (slot 0)
   char* replicas;                // this rank's copy of the tier, or null
-};
-
-// Rows of one tier that live on this rank: slot -> position.
-struct HomeTier {
-  int64_t slot_begin, slot_end;
-  int64_t start, period;
-  std::vector<int64_t> offsets;  // offsets of one turn that are this rank's
 };
 
 // Ids of the explicit head, for the way from a position back to its id; null: position = id.

@@ -23,7 +23,8 @@ from oper.shmem.exchange.device_push import PushMessages
 from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-_POINT_FAILED, _NOT_IN_GRAPHS, _NEW_ARGUMENTS, _TOO_MANY_IDS = range(11, 15)
+# Beside the kernels' codes, as csrc/bindings/device.h numbers them.
+_POINT_FAILED, _NOT_IN_GRAPHS, _NEW_ARGUMENTS, _TOO_MANY_IDS, _IDS_WITHOUT_BAGS = range(11, 16)
 _MOST_IDS = 2**31 - 64
 
 
@@ -166,6 +167,10 @@ def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
     if code == _TOO_MANY_IDS:
         raise OperError(fail("cannot look up", "ids", detail, f"< {_MOST_IDS}, and < 2^32 with "
                              "those of column pieces", "use smaller batches"))
+    if code == _IDS_WITHOUT_BAGS:
+        raise InvalidInputError(
+            fail("bag lengths do not fit the ids", "ids", detail, "none where there are no bags",
+                 "make lengths and ids of the same bags"))
 
 
 def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]],

@@ -68,6 +68,7 @@ class DeviceTables(ShardedTables):
                  gradient_scale: float = 1.0, *, device: torch.device | str = "cuda",
                  is_new: bool = True) -> None:
         self.operators = library.load_device()
+        self._ahead: torch.cuda.Stream | None = None  # of batches that are resolved ahead
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -235,7 +236,8 @@ class DeviceTables(ShardedTables):
         there.record(torch.cuda.current_stream(self.device))
 
         def run() -> Lookup:
-            stream = torch.cuda.Stream(self.device)
+            # One for all batches: the allocator keeps memory by stream.
+            stream = self._ahead = self._ahead or torch.cuda.Stream(self.device)
             stream.wait_event(there)
             with torch.cuda.stream(stream):
                 for used in (batch.ids, batch.lengths, batch.weights):

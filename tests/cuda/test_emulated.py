@@ -60,6 +60,13 @@ def test_training_gives_the_hosts_bits(emulation: pytest.MonkeyPatch, world_size
                       OPTIMIZERS["rowwise_adagrad"]))
 
 
+def test_eight_ranks_give_the_hosts_bits(emulation: pytest.MonkeyPatch) -> None:
+    """Rows that several ranks have gradients of are summed in the order of ranks."""
+    case = dlrm_case("rowwise_adagrad")
+    assert_same(*both(emulation, case, plans_for(case.tables, 8)["mixed1"],
+                      OPTIMIZERS["rowwise_adagrad"], 2))
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam", "lars_sgd",

@@ -111,7 +111,7 @@ OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& grou
 // Sum over all pieces of a row, in column order: the same number at every piece's owner.
 OPER_DEVICE float squares_of_row(const View& view, const Table& table, int64_t slot,
                                  int32_t round) {
-  const int64_t position = position_at(table, view.rank, slot);
+  const int64_t position = position_at(table, slot);
   float sum = 0.0f;
   for (int32_t p = 0; p < table.num_pieces; ++p) {
     const Table& piece = view.tables[table.pieces[p]];
