@@ -15,8 +15,9 @@ DATA ?=
 ARGS ?=
 
 # Tests run beside each other, a file at a time; most wait for processes of their own half of the
-# time. Those marked `alone` follow one by one.
+# time, so threads that wait must not keep a processor busy. Those marked `alone` follow one by one.
 JOBS ?= 3
+BESIDE = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # A machine without a GPU must not fetch gigabytes of CUDA libraries. On Linux on x86-64 the plain
 # name means the CUDA build, so ask for the CPU build by its full version there.
@@ -76,7 +77,7 @@ demo: setup
 test: setup
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
-	$(BIN)/python -m pytest -m "not slow and not alone" -n $(JOBS) --dist loadfile || status=1; \
+	$(BESIDE) -m "not slow and not alone" || status=1; \
 	$(BIN)/python -m pytest -m "alone and not slow" || status=1; \
 	exit $$status
 else
@@ -86,7 +87,7 @@ endif
 # See tests/schedule.py.
 test-nightly: setup
 	@status=0; \
-	$(BIN)/python -m pytest -m "slow and not alone" -n $(JOBS) --dist loadfile || status=1; \
+	$(BESIDE) -m "slow and not alone" || status=1; \
 	$(BIN)/python -m pytest -m "slow and alone" || status=1; \
 	exit $$status
 

@@ -25,4 +25,4 @@ def pytest_configure() -> None:
 # Before the markers are looked at.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    schedule.mark(items)
+    schedule.arrange(items)

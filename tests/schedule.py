@@ -7,7 +7,6 @@ mechanism, named here, stays in ``make test``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +15,9 @@ import pytest
 ALONE = (
     "tests/bench/test_bench_cluster.py",  # links and processors of a stated speed
 )
+
+# They take longest: no worker should be left with one of their files at the end.
+FIRST = tuple(f"tests/{name}/" for name in ("train", "bench", "cuda", "faults", "integration"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,9 @@ NIGHTLY = (
 )
 
 
-def mark(items: Iterable[pytest.Item]) -> None:
-    """Mark tests ``alone`` and ``slow`` as listed above."""
+def arrange(items: list[pytest.Item]) -> None:
+    """Mark tests ``alone`` and ``slow`` as listed above; files that take long come first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     listed = {n.test: n for n in NIGHTLY}
     for item in items:
         test, _, parameters = item.nodeid.partition("[")

@@ -27,7 +27,8 @@ from oper.tables import TableSpec
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
-BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+BROWSER = next(filter(None, map(shutil.which, (
+    "chromium-headless-shell", "chromium", "google-chrome"))), None)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def page_of(kind: str, stats: AccessStats, drifting: list[AccessStats]) -> str:
     return drift_page(drifting[0], drifts(drifting[0], later, (plan, topology)), (plan, topology))
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium or chromium-headless-shell")
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser such as chromium")
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 @pytest.mark.parametrize("kind", ["stats", "plan", "drift", "bench"])
 def test_in_a_browser(tmp_path: Path, stats: AccessStats, drifting: list[AccessStats], kind: str,
