@@ -1,4 +1,4 @@
-"""Worker functions for tests: one that fails, and one in which a weight of OPER's is wrong."""
+"""A worker function for tests: one weight of OPER's side is wrong."""
 
 from typing import Any
 
@@ -23,8 +23,3 @@ def run_case(case: train_case.TrainCase, progress: Progress) -> dict[str, Any]:
 
     train_case.build_oper = build_wrong
     return train_case.run_case(case, progress)
-
-
-def fail(case: str, progress: Progress) -> dict[str, Any]:
-    """Says what it was given."""
-    raise ValueError(case)

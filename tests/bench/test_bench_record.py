@@ -118,10 +118,24 @@ def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
 
 def test_a_failing_worker_shows_its_log() -> None:
     from oper.bench.core.launch import run_workers
-    from tests.bench import broken
+    from tests.bench import helpers
 
     with pytest.raises(OperError, match=r"a benchmark process has failed(.|\n)*Error: of no use"):
-        list(run_workers(broken.fail, ["of no use"], 1))
+        list(run_workers(helpers.fail, ["of no use"], 1))
+
+
+def test_a_helper_process_obeys_and_its_errors_come_out() -> None:
+    from oper.bench.core.child import Child
+    from tests.bench import helpers
+
+    child = Child(helpers.doubles, (), "the helper")
+    assert child.ask("double", 4) == 8
+    with pytest.raises(OperError, match="unsupported operand"):
+        child.ask("double", None)
+    assert child.ask("double", "a") == "aa"  # an error ends nothing
+    with pytest.raises(OperError, match="the helper has failed"):
+        child.ask("end")
+    assert child.close() == 3
 
 
 def test_peak_memory_is_that_of_the_process_itself() -> None:
