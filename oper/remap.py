@@ -20,7 +20,7 @@ Remap = Mapping[str, np.ndarray]
 
 
 def load_remap(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The re-map in a folder, by column; raises FileFormatError without one, or if it is damaged."""
+    """The re-map in a folder, by column; raises FileFormatError without one or a damaged one."""
     what = f"cannot read the re-map of {os.fspath(folder)!r}"
     found = {}
     for path in sorted((Path(folder) / FOLDER).glob("*.npy")):

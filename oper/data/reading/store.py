@@ -7,8 +7,10 @@ other scheme to the fsspec library that is installed for it. Everything else is 
 from __future__ import annotations
 
 import contextlib
+import csv
 import hashlib
 import io
+import itertools
 import os
 import re
 import shutil
@@ -18,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, MissingDependencyError, fail
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BUFFER_BYTES = 1 << 23  # of a remote file: a request costs more than a few megabytes
@@ -130,7 +132,8 @@ def is_data(path: str) -> bool:
 
 @contextlib.contextmanager
 def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
-    """`names` with the text of a pipe (``-``, ``/dev/stdin``, a named pipe) in a file instead.
+    """`names` with the text of a pipe (``-``, ``/dev/stdin``, a named pipe), or the first sheet of
+    an Excel workbook as CSV, in a file instead.
 
     A log is read more than once. The file lies beside `beside`, is called by its content, so that a
     run that was interrupted goes on when the same comes through the pipe again, and is removed
@@ -138,13 +141,15 @@ def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
     """
     found, files = [], []
     for name in names:
-        if not is_pipe(name):
+        is_workbook = name.endswith(".xlsx")
+        if not is_workbook and not is_pipe(name):
             found.append(name)
             continue
         beside.parent.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256()
         with contextlib.ExitStack() as stack:
-            pipe = stack.enter_context(open(0 if name == "-" else name, "rb", closefd=name != "-"))
+            pipe: Any = _Sheet(name) if is_workbook else stack.enter_context(
+                open(0 if name == "-" else name, "rb", closefd=name != "-"))
             draft = Path(tempfile.mkstemp(dir=beside.parent, prefix=f".{beside.name}.pipe.")[1])
             stack.callback(draft.unlink, missing_ok=True)
             with draft.open("wb") as out:
@@ -163,6 +168,27 @@ def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
     finally:
         for path in files:
             path.unlink(missing_ok=True)
+
+
+class _Sheet:
+    """The first sheet of a workbook as CSV, read through once; times as ISO 8601."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import openpyxl  # type: ignore[import-untyped]
+        except ImportError:
+            raise MissingDependencyError(
+                fail(f"cannot read {path!r}", "openpyxl", None, "installed",
+                     "pip install 'oper[data]', or save the sheet as CSV")) from None
+        with _asking(path):
+            book = openpyxl.load_workbook(path, read_only=True, data_only=True)
+        self._rows = book.worksheets[0].iter_rows(values_only=True)
+
+    def read(self, _: int) -> bytes:
+        """The next rows; nothing at the end."""
+        out = io.StringIO(newline="")
+        csv.writer(out, lineterminator="\n").writerows(itertools.islice(self._rows, 10_000))
+        return out.getvalue().encode()
 
 
 def is_pipe(name: str) -> bool:
