@@ -7,10 +7,8 @@ other scheme to the fsspec library that is installed for it. Everything else is 
 from __future__ import annotations
 
 import contextlib
-import csv
 import hashlib
 import io
-import itertools
 import os
 import re
 import shutil
@@ -20,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from oper.errors import InvalidInputError, MissingDependencyError, fail
+from oper.data.reading.workbook import Sheet
+from oper.errors import InvalidInputError, fail
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BUFFER_BYTES = 1 << 23  # of a remote file: a request costs more than a few megabytes
@@ -148,7 +147,7 @@ def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
         beside.parent.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256()
         with contextlib.ExitStack() as stack:
-            pipe: Any = _Sheet(name) if is_workbook else stack.enter_context(
+            pipe: Any = Sheet(name) if is_workbook else stack.enter_context(
                 open(0 if name == "-" else name, "rb", closefd=name != "-"))
             draft = Path(tempfile.mkstemp(dir=beside.parent, prefix=f".{beside.name}.pipe.")[1])
             stack.callback(draft.unlink, missing_ok=True)
@@ -168,27 +167,6 @@ def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
     finally:
         for path in files:
             path.unlink(missing_ok=True)
-
-
-class _Sheet:
-    """The first sheet of a workbook as CSV, read through once; times as ISO 8601."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            import openpyxl  # type: ignore[import-untyped]
-        except ImportError:
-            raise MissingDependencyError(
-                fail(f"cannot read {path!r}", "openpyxl", None, "installed",
-                     "pip install 'oper[data]', or save the sheet as CSV")) from None
-        with _asking(path):
-            book = openpyxl.load_workbook(path, read_only=True, data_only=True)
-        self._rows = book.worksheets[0].iter_rows(values_only=True)
-
-    def read(self, _: int) -> bytes:
-        """The next rows; nothing at the end."""
-        out = io.StringIO(newline="")
-        csv.writer(out, lineterminator="\n").writerows(itertools.islice(self._rows, 10_000))
-        return out.getvalue().encode()
 
 
 def is_pipe(name: str) -> bool:
