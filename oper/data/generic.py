@@ -28,7 +28,7 @@ class Choice:
         time: a time column to split by; None = the order of the rows.
         time_format: ``"unix"``, ``"unix_ms"``, ``"iso"`` or ``"iso_zone"``.
         separator: of CSV files.
-        filter: of Parquet files, see `oper.data.recipe.Layout`.
+        filter: see `oper.data.recipe.Layout`.
         threshold: the label is 1 for numbers from here on.
         among: the label is 1 for these texts.
         encoding: of CSV files, ``"utf-8"`` or ``"latin-1"``.
@@ -95,10 +95,6 @@ def generic_recipe(kind: str, choice: Choice) -> Recipe:
         with store.open_input(choice.join) as file:
             if file.read(4) == b"PAR1":
                 value["join"] |= {"format": "parquet", "header": False, "quote": ""}
-    if kind == "csv" and choice.filter:
-        raise InvalidInputError(fail(what, "filter", list(choice.filter),
-                                     "none: only Parquet files are filtered",
-                                     "filter them before"))
     value |= _form(kind, choice.separator, choice.encoding)
     if choice.filter:
         value["filter"] = list(choice.filter)

@@ -81,8 +81,9 @@ class Layout:
         encoding: of the text.
         first: what the first number of a line of bags is: ``"count"``, ``"user"`` or ``"item"``.
         ask: never chosen by looking at a file, because another layout looks alike.
-        filter: of Parquet files: only rows for which all conditions ``COLUMN OP VALUE`` hold are of
-            the log, OP being ==, !=, <, <=, > or >=; null fulfils none.
+        filter: of Parquet files and text: only rows for which all conditions ``COLUMN OP VALUE``
+            hold are of the log, OP being ==, !=, <, <=, > or >=; a missing field fulfils none. In
+            text without a header the columns are those of the recipe.
     """
 
     name: str
@@ -335,6 +336,19 @@ def condition(text: str) -> tuple[str, str, str] | None:
     return (found[1], found[2], found[3]) if found else None
 
 
+def conditions(layout: Layout) -> list[tuple[str, str, str]]:
+    """The conditions of a layout's filter."""
+    return [found for text in layout.filter if (found := condition(text))]
+
+
+def is_number(text: str) -> bool:
+    """Whether a condition compares numbers."""
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
 _MAX_COLUMNS = 10_000  # of one entry with numbered names
 
 
@@ -467,8 +481,12 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
          bool(layout.of("sparse")), "at least one"),
         ("time", [c.name for c in times], len(times) == 1 or recipe.by == "rows",
          "one time column to split by time"),
-        ("filter", layout.filter, not layout.filter or (layout.format == "parquet" and all(
-            map(condition, layout.filter))), "conditions COLUMN OP VALUE, of Parquet files"),
+        ("filter", layout.filter, not layout.filter or (
+            layout.format in ("parquet", "text") and all(map(condition, layout.filter))
+            and (layout.header or layout.format == "parquet" or {
+                n for n, _, _ in conditions(layout)} <= {
+                s for c in layout.columns if c.kind != "skip" for s in (c.name, *c.sources)})),
+         "conditions COLUMN OP VALUE, of Parquet files or text"),
         ("first", layout.first, layout.first in ("count", "user", "item"), "count, user or item"),
     ]
 

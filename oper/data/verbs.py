@@ -89,7 +89,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                      choices=("unix", "unix_ms", "iso", "iso_zone"),
                      help="unix (seconds, the default), unix_ms, iso or iso_zone")
     own.add_argument("--filter", action="append", metavar="C", default=[],
-                     help="of Parquet files: only rows with, e.g., 'country == de'; all of several")
+                     help="only rows with, e.g., 'country == de'; all of several")
     own.add_argument("--separator", default=",", metavar="C",
                      help=r"of CSV files (default ,); TAB is '\t'")
 

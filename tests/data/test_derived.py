@@ -15,7 +15,7 @@ import pytest
 from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from tests.support import run_oper
+from tests.support import ROOT, run_oper
 
 ALL = PreprocessOptions(valid="0", test="0", min_count=1)
 ITEMS = {"i1": ("toys", "1.5", "a|b"), "i2": ("books", "", ""), "i3": ("", "8", "c")}
@@ -182,3 +182,18 @@ def test_a_side_table_that_matches_little_is_a_problem(log: tuple[Path, list[lis
         ["item"], join=str(folder / "few.csv"), join_on="item=id", join_sparse=["genre"])),
         [str(folder / "log.csv")], folder / "out", ALL)
     assert any("few.csv" in p for p in manifest["problems"])
+
+
+def test_the_documented_recipe(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "reference" / "files.md").read_text()
+    (tmp_path / "ratings.toml").write_text(
+        page.split('```toml title="ratings.toml"\n')[1].split("```")[0])
+    (tmp_path / "items.csv").write_text('id,price,tags\nA,3,"x|y"\nB,,\n')
+    (tmp_path / "log.csv").write_text("user,item,rating,age,when\n" + "".join(
+        f"u{k % 9},{'AB'[k % 2]},{k % 6},{10 + k % 60},{60 * k}\n" for k in range(600)))
+    manifest = preprocess(load_recipe(str(tmp_path / "ratings.toml")), [str(tmp_path / "log.csv")],
+                          tmp_path / "out")
+    assert manifest["problems"] == [] and sum(manifest["rows"].values()) == 500
+    assert manifest["tables"]["tags"]["num_rows"] == 3
+    assert manifest["tables"]["age"]["num_rows"] == 5
+    assert manifest["columns"]["sparse"][-1] == "user_x_age"

@@ -67,12 +67,13 @@ CASES: dict[str, tuple[str, bytes, dict[str, list[Any]]]] = {
                       '"User-ID";"ISBN";"Book-Rating"\r\n"276725";"034545104X";"0"\r\n'
                       '"276726";"01550&amp;61224";"8"\r\n"3";"\\"x;y\\"";"9"\r\n"4";"M\xfcll";"5"\r\n'
                       .encode("latin-1"),
-                      {"label": [0, 1, 1, 0], "user": [276725, 276726, 3, 4],
-                       "item": ["034545104X", "01550&amp;61224", '"x;y"', "M\xfcll"]}),
+                      {"label": [1, 1, 0], "user": [276726, 3, 4],
+                       "item": ["01550&amp;61224", '"x;y"', "M\xfcll"]}),
     "kuairec": ("small_matrix.csv",
                 b"user_id,video_id,play_duration,video_duration,time,date,timestamp,watch_ratio\n"
-                b"14,148,4381,6067,2020-07-05 05:27:48.378,20200705.0,1593898068.378,0.722\n"
-                b"14,183,11635,6100,,,,2.907\n", {"label": [0, 1], "video_id": [148, 183]}),
+                b"14,183,11635,6100,,,,2.907\n"
+                b"14,148,4381,6067,2020-07-05 05:27:48.378,20200705.0,1593898068.378,0.722\n",
+                {"label": [0], "video_id": [148], "timestamp": [1593898068]}),
     "kuairand": ("log_standard_4_08_to_4_21_pure.csv",
                  b"user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_rand,tab\n"
                  b"0,7,20220408,1300,1649397233000,1,0,0,1\n",
@@ -306,3 +307,49 @@ def test_facts_of_the_24_day_log(tmp_path: Path) -> None:
                 3, 166, 12, 2799, 2088, 2692, 1260, 2136, 29, 24]
     tables = list(manifest["tables"].values())
     assert [t["num_distinct"] - (t["missing_id"] > 0) for t in tables] == distinct
+
+
+def test_reviews_of_2023_as_json(tmp_path: Path) -> None:
+    line = {"rating": 5.0, "title": "t", "images": [], "asin": "a", "parent_asin": "p",
+            "user_id": "u", "timestamp": 1588687728923, "helpful_vote": 0}
+    old = {"reviewerID": "u", "asin": "p", "overall": 2.0, "unixReviewTime": 1588687728}
+    for name, entry, label in (("new", line, 1), ("old", old, 0)):
+        (tmp_path / name).mkdir()
+        _, columns = read(tmp_path / name, "amazon", {
+            "r.jsonl": json.dumps(entry).encode() + b"\n"})
+        assert columns["label"] == [label] and columns["item"] == ["p"]
+        assert columns["time"] == [1588687728]
+
+
+def test_text_is_filtered(tmp_path: Path) -> None:
+    text = b"user,price,country,y\n" + b"".join(
+        f"u{k % 3},{'' if k % 5 == 0 else k},{'de' if k % 2 else 'fr'},{k % 2}\n".encode()
+        for k in range(40))
+    for bad, max_bad in ((b"", 0), (b"u0,10,de,x\nu0,1,de,x\n,,fr,\n", 1)):
+        recipe = generic_recipe("csv", Choice(["user"], "y", filter=[
+            "country == de", "price >= 9"]))
+        folder = tmp_path / str(max_bad)
+        folder.mkdir()
+        manifest, columns = read(folder, recipe, {"a.csv": text + bad}, replace(
+            ONE_ID_EACH, max_bad=max_bad))
+        kept = [k for k in range(40) if k % 5 and k % 2 and k >= 9]
+        assert columns["user"] == [f"u{k % 3}" for k in kept]
+        assert manifest["bad_rows"]["count"] == max_bad and manifest["rows"]["train"] == len(kept)
+
+
+def test_a_workbook(tmp_path: Path) -> None:
+    openpyxl = pytest.importorskip("openpyxl")
+    from datetime import datetime
+
+    book = openpyxl.Workbook()
+    for row in (["InvoiceNo", "StockCode", "Description", "Quantity", "InvoiceDate", "UnitPrice",
+                 "CustomerID", "Country"],
+                [536365, "85123A", 'a "b", c', 6, datetime(2010, 12, 1, 8, 26), 2.55, 17850, "UK"],
+                ["C536379", "D", None, -1, datetime(2010, 12, 1, 9, 41), 27.5, None, "UK"]):
+        book.active.append(row)
+    book.save(tmp_path / "retail.xlsx")
+    preprocess(load_recipe("online-retail"), [str(tmp_path / "retail.xlsx")], tmp_path / "out",
+               ONE_ID_EACH)
+    found = pq.read_table(tmp_path / "out" / "train").to_pydict()
+    assert found["label"] == [1, 0] and found["time"] == [1291191960, 1291196460]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "retail.xlsx"]

@@ -165,8 +165,3 @@ def test_filters_that_make_no_sense(partitions: Path, filter: str, match: str) -
     with pytest.raises(InvalidInputError, match=match):
         preprocess(generic_recipe("parquet", Choice(["user"], filter=[filter])),
                    [str(partitions / "clicks")], partitions / "out")
-
-
-def test_only_parquet_is_filtered() -> None:
-    with pytest.raises(InvalidInputError, match="only Parquet"):
-        generic_recipe("csv", Choice(["user"], filter=["a == b"]))

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from oper.data.recipe import Column
+from oper.errors import InvalidInputError, fail
 
 _ARROW_TYPES = {
     "hex32": pa.binary(8), "uint32": pa.int64(), "uint64": pa.uint64(), "int": pa.int64(),
@@ -319,3 +320,17 @@ def _is_time(parse: str, text: str) -> bool:
         return (datetime.fromisoformat(text).tzinfo is not None) == (parse == "iso_zone")
     except ValueError:
         return False
+
+
+_COMPARES = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal,
+             ">": pc.greater, ">=": pc.greater_equal}
+
+
+def holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.ChunkedArray:
+    """Which fields fulfil a condition; raises InvalidInputError for a value of another type."""
+    try:
+        return pc.fill_null(_COMPARES[operator](column, pa.scalar(value).cast(column.type)), False)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise InvalidInputError(
+            fail(f"cannot filter {path!r}", "value", value, f"one of type {column.type}",
+                 str(error)[:120])) from None

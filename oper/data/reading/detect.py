@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from oper.data.reading.columns import is_valid
@@ -103,13 +104,17 @@ def _fit(layout: Layout, line: str) -> int:
     """How well a file's first line fits a layout: 0 not at all, 1 by its columns, 2 in all."""
     if not line:
         return 1
+    wanted = [c.sources for c in layout.columns if c.kind != "skip"]
     if layout.format == "jsonl":
-        return 2 * line.startswith("{")
+        try:
+            keys = set(json.loads(line))
+        except (TypeError, ValueError):
+            return int(line.startswith("{"))
+        return 1 + all(keys & set(names) for names in wanted) if line.startswith("{") else 0
     if layout.format == "bags":
         return 2 * line.replace(" ", "").isdigit()
     fields = split_line(line, layout)
     if layout.header:
-        wanted = [c.sources for c in layout.columns if c.kind != "skip"]
         return 2 * all(any(f.strip() in names for f in fields) for names in wanted)
     if len(fields) != len(layout.columns):
         return 0

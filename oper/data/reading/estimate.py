@@ -20,7 +20,7 @@ _SAMPLE_BYTES = 1 << 22
 _SAMPLE_LINES = 1000  # that fields are looked at of
 # One core on Criteo text (39 fields at 200 MB/s), and on text that pyarrow parses; gzip.
 _FIELD_S, _OTHER_FIELD_S, _UNPACKED_BYTES_PER_S = 30e-9, 90e-9, 300e6
-_LEAST_MEMORY = 160 << 20  # of a worker: the interpreter, pyarrow, and a block
+_LEAST_MEMORY = 224 << 20  # of a worker: the interpreter, pyarrow, and a block
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def is_plain(text: TextLayout) -> bool:
     """Whether the library is there and parses every column of a layout."""
     layout = text.layout
     return (native.library() is not None and not layout.quote and len(layout.separator) == 1
-            and not text.also and all(
+            and not text.also and not layout.filter and all(
                 (c.kind, c.parse) in _PARSES and not c.multi and len(c.missing) <= 1
                 and all(len(m) > 0 and m.isascii() and m.isprintable() for m in c.missing)
                 for c in text.columns))

@@ -12,12 +12,11 @@ from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import json as pajson
 
 from oper.data.reading import columns as convert, store
-from oper.data.reading.columns import Ids, MalformedError
+from oper.data.reading.columns import Ids, MalformedError, holds
 from oper.data.reading.lines import (
     Block,
     Progress,
@@ -31,7 +30,7 @@ from oper.data.reading.lines import (
 from oper.data.reading.plain import is_plain, read_plain
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
 from oper.data.reading.text import no_rows, parse_block, rows_of, text_layout
-from oper.data.recipe import Column, Layout, Recipe, condition
+from oper.data.recipe import Column, Layout, Recipe, conditions
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 _BATCH_ROWS = 1 << 16
@@ -280,14 +279,14 @@ def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, 
         group: a row group; None = all.
         size: rows that are read at once.
     """
-    conditions = [found for text in layout.filter if (found := condition(text))]
+    filters = conditions(layout)
     wanted = dict.fromkeys([n for c in layout.columns for n in c.sources if c.kind != "skip"]
-                           + [name for name, _, _ in conditions])
+                           + [name for name, _, _ in filters])
     held = file.schema_arrow.names
     folders = {k: None if v == "__HIVE_DEFAULT_PARTITION__" else unquote(v) for k, v in (
         part.split("=", 1) for part in path.split("/")[:-1] if "=" in part)}
     added = [n for n in wanted if n in folders and n not in held]
-    unknown = [n for n, _, _ in conditions if n not in held and n not in folders]
+    unknown = [n for n, _, _ in filters if n not in held and n not in folders]
     if unknown:
         raise InvalidInputError(fail(f"cannot filter {path!r}", "columns", unknown,
                                      f"columns of the file, of {held[:20]}", "correct the filter"))
@@ -298,25 +297,11 @@ def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, 
         first += batch.num_rows
         for name in added:
             table = table.append_column(name, pa.array([folders[name]] * len(rows), pa.string()))
-        for name, operator, value in conditions:
-            keep = _holds(table.column(name), operator, value, path)
+        for name, operator, value in filters:
+            keep = holds(table.column(name), operator, value, path)
             table, rows = table.filter(keep), rows[keep.to_numpy()]
         if rows.size:
             yield table, rows
-
-
-_COMPARES = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal,
-             ">": pc.greater, ">=": pc.greater_equal}
-
-
-def _holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.ChunkedArray:
-    """Which fields fulfil a condition; raises InvalidInputError for a value of another type."""
-    try:
-        return pc.fill_null(_COMPARES[operator](column, pa.scalar(value).cast(column.type)), False)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise InvalidInputError(
-            fail(f"cannot filter {path!r}", "value", value, f"one of type {column.type}",
-                 str(error)[:120])) from None
 
 
 def open_parquet(path: str) -> pq.ParquetFile:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from oper.data.reading.workbook import Sheet
 from oper.errors import InvalidInputError, fail
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -130,7 +131,8 @@ def is_data(path: str) -> bool:
 
 @contextlib.contextmanager
 def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
-    """`names` with the text of a pipe (``-``, ``/dev/stdin``, a named pipe) in a file instead.
+    """`names` with the text of a pipe (``-``, ``/dev/stdin``, a named pipe), or the first sheet of
+    an Excel workbook as CSV, in a file instead.
 
     A log is read more than once. The file lies beside `beside`, is called by its content, so that a
     run that was interrupted goes on when the same comes through the pipe again, and is removed
@@ -138,13 +140,15 @@ def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
     """
     found, files = [], []
     for name in names:
-        if not is_pipe(name):
+        is_workbook = name.endswith(".xlsx")
+        if not is_workbook and not is_pipe(name):
             found.append(name)
             continue
         beside.parent.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256()
         with contextlib.ExitStack() as stack:
-            pipe = stack.enter_context(open(0 if name == "-" else name, "rb", closefd=name != "-"))
+            pipe: Any = Sheet(name) if is_workbook else stack.enter_context(
+                open(0 if name == "-" else name, "rb", closefd=name != "-"))
             draft = Path(tempfile.mkstemp(dir=beside.parent, prefix=f".{beside.name}.pipe.")[1])
             stack.callback(draft.unlink, missing_ok=True)
             with draft.open("wb") as out:

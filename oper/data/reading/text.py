@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,10 @@ import pyarrow as pa
 from pyarrow import csv as pacsv
 
 from oper.data.reading import columns as convert
-from oper.data.reading.columns import EXPECTED, MalformedError
+from oper.data.reading.columns import EXPECTED, MalformedError, holds
 from oper.data.reading.lines import Block
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
-from oper.data.recipe import Column, Layout, Recipe
+from oper.data.recipe import Column, Layout, Recipe, conditions, is_number
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 SEPARATORS = (",", "\t", ";", "|", "::", " ")
@@ -90,9 +91,13 @@ def text_layout(recipe: Recipe, layout: Layout, line: str, path: str) -> TextLay
 def _by_header(layout: Layout, header: Sequence[str], path: str
                ) -> tuple[tuple[Column, ...], list[tuple[int, Column]]]:
     wanted: dict[int, Column] = {}
+    # Columns that only a filter names are read for it.
+    known = {n for c in layout.columns for n in (c.name, *c.sources) if c.kind != "skip"}
+    only = [Column(n, "dense", "float") if is_number(v) else Column(n, "sparse", "string")
+            for n, v in {n: v for n, _, v in conditions(layout)}.items() if n not in known]
     also: list[tuple[int, Column]] = []
     missing = []
-    for column in layout.columns:
+    for column in (*layout.columns, *only):
         if column.kind == "skip":
             continue
         places = [k for k, name in enumerate(header) if name.strip() in column.sources]
@@ -180,10 +185,14 @@ def _convert(data: bytes, text: TextLayout, first_row: int, rows: np.ndarray | N
         pacsv.ConvertOptions(
             check_utf8=False, column_types={k: convert.arrow_type(c) for k, c in used.items()},
             include_columns=list(used), null_values=[""], strings_can_be_null=True))
-    columns = {c.name: (c, table.column(k).combine_chunks()) for k, c in used.items()}
-    columns.update({c.name: (c, columns[text.columns[k].name][1]) for k, c in text.also})
     if rows is None:
         rows = np.arange(first_row, first_row + table.num_rows)
+    for name, how, value in conditions(layout):
+        place = next(k for k, c in used.items() if name in (c.name, *c.sources))
+        keep = holds(table.column(place), how, value, f"layout {layout.name}")
+        table, rows = table.filter(keep), rows[keep.to_numpy()]
+    columns = {c.name: (c, table.column(k).combine_chunks()) for k, c in used.items()}
+    columns.update({c.name: (c, columns[text.columns[k].name][1]) for k, c in text.also})
     return rows_of(columns, text.dense, text.sparse, rows)
 
 
@@ -208,6 +217,8 @@ def _row_by_row(data: bytes, text: TextLayout, block: Block) -> Rows:
     bad: dict[int, BadRow] = {}
     good = []
     for k, fields in enumerate(records):
+        if not _is_kept(fields, text):
+            continue
         found = _judge(fields, text, block.first_row + k)
         if found is None:
             good.append(k)
@@ -235,6 +246,30 @@ def _records(data: bytes, text: TextLayout, block: Block) -> list[list[bytes]]:
             fail(f"cannot read {block.path!r}", f"text from row {block.first_row + 1} on", why,
                  "quoted fields", "correct the file"))
     return records
+
+
+_COMPARES = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
+             ">": operator.gt, ">=": operator.ge}
+
+
+def _is_kept(fields: list[bytes], text: TextLayout) -> bool:
+    """Whether a record fulfils the layout's filter, as `holds` says of columns; one that cannot be
+    compared is kept, to be judged."""
+    if len(fields) != len(text.columns):
+        return True
+    for name, how, value in conditions(text.layout):
+        column, field = next(p for p in zip(text.columns, fields, strict=True)
+                             if p[0].kind != "skip" and name in (p[0].name, *p[0].sources))
+        if not field:
+            return False
+        try:
+            pair: tuple[Any, Any] = (field, value.encode()) if pa.types.is_binary(
+                convert.arrow_type(column)) else (float(field), float(value))
+        except ValueError:
+            return True
+        if not _COMPARES[how](*pair):
+            return False
+    return True
 
 
 def _judge(fields: list[bytes], text: TextLayout, row: int) -> BadRow | None:
