@@ -12,7 +12,8 @@ from tests.cuda import emulated
 
 @pytest.fixture
 def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The device library is the emulated one."""
+    """The device library is the emulated one; built here, while no rank waits for another."""
+    emulated.load()
     monkeypatch.setattr("oper.shmem.library.load_device", emulated.load)
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(4 << 20))
     yield monkeypatch
