@@ -314,8 +314,11 @@ class Pieces:
         with np.errstate(divide="ignore", invalid="ignore"):
             for k, c in np.argwhere(may).tolist():
                 sums = np.maximum(self.large[c, PARTIALS], 0.0).reshape(-1, 1)
-                for x in (*self.by_block[k][c], sums):  # [G, B], of the widest and the narrowest
+                # Who has all rows does not ask itself.
+                whole = self.density[k, c, :, :, 2:] - self.asks[k, c, :, None]  # [2, G, 1]
+                for x in (*self.by_block[k][c], *whole, sums):  # [G, B], of widest and narrowest
                     ratio = np.where(x[:, None] > 0, x[None] / x[:, None], np.inf)
+                    ratio = np.where(x[None] < 0, 0.0, ratio)
                     out = np.minimum(out, ratio.min(axis=-1))
         return np.where(np.isfinite(out), out, 0.0)
 

@@ -132,12 +132,16 @@ class TableCosts:
             # What owners of some rows have less of than readers is not looked at.
             odd = (by_block[self.width[n] >= NARROWEST] < 0).any(axis=(0, -1))
             by_block[:, odd] = 0.0
+            self.spared[k][odd] = 0.0
             self.unit[n] = np.where(odd[..., None], 0.0, unit)
             self.low[n], self.high[n] = by_block.min(axis=-1), by_block.max(axis=-1)
+            # The owner of all rows does not ask itself.
+            every = self.unit[n] @ t.total[IDS:] - self.spared[k]
+            wide = self.width[n] >= min(NARROWEST, self.dims[k])
             for c in np.flatnonzero(self.may["push"][k] | (not self.asks[k])):
-                for x in by_block[self.width[n] >= min(NARROWEST, self.dims[k])][[0, -1], c]:
+                for x in (*by_block[wide][[0, -1], c], *every[wide][[0, -1], c, ..., None],
+                          partial[c, ..., None]):
                     ratio = np.minimum(ratio, _least_ratio(x))
-                ratio = np.minimum(ratio, _least_ratio(partial[c, ..., None]))
         self.ratio = np.where(np.isfinite(ratio), ratio, 0.0)
 
     def least(self, asked: Asked, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
@@ -425,7 +429,7 @@ def _least_ratio(loads: np.ndarray) -> np.ndarray:
     """The least of loads (float64 [P, 5, B]) over others that are not 0; float64 [P, 5, P, 5]."""
     by = loads[:, :, None, None]
     out = np.divide(loads, by, out=np.full((*by.shape[:2], *loads.shape), np.inf), where=by > 0)
-    return np.asarray(out.min(axis=-1))
+    return np.asarray(np.where(loads < 0, 0.0, out).min(axis=-1))
 
 
 def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:
